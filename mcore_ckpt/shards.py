@@ -1,0 +1,70 @@
+"""Megatron's sharded leaves as the planner sees them, recognised by their attributes so that megatron is not imported.
+
+A *shard* is what one rank holds of a global tensor: Megatron's `ShardedTensor` (key, data, local and global shape,
+offset). A *sharded object* is one rank's part of a global object: Megatron's `ShardedObject`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mcore_ckpt.errors import PlanError
+
+__all__ = ["box_sizes", "is_main_replica", "is_sharded_object", "is_sharded_tensor", "leaves", "replace_leaves"]
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """True for Megatron's `ShardedTensor`."""
+    return hasattr(value, "global_offset") and hasattr(value, "local_shape")
+
+
+def is_sharded_object(value: object) -> bool:
+    """True for Megatron's `ShardedObject`."""
+    return hasattr(value, "unique_key") and hasattr(value, "global_offset") and not hasattr(value, "local_shape")
+
+
+def is_main_replica(shard: Any) -> bool:
+    """True when this copy of a replicated shard is the one that is written (`replica_id` is 0, or all zeros)."""
+    replica_id = shard.replica_id
+    if isinstance(replica_id, int):
+        return replica_id == 0
+    return not any(replica_id)
+
+
+def box_sizes(shard: Any) -> tuple[int, ...]:
+    """Sizes of the box that a shard fills in its global tensor: the local shape after the prepended axes, in elements.
+
+    Raises:
+        PlanError: the shard is a slice of a flattened tensor (`flattened_range`), which has no box.
+    """
+    if getattr(shard, "flattened_range", None) is not None:
+        raise PlanError(
+            f"{shard.key}: flattened_range={shard.flattened_range} is not supported; choose an optimizer sharding type"
+            " that keeps the model's shapes (fully_reshardable) or flat buckets (dp_reshardable)"
+        )
+    prepended: int = shard.prepend_axis_num
+    return (1,) * prepended + tuple(shard.local_shape)
+
+
+def leaves(tree: object) -> Iterator[Any]:
+    """Yield every sharded tensor and sharded object of a nested dict/list, in order."""
+    if isinstance(tree, dict):
+        for value in tree.values():
+            yield from leaves(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from leaves(value)
+    elif is_sharded_tensor(tree) or is_sharded_object(tree):
+        yield tree
+
+
+def replace_leaves(tree: Any, replacement: Callable[[Any], Any]) -> Any:
+    """A copy of a nested dict/list in which each sharded leaf is what `replacement(leaf)` returns."""
+    if isinstance(tree, dict):
+        return {key: replace_leaves(value, replacement) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [replace_leaves(value, replacement) for value in tree]
+    if is_sharded_tensor(tree) or is_sharded_object(tree):
+        return replacement(tree)
+    return tree
