@@ -1,0 +1,54 @@
+# Two commands are enough: `make demo` runs the main job, `make test` the tests. Both make .venv when it is not there.
+# Another interpreter: make test PYTHON=/path/to/python VENV=.venv-other
+
+SHELL := /bin/bash
+VENV ?= .venv
+PYTHON ?=
+INSTALLED := $(VENV)/installed.stamp
+BIN := $(VENV)/bin
+
+# All processes of the tests share the machine's cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help venv demo test test-slow test-matrix lint format bench clean
+
+help:
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+venv: $(INSTALLED)  ## make .venv with everything that CI uses
+
+# torch comes first and alone: its requirements decide those of everything else, and when it fails the reason is plain.
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { python="$(PYTHON)"; python="$${python:-$$(scripts/find_python.sh 3.11 3.12 3.10)}" \
+	    && echo "making $(VENV) with $$python" && "$$python" -m venv $(VENV); }
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt megatron-core
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED)  ## a Megatron model trained, saved and loaded under other layouts, compared bit for bit
+	$(BIN)/python scripts/demo.py
+
+test: $(INSTALLED)  ## all tests but the slow ones and the matrix of Megatron versions
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(INSTALLED)  ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+
+test-matrix: $(INSTALLED)  ## every supported megatron-core version (needs Python 3.12 beside the usual one)
+	scripts/test_matrix.sh $(ARGS)
+
+lint: $(INSTALLED)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)  ## ours, stock Megatron, stock DCP and the raw device side by side
+	$(BIN)/python scripts/bench.py $(ARGS)
+
+clean:  ## remove what was built; keeps .venv
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
