@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
-__all__ = ["IMPLEMENTATION", "crc32"]
+__all__ = ["IMPLEMENTATION", "crc32", "crc32_combine"]
 
 # In order of preference. zlib is part of the standard library, so the search cannot fail.
 _CANDIDATES = ("isal.isal_zlib", "zlib_ng.zlib_ng", "zlib")
@@ -40,3 +41,46 @@ def crc32(buffer: Any, value: int = 0) -> int:
         Unsigned 32-bit value, the same for every implementation.
     """
     return _crc32(buffer, value)
+
+
+def crc32_combine(first: int, second: int, second_bytes: int) -> int:
+    """CRC-32 of two adjoining blocks from the CRC-32 of each, so that blocks can be summed out of order.
+
+    Args:
+        first: CRC-32 of the first block.
+        second: CRC-32 of the second block, from 0.
+        second_bytes: length of the second block.
+
+    Returns:
+        `crc32(first block + second block)`. Costs a few microseconds, whatever the lengths.
+
+    A CRC is the remainder of a polynomial over GF(2): `first` has to be multiplied by x^(8 * second_bytes), which takes
+    one multiplication for each bit of the length (the idea is Mark Adler's, in zlib).
+    """
+    return _multiply(_power_of_x(8 * second_bytes), first) ^ second
+
+
+_POLYNOMIAL = 0xEDB88320  # bit-reversed, as all of a CRC-32 is: the highest bit stands for x^0
+
+
+def _multiply(a: int, b: int) -> int:
+    """Product of two polynomials, modulo the CRC's."""
+    product = 0
+    bit = 1 << 31
+    while bit:
+        if a & bit:
+            product ^= b
+        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
+        bit >>= 1
+    return product
+
+
+@lru_cache(maxsize=1024)
+def _power_of_x(exponent: int) -> int:
+    result, square = 1 << 31, 1 << 30
+    while exponent:
+        if exponent & 1:
+            result = _multiply(result, square)
+        square = _multiply(square, square)
+        exponent >>= 1
+    return result
