@@ -1,0 +1,211 @@
+"""What every storage back-end promises.
+
+A `Storage` is one directory of a checkpoint (or whatever a back-end has instead). Names in it are relative, separated
+by `/`, and checked by `check_name`, since many of them come from a `.metadata` file that nobody vouches for.
+
+Bytes go in by two doors. Data files are written through a `RangeWriter`: at any offset, from several threads, and not
+durable before `finish`. Small files that make other files valid (`.metadata` above all) go through `publish`: whole,
+atomically and durably, or not at all. The two make a commit protocol: finish the data files, `sync_directory`,
+publish.
+
+Errors of the operating system leave as `SaveError` (writes) or `LoadError` (reads) that name file, byte range and
+errno, with the `OSError` as cause. A file that ends early is a `CorruptCheckpointError`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Final, Literal
+
+from mcore_ckpt.errors import CorruptCheckpointError
+
+__all__ = ["ALIGNMENT_BYTES", "DirectIo", "RangeReader", "RangeWriter", "Storage", "align_up", "check_name"]
+
+DirectIo = Literal["auto", "on", "off"]
+
+# Logical blocks are 512 or 4096 bytes on every disk in use, and pages are 4096 on x86-64: 4096 suits O_DIRECT on all.
+ALIGNMENT_BYTES: Final = 4096
+
+
+def align_up(position: int, alignment: int = ALIGNMENT_BYTES) -> int:
+    """The first multiple of `alignment` that is not below `position`."""
+    return -(-position // alignment) * alignment
+
+
+def check_name(name: str) -> str:
+    """Return `name` if it stays inside the directory that it is relative to.
+
+    Raises:
+        CorruptCheckpointError: for an empty or absolute name, a NUL, or a part that is empty, `.` or `..`.
+    """
+    if not name or "\0" in name:
+        raise CorruptCheckpointError(f"file name {name!r}: expected a relative path inside the checkpoint")
+    for part in name.split("/"):
+        if part in ("", ".", ".."):
+            raise CorruptCheckpointError(
+                f"file name {name!r}: expected a relative path inside the checkpoint, without empty, '.' or '..' parts"
+            )
+    return name
+
+
+class RangeReader(ABC):
+    """One open file, read at any offset by any number of threads.
+
+    Attributes:
+        name: the file, as an error message should show it (for a local file, its path).
+        size_bytes: its length when it was opened.
+    """
+
+    name: str
+    size_bytes: int
+
+    @abstractmethod
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill all of `view` (writable bytes) with the file's bytes from `offset` on.
+
+        Raises:
+            CorruptCheckpointError: if the file ends before the view is full.
+            LoadError: if the device or file system fails.
+        """
+
+    def prefetch(self, offset: int, length: int) -> None:  # noqa: B027  (a hint, which a back-end may ignore)
+        """Say that bytes `[offset, offset + length)` are going to be read soon. Returns at once."""
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly the bytes `[offset, offset + length)`; raises as `read_into` does."""
+        self.check_range(offset, length)  # before anything is allocated: the length may come from a hostile file
+        buffer = bytearray(length)
+        self.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def check_range(self, offset: int, length: int) -> None:
+        """Raise `CorruptCheckpointError` unless `[offset, offset + length)` lies inside the file."""
+        if offset < 0 or length < 0 or offset + length > self.size_bytes:
+            raise CorruptCheckpointError(
+                f"{self.name}: bytes [{offset}, {offset + length}) wanted, but the file has {self.size_bytes} bytes; "
+                "it was truncated, or the metadata does not belong to it"
+            )
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the file. Twice is harmless."""
+
+    def __enter__(self) -> RangeReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class RangeWriter(ABC):
+    """One new file, written at any offset by any number of threads, and not to be read before `finish`.
+
+    Attributes:
+        name: the file, as an error message should show it (for a local file, its path).
+        direct: whether aligned writes go past the page cache.
+    """
+
+    name: str
+    direct: bool
+
+    @abstractmethod
+    def write(self, offset: int, view: memoryview) -> None:
+        """Write all of `view` at `offset`.
+
+        Fast where offset, length and the address of the memory are multiples of `ALIGNMENT_BYTES` (so the last write
+        may well reach past the end, which `finish` cuts off); correct in any case. The memory may be reused on return.
+
+        Raises:
+            SaveError: naming file, byte range and errno.
+        """
+
+    @abstractmethod
+    def finish(self, size_bytes: int, fsync: bool = True) -> None:
+        """Cut the file to `size_bytes`, make it durable (if `fsync`) and close it.
+
+        Raises:
+            SaveError: naming file and errno. The file is closed all the same; `abort` then removes it.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Close and remove the file, finished or not. Twice is harmless; raises nothing for a file that is gone."""
+
+
+class Storage(ABC):
+    """One directory of files. All names are relative to it."""
+
+    @abstractmethod
+    def list(self) -> list[str]:
+        """Names of all files, in subdirectories too, sorted; empty when there is no such directory."""
+
+    @abstractmethod
+    def exists(self, name: str) -> bool:
+        """Whether there is a file of that name."""
+
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """Length of a file in bytes. Raises as `open_reader` does."""
+
+    @abstractmethod
+    def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
+        """Open a file for reading.
+
+        Raises:
+            CheckpointNotFoundError: if there is no such file.
+            LoadError: if it cannot be opened.
+        """
+
+    @abstractmethod
+    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+        """Create a file for writing; never touches one that exists.
+
+        Args:
+            name: of the new file; missing directories on the way to it are made.
+            size_bytes: what it is going to hold, so that the space can be reserved at once.
+            direct: past the page cache if possible (`"auto"`), or fail (`"on"`), or never (`"off"`).
+
+        Raises:
+            SaveError: if the file exists, cannot be made, or its space cannot be reserved.
+        """
+
+    @abstractmethod
+    def publish(self, name: str, content: bytes) -> None:
+        """Make `name` hold `content`, replacing what it held, atomically and durably.
+
+        Whenever the machine stops, the name holds all of the old or all of the new content. Every file finished and
+        renamed in this directory before the call is durable after it.
+
+        Raises:
+            SaveError: the old content, if any, is still there.
+        """
+
+    @abstractmethod
+    def rename(self, source: str, destination: str) -> None:
+        """Give a file another name, replacing what is there; durable after `sync_directory`. Raises `SaveError`."""
+
+    @abstractmethod
+    def delete(self, name: str, missing_ok: bool = True) -> None:
+        """Remove a file. Raises `SaveError`."""
+
+    @abstractmethod
+    def ensure_directory(self) -> None:
+        """Make the directory, and those above it, if there is none. Raises `SaveError`."""
+
+    @abstractmethod
+    def sync_directory(self) -> None:
+        """Make all names durable that were created, renamed or deleted. Raises `SaveError`."""
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """Exactly the bytes `[offset, offset + length)` of a file, by default to its end.
+
+        Raises:
+            CheckpointNotFoundError: if there is no such file.
+            CorruptCheckpointError: if the file ends early.
+            LoadError: if it cannot be read.
+        """
+        with self.open_reader(name) as reader:
+            return reader.read(offset, reader.size_bytes - offset if length is None else length)

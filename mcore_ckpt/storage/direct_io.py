@@ -1,0 +1,129 @@
+"""The system calls under local files that Python does not wrap, and memory that O_DIRECT accepts.
+
+All of it is advice: where the C library or the file system lacks a call, nothing happens and the data are written all
+the same, more slowly. What is not advice is the error of a write-back, which `write_back` does report.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from functools import lru_cache
+from typing import Any
+
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, align_up
+
+__all__ = ["aligned_buffer", "drop_cached", "enable", "preallocate", "write_back"]
+
+# What a file system answers that does not know a call, as opposed to a call that failed.
+_NOT_SUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EPERM})
+
+_SYNC_FILE_RANGE_WAIT_BEFORE = 1
+_SYNC_FILE_RANGE_WRITE = 2
+_SYNC_FILE_RANGE_WAIT_AFTER = 4
+
+_direct_io_by_device: dict[int, bool] = {}
+
+
+def aligned_buffer(nbytes: int) -> mmap.mmap:
+    """Page-aligned private memory of at least `nbytes`, zeroed.
+
+    Private, since `mmap.mmap(-1, n)` alone is shared with forked children, who would then write into the same buffer.
+    """
+    return mmap.mmap(-1, max(align_up(nbytes), ALIGNMENT_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def enable(fd: int) -> bool:
+    """Put O_DIRECT on a new, empty file if its file system has it, and say whether.
+
+    Some file systems take the flag and then refuse the write, so there is a trial, once for each file system. Its zeros
+    lie at the start of the file, where the file's own first bytes are going to replace them.
+
+    Raises:
+        OSError: if the trial fails for any other reason than being refused; for example ENOSPC.
+    """
+    device = os.fstat(fd).st_dev
+    if _direct_io_by_device.get(device) is False:
+        return False
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        if device not in _direct_io_by_device:
+            with aligned_buffer(ALIGNMENT_BYTES) as zeros:
+                os.pwrite(fd, zeros, 0)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        _direct_io_by_device[device] = False
+        return False
+    _direct_io_by_device[device] = True
+    return True
+
+
+@lru_cache(maxsize=1)
+def _libc() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    offset = ctypes.c_int64
+    for name, arguments in (
+        ("fallocate", [ctypes.c_int, ctypes.c_int, offset, offset]),
+        ("sync_file_range", [ctypes.c_int, offset, offset, ctypes.c_uint]),
+    ):
+        function = getattr(library, name, None)
+        if function is not None:
+            function.argtypes = arguments
+            function.restype = ctypes.c_int
+    return library
+
+
+def preallocate(fd: int, nbytes: int) -> None:
+    """Reserve space for bytes `[0, nbytes)` and set the file's length, where the file system can.
+
+    `os.posix_fallocate` is not used: where the file system cannot, the C library would write into every block.
+
+    Raises:
+        OSError: above all ENOSPC, before a byte is written.
+    """
+    fallocate = getattr(_libc(), "fallocate", None)
+    if fallocate is None or nbytes <= 0:
+        return
+    while fallocate(fd, 0, 0, nbytes) != 0:
+        code = ctypes.get_errno()
+        if code == errno.EINTR:
+            continue
+        if code in _NOT_SUPPORTED:
+            return
+        raise OSError(code, os.strerror(code))
+
+
+def write_back(fd: int, offset: int, nbytes: int, *, wait: bool) -> None:
+    """Start writing dirty pages of a range to the device, and wait for them if asked.
+
+    Raises:
+        OSError: if the device failed; the kernel reports it once, so it must not be swallowed.
+    """
+    sync_file_range = getattr(_libc(), "sync_file_range", None)
+    if sync_file_range is None:
+        return
+    flags = _SYNC_FILE_RANGE_WRITE
+    if wait:
+        flags |= _SYNC_FILE_RANGE_WAIT_BEFORE | _SYNC_FILE_RANGE_WAIT_AFTER
+    while sync_file_range(fd, offset, nbytes, flags) != 0:
+        code = ctypes.get_errno()
+        if code == errno.EINTR:
+            continue
+        if code in _NOT_SUPPORTED:
+            return
+        raise OSError(code, os.strerror(code))
+
+
+def drop_cached(fd: int, offset: int = 0, nbytes: int = 0) -> None:
+    """Drop clean pages of a range from the page cache (`nbytes=0`: to the end of the file)."""
+    try:
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
