@@ -1,0 +1,207 @@
+"""Publishing a checkpoint so that a directory never holds a mix: the rules, in one place.
+
+A save into a directory proceeds in this order; a crash between any two steps leaves either the old checkpoint whole or
+the new one whole:
+
+1. `open_target`: what is there already? New data files get numbers that no existing file has. The marker file
+   `.mcore_ckpt_incomplete` is written: it names the number from which on data files belong to the save in progress.
+2. The ranks write and fsync their data files. If a checkpoint is being replaced, the new common state lies beside the
+   old one as `common.pt.<number>.pending`.
+3. `publish`: the new `.metadata` replaces the old one by a rename. This is the moment the new checkpoint exists.
+4. The pending common state takes its place, and the files that only the old `.metadata` named are removed, then the
+   marker. A crash before the end of this step is mended by the next save; a reader meanwhile looks up which common
+   state is in force with `common_file_in_force`.
+
+Only files named by the old `.metadata`, and those a failed save of ours left, are ever removed: other programs keep files in the same
+directory.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mcore_ckpt.errors import CheckpointExistsError, LoadError
+from mcore_ckpt.metadata import (
+    COMMON_FILE,
+    INCOMPLETE_MARKER,
+    METADATA_FILE,
+    CheckpointIndex,
+    parse_index,
+)
+from mcore_ckpt.options import SaveOptions
+from mcore_ckpt.storage.base import Storage
+
+__all__ = [
+    "PENDING_COMMON",
+    "Target",
+    "common_file_in_force",
+    "data_file_name",
+    "discard",
+    "index_files",
+    "open_target",
+    "publish",
+]
+
+_logger = logging.getLogger(__name__)
+
+PENDING_COMMON = COMMON_FILE + ".pending"
+_INTEGRITY_FILE = "integrity.json"
+_COMMON_STATE_KEY = "common_state/"
+_DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp$")
+_PENDING_NUMBERED = re.compile(re.escape(COMMON_FILE) + r"\.(\d+)\.pending$")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The directory of a save, as its coordinator found it.
+
+    Attributes:
+        first_file: number of the first data file of each rank; no file of that number or above exists.
+        old_files: files that only the checkpoint being replaced needs.
+        replaces: there is a checkpoint that is being replaced.
+    """
+
+    first_file: int
+    old_files: tuple[str, ...]
+    replaces: bool
+
+
+def data_file_name(rank: int, number: int, prefix: str = "") -> str:
+    """Name of a rank's data file. `prefix` is the separation hint: readers find hinted files by it."""
+    return f"{prefix}__{rank}_{number}.distcp"
+
+
+def _file_number(name: str) -> int | None:
+    match = _DATA_FILE.search(name)
+    return int(match.group(2)) if match else None
+
+
+def index_files(index: CheckpointIndex) -> set[str]:
+    """Names of the data files that a checkpoint consists of."""
+    files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
+    files.update(entry.item.file for entry in index.objects.values())
+    return files
+
+
+def open_target(storage: Storage, options: SaveOptions) -> Target:
+    """Look at the directory of a save and mark it as being written; the coordinator calls this once.
+
+    Raises:
+        CheckpointExistsError: there is a checkpoint and `on_existing="error"`.
+        OSError: the directory cannot be made or written.
+    """
+    storage.ensure_directory()
+    names = storage.list()
+    old: CheckpointIndex | None = None
+    replaces = METADATA_FILE in names
+    if replaces:
+        if options.on_existing == "error":
+            raise CheckpointExistsError(
+                f'{storage}: there is a checkpoint already and on_existing="error"; choose another directory,'
+                ' or on_existing="replace"'
+            )
+        old = _old_index(storage)
+    _clean_up_after_failed_save(storage, names, old, replaces)
+    names = storage.list()
+    numbers = [number for number in map(_file_number, names) if number is not None]
+    first_file = max(numbers, default=-1) + 1
+    pending = PENDING_COMMON in names
+    storage.publish(INCOMPLETE_MARKER, json.dumps({"first_file": first_file}).encode())
+    if pending:
+        storage.rename(PENDING_COMMON, _numbered_pending(first_file))
+    return Target(first_file, tuple(sorted(index_files(old))) if old else (), replaces)
+
+
+def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_state: bool) -> None:
+    """Make the new checkpoint the one that the directory holds. All data files must be durable.
+
+    Args:
+        storage: the checkpoint's directory.
+        target: what `open_target` found.
+        metadata: the new `.metadata`.
+        has_common_state: the common state is an object in the data files (megatron-core 0.19 and later), so that a
+            `common.pt` of an older version must go: readers would prefer it.
+    """
+    storage.sync_directory()
+    storage.publish(METADATA_FILE, metadata)
+    names = storage.list()
+    if target.replaces:
+        if _INTEGRITY_FILE in names:
+            storage.delete(_INTEGRITY_FILE)
+        if has_common_state and COMMON_FILE in names:
+            storage.delete(COMMON_FILE)
+    pending = _numbered_pending(target.first_file)
+    if pending in names:
+        storage.rename(pending, COMMON_FILE)
+    for name in target.old_files:
+        storage.delete(name)
+    storage.delete(INCOMPLETE_MARKER)
+    storage.sync_directory()
+
+
+def discard(storage: Storage, target: Target, files: Iterable[str]) -> None:
+    """Remove what a failed save wrote, as far as that is still possible. The marker stays if there is no checkpoint."""
+    try:
+        for name in files:
+            storage.delete(name)
+        storage.delete(_numbered_pending(target.first_file))
+        if target.replaces:
+            storage.delete(INCOMPLETE_MARKER)
+    except OSError as error:
+        _logger.warning("%s: could not remove the files of a failed save: %s", storage, error)
+
+
+def common_file_in_force(names: Iterable[str], index: CheckpointIndex) -> str | None:
+    """Which file holds the common state of the checkpoint that `.metadata` describes; None if none does.
+
+    A crash right after the publish can leave the new common state under its pending name.
+    """
+    last = max((n for n in map(_file_number, index_files(index)) if n is not None), default=-1)
+    names = list(names)
+    for name in names:
+        match = _PENDING_NUMBERED.match(name)
+        if match and int(match.group(1)) <= last:
+            return name
+    if any(key.startswith(_COMMON_STATE_KEY) for key in index.objects):
+        return None
+    return COMMON_FILE if COMMON_FILE in names else None
+
+
+def _numbered_pending(first_file: int) -> str:
+    return f"{COMMON_FILE}.{first_file}.pending"
+
+
+def _old_index(storage: Storage) -> CheckpointIndex | None:
+    try:
+        return parse_index(storage.read(METADATA_FILE), f"{storage}/{METADATA_FILE}")
+    except LoadError as error:
+        _logger.warning("%s: the checkpoint that is being replaced cannot be read, its files stay: %s", storage, error)
+        return None
+
+
+def _clean_up_after_failed_save(
+    storage: Storage, names: list[str], index: CheckpointIndex | None, replaces: bool
+) -> None:
+    """Finish or undo what a save that was killed has left; nothing that the old `.metadata` names is touched."""
+    needed = index_files(index) if index else set()
+    if index is not None:
+        in_force = common_file_in_force(names, index)
+        if in_force is not None and in_force != COMMON_FILE:
+            storage.rename(in_force, COMMON_FILE)
+    for name in names:
+        if _PENDING_NUMBERED.match(name):
+            storage.delete(name, missing_ok=True)
+    if INCOMPLETE_MARKER not in names or (replaces and index is None):
+        return
+    try:
+        first_file = int(json.loads(storage.read(INCOMPLETE_MARKER))["first_file"])
+    except (ValueError, KeyError, TypeError):
+        return
+    for name in names:
+        number = _file_number(name)
+        if number is not None and number >= first_file and name not in needed:
+            storage.delete(name)

@@ -1,0 +1,138 @@
+"""What a rank tells the coordinator of its plan: columns of numbers and a list of keys, no object graphs.
+
+Unpickling one object for each write item is most of a coordinator's time on a large cluster; columns cost a fixed
+number of buffers for each rank. The coordinator turns them into the checkpoint's index, checking on the way that the
+chunks of all ranks make up each tensor.
+"""
+
+from __future__ import annotations
+
+import pickle
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mcore_ckpt.boxes import Box, covers
+from mcore_ckpt.errors import PlanError
+from mcore_ckpt.metadata import StoredChunk, StoredItem, TensorEntry
+
+__all__ = ["LocalPlan", "LocalPlanBuilder", "index_tensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlan:
+    """One rank's tensors, in columns.
+
+    Attributes:
+        keys: fqn of each tensor item.
+        dtypes: names of the dtypes that occur; `dtype_codes[i]` selects one for item i.
+        files: names of the files that this rank writes; `file_codes[i]` selects one for item i.
+        file_bytes: length of each of those files.
+        ndims: number of axes of item i; `boxes` holds 3 * ndims[i] numbers for it: global shape, offsets, sizes, all in
+            elements.
+        places: for each item, offset in its file and length, in bytes.
+    """
+
+    keys: list[str]
+    dtypes: list[str]
+    dtype_codes: array[int]
+    files: list[str]
+    file_bytes: list[int]
+    file_codes: array[int]
+    ndims: array[int]
+    boxes: array[int]
+    places: array[int]
+
+    def encode(self) -> bytes:
+        """The plan as bytes, to send to the coordinator of this process group."""
+        return pickle.dumps(tuple(getattr(self, name) for name in self.__slots__), protocol=5)
+
+    @classmethod
+    def decode(cls, data: bytes) -> LocalPlan:
+        """The inverse of `encode`; only for bytes that a rank of this process group sent."""
+        return cls(*pickle.loads(data))
+
+
+class LocalPlanBuilder:
+    """Collects a rank's items, bucket by bucket."""
+
+    def __init__(self) -> None:
+        self._plan = LocalPlan([], [], array("i"), [], [], array("i"), array("i"), array("q"), array("q"))
+        self._dtype_codes: dict[str, int] = {}
+
+    def begin_file(self, file_name: str, size_bytes: int) -> None:
+        """The items that follow lie in this file."""
+        self._plan.files.append(file_name)
+        self._plan.file_bytes.append(size_bytes)
+
+    def add(
+        self,
+        key: str,
+        dtype: str,
+        shape: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        offset_bytes: int,
+        length_bytes: int,
+    ) -> None:
+        """One chunk: box (`offsets`, `sizes`) of a tensor of `shape`, at [offset_bytes, offset_bytes + length_bytes)."""
+        plan = self._plan
+        code = self._dtype_codes.get(dtype)
+        if code is None:
+            code = self._dtype_codes[dtype] = len(plan.dtypes)
+            plan.dtypes.append(dtype)
+        plan.keys.append(key)
+        plan.dtype_codes.append(code)
+        plan.file_codes.append(len(plan.files) - 1)
+        plan.ndims.append(len(shape))
+        plan.boxes.extend(shape)
+        plan.boxes.extend(offsets)
+        plan.boxes.extend(sizes)
+        plan.places.append(offset_bytes)
+        plan.places.append(length_bytes)
+
+    def build(self) -> LocalPlan:
+        """The finished plan."""
+        return self._plan
+
+
+def index_tensors(plans: Iterable[LocalPlan]) -> dict[str, TensorEntry]:
+    """The index entries of all ranks' tensors, by key, in the order of the ranks.
+
+    Raises:
+        PlanError: ranks disagree on a tensor's dtype or shape, or its chunks overlap, leave a gap or stick out; names
+            the key, the ranks and what was found.
+    """
+    heads: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    chunks: dict[str, list[StoredChunk]] = {}
+    for rank, plan in enumerate(plans):
+        boxes = plan.boxes.tolist()
+        places = plan.places.tolist()
+        position = 0
+        for i, key in enumerate(plan.keys):
+            ndim = plan.ndims[i]
+            offsets_at = position + ndim
+            sizes_at = offsets_at + ndim
+            shape = tuple(boxes[position:offsets_at])
+            dtype = plan.dtypes[plan.dtype_codes[i]]
+            head = heads.get(key)
+            if head is None:
+                heads[key] = (dtype, shape, rank)
+                chunks[key] = []
+            elif head[0] != dtype or head[1] != shape:
+                raise PlanError(
+                    f"{key}: rank {head[2]} saves {head[0]} of global shape {head[1]}, rank {rank} {dtype} of {shape}"
+                )
+            item = StoredItem(plan.files[plan.file_codes[i]], places[2 * i], places[2 * i + 1])
+            chunks[key].append(
+                StoredChunk(tuple(boxes[offsets_at:sizes_at]), tuple(boxes[sizes_at : sizes_at + ndim]), item)
+            )
+            position = sizes_at + ndim
+    entries = {}
+    for key, (dtype, shape, _) in heads.items():
+        stored = chunks[key]
+        problem = covers(shape, [Box(chunk.offsets, chunk.sizes) for chunk in stored])
+        if problem:
+            raise PlanError(f"{key}: {problem}")
+        entries[key] = TensorEntry(key, dtype, shape, tuple(stored))
+    return entries
