@@ -1,0 +1,207 @@
+"""Boxes of an n-dimensional tensor: what two of them share, where one lies in memory, and whether many tile a tensor.
+
+Plain ints, no arrays and no torch: the same functions serve the planner, the reader and the command.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["Box", "Runs", "covers", "intersect", "runs"]
+
+
+class Box(NamedTuple):
+    """A block of a tensor: elements `[offsets[i], offsets[i] + sizes[i])` along each axis `i`."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """What two boxes of one tensor share, in the same coordinates; None if they share no element.
+
+    Raises:
+        ValueError: the boxes have different numbers of axes.
+    """
+    offsets, sizes = [], []
+    for a_start, a_size, b_start, b_size in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
+        start = a_start if a_start > b_start else b_start
+        a_stop, b_stop = a_start + a_size, b_start + b_size
+        size = (a_stop if a_stop < b_stop else b_stop) - start
+        if size <= 0:
+            return None
+        offsets.append(start)
+        sizes.append(size)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The contiguous byte runs of a box inside a larger C-contiguous array.
+
+    All runs have one length, so a million rows are described by a few ints; iterating yields them one by one, in
+    ascending order, as `(start_byte, nbytes)`.
+
+    Attributes:
+        first_byte: start of the first run, relative to the array.
+        run_bytes: length of each run; 0 if the box is empty.
+        counts: how often the run repeats, outermost axis first; `()` for a single run. Axes that continue one another
+            are merged.
+        strides: distance in bytes between repetitions, for each of `counts`.
+    """
+
+    first_byte: int
+    run_bytes: int
+    counts: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return math.prod(self.counts) if self.run_bytes else 0
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all runs together."""
+        return math.prod(self.counts) * self.run_bytes
+
+    @property
+    def stop_byte(self) -> int:
+        """One past the last byte of the last run; `first_byte` if the box is empty."""
+        if not self.run_bytes:
+            return self.first_byte
+        last = sum((count - 1) * stride for count, stride in zip(self.counts, self.strides, strict=True))
+        return self.first_byte + last + self.run_bytes
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        if not self.run_bytes:
+            return
+        if not self.counts:
+            yield self.first_byte, self.run_bytes
+            return
+        outer = [range(0, n * stride, stride) for n, stride in zip(self.counts[:-1], self.strides[:-1], strict=True)]
+        extent, stride, run_bytes = self.counts[-1] * self.strides[-1], self.strides[-1], self.run_bytes
+        for shifts in itertools.product(*outer):
+            first = self.first_byte + sum(shifts)
+            for start in range(first, first + extent, stride):
+                yield start, run_bytes
+
+
+def runs(outer_sizes: Sequence[int], inner: Box, elem_bytes: int) -> Runs:
+    """Where a box lies in the bytes of a C-contiguous array.
+
+    Args:
+        outer_sizes: shape of the array, in elements.
+        inner: a box inside it, in elements relative to the array's first.
+        elem_bytes: bytes of one element.
+
+    Returns:
+        The runs, as few and long as possible: whole inner axes are part of the run.
+
+    Raises:
+        ValueError: the box has another number of axes, or does not lie inside the array.
+    """
+    first, stride = 0, elem_bytes
+    run_bytes = elem_bytes
+    whole = True  # the run still covers every axis so far completely
+    repeats: list[tuple[int, int]] = []  # (count, stride), innermost first
+    for outer, offset, size in zip(reversed(outer_sizes), reversed(inner.offsets), reversed(inner.sizes), strict=True):
+        if offset < 0 or size < 0 or offset + size > outer:
+            raise ValueError(f"box {inner} does not lie inside an array of shape {list(outer_sizes)}")
+        first += offset * stride
+        if whole:
+            run_bytes *= size
+            whole = size == outer
+        elif size != 1:
+            if repeats and repeats[-1][0] * repeats[-1][1] == stride:
+                repeats[-1] = (repeats[-1][0] * size, repeats[-1][1])  # goes on where the axis inside it ended
+            else:
+                repeats.append((size, stride))
+        stride *= outer
+    if not run_bytes or any(not count for count, _ in repeats):
+        return Runs(first, 0, (), ())
+    counts, strides = tuple(count for count, _ in reversed(repeats)), tuple(step for _, step in reversed(repeats))
+    return Runs(first, run_bytes, counts, strides)
+
+
+# A tiling by n boxes has at most n * 2**axes corners that do not cancel, and real ones have far fewer. Boxes that were
+# made up to be costly are refused instead of worked through.
+_MAX_CORNERS_PER_BOX = 64
+
+
+def covers(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
+    """Check that boxes tile a tensor: every element lies in exactly one of them. Empty boxes are ignored.
+
+    The corners of all boxes, signed like those of a summed-area table, have to cancel out but for the corners of the
+    tensor itself. Done axis by axis this takes about 2 n steps for a regular grid of n boxes, and needs no grid.
+
+    Args:
+        shape: sizes of the tensor, in elements.
+        boxes: in coordinates of the tensor.
+
+    Returns:
+        None if they do; otherwise the problem, in words, with the first element where it shows.
+    """
+    shape = tuple(shape)
+    boxes = list(boxes)
+    if len(boxes) == 1 and boxes[0].sizes == shape and not any(boxes[0].offsets):
+        return None
+    rank = len(shape)
+    for box in boxes:
+        if not len(box.offsets) == len(box.sizes) == rank:
+            return f"chunk at {list(box.offsets)} of sizes {list(box.sizes)} does not have the axes of {list(shape)}"
+    divided: list[int] = []  # the axes that some box does not span; the others need no checking
+    bounds: list[list[int]] = []  # starts and stops of all boxes, axis after axis
+    for axis, outer in enumerate(shape):
+        starts, sizes = [box.offsets[axis] for box in boxes], [box.sizes[axis] for box in boxes]
+        if sizes.count(outer) == len(boxes) == starts.count(0):
+            continue
+        stops = list(map(operator.add, starts, sizes))
+        if boxes and (min(starts) < 0 or min(sizes) < 0 or max(stops) > outer):
+            wrong = next(n for n, stop in enumerate(stops) if starts[n] < 0 or sizes[n] < 0 or stop > outer)
+            return (
+                f"chunk at {list(boxes[wrong].offsets)} of sizes {list(boxes[wrong].sizes)} does not lie inside "
+                f"{list(shape)}"
+            )
+        divided.append(axis)
+        bounds += (starts, stops)
+    if not all(shape):
+        return None  # no elements; boxes inside are empty too
+    if len(divided) == 1 and _chained(bounds[0], bounds[1], shape[divided[0]]):
+        return None
+
+    excess: dict[tuple[int, ...], int] = {}  # (start, stop) of each axis -> boxes there, less the one that is expected
+    for key in zip(*bounds, strict=True) if divided else ((),) * len(boxes):
+        excess[key] = excess.get(key, 0) + 1
+    whole = tuple(bound for axis in divided for bound in (0, shape[axis]))
+    excess[whole] = excess.get(whole, 0) - 1
+
+    limit = _MAX_CORNERS_PER_BOX * (len(boxes) + 1)
+    for position in range(len(divided)):
+        corners: dict[tuple[int, ...], int] = {}
+        for key, count in excess.items():
+            start, stop = key[: position + 1] + key[position + 2 :], key[:position] + key[position + 1 :]
+            corners[start] = corners.get(start, 0) + count
+            corners[stop] = corners.get(stop, 0) - count
+        excess = {key: count for key, count in corners.items() if count}
+        if len(excess) > limit:
+            return f"{len(boxes)} chunks of {list(shape)} lie too irregularly to be checked"
+    excess = {key: count for key, count in excess.items() if count}
+    if not excess:
+        return None
+    # No corner precedes the first one, so what is left over there is what the element itself has in excess.
+    first = min(excess)
+    element = [0] * len(shape)
+    for axis, coordinate in zip(divided, first, strict=True):
+        element[axis] = coordinate
+    return f"element {element} of {list(shape)} lies in {excess[first] + 1} chunks, expected exactly 1"
+
+
+def _chained(starts: list[int], stops: list[int], size: int) -> bool:
+    """Whether intervals of one axis, in any order, follow one another from 0 to `size`: the commonest tiling."""
+    intervals = sorted(pair for pair in zip(starts, stops, strict=True) if pair[0] != pair[1])
+    bounds = [0, *itertools.chain.from_iterable(intervals), size]
+    return bounds[0::2] == bounds[1::2]
