@@ -1,0 +1,188 @@
+"""Where read bytes end up: destination tensors, and the ways of putting a stored box into one.
+
+A destination that lies in host memory as the bytes lie in the file (same dtype, C-contiguous, a plain tensor) has an
+*address*: bytes are read or copied straight there. Everything else (strided views, other dtypes, devices, tensor
+subclasses) goes through torch, from a strided view of the buffer that the bytes were read into.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from mcore_ckpt.boxes import Box, intersect
+from mcore_ckpt.container import element_bytes
+
+__all__ = ["ReadBuffer", "Target", "Want", "dtype_name", "memory_at", "narrow", "place_box", "target_of", "torch_dtype"]
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+# Same-dtype copies are done on integers of the same width: torch copies those for every dtype, and bit by bit.
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class Target(NamedTuple):
+    """A destination: a tensor of the shape of the wanted box.
+
+    Attributes:
+        tensor: detached; written in place.
+        address: where its bytes lie, when they lie exactly as stored; 0 otherwise.
+    """
+
+    tensor: torch.Tensor
+    address: int
+
+
+class Want(NamedTuple):
+    """A box of a stored chunk, and the destination of the same shape that wants it.
+
+    Attributes:
+        box: relative to the chunk, in elements.
+        whole: the box is the whole chunk.
+        target: where it goes.
+    """
+
+    box: Box
+    whole: bool
+    target: Target
+
+
+@lru_cache(maxsize=256)
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype without `torch.`, as stored in the index."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype | None:
+    """The dtype of that name, or None if this torch does not have it."""
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def target_of(tensor: torch.Tensor, stored_dtype: torch.dtype) -> Target:
+    """The destination that `tensor` is for a box of its own shape, stored as `stored_dtype`."""
+    if (
+        tensor.dtype is stored_dtype
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and type(tensor) in _PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    ):
+        return Target(tensor, tensor.data_ptr())
+    return Target(tensor.detach(), 0)
+
+
+def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of `tensor` that `box` (in elements) names."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def memory_at(address: int, length: int) -> memoryview:
+    """Writable bytes `[address, address + length)` of this process; whoever owns them has to stay alive."""
+    return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
+
+
+class ReadBuffer:
+    """Page-aligned host memory that spans are read into; reused from span to span, freed when dropped.
+
+    Args:
+        size_bytes: capacity.
+        pinned: page-locked, for fast copies to a device.
+    """
+
+    __slots__ = ("_keep", "address", "size_bytes", "tensor", "view")
+
+    def __init__(self, size_bytes: int, pinned: bool = False) -> None:
+        self.size_bytes = size_bytes
+        if pinned:
+            block = torch.empty(size_bytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
+            skip = -block.data_ptr() % mmap.PAGESIZE
+            self.tensor = block[skip : skip + size_bytes]
+            self._keep: object = block
+            self.view = memory_at(self.tensor.data_ptr(), size_bytes)
+        else:
+            memory = mmap.mmap(-1, size_bytes)
+            self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+            self._keep = memory
+            self.view = memoryview(memory)
+        self.address = self.tensor.data_ptr()
+
+    def typed(self, at: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+        """Bytes `[at, at + length)` as a flat tensor; a view where the alignment allows it, else a copy."""
+        flat = self.tensor[at : at + length]
+        if at % dtype.itemsize:
+            flat = flat.clone()  # stock writers pack items at odd offsets; torch wants aligned elements
+        return flat.view(dtype)
+
+
+def place_box(
+    buffer: ReadBuffer,
+    at: int,
+    read_box: Box,
+    chunk_sizes: Sequence[int],
+    stored_dtype: torch.dtype,
+    want: Want,
+) -> None:
+    """Copy what a destination wants of a box that lies in a buffer.
+
+    Args:
+        buffer: holds the bytes from the first to the last element of `read_box`, gaps included.
+        at: where in the buffer the first element lies.
+        read_box: relative to the chunk, in elements.
+        chunk_sizes: shape of the stored chunk.
+        stored_dtype: dtype of the stored chunk.
+        want: the destination and what it wants of the chunk; its overlap with `read_box` is copied.
+    """
+    overlap = intersect(read_box, want.box)
+    if overlap is None:
+        return
+    strides = _strides(chunk_sizes)
+    first = sum(
+        (offset - base) * stride
+        for offset, base, stride in zip(overlap.offsets, read_box.offsets, strides, strict=True)
+    )
+    span_elems = 1 + sum((size - 1) * stride for size, stride in zip(overlap.sizes, strides, strict=True))
+    elem_bytes = stored_dtype.itemsize
+    inside = Box(tuple(o - w for o, w in zip(overlap.offsets, want.box.offsets, strict=True)), overlap.sizes)
+    destination = want.target.tensor.detach()
+    if inside.sizes != tuple(destination.shape):
+        destination = narrow(destination, inside)
+    wanted_elems = math.prod(overlap.sizes)
+    if want.target.address and span_elems == wanted_elems and destination.is_contiguous():
+        source = buffer.address + at + first * elem_bytes
+        ctypes.memmove(destination.data_ptr(), source, wanted_elems * elem_bytes)
+        return
+    same_bits = (
+        destination.dtype is stored_dtype
+        and type(destination) in _PLAIN_TYPES
+        and not destination.is_neg()
+        and not destination.is_conj()
+    )
+    carrier = _CARRIERS[elem_bytes] if same_bits else stored_dtype
+    flat = buffer.typed(at + first * elem_bytes, span_elems * elem_bytes, carrier)
+    source_view = flat.as_strided(overlap.sizes, strides)
+    with torch.no_grad():
+        (destination.view(carrier) if same_bits else destination).copy_(source_view)
+
+
+def _strides(sizes: Sequence[int]) -> list[int]:
+    strides = [1] * len(sizes)
+    for dim in range(len(sizes) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * sizes[dim + 1]
+    return strides
+
+
+def payload_bytes(dtype: str, sizes: Sequence[int]) -> int:
+    """Bytes of a C-contiguous box of that dtype (torch's name) and shape."""
+    return math.prod(sizes) * element_bytes(dtype)

@@ -1,0 +1,254 @@
+"""The load half of the story, from a checkpoint's directory to filled tensors.
+
+    index (.metadata)  ->  wanted items (read_requests)  ->  byte ranges (ranges)  ->  reads (fetch)  ->  destinations
+
+`FileSystemReader` is DCP's `StorageReader`, so `dcp.load(sd, storage_reader=FileSystemReader(path))` works; what else
+loads (the strategies, the optimizer's state, the offline commands) asks it for boxes and objects directly.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import uuid
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from mcore_ckpt.boxes import Box
+from mcore_ckpt.errors import CorruptCheckpointError, KindMismatchError, ShapeMismatchError
+from mcore_ckpt.fetch import OpenFiles, ReadStats
+from mcore_ckpt.item_decoding import ItemDecoder
+from mcore_ckpt.metadata import CheckpointIndex, ObjectEntry, StoredChunk, read_index
+from mcore_ckpt.options import LoadOptions
+from mcore_ckpt.placement import target_of
+from mcore_ckpt.read_requests import (
+    ReadRequest,
+    WantedItems,
+    dtype_mismatch,
+    missing_key,
+    stored_dtype,
+    tensor_entry,
+    want_chunk,
+    wanted_items,
+)
+from mcore_ckpt.safe_pickle import load_object
+from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.tensor_reads import LocatedItems, TensorReads
+
+__all__ = ["FileSystemReader", "ReadRequest"]
+
+
+class FileSystemReader(StorageReader):
+    """Reads a `torch_dist` checkpoint from a directory: exactly the bytes that are wanted, and checks them.
+
+    Args:
+        path: the checkpoint's directory.
+        options: how to read; by default from the environment.
+
+    Attributes:
+        stats: what the reads have cost so far (`ReadStats`).
+        options: the options in force.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], options: LoadOptions | None = None) -> None:
+        super().__init__()
+        self.options = LoadOptions.from_environment() if options is None else options
+        self.stats = ReadStats()
+        self.reset(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Forget what is known of the checkpoint, and read from another one if `checkpoint_id` names it."""
+        if checkpoint_id is not None and str(checkpoint_id):
+            self.path = Path(checkpoint_id)
+        self._storage = LocalStorage(self.path)
+        self._index: CheckpointIndex | None = None
+        self._metadata: Metadata | None = None
+        self._located: LocatedItems = {}
+        self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
+        self._decoder = ItemDecoder(self._storage, self.options, self.stats)
+        self.load_id = str(uuid.uuid4())
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The directory that is read."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """True for what can be a directory of a local file system: a path, or a string that is no URL."""
+        return isinstance(checkpoint_id, Path) or "://" not in str(checkpoint_id)
+
+    @property
+    def index(self) -> CheckpointIndex:
+        """What the checkpoint holds; read on first use, then kept.
+
+        Raises:
+            CheckpointNotFoundError: no such directory, or no `.metadata` in it.
+            CorruptCheckpointError, UnsafePickleError: `.metadata` cannot be right.
+        """
+        if self._index is None:
+            self._index = read_index(self.path)
+        return self._index
+
+    # ------------------------------------------------------------------------------------------------ boxes and objects
+
+    def read_items(self, requests: Iterable[ReadRequest]) -> None:
+        """Fill destinations with boxes of global tensors.
+
+        Each stored byte is read once, however many destinations want it. Memory beyond the destinations stays within
+        `buffer_bytes`. When it raises, destinations may be filled in part.
+
+        Args:
+            requests: boxes and destinations, in any order.
+
+        Raises:
+            MissingKeyError, KindMismatchError, ShapeMismatchError, DtypeMismatchError: the checkpoint does not hold what
+                is asked for; nothing has been read.
+            CorruptCheckpointError: stored chunks do not hold all of a box (nothing has been read), or an item is not what
+                the index says.
+            ChecksumError: a record's bytes are not those that were written.
+        """
+        wanted = wanted_items(requests, self.index, allow_dtype_cast=self.options.allow_dtype_cast)
+        self._read(wanted)
+
+    def _read(self, wanted: WantedItems) -> None:
+        files = OpenFiles(self._storage, self.options.direct_io)
+        try:
+            reads = TensorReads(files, self.options, self._located, self.stats, self._decoder.place_tensor)
+            reads.run([wanted[key] for key in sorted(wanted)])
+        finally:
+            files.close()
+
+    def object_bytes(self, fqn: str) -> bytes:
+        """A stored object as `torch.save` made it, transforms undone, checksums compared, not unpickled.
+
+        Raises:
+            MissingKeyError, KindMismatchError: no object is stored under that key.
+            CorruptCheckpointError, ChecksumError: its bytes are not what was written.
+        """
+        return self._decoder.object_bytes(self._object_entry(fqn))
+
+    def read_object(self, fqn: str) -> Any:
+        """A stored object, its pickle held to the allow-list.
+
+        Raises:
+            UnsafePickleError: it contains a class outside the allow-list; the message says how to allow it.
+            MissingKeyError, KindMismatchError, CorruptCheckpointError, ChecksumError: as `object_bytes`.
+        """
+        return load_object(self.object_bytes(fqn), self.options.allowed_classes)
+
+    def read_objects(self, fqns: Iterable[str]) -> dict[str, Any]:
+        """Stored objects by key, several read at a time; raises as `read_object`."""
+        keys = list(dict.fromkeys(fqns))
+        entries = [self._object_entry(fqn) for fqn in keys]
+        if len(keys) <= 1 or self.options.io_threads == 1:
+            return {fqn: self.read_object(fqn) for fqn in keys}
+        with ThreadPoolExecutor(self.options.io_threads, thread_name_prefix="mcore_ckpt-read") as pool:
+            contents = pool.map(self._decoder.object_bytes, entries)
+            return {
+                fqn: load_object(content, self.options.allowed_classes)
+                for fqn, content in zip(keys, contents, strict=True)
+            }
+
+    def _object_entry(self, fqn: str) -> ObjectEntry:
+        entry = self.index.objects.get(fqn)
+        if entry is None:
+            if fqn in self.index.tensors:
+                raise KindMismatchError(f"{fqn}: an object is wanted, but {self.path} holds a tensor under this key")
+            raise missing_key(fqn, self.index)
+        return entry
+
+    # ----------------------------------------------------------------------------------------------- DCP's StorageReader
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """DCP's `Metadata` of the checkpoint; the same object until `reset`."""
+        if self._metadata is None:
+            from mcore_ckpt.dcp_metadata import to_dcp_metadata
+
+            self._metadata = to_dcp_metadata(self.index)
+        if self._metadata.storage_meta is None:
+            self._metadata.storage_meta = StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """DCP hands every rank the coordinator's metadata; the index is made from it, so that only one rank reads it."""
+        if metadata is self._metadata:
+            return
+        if self._index is None and metadata.storage_data is not None:
+            from mcore_ckpt.dcp_metadata import from_dcp_metadata
+
+            self._index = from_dcp_metadata(metadata, self.path)
+            self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is: what to read follows from the items."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the items of a plan into what its planner gives as destinations.
+
+        Raises:
+            ShapeMismatchError, DtypeMismatchError: a destination has another shape or dtype than what is stored.
+            CorruptCheckpointError, ChecksumError, UnsafePickleError: stored bytes cannot be right, or not be trusted.
+        """
+        wanted: WantedItems = {}
+        pending: list[tuple[ReadItem, torch.Tensor]] = []
+        for read_item in plan.items:
+            if read_item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(read_item, self._checked_object(read_item.storage_index.fqn))
+            else:
+                tensor = planner.resolve_tensor(read_item)
+                self._want(wanted, read_item, tensor)
+                pending.append((read_item, tensor))
+        self._read(wanted)
+        for read_item, tensor in pending:
+            planner.commit_tensor(read_item, tensor)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _checked_object(self, fqn: str) -> io.BytesIO:
+        """A stored object for a planner, which may unpickle without restraint: its pickle is tried here first."""
+        content = self.object_bytes(fqn)
+        load_object(content, self.options.allowed_classes)
+        return io.BytesIO(content)
+
+    def _want(self, wanted: WantedItems, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        place = read_item.storage_index
+        entry = tensor_entry(place.fqn, self.index)
+        dtype = stored_dtype(entry)
+        if tensor.dtype is not dtype and not self.options.allow_dtype_cast:
+            raise dtype_mismatch(entry, tensor.dtype, self.index)
+        chunk = self._chunk(place.fqn, tuple(place.offset or ()))
+        box = Box(tuple(read_item.storage_offsets), tuple(read_item.lengths))
+        if tuple(tensor.shape) != box.sizes:
+            raise ShapeMismatchError(
+                f"{place.fqn}: a box of sizes {list(box.sizes)} is to be read into a destination of shape"
+                f" {list(tensor.shape)}"
+            )
+        want_chunk(wanted, entry, dtype, chunk, box, target_of(tensor, dtype))
+
+    def _chunk(self, fqn: str, offsets: tuple[int, ...]) -> StoredChunk:
+        chunks = self._chunks.get(fqn)
+        if chunks is None:
+            chunks = self._chunks[fqn] = {chunk.offsets: chunk for chunk in self.index.tensors[fqn].chunks}
+        chunk = chunks.get(offsets)
+        if chunk is None:
+            raise CorruptCheckpointError(
+                f"{fqn}: the plan wants the stored chunk at {list(offsets)}, the index of {self.path} has chunks at"
+                f" {[list(known) for known in list(chunks)[:8]]}"
+            )
+        return chunk

@@ -1,0 +1,365 @@
+"""Wanted items -> reads -> destination tensors: the middle of a load.
+
+    small items      read whole, many in one span; each is located inside the buffer and copied out
+    large items      located first (head and tail, once per item and reader); then the wanted boxes of the payload are
+                     read, straight into the destination where they lie there as in the file, through a buffer otherwise
+    all other items  (compressed, transformed, strided) decoded by `torch.load`, one at a time
+
+The CRC-32 of every record that is read whole is compared, in pieces where it is read in pieces.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from mcore_ckpt.boxes import Box, runs
+from mcore_ckpt.container import LocatedTensor, NotRangeable, locate_tensor, locate_tensor_in
+from mcore_ckpt.crc import crc32, crc32_combine
+from mcore_ckpt.errors import ChecksumError, CorruptCheckpointError, LoadError
+from mcore_ckpt.fetch import OpenFiles, ReadStats, in_parallel, naming, padded_range
+from mcore_ckpt.options import LoadOptions
+from mcore_ckpt.placement import ReadBuffer, Want, dtype_name, memory_at, place_box
+from mcore_ckpt.ranges import CHEAP_GAP_BYTES, Extent, Piece, Span, cluster_boxes, coalesce, split_box
+from mcore_ckpt.read_requests import WantedItem
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader
+
+__all__ = ["LocatedItems", "TensorReads"]
+
+# Below, an item is read whole with its neighbours, and copied out of the buffer: a copy at memory speed costs less than
+# reads of its own for header and payload.
+_PACKED_ITEM_BYTES = 1024 * 1024
+
+# From here on a piece goes straight into its destination rather than through a buffer that it shares with others.
+_DIRECT_PIECE_BYTES = 1024 * 1024
+
+# A packed item of which less is wanted is not read whole.
+_MOSTLY = 0.8
+
+# Items located by one task; each takes two small reads.
+_LOCATE_BATCH = 8
+
+LocatedItems = dict[tuple[str, int], LocatedTensor]
+"""Where payloads lie, by file and offset of the item: kept by a reader, so that headers are read once."""
+
+
+class _RecordSum:
+    """The CRC-32 of a record whose pieces are read in any order."""
+
+    __slots__ = ("_lock", "_parts", "_remaining_bytes", "expected", "length")
+
+    def __init__(self, length: int, expected: int) -> None:
+        self.length = length
+        self.expected = expected
+        self._remaining_bytes = length
+        self._parts: list[tuple[int, int, int]] = []
+        self._lock = threading.Lock()
+
+    def add(self, start: int, length: int, crc: int) -> int | None:
+        """Note a piece; returns the CRC-32 of the record when this was the last one."""
+        with self._lock:
+            self._parts.append((start, length, crc))
+            self._remaining_bytes -= length
+            if self._remaining_bytes:
+                return None
+        total = 0
+        for _, part_bytes, part_crc in sorted(self._parts):
+            total = crc32_combine(total, part_crc, part_bytes)
+        return total
+
+
+class _PieceRead(NamedTuple):
+    """A piece of a located item, and where it goes.
+
+    Attributes:
+        wanted: the item.
+        payload_start: where the item's payload starts in its file.
+        piece: box and bytes of the payload.
+        wants: destinations that overlap the piece.
+        address: host memory that takes the piece's bytes just as they are; 0 if there is none.
+        record: sum of the whole record, if all of it is read.
+    """
+
+    wanted: WantedItem
+    payload_start: int
+    piece: Piece
+    wants: list[Want]
+    address: int
+    record: _RecordSum | None
+
+
+class TensorReads:
+    """Reads wanted items into their destinations.
+
+    Args:
+        files: readers of the checkpoint's files.
+        options: window, gap, threads, and whether checksums are compared.
+        located: where payloads lie, as far as known; added to.
+        stats: counters; added to.
+        decode: reads an item that cannot be ranged: called with the item and the reason.
+    """
+
+    def __init__(
+        self,
+        files: OpenFiles,
+        options: LoadOptions,
+        located: LocatedItems,
+        stats: ReadStats,
+        decode: Callable[[WantedItem, str], None],
+    ) -> None:
+        self._files = files
+        self._options = options
+        self._located = located
+        self._stats = stats
+        self._decode = decode
+        self._unranged: list[tuple[WantedItem, str]] = []
+        self._pinned = False
+        self._threads = min(options.io_threads, max(1, options.buffer_bytes // options.window_bytes))
+        self._per_thread = threading.local()
+
+    def run(self, items: Iterable[WantedItem]) -> None:
+        """Fill the destinations of `items`, which are in order of file and offset.
+
+        Raises:
+            ChecksumError: a record's bytes are not those that were written.
+            CorruptCheckpointError: an item is not what the index says, or its file is too short.
+            LoadError: reading failed.
+        """
+        items = list(items)
+        self._pinned = any(want.target.tensor.is_cuda for wanted in items[:64] for want in wanted.wants)
+        large = []
+        for wanted in items:
+            if wanted.item.transforms:
+                self._unranged.append((wanted, f"it is stored through {', '.join(wanted.item.transforms)}"))
+            elif not self._is_packed(wanted) and (wanted.item.file, wanted.item.offset) not in self._located:
+                large.append(wanted)
+        batches = (large[at : at + _LOCATE_BATCH] for at in range(0, len(large), _LOCATE_BATCH))
+        in_parallel(batches, self._locate_batch, self._threads)
+
+        unranged = {id(wanted) for wanted, _ in self._unranged}
+        spans = coalesce(
+            self._extents(wanted for wanted in items if id(wanted) not in unranged),
+            window_bytes=self._options.window_bytes,
+            max_gap_bytes=self._options.max_gap_bytes,
+        )
+        try:
+            in_parallel(spans, self._read_span, self._threads)
+        finally:
+            self._per_thread = threading.local()  # frees the buffers
+        for wanted, reason in self._unranged:
+            self._decode(wanted, reason)
+
+    # ------------------------------------------------------------------------------------------------- what to read
+
+    def _is_packed(self, wanted: WantedItem) -> bool:
+        length = wanted.chunk.item.length
+        if length > _PACKED_ITEM_BYTES or length > self._options.window_bytes:
+            return False
+        if length <= CHEAP_GAP_BYTES:
+            return True
+        wants = wanted.wants
+        if wants[0].whole:
+            return True
+        elems = sum(math.prod(want.box.sizes) for want in wants)
+        return elems * wanted.dtype.itemsize >= _MOSTLY * length
+
+    def _extents(self, items: Iterable[WantedItem]) -> Iterator[Extent]:
+        needed_bytes = 0
+        for wanted in items:
+            for want in wanted.wants:
+                needed_bytes += (
+                    wanted.payload_bytes if want.whole else math.prod(want.box.sizes) * wanted.dtype.itemsize
+                )
+            item = wanted.chunk.item
+            if self._is_packed(wanted):
+                yield Extent(item.file, item.offset, item.offset + item.length, item.length, wanted)
+            else:
+                yield from self._piece_extents(wanted, self._located[item.file, item.offset])
+        self._stats.add(bytes_needed=needed_bytes)
+
+    def _piece_extents(self, wanted: WantedItem, located: LocatedTensor) -> list[Extent]:
+        item, sizes, elem_bytes = wanted.item, wanted.chunk.sizes, wanted.dtype.itemsize
+        payload_start = item.offset + located.payload_offset
+        clusters = cluster_boxes(sizes, [want.box for want in wanted.wants])
+        record = None
+        if self._options.verify_crc and located.crc32 is not None and clusters[0][0].sizes == sizes:
+            record = _RecordSum(wanted.payload_bytes, located.crc32)
+        extents = []
+        for box, members in clusters:
+            wants = [wanted.wants[position] for position in members]
+            pieces = split_box(
+                sizes,
+                box,
+                elem_bytes,
+                window_bytes=self._options.window_bytes,
+                max_gap_bytes=self._options.max_gap_bytes,
+            )
+            for piece in pieces:
+                wanted_bytes = math.prod(piece.box.sizes) * elem_bytes
+                contiguous = wanted_bytes == piece.stop - piece.start
+                address = _address(wants[0], piece.box, elem_bytes) if contiguous and len(wants) == 1 else 0
+                read = _PieceRead(wanted, payload_start, piece, wants, address, record)
+                extents.append(
+                    Extent(
+                        item.file,
+                        payload_start + piece.start,
+                        payload_start + piece.stop,
+                        wanted_bytes,
+                        read,
+                        alone=address != 0 and wanted_bytes >= _DIRECT_PIECE_BYTES,
+                    )
+                )
+        if len(clusters) > 1:
+            extents.sort(key=lambda extent: extent.start)
+        return extents
+
+    # ------------------------------------------------------------------------------------------------ where it lies
+
+    def _locate_batch(self, batch: list[WantedItem]) -> None:
+        for wanted in batch:
+            item = wanted.item
+            try:
+                with self._files.reader(item.file) as reader:
+                    reader.check_range(item.offset, item.length)
+                    located = locate_tensor(self._header_reader(reader, item.offset), item.length, wanted.where)
+                _check_located(wanted, located)
+            except NotRangeable as reason:
+                self._unranged.append((wanted, str(reason)))
+            except LoadError as error:
+                raise _naming(error, wanted) from error
+            else:
+                self._located[item.file, item.offset] = located
+
+    def _header_reader(self, reader: RangeReader, item_offset: int) -> Callable[[int, int], bytes]:
+        def read(offset: int, length: int) -> bytes:
+            self._stats.add(reads=1, bytes_read=length)
+            return reader.read(item_offset + offset, length)
+
+        return read
+
+    # -------------------------------------------------------------------------------------------- reading and placing
+
+    def _read_span(self, span: Span) -> None:
+        first = span.extents[0]
+        owner = first.owner
+        try:
+            with self._files.reader(span.file) as reader:
+                if first.alone:
+                    view = memory_at(owner.address, span.stop - span.start)
+                    reader.read_into(span.start, view)
+                    self._stats.add(reads=1, bytes_read=len(view))
+                    self._sum_piece(owner, view)
+                    return
+                buffer = self._buffer(span.stop - span.start)
+                reader.check_range(span.start, span.stop - span.start)
+                start, stop = padded_range(span.start, span.stop, reader.size_bytes)
+                skew = _skew(first, first.start - start)
+                reader.read_into(start, buffer.view[skew : skew + stop - start])
+        except LoadError as error:
+            raise _naming(error, owner if isinstance(owner, WantedItem) else owner.wanted) from error
+        self._stats.add(reads=1, bytes_read=stop - start)
+        shift = skew - start
+        checked = 0
+        for extent in span.extents:
+            owner = extent.owner
+            if isinstance(owner, WantedItem):
+                checked += self._place_packed(buffer, extent.start + shift, owner)
+            else:
+                self._place_piece(buffer, extent.start + shift, owner)
+        self._stats.add(records_checked=checked)
+
+    def _buffer(self, needed_bytes: int) -> ReadBuffer:
+        buffer: ReadBuffer | None = getattr(self._per_thread, "buffer", None)
+        size_bytes = max(needed_bytes, self._options.window_bytes) + 3 * ALIGNMENT_BYTES
+        if buffer is None or buffer.size_bytes < size_bytes:
+            self._per_thread.buffer = None  # freed before the larger one is made
+            buffer = self._per_thread.buffer = ReadBuffer(size_bytes, self._pinned)
+        return buffer
+
+    def _place_packed(self, buffer: ReadBuffer, at: int, wanted: WantedItem) -> int:
+        """Copy a whole item out of the buffer; returns how many records were checked."""
+        view = buffer.view[at : at + wanted.chunk.item.length]
+        try:
+            located = locate_tensor_in(view, wanted.fqn)
+            _check_located(wanted, located)
+        except NotRangeable as reason:
+            self._unranged.append((wanted, str(reason)))
+            return 0
+        except LoadError as error:
+            raise _naming(error, wanted) from error
+        offset, length = located.payload_offset, located.payload_bytes
+        check = self._options.verify_crc and located.crc32 is not None
+        if check:
+            got = crc32(view[offset : offset + length])
+            if got != located.crc32:
+                raise _checksum_error(wanted, offset, length, located.crc32, got)
+        for want in wanted.wants:
+            if want.whole and want.target.address:
+                ctypes.memmove(want.target.address, buffer.address + at + offset, length)
+            else:
+                sizes = wanted.chunk.sizes
+                place_box(buffer, at + offset, Box((0,) * len(sizes), sizes), sizes, wanted.dtype, want)
+        return int(check)
+
+    def _place_piece(self, buffer: ReadBuffer, at: int, read: _PieceRead) -> None:
+        length = read.piece.stop - read.piece.start
+        self._sum_piece(read, buffer.view[at : at + length])
+        if read.address:
+            ctypes.memmove(read.address, buffer.address + at, length)
+            return
+        for want in read.wants:
+            place_box(buffer, at, read.piece.box, read.wanted.chunk.sizes, read.wanted.dtype, want)
+
+    def _sum_piece(self, read: _PieceRead, view: memoryview) -> None:
+        if read.record is None:
+            return
+        total = read.record.add(read.piece.start, len(view), crc32(view))
+        if total is None:
+            return
+        if total != read.record.expected:
+            offset = read.payload_start - read.wanted.item.offset
+            raise _checksum_error(read.wanted, offset, read.record.length, read.record.expected, total)
+        self._stats.add(records_checked=1)
+
+
+def _address(want: Want, box: Box, elem_bytes: int) -> int:
+    """Where in host memory the bytes of `box` (relative to the chunk) belong, if they are contiguous there; else 0."""
+    if not want.target.address:
+        return 0
+    inside = Box(tuple(o - w for o, w in zip(box.offsets, want.box.offsets, strict=True)), box.sizes)
+    destination = runs(want.box.sizes, inside, elem_bytes)
+    return 0 if destination.counts else want.target.address + destination.first_byte
+
+
+def _skew(first: Extent, lead_bytes: int) -> int:
+    """How far to shift a span in its buffer so that torch finds its first piece aligned."""
+    owner = first.owner
+    if isinstance(owner, WantedItem) or owner.address:
+        return 0
+    return -lead_bytes % int(owner.wanted.dtype.itemsize)
+
+
+def _check_located(wanted: WantedItem, located: LocatedTensor) -> None:
+    if located.shape != wanted.chunk.sizes or located.dtype != dtype_name(wanted.dtype):
+        raise CorruptCheckpointError(
+            f"the index says {dtype_name(wanted.dtype)} of shape {list(wanted.chunk.sizes)}, stored is {located.dtype} of"
+            f" shape {list(located.shape)}; index and data file do not belong together"
+        )
+    if located.payload_bytes != wanted.payload_bytes:
+        raise CorruptCheckpointError(f"expected {wanted.payload_bytes} bytes of elements, got {located.payload_bytes}")
+
+
+def _naming(error: LoadError, wanted: WantedItem) -> LoadError:
+    return naming(error, wanted.fqn, wanted.where)
+
+
+def _checksum_error(wanted: WantedItem, offset: int, length: int, expected: int | None, got: int) -> ChecksumError:
+    start = wanted.item.offset + offset
+    return ChecksumError(
+        f"{wanted.fqn} at {list(wanted.chunk.offsets)}: the bytes [{start}, {start + length}) of {wanted.item.file} have"
+        f" CRC-32 {got:#010x}, expected {expected:#010x}: the file was damaged after it was written; load another copy or"
+        " an earlier checkpoint"
+    )
