@@ -1,0 +1,224 @@
+"""Small but real Megatron-Core models with real Megatron optimizers, on the CPU.
+
+parallel = Parallel(tensor=2, pipeline=2)
+training = build_training(DENSE, parallel, seed=1)      # on every rank of a gloo world
+training.train(steps=2)
+state_dict = training.sharded_state_dict()
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from tests.support.cpu_megatron import pretend_cuda
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["DENSE", "GATED", "MOE_GROUPED", "MOE_SEQUENTIAL", "ModelShape", "Parallel", "Training", "build_training"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the model is, whatever the parallel layout.
+
+    Attributes:
+        layers: transformer layers; must divide by the pipeline size.
+        hidden: hidden size in elements; a quarter of it is one head.
+        gated: SwiGLU: the first MLP weight is stored in two halves.
+        experts: experts for each layer; 0 for a dense model.
+        grouped_experts: one module that holds all local experts, as grouped GEMM does, or one module for each expert.
+        dtype: of the model; bfloat16 has fp32 main parameters in the optimizer.
+    """
+
+    layers: int = 4
+    hidden: int = 64
+    gated: bool = False
+    experts: int = 0
+    grouped_experts: bool = False
+    vocabulary: int = 128
+    sequence: int = 16
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+DENSE = ModelShape()
+GATED = ModelShape(gated=True)
+MOE_SEQUENTIAL = ModelShape(gated=True, experts=4)
+MOE_GROUPED = ModelShape(experts=4, grouped_experts=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """Sizes of the parallel groups; what is left of the world is data-parallel."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    def __str__(self) -> str:
+        return f"TP={self.tensor} PP={self.pipeline}" + (f" EP={self.expert}" if self.expert > 1 else "")
+
+
+@dataclass(slots=True)
+class Training:
+    """A model chunk of this rank with its optimizer."""
+
+    shape: ModelShape
+    parallel: Parallel
+    model: list[Any]
+    optimizer: Any
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+
+    def train(self, steps: int) -> list[float]:
+        """Run optimizer steps on seeded random tokens; returns the losses, on ranks of the last pipeline stage."""
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        micro_batches, micro_batch_size = 2, 1
+        losses: list[float] = []
+        for _ in range(steps):
+            self.step += 1
+            for chunk in self.model:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            reported = get_forward_backward_func()(
+                forward_step_func=_forward_step,
+                data_iterator=self._batches(micro_batch_size, parallel_state.get_data_parallel_rank()),
+                model=self.model,
+                num_microbatches=micro_batches,
+                seq_length=self.shape.sequence,
+                micro_batch_size=micro_batch_size,
+                forward_only=False,
+            )
+            self.optimizer.step()
+            losses += [float(torch.stack([micro["loss"] for micro in reported]).mean())] if reported else []
+        self.losses += losses
+        return losses
+
+    def sharded_state_dict(self, is_loading: bool = False) -> dict[str, Any]:
+        """Model and optimizer as `dist_checkpointing.save` and `load` take them, optimizer fully reshardable."""
+        model = self.model[0].sharded_state_dict(prefix="model.")
+        optimizer = self.optimizer.sharded_state_dict(
+            model, is_loading=is_loading, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
+        )
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "iteration": self.step,
+            "arguments": {"hidden": self.shape.hidden},
+        }
+
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `dist_checkpointing.load` returned."""
+        prefix = "model."
+        self.model[0].load_state_dict({k.removeprefix(prefix): v for k, v in state_dict["model"].items()})
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        self.step = state_dict["iteration"]
+
+    def _batches(self, batch: int, data_rank: int) -> Iterator[torch.Tensor]:
+        generator = torch.Generator().manual_seed(1000 * self.step + data_rank)
+        while True:
+            yield torch.randint(self.shape.vocabulary, (batch, self.shape.sequence + 1), generator=generator)
+
+
+def build_training(shape: ModelShape, parallel: Parallel, seed: int = 1) -> Training:
+    """Set up Megatron's groups for this world and build the model of `shape` with a distributed Adam.
+
+    Collective over the default process group. Models of different seeds differ in every weight.
+    """
+    pretend_cuda()
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import TransformerConfig
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        expert_model_parallel_size=parallel.expert,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    torch.manual_seed(seed)
+    dtype = getattr(torch, shape.dtype)
+    extra: dict[str, Any] = {}
+    if shape.experts:
+        # 0.16 asks for this name without Transformer Engine, too, where it has never been defined.
+        moe_utils = import_module("megatron.core.transformer.moe.moe_utils")
+        vars(moe_utils).setdefault("te_general_gemm", None)
+        extra = {
+            "num_moe_experts": shape.experts,
+            "moe_router_topk": 2,
+            "moe_router_dtype": "fp32",
+            "moe_token_dispatcher_type": "allgather",
+            "moe_grouped_gemm": shape.grouped_experts,
+            "moe_ffn_hidden_size": 2 * shape.hidden,
+        }
+    config = TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=4,
+        ffn_hidden_size=2 * shape.hidden,
+        gated_linear_unit=shape.gated,
+        activation_func=torch.nn.functional.silu if shape.gated else torch.nn.functional.gelu,
+        add_bias_linear=not shape.gated and not shape.experts,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        expert_model_parallel_size=parallel.expert,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        **extra,
+    )
+    layer = get_gpt_layer_local_spec(num_experts=shape.experts or None, moe_grouped_gemm=shape.grouped_experts)
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=layer,
+        vocab_size=shape.vocabulary,
+        max_sequence_length=shape.sequence,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )
+    if dtype is torch.bfloat16:
+        chunk = chunk.bfloat16()
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
+    model = [DistributedDataParallel(config=config, ddp_config=ddp_config, module=chunk)]
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-2,
+        weight_decay=0.01,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+        clip_grad=1.0,
+    )
+    return Training(shape, parallel, model, get_megatron_optimizer(optimizer_config, model))
+
+
+def _forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+    tokens = next(batches)
+    positions = torch.arange(tokens.size(1) - 1).unsqueeze(0)
+    causal = torch.ones(1, 1, tokens.size(1) - 1, tokens.size(1) - 1).triu(1).bool()
+    output = model(tokens[:, :-1], positions, causal, labels=tokens[:, 1:])
+
+    def loss(per_token: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mean = per_token.float().mean()
+        return mean, {"loss": mean.detach().clone()}
+
+    return output, loss
