@@ -65,8 +65,8 @@ class ItemDecoder:
             loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:
             raise CorruptCheckpointError(
-                f"{wanted.where}: cannot be decoded ({type(error).__name__}: {str(error)[:300]}); load another copy or an"
-                " earlier checkpoint"
+                f"{wanted.where}: cannot be decoded ({type(error).__name__}: {str(error)[:300]}); load another copy or"
+                " an earlier checkpoint"
             ) from error
         sizes = wanted.chunk.sizes
         if not isinstance(loaded, torch.Tensor) or tuple(loaded.shape) != sizes or loaded.dtype != wanted.dtype:

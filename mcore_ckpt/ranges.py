@@ -1,11 +1,11 @@
 """Read items -> byte ranges: which bytes of which files one load reads, and in what order. Pure; no files, no tensors.
 
-Two steps. `split_box` turns the wanted box of one stored chunk into *pieces*, each of which is one stretch of the chunk's
-payload; `coalesce` joins what lies close together in a file into *spans*, each of which is one read.
+Two steps. `split_box` turns the wanted box of one stored chunk into *pieces*, each of which is one stretch of the
+chunk's payload; `coalesce` joins what lies close together in a file into *spans*, each of which is one read.
 
-Both weigh the same thing: a gap that is read and thrown away costs its bytes, a gap that is skipped costs a further read.
-A gap is read when it is shorter than what a device delivers in the time of one more read (`CHEAP_GAP_BYTES`), or when all
-gaps of the span together stay a small part of it (`MAX_WASTE`); never when it is longer than `max_gap_bytes`.
+Both weigh the same thing: a gap that is read and thrown away costs its bytes, a gap that is skipped costs one more
+read. A gap is read when it is shorter than what a device delivers in the time of one more read (`CHEAP_GAP_BYTES`), or
+when all gaps of the span together stay a small part of it (`MAX_WASTE`); never when it is longer than `max_gap_bytes`.
 """
 
 from __future__ import annotations

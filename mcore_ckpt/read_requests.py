@@ -1,7 +1,7 @@
 """What a load wants -> which boxes of which stored items, checked before a byte is read.
 
 A request names a box of a global tensor and the destination for it. The box may overlap many stored chunks; together
-they have to hold all of it. Out come `WantedItem`s: each stored item once, with every destination that wants part of it.
+they have to hold all of it. Out come `WantedItem`s: each stored item once, with all destinations that want part of it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -89,8 +89,8 @@ class WantedItem:
     @property
     def where(self) -> str:
         """The chunk, as an error message names it."""
-        item = self.chunk.item
-        return f"{self.fqn} at {list(self.chunk.offsets)} ({item.file}, bytes [{item.offset}, {item.offset + item.length}))"
+        file, start, stop = self.item.file, self.item.offset, self.item.offset + self.item.length
+        return f"{self.fqn} at {list(self.chunk.offsets)} ({file}, bytes [{start}, {stop}))"
 
 
 WantedItems = dict[tuple[str, int, str], WantedItem]
@@ -152,13 +152,13 @@ def wanted_items(requests: Iterable[ReadRequest], index: CheckpointIndex, *, all
     wanted: WantedItems = {}
     lookups: dict[str, _ChunkLookup] = {}
     for request in requests:
-        fqn, tensor, offsets, sizes, global_shape, allow_partial = request
+        fqn, tensor, offsets, sizes = request[:4]
         entry = index.tensors.get(fqn) or tensor_entry(fqn, index)
         dtype = _known_dtype(entry.dtype) or stored_dtype(entry)
         if tensor.dtype is not dtype and not allow_dtype_cast:
             raise dtype_mismatch(entry, tensor.dtype, index)
         _check_shape(request, entry, index)
-        chunks = entry.chunks
+        chunks: Sequence[StoredChunk] = entry.chunks
         if len(chunks) == 1 and chunks[0].sizes == sizes and chunks[0].offsets == offsets:
             want_chunk(wanted, entry, dtype, chunks[0], Box((0,) * len(sizes), sizes), target_of(tensor, dtype))
             continue
@@ -203,8 +203,8 @@ def _want_box(
     if problem:
         raise CorruptCheckpointError(
             f"{entry.fqn}: the stored chunks do not hold the wanted box at {list(box.offsets)} of sizes"
-            f" {list(box.sizes)} exactly once: relative to the box, {problem}. The save of {index.path} did not finish or"
-            " its index is damaged; load an earlier checkpoint"
+            f" {list(box.sizes)} exactly once: relative to the box, {problem}. The save of {index.path} did not finish"
+            " or its index is damaged; load an earlier checkpoint"
         )
 
 

@@ -98,7 +98,7 @@ class FileSystemReader(StorageReader):
             self._index = read_index(self.path)
         return self._index
 
-    # ------------------------------------------------------------------------------------------------ boxes and objects
+    # ----------------------------------------------------------------------------------------------- boxes and objects
 
     def read_items(self, requests: Iterable[ReadRequest]) -> None:
         """Fill destinations with boxes of global tensors.
@@ -110,10 +110,10 @@ class FileSystemReader(StorageReader):
             requests: boxes and destinations, in any order.
 
         Raises:
-            MissingKeyError, KindMismatchError, ShapeMismatchError, DtypeMismatchError: the checkpoint does not hold what
-                is asked for; nothing has been read.
-            CorruptCheckpointError: stored chunks do not hold all of a box (nothing has been read), or an item is not what
-                the index says.
+            MissingKeyError, KindMismatchError, ShapeMismatchError, DtypeMismatchError: the checkpoint does not hold
+                what is asked for; nothing has been read.
+            CorruptCheckpointError: stored chunks do not hold all of a box (nothing has been read), or an item is not
+                what the index says.
             ChecksumError: a record's bytes are not those that were written.
         """
         wanted = wanted_items(requests, self.index, allow_dtype_cast=self.options.allow_dtype_cast)
@@ -166,7 +166,7 @@ class FileSystemReader(StorageReader):
             raise missing_key(fqn, self.index)
         return entry
 
-    # ----------------------------------------------------------------------------------------------- DCP's StorageReader
+    # ---------------------------------------------------------------------------------------------- DCP's StorageReader
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's `Metadata` of the checkpoint; the same object until `reset`."""
@@ -180,7 +180,7 @@ class FileSystemReader(StorageReader):
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """DCP hands every rank the coordinator's metadata; the index is made from it, so that only one rank reads it."""
+        """DCP hands every rank the coordinator's metadata: the index is made from it, and `.metadata` read once."""
         if metadata is self._metadata:
             return
         if self._index is None and metadata.storage_data is not None:

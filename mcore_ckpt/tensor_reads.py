@@ -345,8 +345,8 @@ def _skew(first: Extent, lead_bytes: int) -> int:
 def _check_located(wanted: WantedItem, located: LocatedTensor) -> None:
     if located.shape != wanted.chunk.sizes or located.dtype != dtype_name(wanted.dtype):
         raise CorruptCheckpointError(
-            f"the index says {dtype_name(wanted.dtype)} of shape {list(wanted.chunk.sizes)}, stored is {located.dtype} of"
-            f" shape {list(located.shape)}; index and data file do not belong together"
+            f"the index says {dtype_name(wanted.dtype)} of shape {list(wanted.chunk.sizes)}, stored is {located.dtype}"
+            f" of shape {list(located.shape)}; index and data file do not belong together"
         )
     if located.payload_bytes != wanted.payload_bytes:
         raise CorruptCheckpointError(f"expected {wanted.payload_bytes} bytes of elements, got {located.payload_bytes}")
@@ -359,7 +359,7 @@ def _naming(error: LoadError, wanted: WantedItem) -> LoadError:
 def _checksum_error(wanted: WantedItem, offset: int, length: int, expected: int | None, got: int) -> ChecksumError:
     start = wanted.item.offset + offset
     return ChecksumError(
-        f"{wanted.fqn} at {list(wanted.chunk.offsets)}: the bytes [{start}, {start + length}) of {wanted.item.file} have"
-        f" CRC-32 {got:#010x}, expected {expected:#010x}: the file was damaged after it was written; load another copy or"
-        " an earlier checkpoint"
+        f"{wanted.fqn} at {list(wanted.chunk.offsets)}: the bytes [{start}, {start + length}) of {wanted.item.file}"
+        f" have CRC-32 {got:#010x}, expected {expected:#010x}: the file was damaged after it was written; load another"
+        " copy or an earlier checkpoint"
     )

@@ -1,0 +1,104 @@
+"""Checkpoints in any layout, written without the code under test, and hypothesis strategies for layouts."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+
+from mcore_ckpt.boxes import Box
+from mcore_ckpt.metadata import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.metadata_write import encode_metadata
+
+__all__ = ["StoredTensor", "boxes_in", "stock_item", "tilings", "write_checkpoint"]
+
+
+class StoredTensor(NamedTuple):
+    """A global tensor, and the boxes in which it is to be stored."""
+
+    tensor: torch.Tensor
+    boxes: Sequence[Box]
+
+
+def stock_item(value: Any) -> bytes:
+    """What `torch.save` makes of a tensor or object."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """A copy of a box of a tensor, contiguous and with a storage of its own."""
+    slices = tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))
+    return tensor[slices].clone(memory_format=torch.contiguous_format)
+
+
+def write_checkpoint(
+    directory: Path,
+    tensors: Mapping[str, StoredTensor],
+    objects: Mapping[str, Any] | None = None,
+    *,
+    item_of: Callable[[torch.Tensor], bytes] = stock_item,
+    files: int = 1,
+    padding: Sequence[int] = (0,),
+) -> CheckpointIndex:
+    """Write a checkpoint, items dealt out to `files` files, with paddings (bytes, used in turn) before them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    contents = [bytearray() for _ in range(files)]
+    count = 0
+
+    def store(content: bytes) -> StoredItem:
+        nonlocal count
+        file = contents[count % files]
+        file += b"\xa5" * padding[count % len(padding)]
+        item = StoredItem(f"__0_{count % files}.distcp", len(file), len(content))
+        file += content
+        count += 1
+        return item
+
+    entries = {}
+    for fqn, (tensor, boxes) in tensors.items():
+        chunks = tuple(StoredChunk(box.offsets, box.sizes, store(item_of(part(tensor, box)))) for box in boxes)
+        entries[fqn] = TensorEntry(fqn, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), chunks)
+    object_entries = {fqn: ObjectEntry(fqn, store(stock_item(value))) for fqn, value in (objects or {}).items()}
+    for number, content in enumerate(contents):
+        (directory / f"__0_{number}.distcp").write_bytes(content)
+    index = CheckpointIndex(str(directory), entries, object_entries)
+    (directory / ".metadata").write_bytes(encode_metadata(index))
+    return index
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    """A box, not empty, inside `shape`."""
+    offsets, sizes = [], []
+    for size in shape:
+        start = draw(st.integers(0, size - 1))
+        offsets.append(start)
+        sizes.append(draw(st.integers(1, size - start)))
+    return Box(tuple(offsets), tuple(sizes))
+
+
+@st.composite
+def tilings(draw: st.DrawFn, shape: tuple[int, ...], max_boxes: int = 8) -> list[Box]:
+    """Boxes that hold each element once: `shape` cut, and some of the parts cut again, along any axes."""
+    boxes = [Box((0,) * len(shape), tuple(shape))]
+    for _ in range(draw(st.integers(0, max_boxes - 1))):
+        at = draw(st.integers(0, len(boxes) - 1))
+        offsets, sizes = boxes[at]
+        axes = [axis for axis, size in enumerate(sizes) if size > 1]
+        if not axes:
+            continue
+        axis = draw(st.sampled_from(axes))
+        cut = draw(st.integers(1, sizes[axis] - 1))
+        first = Box(offsets, (*sizes[:axis], cut, *sizes[axis + 1 :]))
+        second = Box(
+            (*offsets[:axis], offsets[axis] + cut, *offsets[axis + 1 :]),
+            (*sizes[:axis], sizes[axis] - cut, *sizes[axis + 1 :]),
+        )
+        boxes[at : at + 1] = [first, second]
+    return boxes

@@ -1,0 +1,471 @@
+"""FileSystemReader: what arrives, what is read for it, and what it says of checkpoints that cannot be right."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mcore_ckpt import tensor_reads
+from mcore_ckpt.boxes import Box
+from mcore_ckpt.errors import (
+    CheckpointNotFoundError,
+    ChecksumError,
+    CorruptCheckpointError,
+    DtypeMismatchError,
+    KindMismatchError,
+    MissingKeyError,
+    ShapeMismatchError,
+    UnsafePickleError,
+)
+from mcore_ckpt.metadata import CheckpointIndex
+from mcore_ckpt.options import LoadOptions
+from mcore_ckpt.placement import ReadBuffer
+from mcore_ckpt.reader import FileSystemReader, ReadRequest
+from tests.support.stored_layouts import StoredTensor, stock_item, write_checkpoint
+
+MIB = 1024 * 1024
+
+
+def whole(tensor: torch.Tensor) -> StoredTensor:
+    return StoredTensor(tensor, [Box((0,) * tensor.dim(), tuple(tensor.shape))])
+
+
+def columns(tensor: torch.Tensor, parts: int) -> StoredTensor:
+    rows, width = tensor.shape
+    step = width // parts
+    return StoredTensor(tensor, [Box((0, at * step), (rows, step)) for at in range(parts)])
+
+
+def rows(tensor: torch.Tensor, parts: int) -> StoredTensor:
+    step = tensor.shape[0] // parts
+    return StoredTensor(tensor, [Box((at * step, 0), (step, tensor.shape[1])) for at in range(parts)])
+
+
+def load(reader: FileSystemReader, fqn: str, like: torch.Tensor, box: Box | None = None) -> torch.Tensor:
+    box = Box((0,) * like.dim(), tuple(like.shape)) if box is None else box
+    destination = torch.zeros(box.sizes, dtype=like.dtype)
+    reader.read_items([ReadRequest(fqn, destination, *box)])
+    return destination
+
+
+def flip_byte(index: CheckpointIndex, fqn: str, *, back: float) -> tuple[Path, int]:
+    """Damage the item of a tensor's first chunk, at a fraction of its length."""
+    item = index.tensors[fqn].chunks[0].item
+    path = Path(index.path) / item.file
+    content = bytearray(path.read_bytes())
+    at = item.offset + int(item.length * back)
+    content[at] ^= 0x40
+    path.write_bytes(content)
+    return path, at
+
+
+# ------------------------------------------------------------------------------------------------------ through DCP
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "weight": torch.randn(300, 200),
+        "large": torch.randn(1500, 1024),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "half": torch.randn(50, 70).bfloat16(),
+        "mask": torch.rand(7, 9) > 0.5,
+        "fp8": torch.randn(64, 64).to(torch.float8_e4m3fn),
+        "complex": torch.randn(9, 3, dtype=torch.complex64),
+        "rng": {"seed": 1234, "states": [1, 2, 3]},
+    }
+
+
+def blank(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else {"seed": 0, "states": [0, 0, 0]}
+        for k, v in state.items()
+    }
+
+
+def assert_same(left: Any, right: Any) -> None:
+    if isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype
+        assert left.shape == right.shape
+        assert left.detach().reshape(-1).view(torch.uint8).equal(right.detach().reshape(-1).view(torch.uint8))
+    else:
+        assert left == right
+
+
+def test_dcp_load_takes_a_checkpoint_of_stock_dcp(state: dict[str, Any], tmp_path: Path) -> None:
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    loaded = blank(state)
+    reader = FileSystemReader(tmp_path)
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
+    for key, value in state.items():
+        assert_same(loaded[key], value)
+    assert reader.stats.fallbacks == 0
+    assert reader.stats.records_checked > 8
+
+
+def test_dcp_load_fills_views_leaves_and_other_strides_in_place(state: dict[str, Any], tmp_path: Path) -> None:
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    leaf = torch.zeros(300, 200, requires_grad=True)
+    transposed = torch.zeros(1024, 1500).t()
+    dcp.load({"weight": leaf, "large": transposed}, storage_reader=FileSystemReader(tmp_path), no_dist=True)
+    assert_same(leaf, state["weight"])
+    assert_same(transposed.contiguous(), state["large"])
+
+
+def test_dcp_load_of_dtensors(state: dict[str, Any], tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
+
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        dcp.save({"large": distribute_tensor(state["large"], mesh, [Shard(0)])}, checkpoint_id=tmp_path / "ckpt")
+        loaded: DTensor = zeros(1500, 1024, device_mesh=mesh, placements=[Shard(1)])
+        dcp.load({"large": loaded}, storage_reader=FileSystemReader(tmp_path / "ckpt"))
+        assert_same(loaded.to_local(), state["large"])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_metadata_and_index_are_read_once(state: dict[str, Any], tmp_path: Path) -> None:
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    reader = FileSystemReader(tmp_path)
+    metadata, index = reader.read_metadata(), reader.index
+    (tmp_path / ".metadata").unlink()
+    assert reader.read_metadata() is metadata
+    assert reader.index is index
+    reader.reset()
+    with pytest.raises(CheckpointNotFoundError, match="metadata"):
+        reader.read_metadata()
+
+
+def test_reset_moves_to_another_checkpoint(tmp_path: Path) -> None:
+    for number in (1, 2):
+        write_checkpoint(tmp_path / str(number), {"w": whole(torch.full((4,), float(number)))})
+    reader = FileSystemReader(str(tmp_path / "1"))
+    assert load(reader, "w", torch.zeros(4)).tolist() == [1.0] * 4
+    reader.reset(tmp_path / "2")
+    assert reader.checkpoint_id == tmp_path / "2"
+    assert load(reader, "w", torch.zeros(4)).tolist() == [2.0] * 4
+
+
+def test_checkpoint_ids_are_local_paths(tmp_path: Path) -> None:
+    assert FileSystemReader.validate_checkpoint_id(tmp_path)
+    assert FileSystemReader.validate_checkpoint_id("checkpoints/iter_0000100")
+    assert not FileSystemReader.validate_checkpoint_id("s3://bucket/iter_0000100")
+
+
+# -------------------------------------------------------------------------------------------------- what is read
+
+
+def test_small_tensors_share_few_reads(tmp_path: Path) -> None:
+    tensors = {f"layer.{number}": torch.randn(number % 7 + 1, 100) for number in range(500)}
+    write_checkpoint(tmp_path, {fqn: whole(tensor) for fqn, tensor in tensors.items()}, files=2)
+    reader = FileSystemReader(tmp_path)
+    destinations = {fqn: torch.zeros_like(tensor) for fqn, tensor in tensors.items()}
+    reader.read_items([ReadRequest(fqn, t, (0, 0), tuple(t.shape)) for fqn, t in destinations.items()])
+    assert all(destinations[fqn].equal(tensor) for fqn, tensor in tensors.items())
+    assert reader.stats.reads <= 4
+    assert reader.stats.records_checked == 500
+
+
+@pytest.mark.parametrize("shape", [(2048, 1024), (64, 65536), (512, 1024)])
+def test_halves_of_row_parallel_chunks_with_rows_worth_a_read(shape: tuple[int, int], tmp_path: Path) -> None:
+    """4 -> 8: each new shard is half of every row of a stored chunk."""
+    tensor = torch.randn(shape)
+    write_checkpoint(tmp_path, {"w": columns(tensor, 4)})
+    reader = FileSystemReader(tmp_path)
+    half = shape[1] // 8
+    box = Box((0, half), (shape[0], half))
+    assert load(reader, "w", tensor, box).equal(tensor[:, half : 2 * half])
+    if half * 4 > 32 * 1024:
+        assert reader.stats.bytes_read <= 1.1 * reader.stats.bytes_needed
+    else:
+        assert reader.stats.reads <= 8, "short rows are not read one by one"
+
+
+def test_halves_of_column_parallel_chunks_are_read_exactly(tmp_path: Path) -> None:
+    tensor = torch.randn(1024, 1024)
+    write_checkpoint(tmp_path, {"w": rows(tensor, 4)})
+    reader = FileSystemReader(tmp_path)
+    assert load(reader, "w", tensor, Box((128, 0), (128, 1024))).equal(tensor[128:256])
+    assert reader.stats.bytes_read <= 1.1 * reader.stats.bytes_needed
+
+
+def test_headers_of_large_items_are_read_once_for_each_reader(tmp_path: Path) -> None:
+    tensor = torch.randn(1024, 1024)
+    write_checkpoint(tmp_path, {"w": whole(tensor)})
+    reader = FileSystemReader(tmp_path)
+    load(reader, "w", tensor, Box((0, 0), (100, 1024)))
+    before = reader.stats.reads
+    load(reader, "w", tensor, Box((300, 0), (100, 1024)))
+    assert reader.stats.reads == before + 1
+
+
+def test_a_chunk_wanted_by_several_destinations_is_read_once(tmp_path: Path) -> None:
+    tensor = torch.randn(2048, 1024)
+    write_checkpoint(tmp_path, {"w": whole(tensor)})
+    reader = FileSystemReader(tmp_path)
+    first, second, part = torch.zeros(2048, 1024), torch.zeros(1024, 2048).t(), torch.zeros(2048, 10)
+    reader.read_items(
+        [
+            ReadRequest("w", first, (0, 0), (2048, 1024)),
+            ReadRequest("w", second, (0, 0), (2048, 1024)),
+            ReadRequest("w", part, (0, 7), (2048, 10)),
+        ]
+    )
+    assert first.equal(tensor)
+    assert second.equal(tensor)
+    assert part.equal(tensor[:, 7:17])
+    assert reader.stats.bytes_read <= 1.01 * tensor.nbytes
+    assert reader.stats.records_checked == 1
+
+
+def test_read_buffers_stay_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(4 * MIB)
+    write_checkpoint(tmp_path, {"w": whole(tensor), "v": whole(tensor[: 2 * MIB].bfloat16())})
+    sizes: list[int] = []
+
+    class Counted(ReadBuffer):
+        __slots__ = ()
+
+        def __init__(self, size_bytes: int, pinned: bool = False) -> None:
+            sizes.append(size_bytes)
+            super().__init__(size_bytes, pinned)
+
+    monkeypatch.setattr(tensor_reads, "ReadBuffer", Counted)
+    options = LoadOptions(window_bytes=MIB, buffer_bytes=2 * MIB, io_threads=4, allow_dtype_cast=True)
+    destination = torch.zeros(4 * MIB, dtype=torch.float64)
+    cast = torch.zeros(2 * MIB)
+    FileSystemReader(tmp_path, options).read_items(
+        [ReadRequest("w", destination, (0,), (4 * MIB,)), ReadRequest("v", cast, (0,), (2 * MIB,))]
+    )
+    assert destination.equal(tensor.double())
+    assert cast.equal(tensor[: 2 * MIB].bfloat16().float())
+    assert sum(sizes) <= 2 * MIB + 64 * 1024
+
+
+def test_files_are_closed_after_the_load_and_after_an_error(tmp_path: Path) -> None:
+    tensor = torch.randn(512, 512)
+    index = write_checkpoint(tmp_path, {"w": rows(tensor, 4)}, files=4)
+
+    def open_files() -> list[str]:
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        return [os.readlink(link) for link in links if os.path.exists(link) and str(tmp_path) in os.readlink(link)]
+
+    reader = FileSystemReader(tmp_path)
+    assert load(reader, "w", tensor).equal(tensor)
+    assert open_files() == []
+    flip_byte(index, "w", back=0.5)
+    with pytest.raises(ChecksumError):
+        load(FileSystemReader(tmp_path), "w", tensor)
+    assert open_files() == []
+
+
+# -------------------------------------------------------------------------------------- what cannot be read by ranges
+
+
+def test_a_tensor_stored_with_strides_is_decoded_and_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = {f"w{number}": torch.randn(30, 20) for number in range(3)}
+    write_checkpoint(
+        tmp_path, {k: whole(v) for k, v in tensors.items()}, item_of=lambda t: stock_item(t.t().contiguous().t())
+    )
+    reader = FileSystemReader(tmp_path)
+    with caplog.at_level(logging.WARNING, logger="mcore_ckpt"):
+        for fqn, tensor in tensors.items():
+            assert load(reader, fqn, tensor, Box((3, 2), (20, 11))).equal(tensor[3:23, 2:13])
+    assert reader.stats.fallbacks == 3
+    assert len([record for record in caplog.records if "torch.load" in record.message]) == 1
+
+
+def compressed_item(tensor: torch.Tensor) -> bytes:
+    stream = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(stock_item(tensor))) as source,
+        zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as target,
+    ):
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    return stream.getvalue()
+
+
+def test_a_compressed_item_is_decoded(tmp_path: Path) -> None:
+    tensor = torch.arange(100_000.0)
+    write_checkpoint(tmp_path, {"w": whole(tensor)}, item_of=compressed_item)
+    reader = FileSystemReader(tmp_path)
+    assert load(reader, "w", tensor).equal(tensor)
+    assert reader.stats.fallbacks == 1
+
+
+# ---------------------------------------------------------------------------------------------------------- objects
+
+
+def test_objects_are_read_and_checked(tmp_path: Path) -> None:
+    objects = {f"rng/shard_{rank}_4": [{"rank": rank, "state": torch.arange(4)}] for rank in range(4)}
+    write_checkpoint(tmp_path, {"w": whole(torch.zeros(3))}, objects)
+    reader = FileSystemReader(tmp_path)
+    loaded = reader.read_objects(objects)
+    assert [value[0]["rank"] for value in loaded.values()] == [0, 1, 2, 3]
+    assert reader.read_object("rng/shard_2_4")[0]["state"].tolist() == [0, 1, 2, 3]
+    assert reader.stats.records_checked > 4
+
+
+class Intruder:
+    pass
+
+
+def test_an_object_outside_the_allow_list_is_refused_also_through_dcp(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {}, {"extra": Intruder()})
+    reader = FileSystemReader(tmp_path)
+    with pytest.raises(UnsafePickleError, match="Intruder"):
+        reader.read_object("extra")
+    with pytest.raises(UnsafePickleError, match="Intruder"):
+        dcp.load({"extra": None}, storage_reader=reader, no_dist=True)
+
+
+def test_a_damaged_object_is_refused(tmp_path: Path) -> None:
+    index = write_checkpoint(tmp_path, {}, {"extra": {"bytes": b"x" * 5000}})
+    item = index.objects["extra"].item
+    path = tmp_path / item.file
+    content = bytearray(path.read_bytes())
+    content[content.index(b"xxxxx") + 100] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ChecksumError, match=r"extra.*__0_0\.distcp"):
+        FileSystemReader(tmp_path).read_object("extra")
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> FileSystemReader:
+    write_checkpoint(
+        tmp_path,
+        {"decoder.layers.mlp.weight": rows(torch.randn(8, 4), 2), "large": whole(torch.randn(1024, 1024))},
+        {"decoder.extra": [1]},
+    )
+    return FileSystemReader(tmp_path)
+
+
+def test_a_missing_key_names_similar_ones(reader: FileSystemReader) -> None:
+    with pytest.raises(MissingKeyError, match=r"decoder\.layers\.mlp\.wieght.*decoder\.layers\.mlp\.weight"):
+        load(reader, "decoder.layers.mlp.wieght", torch.zeros(8, 4))
+    with pytest.raises(MissingKeyError, match="nothing_like_it"):
+        reader.read_object("nothing_like_it")
+
+
+def test_objects_and_tensors_are_not_mixed_up(reader: FileSystemReader) -> None:
+    with pytest.raises(KindMismatchError, match=r"decoder\.extra: a tensor is wanted"):
+        load(reader, "decoder.extra", torch.zeros(8, 4))
+    with pytest.raises(KindMismatchError, match="large: an object is wanted"):
+        reader.read_object("large")
+
+
+def test_dtypes_have_to_agree_unless_a_cast_is_allowed(reader: FileSystemReader) -> None:
+    destination = torch.zeros(1024, 1024, dtype=torch.bfloat16)
+    request = ReadRequest("large", destination, (0, 0), (1024, 1024))
+    with pytest.raises(DtypeMismatchError, match=r"large.*float32.*bfloat16.*allow_dtype_cast"):
+        reader.read_items([request])
+    FileSystemReader(reader.path, LoadOptions(allow_dtype_cast=True)).read_items([request])
+    assert destination.equal(load(reader, "large", torch.zeros(1024, 1024)).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("offsets", "sizes", "global_shape"),
+    [((0, 0), (9, 4), None), ((6, 0), (4, 4), None), ((0,), (8,), None), ((0, 0), (8, 4), (16, 4))],
+)
+def test_shapes_have_to_agree(
+    reader: FileSystemReader, offsets: tuple[int, ...], sizes: tuple[int, ...], global_shape: tuple[int, ...] | None
+) -> None:
+    request = ReadRequest("decoder.layers.mlp.weight", torch.zeros(sizes), offsets, sizes, global_shape)
+    with pytest.raises(ShapeMismatchError, match=r"decoder\.layers\.mlp\.weight.*\[8, 4\]"):
+        reader.read_items([request])
+
+
+def test_the_destination_has_to_have_the_shape_of_the_box(reader: FileSystemReader) -> None:
+    with pytest.raises(ShapeMismatchError, match=r"large.*\[4, 4\].*\[5, 4\]"):
+        reader.read_items([ReadRequest("large", torch.zeros(5, 4), (0, 0), (4, 4))])
+
+
+def test_a_partial_request_takes_the_overlap_and_leaves_the_rest(reader: FileSystemReader) -> None:
+    destination = torch.full((10, 4), 7.0)
+    request = ReadRequest("decoder.layers.mlp.weight", destination, (4, 0), (10, 4), allow_partial=True)
+    reader.read_items([request])
+    assert destination[:4].equal(load(reader, "decoder.layers.mlp.weight", torch.zeros(8, 4))[4:])
+    assert destination[4:].eq(7.0).all()
+
+
+def test_a_box_that_no_chunk_holds_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    tensor = torch.randn(8, 4)
+    write_checkpoint(tmp_path, {"w": StoredTensor(tensor, [Box((0, 0), (3, 4)), Box((5, 0), (3, 4))])})
+    reader = FileSystemReader(tmp_path)
+    with pytest.raises(CorruptCheckpointError, match=r"w: .*\[3, 0\]"):
+        load(reader, "w", tensor)
+    assert reader.stats.reads == 0
+    assert load(reader, "w", tensor, Box((5, 1), (2, 2))).equal(tensor[5:7, 1:3])
+
+
+def test_zero_elements_read_nothing(reader: FileSystemReader) -> None:
+    reader.read_items([ReadRequest("large", torch.zeros(0, 5), (3, 3), (0, 5))])
+    assert reader.stats.reads == 0
+
+
+# -------------------------------------------------------------------------------------------------- damaged checkpoints
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (3000, 1024)])
+def test_damage_is_found_and_named(shape: tuple[int, int], tmp_path: Path) -> None:
+    tensor = torch.randn(shape)
+    index = write_checkpoint(tmp_path, {"v": whole(torch.randn(10)), "w": whole(tensor)})
+    path, at = flip_byte(index, "w", back=0.6)
+    options = LoadOptions(window_bytes=MIB)
+    with pytest.raises(ChecksumError) as raised:
+        load(FileSystemReader(tmp_path, options), "w", tensor)
+    message = str(raised.value)
+    assert message.startswith("w at [0, 0]")
+    assert path.name in message
+    assert "CRC-32 0x" in message
+    assert "expected 0x" in message
+    start, stop = (int(part) for part in message.split("the bytes [")[1].split(")")[0].split(", "))
+    assert start <= at < stop
+    assert stop - start == tensor.nbytes
+    unchecked = load(FileSystemReader(tmp_path, LoadOptions(verify_crc=False)), "w", tensor)
+    assert (unchecked != tensor).sum() == 1
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (3000, 1024)])
+@pytest.mark.parametrize("box", [None, Box((0, 1), (30, 7))])
+def test_a_truncated_file_is_named_with_the_key(shape: tuple[int, int], box: Box | None, tmp_path: Path) -> None:
+    tensor = torch.randn(shape)
+    write_checkpoint(tmp_path, {"w": whole(tensor)})
+    path = tmp_path / "__0_0.distcp"
+    os.truncate(path, path.stat().st_size - 10)
+    with pytest.raises(CorruptCheckpointError, match=r"w at \[0, 0\].*__0_0\.distcp"):
+        load(FileSystemReader(tmp_path), "w", tensor, box)
+
+
+def test_a_missing_data_file_is_named_with_the_key(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {"w": whole(torch.zeros(4))})
+    (tmp_path / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"w at \[0\].*__0_0\.distcp"):
+        load(FileSystemReader(tmp_path), "w", torch.zeros(4))
+
+
+@pytest.mark.parametrize("stored", [torch.zeros(4, 2), torch.zeros(2, 4, dtype=torch.int32), torch.zeros(3, 4)])
+def test_an_item_that_is_not_what_the_index_says_is_refused(stored: torch.Tensor, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {"w": whole(torch.zeros(2, 4))}, item_of=lambda _: stock_item(stored))
+    with pytest.raises(CorruptCheckpointError, match=r"w at \[0, 0\].*float32 of shape \[2, 4\]"):
+        load(FileSystemReader(tmp_path), "w", torch.zeros(2, 4))
