@@ -1,0 +1,225 @@
+"""`mcore-ckpt inspect`: what a checkpoint holds."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from mcore_ckpt.commands.outcome import DONE, Outcome
+
+if TYPE_CHECKING:
+    from mcore_ckpt.inspection import GroupRow
+    from mcore_ckpt.metadata import CheckpointIndex
+    from mcore_ckpt.parallel_layout import ParallelLayout
+
+__all__ = ["add_arguments", "run"]
+
+_EVERYTHING = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("checkpoint", help="directory of the checkpoint, or one with a tracker file")
+    views = parser.add_mutually_exclusive_group()
+    for view, shows in (
+        ("--tensors", "each tensor: shape, dtype, chunks, files, bytes"),
+        ("--items", "each stored item: key, type, box, file, byte range"),
+        ("--objects", "each stored object: key, file, byte range"),
+    ):
+        views.add_argument(view, nargs="?", const=_EVERYTHING, metavar="PATTERN", help=shows)
+    views.add_argument("--files", action="store_true", help="each data file: its two halves, and the balance of ranks")
+    views.add_argument("--args", action="store_true", help="Megatron's arguments, as stored")
+    views.add_argument("--html", metavar="FILE", help="write a self-contained report with pictures of the shards")
+
+
+def run(arguments: argparse.Namespace) -> Outcome:
+    """Show what was asked for."""
+    from mcore_ckpt.inspection import checkpoint_directory
+    from mcore_ckpt.metadata import read_index
+
+    index = read_index(checkpoint_directory(arguments.checkpoint), strict=False)
+    if arguments.tensors is not None:
+        return _tensors(index, arguments.tensors)
+    if arguments.items is not None:
+        return _items(index, arguments.items)
+    if arguments.objects is not None:
+        return _objects(index, arguments.objects)
+    if arguments.files:
+        return _files(index)
+    if arguments.html:
+        from mcore_ckpt.html_report import write_report
+
+        write_report(index, arguments.html)
+        return Outcome({"report": arguments.html}, f"wrote {arguments.html}")
+    return _summary(index, arguments_only=arguments.args)
+
+
+def _tensors(index: CheckpointIndex, pattern: str) -> Outcome:
+    from mcore_ckpt.inspection import tensor_rows
+    from mcore_ckpt.report_text import human_bytes, numbers, table
+
+    rows = list(tensor_rows(index, pattern))
+    text = table(
+        ("key", "dtype", "shape", "chunks", "grid", "bytes", "files"),
+        (
+            (
+                row.fqn,
+                row.dtype,
+                numbers(row.shape),
+                row.chunks,
+                "x".join(map(str, row.grid)) or "-",
+                human_bytes(row.payload_bytes),
+                " ".join(row.files[:4]) + (f" +{len(row.files) - 4}" if len(row.files) > 4 else ""),
+            )
+            for row in rows
+        ),
+        right=(3, 5),
+    )
+    total = sum(row.payload_bytes for row in rows)
+    return Outcome({"tensors": rows}, f"{text}\n{len(rows)} tensors, {human_bytes(total)}")
+
+
+def _items(index: CheckpointIndex, pattern: str) -> Outcome:
+    from mcore_ckpt.inspection import describe_items
+    from mcore_ckpt.report_text import human_bytes, numbers, table
+
+    rows = describe_items(index, pattern)
+    text = table(
+        ("file", "start", "stop", "half", "key", "type", "dtype", "shape", "offsets"),
+        (
+            (
+                row.file,
+                row.start,
+                row.stop,
+                row.half,
+                row.fqn,
+                "object" if row.dtype is None else "tensor",
+                row.dtype or "-",
+                "-" if row.shape is None else numbers(row.shape),
+                "-" if row.offsets is None else numbers(row.offsets),
+            )
+            for row in rows
+        ),
+        right=(1, 2),
+    )
+    total = sum(row.stop - row.start for row in rows)
+    return Outcome({"items": rows}, f"{text}\n{len(rows)} items, {human_bytes(total)}")
+
+
+def _objects(index: CheckpointIndex, pattern: str) -> Outcome:
+    from mcore_ckpt.inspection import object_rows
+    from mcore_ckpt.report_text import numbers, table
+
+    rows = list(object_rows(index, pattern))
+    text = table(
+        ("key", "shard", "of", "file", "start", "stop"),
+        (
+            (
+                row.fqn if row.key is None else row.key,
+                "-" if row.offset is None else numbers(row.offset),
+                "-" if row.grid is None else numbers(row.grid),
+                row.file,
+                row.start,
+                row.stop,
+            )
+            for row in rows
+        ),
+        right=(4, 5),
+    )
+    return Outcome({"objects": rows}, f"{text}\n{len(rows)} objects")
+
+
+def _files(index: CheckpointIndex) -> Outcome:
+    from mcore_ckpt.inspection import file_rows, rank_balance
+    from mcore_ckpt.report_text import human_bytes, table
+
+    rows = file_rows(index)
+    balance = rank_balance(rows)
+    text = table(
+        ("file", "rank", "size", "tensors", "tensor_data", "objects", "bytes_data", "unused"),
+        (
+            (
+                row.file,
+                "-" if row.rank is None else row.rank,
+                "MISSING" if row.size_bytes is None else human_bytes(row.size_bytes),
+                row.tensors,
+                "-" if row.tensor_data is None else "[{}, {})".format(*row.tensor_data),
+                row.objects,
+                "-" if row.bytes_data is None else "[{}, {})".format(*row.bytes_data),
+                "-" if row.unused_bytes is None else human_bytes(row.unused_bytes),
+            )
+            for row in rows
+        ),
+        right=(1, 2, 3, 5, 7),
+    )
+    most = max(balance.values(), default=0)
+    bars = {rank: "#" * round(40 * nbytes / most if most else 0) for rank, nbytes in balance.items()}
+    ranks = table(
+        ("rank", "size", ""),
+        ((rank, human_bytes(nbytes), bars[rank]) for rank, nbytes in balance.items()),
+        right=(0, 1),
+    )
+    return Outcome({"files": rows, "rank_bytes": balance}, f"{text}\n\n{ranks}")
+
+
+def _summary(index: CheckpointIndex, *, arguments_only: bool) -> Outcome:
+    from mcore_ckpt.inspection import summarize
+    from mcore_ckpt.report_text import human_bytes, human_count, table
+
+    summary = summarize(index.path, index)
+    if arguments_only:
+        text = table(("argument", "value"), sorted(summary.arguments.items()))
+        return Outcome({"arguments": summary.arguments}, text)
+    layout = f"{_layout(summary.layout)} (from its chunks)"
+    if summary.trained_layout is not None:
+        layout += f"; saved at {_layout(summary.trained_layout)} (args)"
+    facts = [
+        ("checkpoint", summary.path),
+        ("written by", "Megatron-Core" if summary.written_by == "megatron" else "torch.distributed.checkpoint"),
+        ("iteration", "-" if summary.iteration is None else summary.iteration),
+        (
+            "size",
+            f"{human_bytes(summary.file_bytes)} in {summary.files} files of {summary.ranks} ranks"
+            + ("" if summary.balance is None else f" (largest rank / mean {summary.balance:.2f})")
+            + f", .metadata {human_bytes(summary.metadata_bytes)}",
+        ),
+        ("holds", f"{summary.tensors} tensors in {summary.chunks} chunks, {summary.objects} objects"),
+        ("model", f"{human_count(summary.model_elements)} elements, {human_bytes(summary.model_bytes)}"),
+        (
+            "optimizer",
+            "none" if summary.optimizer is None else f"{summary.optimizer}, {human_bytes(summary.optimizer_bytes)}",
+        ),
+        ("layout", layout),
+    ]
+    lines = [f"{name:<12}{value}" for name, value in facts]
+    lines += ["", _group_table(summary.groups)]
+    if summary.arguments:
+        lines += ["", f"{len(summary.arguments)} Megatron arguments are stored; --args shows them"]
+    lines += [f"problem: {problem}" for problem in summary.problems]
+    return Outcome(summary, "\n".join(lines), DONE)
+
+
+def _layout(layout: ParallelLayout) -> str:
+    sizes = (("TP", layout.tp), ("PP", layout.pp), ("EP", layout.ep), ("ETP", layout.etp))
+    return " ".join(f"{name} {size}" for name, size in sizes if size is not None) or "unknown"
+
+
+def _group_table(groups: tuple[GroupRow, ...]) -> str:
+    from mcore_ckpt.report_text import human_bytes, human_count, table
+
+    total = sum(row.payload_bytes for row in groups) or 1
+    return table(
+        ("group", "tensors", "elements", "bytes", "share", "dtype"),
+        (
+            (
+                row.group,
+                row.tensors,
+                human_count(row.elements),
+                human_bytes(row.payload_bytes),
+                f"{row.payload_bytes / total:.1%}",
+                " ".join(row.dtypes),
+            )
+            for row in groups
+        ),
+        right=(1, 2, 3, 4),
+    )

@@ -1,0 +1,64 @@
+"""What a person sees of long work: a bar with rate and time left on a terminal, nothing where output is piped.
+
+`rich` is imported when the first bar is drawn, and only then.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import TracebackType
+from typing import Any
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """A bar over a known number of bytes; a context manager. `advance` may be called from any thread.
+
+    Args:
+        what: a word or two in front of the bar.
+        total_bytes: what 100% is.
+        shown: None shows the bar if standard error is a terminal; False never does.
+    """
+
+    def __init__(self, what: str, total_bytes: int, *, shown: bool | None = None) -> None:
+        self.done_bytes = 0
+        self._lock = threading.Lock()
+        self._bar: Any = None
+        self._task: Any = None
+        self._what = what
+        self._total_bytes = total_bytes
+        self._shown = sys.stderr.isatty() if shown is None else shown
+
+    def advance(self, nbytes: int) -> None:
+        """`nbytes` more are done."""
+        with self._lock:
+            self.done_bytes += nbytes
+        if self._bar is not None:
+            self._bar.update(self._task, advance=nbytes)
+
+    def __enter__(self) -> Progress:
+        if self._shown:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import Progress as Bar
+
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+            )
+            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task(self._what, total=self._total_bytes)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
