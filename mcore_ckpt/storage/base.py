@@ -69,9 +69,6 @@ class RangeReader(ABC):
             LoadError: if the device or file system fails.
         """
 
-    def prefetch(self, offset: int, length: int) -> None:  # noqa: B027  (a hint, which a back-end may ignore)
-        """Say that bytes `[offset, offset + length)` are going to be read soon. Returns at once."""
-
     def read(self, offset: int, length: int) -> bytes:
         """Exactly the bytes `[offset, offset + length)`; raises as `read_into` does."""
         self.check_range(offset, length)  # before anything is allocated: the length may come from a hostile file

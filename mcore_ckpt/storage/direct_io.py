@@ -16,7 +16,7 @@ from typing import Any
 
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, align_up
 
-__all__ = ["aligned_buffer", "drop_cached", "enable", "preallocate", "write_back"]
+__all__ = ["Residency", "address", "aligned_buffer", "drop_cached", "enable", "preallocate", "write_back"]
 
 # What a file system answers that does not know a call, as opposed to a call that failed.
 _NOT_SUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EPERM})
@@ -24,6 +24,10 @@ _NOT_SUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno
 _SYNC_FILE_RANGE_WAIT_BEFORE = 1
 _SYNC_FILE_RANGE_WRITE = 2
 _SYNC_FILE_RANGE_WAIT_AFTER = 4
+
+_SAMPLES = 4
+_SAMPLE_PAGES = 16
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 _direct_io_by_device: dict[int, bool] = {}
 
@@ -71,12 +75,21 @@ def _libc() -> Any:
     for name, arguments in (
         ("fallocate", [ctypes.c_int, ctypes.c_int, offset, offset]),
         ("sync_file_range", [ctypes.c_int, offset, offset, ctypes.c_uint]),
+        ("munmap", [ctypes.c_void_p, ctypes.c_size_t]),
+        ("mincore", [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]),
     ):
         function = getattr(library, name, None)
         if function is not None:
             function.argtypes = arguments
             function.restype = ctypes.c_int
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, offset]
+    library.mmap.restype = ctypes.c_void_p
     return library
+
+
+def address(view: memoryview) -> int:
+    """Where the memory of a writable, contiguous view begins; 0 if it is empty."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0
 
 
 def preallocate(fd: int, nbytes: int) -> None:
@@ -127,3 +140,49 @@ def drop_cached(fd: int, offset: int = 0, nbytes: int = 0) -> None:
     except OSError as error:
         if error.errno not in _NOT_SUPPORTED:
             raise
+
+
+class Residency:
+    """Tells which part of a file lies in the page cache, without reading any of it.
+
+    The file is mapped but never touched, so that a file cut meanwhile does no harm. Mapped by the C library and not by
+    `mmap.mmap`, which keeps a second descriptor and does not tell its address for a read-only map (a writable one
+    counts against the memory that may be committed).
+    """
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self._address: int | None = None
+        if size_bytes > 0:
+            mapped = _libc().mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+            if mapped not in (None, _MAP_FAILED):
+                self._address = mapped
+
+    def cached_share(self, offset: int, nbytes: int) -> float:
+        """About what part of bytes `[offset, offset + nbytes)` is cached, from 0.0 to 1.0; 0.0 where nobody can tell.
+
+        Of a long range, a few samples are looked at: pages come and go in long runs, and asking for each page would
+        cost a fifth of what reading it from the cache costs.
+        """
+        if self._address is None or offset >= self._size_bytes:
+            return 0.0
+        first = offset // mmap.PAGESIZE
+        pages = align_up(min(offset + nbytes, self._size_bytes), mmap.PAGESIZE) // mmap.PAGESIZE - first
+        if pages <= _SAMPLES * _SAMPLE_PAGES:
+            return self._cached_pages(first, pages) / pages
+        step = (pages - _SAMPLE_PAGES) // (_SAMPLES - 1)
+        cached = sum(self._cached_pages(first + i * step, _SAMPLE_PAGES) for i in range(_SAMPLES))
+        return cached / (_SAMPLES * _SAMPLE_PAGES)
+
+    def _cached_pages(self, first: int, pages: int) -> int:
+        resident = ctypes.create_string_buffer(pages)
+        address = (self._address or 0) + first * mmap.PAGESIZE
+        if _libc().mincore(address, pages * mmap.PAGESIZE, resident) != 0:
+            return 0
+        return pages - resident.raw[:pages].count(b"\0")
+
+    def close(self) -> None:
+        """Unmap the file. Twice is harmless."""
+        mapped, self._address = self._address, None
+        if mapped is not None:
+            _libc().munmap(mapped, self._size_bytes)

@@ -20,7 +20,7 @@ from typing import Final
 from mcore_ckpt.errors import CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, RangeWriter, Storage, align_up, check_name
-from mcore_ckpt.storage.local_reader import LocalReader
+from mcore_ckpt.storage.local_reader import BouncePool, LocalReader
 
 __all__ = ["LocalStorage"]
 
@@ -52,6 +52,10 @@ class LocalStorage(Storage):
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
+        self._bounce = BouncePool()
+
+    def __reduce__(self) -> tuple[type[LocalStorage], tuple[Path]]:
+        return LocalStorage, (self.root,)  # writer processes get the path; buffers and locks stay here
 
     def __repr__(self) -> str:
         return f"LocalStorage({str(self.root)!r})"
@@ -80,7 +84,7 @@ class LocalStorage(Storage):
     def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
         path = self.path(name)
         try:
-            return LocalReader(path, direct)
+            return LocalReader(path, direct, self._bounce)
         except OSError as error:
             raise _open_error(path, error) from error
 

@@ -1,47 +1,205 @@
-"""Reading local files: what is cached from the cache, what is cold with enough requests in flight."""
+"""Reading local files: from the page cache what is there, past it what is not.
+
+A checkpoint is read once, so what is cold is read with O_DIRECT, which neither evicts other pages nor pays for
+allocating and filling new ones. What was just written, or read by another rank, is often still cached, and is then
+copied at memory speed. `mincore` tells the two apart without touching a page. It is asked for each piece of a read,
+since a file may well be cached in part.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
+from typing import Final, NoReturn
 
 from mcore_ckpt.errors import CorruptCheckpointError, LoadError
-from mcore_ckpt.storage.base import DirectIo, RangeReader
+from mcore_ckpt.storage import direct_io
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, align_up
 
-__all__ = ["LocalReader"]
+__all__ = ["BouncePool", "LocalReader"]
+
+# Below this, one read through the page cache costs less than finding out where the bytes are; headers are read so.
+_MIN_DIRECT_BYTES: Final = 64 * 1024
+# Up to here, copying the whole read from an aligned buffer is cheaper than two more requests for its ragged ends.
+_MAX_COPIED_BYTES: Final = 1024 * 1024
+_PIECE_BYTES: Final = 8 * 1024 * 1024
+
+
+class BouncePool:
+    """Aligned buffers for reads whose destination O_DIRECT cannot take, as many as there are threads that need one.
+
+    Shared by the readers of a storage, and freed when the last of them closes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[memoryview] = []
+        self._readers = 0
+
+    def enter(self) -> None:
+        """A reader starts using the pool."""
+        with self._lock:
+            self._readers += 1
+
+    def leave(self) -> None:
+        """A reader has closed."""
+        with self._lock:
+            self._readers -= 1
+            if self._readers == 0:
+                self._free.clear()
+
+    def take(self) -> memoryview:
+        """A buffer of one piece, page-aligned."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        return memoryview(direct_io.aligned_buffer(_PIECE_BYTES))
+
+    def give_back(self, buffer: memoryview) -> None:
+        """Return a buffer that `take` lent."""
+        with self._lock:
+            self._free.append(buffer)
 
 
 class LocalReader(RangeReader):
-    """An open local file; any number of threads may read it at once."""
+    """An open local file; any number of threads may read it at once, but none while it is being closed.
 
-    def __init__(self, path: str, direct: DirectIo) -> None:
+    Args:
+        path: of the file.
+        direct: `"auto"`: O_DIRECT for what is not cached, if the file system has it; `"on"`: for everything, or fail;
+            `"off"`: never.
+        bounce: where reads into unaligned memory borrow their buffers.
+
+    Raises:
+        OSError: if it cannot be opened, or has no O_DIRECT and that is insisted on.
+    """
+
+    def __init__(self, path: str, direct: DirectIo, bounce: BouncePool) -> None:
         self.name = path
+        self._insist = direct == "on"
+        self._bounce = bounce
+        self._direct_fd: int | None = None
+        self._residency: direct_io.Residency | None = None
         self._fd: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.size_bytes = os.fstat(self._fd).st_size
+        bounce.enter()
+        try:
+            self.size_bytes = os.fstat(self._fd).st_size
+            if direct != "off":
+                self._direct_fd = self._open_direct()
+            if self._direct_fd is not None and not self._insist:
+                self._residency = direct_io.Residency(self._fd, self.size_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_direct(self) -> int | None:
+        try:
+            return os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL or self._insist:
+                raise
+            return None
 
     def read_into(self, offset: int, view: memoryview) -> None:
         view = view.cast("B")
         self.check_range(offset, len(view))
-        fd = self._fd
-        if fd is None:
+        if self._fd is None:
             raise ValueError(f"{self.name}: the reader is closed")
         done = 0
         try:
             while done < len(view):
-                got = os.preadv(fd, [view[done:]], offset + done)
-                if got == 0:
-                    raise CorruptCheckpointError(
-                        f"{self.name}: the file ended at byte {offset + done} where [{offset}, {offset + len(view)}) "
-                        f"was wanted; it had {self.size_bytes} bytes when it was opened, so it was cut meanwhile"
-                    )
-                done += got
+                start = offset + done
+                # Pieces end on multiples of their size, so that the ones after the first are aligned in the file.
+                piece = view[done : done + _PIECE_BYTES - start % _PIECE_BYTES]
+                if self._wants_direct(start, len(piece)):
+                    self._read_direct(start, piece)
+                else:
+                    self._read_buffered(self._fd, start, piece)
+                done += len(piece)
         except OSError as error:
             code = errno.errorcode.get(error.errno or 0, "no errno")
             raise LoadError(
-                f"{self.name}: reading bytes [{offset + done}, {offset + len(view)}) failed: {error.strerror} ({code})"
+                f"{self.name}: reading bytes [{offset + done}, {offset + len(view)}) failed: "
+                f"{error.strerror or error} ({code}); check the device and its file system (dmesg)"
             ) from error
 
+    def _wants_direct(self, offset: int, nbytes: int) -> bool:
+        if self._direct_fd is None:
+            return False
+        if self._residency is None:
+            return self._insist
+        return nbytes >= _MIN_DIRECT_BYTES and self._residency.cached_share(offset, nbytes) < 0.5
+
+    def _read_buffered(self, fd: int, offset: int, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            got = os.preadv(fd, [view[done:]], offset + done)
+            if got == 0:
+                self._ended_early(offset + done, offset, len(view))
+            done += got
+
+    def _read_direct(self, offset: int, view: memoryview) -> None:
+        """Read past the page cache, straight into `view` where its address allows it."""
+        stop = offset + len(view)
+        position = offset
+        straight = (
+            len(view) > _MAX_COPIED_BYTES
+            and (direct_io.address(view) - offset) % ALIGNMENT_BYTES == 0  # memory and file are aligned together
+        )
+        try:
+            while position < stop:
+                if not straight:
+                    position += self._read_copied(position, view[position - offset :])
+                elif position % ALIGNMENT_BYTES:
+                    to_boundary = align_up(position) - position
+                    position += self._read_copied(position, view[position - offset :][:to_boundary])
+                elif stop - position < ALIGNMENT_BYTES:
+                    position += self._read_copied(position, view[position - offset :])
+                else:
+                    whole_bytes = (stop - position) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+                    got = os.preadv(self._direct(), [view[position - offset :][:whole_bytes]], position)
+                    if got == 0:
+                        self._ended_early(position, offset, len(view))
+                    position += got
+        except OSError as error:
+            # The file system takes the flag and not the read, or asks for more alignment than any known to us.
+            if error.errno != errno.EINVAL or self._insist or self._fd is None:
+                raise
+            self._read_buffered(self._fd, position, view[position - offset :])
+
+    def _direct(self) -> int:
+        if self._direct_fd is None:
+            raise OSError(errno.EBADF, "the reader was closed during a read")
+        return self._direct_fd
+
+    def _read_copied(self, offset: int, view: memoryview) -> int:
+        """Read the first bytes of `view` by way of an aligned buffer; returns how many."""
+        start = offset - offset % ALIGNMENT_BYTES
+        buffer = self._bounce.take()
+        try:
+            wanted = align_up(min(offset + len(view) - start, len(buffer)))
+            got = os.preadv(self._direct(), [buffer[:wanted]], start) - (offset - start)
+            if got <= 0:
+                self._ended_early(offset, offset, len(view))
+            got = min(got, len(view))
+            view[:got] = buffer[offset - start :][:got]
+            return got
+        finally:
+            self._bounce.give_back(buffer)
+
+    def _ended_early(self, at: int, offset: int, nbytes: int) -> NoReturn:
+        raise CorruptCheckpointError(
+            f"{self.name}: the file ended at byte {at} where [{offset}, {offset + nbytes}) was wanted; it had "
+            f"{self.size_bytes} bytes when it was opened, so it was cut meanwhile"
+        )
+
     def close(self) -> None:
-        fd, self._fd = self._fd, None
-        if fd is not None:
+        fds = [fd for fd in (self._direct_fd, self._fd) if fd is not None]
+        if self._residency is not None:
+            self._residency.close()
+        if self._fd is not None:
+            self._bounce.leave()
+        self._fd = self._direct_fd = self._residency = None
+        for fd in fds:
             os.close(fd)
