@@ -1,9 +1,8 @@
-"""The pickle (`data.pkl`) with which `torch.save` describes one tensor: written and read by hand, without pickle.
+"""The pickle (`data.pkl`) with which `torch.save` describes one tensor, written by hand.
 
 A tensor item's pickle is a short program for the pickle machine that calls `_rebuild_tensor_v2` (dtypes that have a
 legacy storage class) or `_rebuild_tensor_v3` (all newer ones) with the storage, offset, sizes and strides. Emitting it
-is concatenation. Reading it back interprets the dozen opcodes that such a program can contain, over plain ints, strings
-and tuples: nothing is imported or called, whatever the bytes say.
+is concatenation. `tensor_unpickle.py` reads such programs back.
 """
 
 from __future__ import annotations
@@ -14,7 +13,15 @@ from typing import NamedTuple
 
 from mcore_ckpt.errors import CheckpointError
 
-__all__ = ["DTYPES", "DtypeEntry", "UnsupportedDtypeError", "contiguous_strides", "dtype_entry", "tensor_pickle"]
+__all__ = [
+    "DTYPES",
+    "DtypeEntry",
+    "UnsupportedDtypeError",
+    "contiguous_strides",
+    "dtype_entry",
+    "own_dtype_and_shape",
+    "tensor_pickle",
+]
 
 
 class UnsupportedDtypeError(CheckpointError, ValueError):
@@ -78,8 +85,6 @@ def dtype_entry(dtype: str) -> DtypeEntry:
             "save such a tensor as an object, or convert it"
         ) from None
 
-
-# ---------------------------------------------------------------------------------------------------------- writing
 
 # Opcodes of the pickle machine, protocol 2, as `pickletools` names them.
 _PROTO_2, _GLOBAL, _MARK, _STOP = b"\x80\x02", b"c", b"(", b"."
@@ -184,3 +189,44 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(stride)
         stride *= size or 1
     return tuple(reversed(strides))
+
+
+# From the start of the pickle to the count: own pickles of legacy dtypes are recognized by it at once.
+_OWN_START = {program.before_count: dtype for dtype, program in _PROGRAMS.items() if DTYPES[dtype].storage_class}
+
+
+def own_dtype_and_shape(pickle: bytes) -> tuple[str, tuple[int, ...]] | None:
+    """Dtype and shape that `tensor_pickle` may have made these bytes from; None if it surely did not.
+
+    Only looks where they would stand: the caller has to make the pickle of them again and compare.
+    """
+    after_start = pickle.find(b"X\x03\x00\x00\x00cpu") + 8
+    dtype = _OWN_START.get(pickle[:after_start])
+    if dtype is None:
+        dtype_at = pickle.rfind(b"ctorch\n") + 7
+        dtype = pickle[dtype_at : pickle.find(b"\n", dtype_at)].decode("latin-1")
+        if dtype not in DTYPES:
+            return None
+    position = pickle.find(_AFTER_COUNT, after_start) + len(_AFTER_COUNT)
+    stop = len(pickle)
+    shape = []
+    while position < stop:
+        opcode = pickle[position]
+        if opcode == 0x4B:  # BININT1
+            shape.append(int.from_bytes(pickle[position + 1 : position + 2], "little"))
+            position += 2
+        elif opcode == 0x4D:  # BININT2
+            shape.append(int.from_bytes(pickle[position + 1 : position + 3], "little"))
+            position += 3
+        elif opcode == 0x4A:  # BININT
+            shape.append(int.from_bytes(pickle[position + 1 : position + 5], "little", signed=True))
+            position += 5
+        elif opcode == 0x8A:  # LONG1
+            number_at = position + 2
+            position = number_at + int.from_bytes(pickle[position + 1 : number_at], "little")
+            shape.append(int.from_bytes(pickle[number_at:position], "little", signed=True))
+        elif opcode == 0x28:  # MARK, before a tuple of more than three
+            position += 1
+        else:
+            break
+    return dtype, tuple(shape)

@@ -1,0 +1,208 @@
+"""The pickle (`data.pkl`) with which `torch.save` describes one tensor, read without the pickle module.
+
+The program in it is interpreted by a stack machine that knows the opcodes which such programs consist of, over plain
+ints, strings and tuples. Nothing is imported and nothing is called, whatever the bytes say: the functions that rebuild
+a tensor are recognized by name, and their arguments are the result.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+from mcore_ckpt.tensor_pickle import DTYPES
+
+__all__ = ["MAX_PICKLE_BYTES", "NotATensorPickleError", "PickledTensor", "read_tensor_pickle"]
+
+MAX_PICKLE_BYTES = 16 * 1024
+"""More than the pickle of a tensor with 64 axes takes."""
+
+
+class PickledTensor(NamedTuple):
+    """What a tensor's pickle says, unchecked but for types.
+
+    Attributes:
+        dtype: a key of `DTYPES`.
+        storage_key: the bytes are in record `data/<storage_key>`.
+        storage_bytes: size of that record.
+        storage_offset: the tensor's first element, in elements.
+        shape: sizes, in elements.
+        strides: in elements.
+    """
+
+    dtype: str
+    storage_key: str
+    storage_bytes: int
+    storage_offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class NotATensorPickleError(Exception):
+    """The pickle is not that of one plain tensor (or of no tensor at all); the message says where it departs."""
+
+
+def read_tensor_pickle(pickle: bytes) -> PickledTensor:
+    """Interpret the pickle of a tensor (or of a Parameter without further state), in bounded time and memory.
+
+    Raises:
+        NotATensorPickleError: it contains anything else, or is cut off.
+    """
+    if len(pickle) > MAX_PICKLE_BYTES:
+        raise NotATensorPickleError(f"it has {len(pickle)} bytes, more than any tensor needs")
+    try:
+        result = _interpret(pickle)
+    except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:
+        # Each is what malformed input does to the stack, to the memo, or to a read past the end.
+        raise NotATensorPickleError(f"malformed: {error!r}") from error
+    if not isinstance(result, PickledTensor):
+        raise NotATensorPickleError(f"it holds {type(result).__name__}, not one tensor")
+    return result
+
+
+_DTYPE_OF_STORAGE = {entry.storage_class: dtype for dtype, entry in DTYPES.items() if entry.storage_class}
+
+
+class _Mark:
+    """What MARK leaves on the stack."""
+
+
+class _Global(str):
+    """A name that the pickle would import: only ever compared."""
+
+    __slots__ = ()
+
+
+class _Storage(NamedTuple):
+    storage_class: _Global
+    key: str
+    length: int  # in elements; in bytes if untyped
+
+
+_MARKER = _Mark()
+_NO_HOOKS = object()  # the empty OrderedDict of backward hooks
+_NO_STATE = object()  # an empty dict
+_READ_INT = struct.Struct("<i")
+_READ_LENGTH = struct.Struct("<I")
+
+
+def _interpret(pickle: bytes) -> Any:
+    """The stack machine. What it can build: ints, bools, None, str, tuples, names, a storage, a tensor."""
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+    push, pop = stack.append, stack.pop
+    position, stop = 0, len(pickle)
+    while position < stop:
+        opcode = pickle[position]
+        position += 1
+        if opcode == 0x71:  # BINPUT
+            memo[pickle[position]] = stack[-1]
+            position += 1
+        elif opcode == 0x4B:  # BININT1
+            push(pickle[position])
+            position += 1
+        elif opcode == 0x4D:  # BININT2
+            push(pickle[position] | pickle[position + 1] << 8)
+            position += 2
+        elif opcode == 0x4A:  # BININT
+            push(_READ_INT.unpack_from(pickle, position)[0])
+            position += 4
+        elif opcode == 0x63:  # GLOBAL
+            end = pickle.index(b"\n", pickle.index(b"\n", position) + 1)
+            push(_Global(pickle[position:end], "ascii"))
+            position = end + 1
+        elif opcode == 0x58:  # BINUNICODE
+            start = position + 4
+            position = start + _READ_LENGTH.unpack_from(pickle, position)[0]
+            if position > stop:
+                raise IndexError("text past the end")
+            push(pickle[start:position].decode())
+        elif opcode == 0x28:  # MARK
+            push(_MARKER)
+        elif opcode == 0x74:  # TUPLE
+            first = len(stack) - 1
+            while stack[first] is not _MARKER:
+                first -= 1
+                if first < 0:
+                    raise IndexError("no mark")
+            stack[first:] = [tuple(stack[first + 1 :])]
+        elif 0x85 <= opcode <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
+            size = opcode - 0x84
+            if len(stack) < size:
+                raise IndexError("stack")
+            stack[-size:] = [tuple(stack[-size:])]
+        elif opcode == 0x29:  # EMPTY_TUPLE
+            push(())
+        elif opcode == 0x52:  # REDUCE
+            arguments = pop()
+            push(_call(pop(), arguments))
+        elif opcode == 0x51:  # BINPERSID
+            push(_storage(pop()))
+        elif opcode == 0x88 or opcode == 0x89:  # NEWTRUE, NEWFALSE
+            push(opcode == 0x88)
+        elif opcode == 0x68:  # BINGET
+            push(memo[pickle[position]])
+            position += 1
+        elif opcode == 0x4E:  # NONE
+            push(None)
+        elif opcode == 0x7D:  # EMPTY_DICT
+            push(_NO_STATE)
+        elif opcode == 0x8A:  # LONG1
+            start = position + 1
+            position = start + pickle[position]
+            if position > stop:
+                raise IndexError("number past the end")
+            push(int.from_bytes(pickle[start:position], "little", signed=True))
+        elif opcode == 0x80:  # PROTO
+            position += 1
+        elif opcode == 0x2E:  # STOP
+            (result,) = stack
+            return result
+        else:
+            raise NotATensorPickleError(f"opcode {opcode:#04x} at byte {position - 1}")
+    raise IndexError("no STOP")
+
+
+def _storage(reference: Any) -> _Storage:
+    kind, storage_class, key, _location, count = reference
+    if kind != "storage" or type(storage_class) is not _Global or type(key) is not str or type(count) is not int:
+        raise TypeError("reference to something else than a storage")  # no repr: a hostile tuple's has no bounds
+    return _Storage(storage_class, key, count)
+
+
+def _call(function: Any, arguments: Any) -> Any:
+    if type(arguments) is not tuple or type(function) is not _Global:
+        raise TypeError("call of something that is no function")
+    if function == "collections\nOrderedDict" and not arguments:
+        return _NO_HOOKS
+    if function == "torch._utils\n_rebuild_tensor_v2":
+        return _tensor(arguments[:6], arguments[6:], typed=True)
+    if function == "torch._utils\n_rebuild_tensor_v3":
+        return _tensor(arguments[:7], arguments[7:], typed=False)
+    if function == "torch._utils\n_rebuild_parameter":
+        tensor, _requires_grad, hooks = arguments
+        if type(tensor) is PickledTensor and hooks is _NO_HOOKS:
+            return tensor
+    raise NotATensorPickleError(f"call of {function!r}")
+
+
+def _tensor(arguments: tuple[Any, ...], further: tuple[Any, ...], *, typed: bool) -> PickledTensor:
+    """The tensor that a rebuild function would make; `further` is its metadata (conjugate bit and the like)."""
+    storage, offset, shape, strides, _requires_grad, hooks = arguments[:6]
+    if type(storage) is not _Storage or hooks is not _NO_HOOKS or any(more is not _NO_STATE for more in further):
+        raise NotATensorPickleError("a tensor with hooks or further metadata")
+    if any(type(numbers) is not tuple or any(type(n) is not int for n in numbers) for numbers in ((offset,), shape)):
+        raise TypeError("sizes or offset")
+    if type(strides) is not tuple or any(type(n) is not int for n in strides):
+        raise TypeError("strides")
+    if typed:
+        module, _, storage_class = storage.storage_class.partition("\n")
+        dtype = _DTYPE_OF_STORAGE.get(storage_class) if module == "torch" else None
+    else:
+        module, _, name = arguments[6].partition("\n") if type(arguments[6]) is _Global else ("", "", "")
+        untyped = storage.storage_class == "torch.storage\nUntypedStorage"
+        dtype = name if untyped and module == "torch" and name in DTYPES else None
+    if dtype is None:
+        raise NotATensorPickleError(f"dtype of {storage.storage_class!r}")
+    storage_bytes = storage.length * (DTYPES[dtype].element_bytes if typed else 1)
+    return PickledTensor(dtype, storage.key, storage_bytes, offset, shape, strides)
