@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Box", "Runs", "covers", "intersect", "runs"]
+__all__ = ["Box", "Runs", "covers", "flat_boxes", "intersect", "runs"]
 
 
 class Box(NamedTuple):
@@ -205,3 +205,33 @@ def _chained(starts: list[int], stops: list[int], size: int) -> bool:
     intervals = sorted(pair for pair in zip(starts, stops, strict=True) if pair[0] != pair[1])
     bounds = [0, *itertools.chain.from_iterable(intervals), size]
     return bounds[0::2] == bounds[1::2]
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Cut the elements [start, stop) of a row-major array of `shape` into boxes, in order.
+
+    Flat optimizer shards are ranges of flattened parameters; this is what such a range is in the parameter's own shape.
+    There are at most 2 * len(shape) - 1 boxes.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row_elems = math.prod(shape[1:])
+    first, last = -(-start // row_elems), stop // row_elems
+    boxes: list[Box] = []
+
+    def part_of_row(row: int, low: int, high: int) -> None:
+        for box in flat_boxes(shape[1:], low, high):
+            boxes.append(Box((row, *box.offsets), (1, *box.sizes)))
+
+    if first > last:  # inside one row
+        part_of_row(last, start - last * row_elems, stop - last * row_elems)
+        return boxes
+    if start < first * row_elems:
+        part_of_row(first - 1, start - (first - 1) * row_elems, row_elems)
+    if first < last:
+        boxes.append(Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+    if last * row_elems < stop:
+        part_of_row(last, 0, stop - last * row_elems)
+    return boxes

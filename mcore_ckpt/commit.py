@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mcore_ckpt.errors import CheckpointExistsError, LoadError
+from mcore_ckpt.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.metadata import (
     COMMON_FILE,
     INCOMPLETE_MARKER,
@@ -38,6 +38,7 @@ from mcore_ckpt.storage.base import Storage
 __all__ = [
     "PENDING_COMMON",
     "Target",
+    "abandon",
     "common_file_in_force",
     "data_file_name",
     "discard",
@@ -128,31 +129,49 @@ def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_sta
     """
     storage.sync_directory()
     storage.publish(METADATA_FILE, metadata)
+    try:
+        _tidy_up(storage, target, has_common_state)
+    except (SaveError, OSError) as error:
+        # The new checkpoint is whole and in force; what is left over is mended by the next save into the directory.
+        _logger.warning("%s: the checkpoint is published, but not everything old could be removed: %s", storage, error)
+
+
+def _tidy_up(storage: Storage, target: Target, has_common_state: bool) -> None:
     names = storage.list()
+    pending = _numbered_pending(target.first_file)
+    if pending in names:
+        storage.rename(pending, COMMON_FILE)
     if target.replaces:
         if _INTEGRITY_FILE in names:
             storage.delete(_INTEGRITY_FILE)
         if has_common_state and COMMON_FILE in names:
             storage.delete(COMMON_FILE)
-    pending = _numbered_pending(target.first_file)
-    if pending in names:
-        storage.rename(pending, COMMON_FILE)
     for name in target.old_files:
         storage.delete(name)
     storage.delete(INCOMPLETE_MARKER)
     storage.sync_directory()
 
 
-def discard(storage: Storage, target: Target, files: Iterable[str]) -> None:
-    """Remove what a failed save wrote, as far as that is still possible. The marker stays if there is no checkpoint."""
+def discard(storage: Storage, files: Iterable[str]) -> None:
+    """Remove the data files that a failed save has written, as far as that is still possible."""
     try:
         for name in files:
             storage.delete(name)
+    except (SaveError, OSError) as error:
+        _logger.warning("%s: could not remove the files of a failed save: %s", storage, error)
+
+
+def abandon(storage: Storage, target: Target) -> None:
+    """Coordinator: put the directory back as it was before `open_target`.
+
+    Where there is no checkpoint the marker stays, and says that what lies there is not one.
+    """
+    try:
         storage.delete(_numbered_pending(target.first_file))
         if target.replaces:
             storage.delete(INCOMPLETE_MARKER)
-    except OSError as error:
-        _logger.warning("%s: could not remove the files of a failed save: %s", storage, error)
+    except (SaveError, OSError) as error:
+        _logger.warning("%s: could not clean up after a failed save: %s", storage, error)
 
 
 def common_file_in_force(names: Iterable[str], index: CheckpointIndex) -> str | None:

@@ -350,11 +350,9 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         loaded = load_object(value, self._options.allowed_classes)
         shards = self._objects.get(key)
         if shards is None:
-            # DCP's planner knows where the object belongs in a nested state dict; it gets the checked object again.
-            stream = io.BytesIO()
-            torch.save(loaded, stream)
-            stream.seek(0)
-            super().load_bytes(read_item, stream)
+            # DCP's planner knows where the object belongs in a nested state dict; its pickle has just been checked.
+            value.seek(0)
+            super().load_bytes(read_item, value)
             return
         if len(loaded) != len(shards):
             raise KindMismatchError(f"{key}: {len(shards)} objects are wanted, the checkpoint holds {len(loaded)}")

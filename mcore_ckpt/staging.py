@@ -83,6 +83,9 @@ class BucketSource:
         tensors: the bucket's tensors, detached, in the layout's order.
         objects: the serialized objects.
         object_offsets: where each of them lies in the file.
+
+    Attributes:
+        on_device: some tensor is not in host memory.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class BucketSource:
         self.objects = objects
         self.object_offsets = object_offsets
         self._payloads = _Payloads(tensors)
+        self.on_device = any(tensor.device.type != "cpu" for tensor in tensors)
 
     def fill(self, start: int, stop: int, view: memoryview) -> None:
         """Put bytes [start, stop) of the file at the beginning of `view`; checksum fields are left zero."""
@@ -217,6 +221,10 @@ class Stage:
             self.contents = None
         assert self._memory is not None
         return memoryview(self._memory)[:nbytes]
+
+    def map_again(self) -> memoryview:
+        """All of the memory by a mapping of its own, for a forked child."""
+        return memoryview(mmap.mmap(self.fd, self.capacity_bytes))
 
     def pin(self) -> None:
         """Register the memory with CUDA, so that device copies run at full speed and beside computation."""

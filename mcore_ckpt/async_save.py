@@ -1,0 +1,289 @@
+"""An async save of one rank: the snapshot, and the process that writes it.
+
+Two independent choices (`SaveOptions.stage`, `SaveOptions.writer`) make three combinations:
+
+    stage="copy", writer="persistent"   tensors are copied into the stage, which the writer process maps
+    stage="copy", writer="fork"         the same stage, written by a child forked for this save
+    stage="cow",  writer="fork"         nothing is copied: the child's copy-on-write memory is the snapshot (CPU only)
+
+A save that does not fit into the staging budget is passed through it window by window, which blocks the trainer for
+the part that does not fit, at the disk's speed (`writer="persistent"` only).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from mcore_ckpt.async_calls import SaveCall
+from mcore_ckpt.errors import OptionError, SaveError
+from mcore_ckpt.file_image import FileImage, ImageResult, ImageWriter, plan_windows
+from mcore_ckpt.options import SaveOptions
+from mcore_ckpt.job_handle import JobHandle
+from mcore_ckpt.process import ForkedWriter, shared_writer
+from mcore_ckpt.save_job import check_results, write_in_line
+from mcore_ckpt.stage_pool import StageLease, lease_stage
+from mcore_ckpt.staging import BucketSource
+from mcore_ckpt.storage.base import Storage, align_up
+from mcore_ckpt.writer_messages import FileJob, JobResult, Ring, WriterJob
+
+__all__ = ["AsyncSave", "FailedSave", "SkippedSave", "start_writing"]
+
+_logger = logging.getLogger(__name__)
+# A ring of fewer windows would make the trainer and the device wait for each other.
+_LEAST_SLOTS = 2
+
+
+class AsyncSave(SaveCall):
+    """One rank's writing in progress."""
+
+    def __init__(
+        self,
+        handle: JobHandle,
+        images: Sequence[FileImage],
+        lease: StageLease | None,
+        options: SaveOptions,
+        what: str,
+    ) -> None:
+        self.on_failure = options.on_failure
+        self.what = what
+        self.on_abort: Callable[[], None] | None = None
+        self._handle = handle
+        self._images = list(images)
+        self._lease = lease
+
+    def poll(self) -> bool:
+        return self._look(self._handle.poll())
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self._look(self._handle.wait(timeout_s))
+
+    def _look(self, ended: bool) -> bool:
+        if ended:
+            self.results()
+        return ended
+
+    def results(self) -> Sequence[ImageResult]:
+        """What was written; waits for it.
+
+        Raises:
+            SaveError: the writing failed, the writer died, or what it wrote is not what was planned.
+        """
+        self._handle.wait()
+        if self._lease is not None:
+            self._lease.give_back()
+        written: Sequence[ImageResult] = self._handle.result().files
+        check_results(self._images, written)
+        return written
+
+    def abort(self) -> None:
+        memory_is_free = self._handle.abort()
+        if self._lease is not None:
+            self._lease.give_back(reusable=memory_is_free)
+        if self.on_abort is not None:
+            self.on_abort()
+
+    def elsewhere(self) -> Callable[[], None]:
+        return self._handle.watch().wait
+
+
+class FailedSave(SaveCall):
+    """A writing that could not even be started on this rank; the others hear of it when they finalize."""
+
+    def __init__(self, error: SaveError, options: SaveOptions, what: str) -> None:
+        self.on_failure = options.on_failure
+        self.what = what
+        self.on_abort: Callable[[], None] | None = None
+        self._error = error
+
+    def poll(self) -> bool:
+        raise self._error
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        raise self._error
+
+    def results(self) -> Sequence[ImageResult]:
+        """Raises the error."""
+        raise self._error
+
+    def abort(self) -> None:
+        if self.on_abort is not None:
+            self.on_abort()
+
+
+class SkippedSave(SaveCall):
+    """A save that is not made, since the one before is still in the writing (`when_busy="skip"`)."""
+
+    skipped = True
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def poll(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return True
+
+    def abort(self) -> None:
+        """There is nothing to stop."""
+
+
+def start_writing(
+    storage: Storage, sources: Sequence[BucketSource], options: SaveOptions, what: str
+) -> AsyncSave | FailedSave:
+    """Take the snapshot and start the writing. When this returns, the trainer may change its state.
+
+    Args:
+        storage: the checkpoint's directory.
+        sources: this rank's buckets.
+        options: see `SaveOptions`.
+        what: the save, for messages.
+
+    Returns:
+        The save in progress. An error is kept for its `results`, where all ranks hear of it.
+    """
+    try:
+        if options.stage == "cow":
+            return _fork_cow(storage, sources, options, what)
+        return _stage_and_start(storage, sources, options, what)
+    except Exception as error:  # noqa: BLE001  (the other ranks are on their way to the commit and have to hear of it)
+        wrapped = error if isinstance(error, SaveError) else SaveError(f"{what}: the writing could not be started: {error}")
+        if wrapped is not error:
+            wrapped.__cause__ = error
+        return FailedSave(wrapped, options, what)
+
+
+def _fork_cow(storage: Storage, sources: Sequence[BucketSource], options: SaveOptions, what: str) -> AsyncSave:
+    if any(source.on_device for source in sources):
+        raise OptionError(
+            'stage="cow" snapshots host memory by forking, and some tensors are on a device; use stage="copy"'
+        )
+    handle = ForkedWriter().submit(_timed(lambda: write_in_line(storage, sources, options)), what)
+    return AsyncSave(handle, [source.layout.image for source in sources], None, options, what)
+
+
+def _stage_and_start(storage: Storage, sources: Sequence[BucketSource], options: SaveOptions, what: str) -> AsyncSave:
+    images = [source.layout.image for source in sources]
+    offsets = []
+    total_bytes = 0
+    for image in images:
+        offsets.append(total_bytes)
+        total_bytes += align_up(image.size_bytes)
+    lease = lease_stage(total_bytes, options)
+    try:
+        if lease.budget_bytes < total_bytes:
+            return _stream(storage, sources, options, what, lease, total_bytes)
+        view = lease.stage.reserve(max(total_bytes, 1))
+        if any(source.on_device for source in sources):
+            lease.stage.pin()
+        layouts = [source.layout for source in sources]
+        laid_out = lease.stage.contents == layouts
+        lease.stage.contents = None
+        for source, offset in zip(sources, offsets, strict=True):
+            source.fill_stage(view[offset : offset + align_up(source.layout.image.size_bytes)], laid_out)
+        lease.stage.contents = layouts
+        files = tuple(FileJob(image, offset) for image, offset in zip(images, offsets, strict=True))
+        handle: JobHandle
+        if options.writer == "fork":
+            handle = _fork_staged(storage, files, lease, options, what)
+        else:
+            handle = shared_writer().submit(_job(storage, files, options), lease.stage.fd)
+        lease.stage_is_used_by(handle)
+        return AsyncSave(handle, images, lease, options, what)
+    except BaseException:
+        lease.give_back()
+        raise
+
+
+def _job(storage: Storage, files: tuple[FileJob, ...], options: SaveOptions, ring: Ring | None = None) -> WriterJob:
+    return WriterJob(
+        storage=storage,
+        files=files,
+        ring=ring,
+        direct=options.direct_io,
+        fsync=options.fsync,
+        io_threads=options.io_threads,
+        piece_bytes=options.window_bytes,
+        deadline_s=options.write_deadline_s,
+    )
+
+
+def _fork_staged(
+    storage: Storage, files: Sequence[FileJob], lease: StageLease, options: SaveOptions, what: str
+) -> JobHandle:
+    stage = lease.stage
+
+    def write() -> list[ImageResult]:
+        # Mapped anew: pages that are pinned for a device are not inherited by a forked child.
+        view = stage.map_again()
+        with ImageWriter(io_threads=options.io_threads, piece_bytes=options.window_bytes, fsync=options.fsync) as images:
+            for file in files:
+                size_bytes = file.image.size_bytes
+                writer = storage.open_writer(file.image.file_name, size_bytes=size_bytes, direct=options.direct_io)
+                images.write_image(
+                    writer, file.image, view[file.stage_offset : file.stage_offset + align_up(size_bytes)]
+                )
+        return images.results
+
+    return ForkedWriter().submit(_timed(write), what)
+
+
+def _timed(write: Callable[[], Sequence[ImageResult]]) -> Callable[[], JobResult]:
+    def job() -> JobResult:
+        started_s = time.monotonic()
+        files = tuple(write())
+        return JobResult(files, started_s, time.monotonic())
+
+    return job
+
+
+def _stream(
+    storage: Storage,
+    sources: Sequence[BucketSource],
+    options: SaveOptions,
+    what: str,
+    lease: StageLease,
+    total_bytes: int,
+) -> AsyncSave:
+    """Pass a save that is larger than its budget through a ring of windows."""
+    if options.writer == "fork":
+        raise OptionError(
+            f"the save has {total_bytes} bytes and the staging budget is {lease.budget_bytes}: a forked writer cannot be"
+            ' fed piece by piece; raise staging_budget_bytes, or use writer="persistent" or stage="cow"'
+        )
+    started = time.perf_counter()
+    slots = max(_LEAST_SLOTS, lease.budget_bytes // options.window_bytes)
+    ring = Ring(0, options.window_bytes, slots)
+    view = lease.stage.reserve(slots * options.window_bytes)
+    lease.stage.contents = None
+    images = [source.layout.image for source in sources]
+    files = tuple(FileJob(image) for image in images)
+    handle = shared_writer().submit(_job(storage, files, options, ring), lease.stage.fd)
+    lease.stage_is_used_by(handle)
+    number = 0
+    try:
+        for source in sources:
+            for window in plan_windows(source.layout.image, options.window_bytes):
+                handle.acquire_window(number)
+                slot = number % slots * options.window_bytes
+                source.fill(window.start, window.stop, view[slot : slot + window.stop - window.start])
+                handle.window_ready(number)
+                number += 1
+    except SaveError:
+        # The job has failed; its own error says why, and `results` will raise it.
+        if not handle.poll():
+            raise
+    blocked_s = time.perf_counter() - started
+    _logger.warning(
+        "%s: %d bytes do not fit into the staging budget of %d bytes; training was blocked for %.2f s (%.2f GB/s)",
+        what,
+        total_bytes,
+        lease.budget_bytes,
+        blocked_s,
+        total_bytes / 1e9 / max(blocked_s, 1e-9),
+    )
+    return AsyncSave(handle, images, lease, options, what)
+
+

@@ -1,0 +1,34 @@
+"""Columns back into DCP's plan objects, for `.metadata` that stock Megatron can reuse (`all_local_plans`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from mcore_ckpt.local_plan import LocalPlan
+
+__all__ = ["local_plans_as_dcp"]
+
+
+def local_plans_as_dcp(plans: Sequence[LocalPlan], object_keys: Sequence[Sequence[str]]) -> list[SavePlan]:
+    """Every rank's `SavePlan`: its tensors from the columns, and its objects."""
+    return [_as_dcp(plan, keys) for plan, keys in zip(plans, object_keys, strict=True)]
+
+
+def _as_dcp(plan: LocalPlan, object_keys: Sequence[str]) -> SavePlan:
+    properties = [TensorProperties(dtype=getattr(torch, name)) for name in plan.dtypes]
+    items = []
+    position = 0
+    for key, ndim, code in zip(plan.keys, plan.ndims, plan.dtype_codes, strict=True):
+        shape, offsets, sizes = (
+            torch.Size(plan.boxes[begin : begin + ndim]) for begin in range(position, position + 3 * ndim, max(ndim, 1))
+        ) if ndim else (torch.Size(()),) * 3
+        chunk = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
+        data = TensorWriteData(chunk=chunk, properties=properties[code], size=shape)
+        items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
+        position += 3 * ndim
+    items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in object_keys]
+    return SavePlan(items=items)

@@ -1,0 +1,350 @@
+"""One save of all ranks, from the plan to the commit.
+
+    prepare   coordinator opens the directory; if any rank's structure is new, all lay out and the coordinator checks
+    write     in line, or `start`: snapshot into the stage, and a writer process goes on alone
+    commit    every rank's results are compared with its plan; the coordinator publishes `.metadata`; or all raise
+
+Layout and plan depend on the structure only and are kept in a `Structure`, so that a further save of the same model
+costs one exchange of a few bytes in `prepare`, and none of the plans travels again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.async_calls import SaveCall
+from mcore_ckpt.async_save import SkippedSave, start_writing
+from mcore_ckpt.commit import Target, abandon, discard, open_target, publish
+from mcore_ckpt.dcp_plans import local_plans_as_dcp
+from mcore_ckpt.errors import PlanError, SaveError
+from mcore_ckpt.file_image import ImageResult
+from mcore_ckpt.local_plan import LocalPlan, index_tensors
+from mcore_ckpt.metadata import CheckpointIndex, ObjectEntry
+from mcore_ckpt.metadata_write import MetadataEncoder
+from mcore_ckpt.options import SaveOptions
+from mcore_ckpt.rank_layout import PlacedObjects, RankLayout, TensorSpec, lay_out_rank
+from mcore_ckpt.ranks import RankGroup, reached_every_rank
+from mcore_ckpt.save_job import write_in_line
+from mcore_ckpt.save_report import FileReport, SaveReport
+from mcore_ckpt.stage_pool import is_busy
+from mcore_ckpt.staging import BucketSource
+from mcore_ckpt.storage.local import LocalStorage
+
+__all__ = ["SaveTransaction", "Structure"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Structure:
+    """What one strategy keeps between its saves.
+
+    Attributes:
+        layout: this rank's files.
+        encoder: on the coordinator, makes `.metadata`.
+        plans: on the coordinator, every rank's plan.
+        reused: the last save needed no planning.
+    """
+
+    layout: RankLayout | None = None
+    encoder: MetadataEncoder | None = None
+    plans: list[LocalPlan] | None = None
+    reused: bool = False
+
+
+@dataclass(slots=True)
+class _Written:
+    """What one rank tells the coordinator after its writing."""
+
+    objects: tuple[ObjectEntry, ...]
+    files: tuple[FileReport, ...]
+    phases_s: dict[str, float] = field(default_factory=dict)
+
+
+class SaveTransaction:
+    """One save into one directory. Every rank of the group makes one and calls the same methods in the same order.
+
+    Args:
+        directory: of the checkpoint.
+        group: the ranks that save.
+        options: see `SaveOptions`.
+        structure: what earlier saves of the same strategy found out; updated.
+    """
+
+    # Saves of this process that are not committed, by directory: two at once would take each other's files for rubbish.
+    _running: weakref.WeakValueDictionary[str, SaveTransaction] = weakref.WeakValueDictionary()
+
+    def __init__(self, directory: Path, group: RankGroup, options: SaveOptions, structure: Structure) -> None:
+        self.directory = directory
+        self.options = options
+        self.call: SaveCall | None = None
+        self.skipped = False
+        self._group = group
+        self._structure = structure
+        self._storage = LocalStorage(directory)
+        self._target: Target | None = None
+        self._layout: RankLayout | None = None
+        self._placed: PlacedObjects | None = None
+        self._sources: list[BucketSource] = []
+        self._results: Callable[[], Sequence[ImageResult]] | None = None
+        self._phases_s: dict[str, float] = {}
+        self._began = time.perf_counter()
+
+    # -- plan ----------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        specs: Sequence[TensorSpec],
+        tensors: Sequence[torch.Tensor],
+        objects: Sequence[tuple[str, memoryview]],
+        *,
+        thread_count: int,
+        separation_hint: str | None = None,
+        may_skip: bool = False,
+    ) -> None:
+        """Plan the save on all ranks.
+
+        Args:
+            specs: this rank's tensors, as the checkpoint will know them.
+            tensors: the same, detached, in the same order.
+            objects: key and serialized form of this rank's objects.
+            thread_count: files to write, at most.
+            separation_hint: prefix of keys that get files of their own.
+            may_skip: an async save, which `when_busy="skip"` leaves out if any rank is still writing the one before.
+
+        Raises:
+            CheckpointExistsError: see `SaveOptions.on_existing`.
+            PlanError: the ranks' shards do not make up the tensors; nothing was written.
+            SaveError: the directory cannot be used.
+        """
+        started = time.perf_counter()
+        keys = [key for key, _ in objects]
+        sizes = [len(data) for _, data in objects]
+        known = self._structure.layout
+        if may_skip and self.options.when_busy == "skip":
+            # Asked before anything is touched: a save that is left out leaves no trace in its directory.
+            self.skipped = self._group.any(is_busy(self.options))
+            if self.skipped:
+                return
+
+        def look() -> tuple[int, bool]:
+            if self._group.is_coordinator:
+                self._claim_directory()
+                self._target = open_target(self._storage, self.options)
+            unchanged = (
+                known is not None
+                and known.separation_hint == separation_hint
+                and known.specs == tuple(specs)
+                and (placed := known.place_objects(keys, sizes)) is not None
+            )
+            if unchanged:
+                self._placed = placed
+            return (-1 if self._target is None else self._target.first_file), unchanged
+
+        try:
+            answers = self._group.run("prepare the save", look, wrap=SaveError)
+            first_file = answers[0][0]
+            unchanged = all(same for _, same in answers) and known is not None and known.first_file == first_file
+            if not unchanged:
+                self._lay_out(specs, keys, sizes, first_file, thread_count, separation_hint)
+        except BaseException:
+            self._abandon()
+            raise
+        self._structure.reused = unchanged
+        self._layout = self._structure.layout
+        assert self._layout is not None and self._placed is not None
+        self._sources = [
+            BucketSource(
+                bucket,
+                [tensors[index] for index in members],
+                [objects[index][1] for index in chosen],
+                offsets,
+            )
+            for bucket, members, chosen, offsets in zip(
+                self._layout.buckets, self._layout.members, self._placed.buckets, self._placed.offsets, strict=True
+            )
+        ]
+        self._phases_s["plan"] = time.perf_counter() - started
+
+    def _lay_out(
+        self,
+        specs: Sequence[TensorSpec],
+        keys: Sequence[str],
+        sizes: Sequence[int],
+        first_file: int,
+        thread_count: int,
+        separation_hint: str | None,
+    ) -> None:
+        self._structure.layout = None
+
+        def plan() -> bytes:
+            layout = lay_out_rank(
+                specs,
+                keys,
+                sizes,
+                rank=self._group.rank,
+                first_file=first_file,
+                thread_count=thread_count,
+                separation_hint=separation_hint,
+            )
+            self._placed = layout.place_objects(keys, sizes)
+            if self._placed is None:
+                raise PlanError(f"no room for the objects {list(keys)[:5]} in the files planned for them")
+            self._layout = layout
+            return layout.plan.encode()
+
+        encoded = self._group.run_gather("plan the save", plan, wrap=SaveError)
+
+        def check() -> None:
+            assert encoded is not None
+            plans = [LocalPlan.decode(data) for data in encoded]
+            index = CheckpointIndex(str(self.directory), index_tensors(plans), {})
+            self._structure.encoder = MetadataEncoder(index)
+            self._structure.plans = plans
+
+        self._group.run_on_coordinator("check the plan", check, wrap=SaveError)
+        self._structure.layout = self._layout
+
+    def _claim_directory(self) -> None:
+        path = str(self.directory.absolute())
+        if path in self._running:
+            raise SaveError(
+                f"{path}: an earlier save into this directory is not finalized yet;"
+                " call maybe_finalize_async_calls(blocking=True) before saving there again"
+            )
+        self._running[path] = self
+
+    def _release_directory(self) -> None:
+        if self._group.is_coordinator:
+            self._running.pop(str(self.directory.absolute()), None)
+
+    # -- write ---------------------------------------------------------------------------------------------------
+
+    def write_in_line(self) -> None:
+        """Write this rank's files now. An error waits for `commit`, where every rank hears of it."""
+        started = time.perf_counter()
+        outcome: list[ImageResult] | Exception
+        try:
+            outcome = write_in_line(self._storage, self._sources, self.options)
+        except Exception as error:
+            outcome = error
+        self._sources = []
+        self._phases_s["write"] = time.perf_counter() - started
+
+        def results() -> Sequence[ImageResult]:
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        self._results = results
+
+    def start(self) -> SaveCall:
+        """Take the snapshot and let a writer process go on alone; returns once the trainer may change its state.
+
+        An error waits for `commit`, where every rank hears of it.
+        """
+        started = time.perf_counter()
+        if self.skipped:
+            self.call = SkippedSave(str(self.directory))
+            return self.call
+        writing = start_writing(self._storage, self._sources, self.options, str(self.directory))
+        writing.on_abort = self._abandon
+        self._sources = []
+        self._results = writing.results
+        self.call = writing
+        self._phases_s["stage"] = time.perf_counter() - started
+        return writing
+
+    # -- commit --------------------------------------------------------------------------------------------------
+
+    def commit(self) -> SaveReport | None:
+        """Wait for this rank's writing, then publish the checkpoint; on every rank, or on none.
+
+        Returns:
+            On the coordinator, what the save took.
+
+        Raises:
+            SaveError: any rank failed; the same on every rank. Nothing was published.
+        """
+        started = time.perf_counter()
+        try:
+            gathered = self._group.run_gather("write the data files", self._finished, wrap=SaveError)
+            waited = time.perf_counter()
+            self._group.run_on_coordinator("publish the checkpoint", lambda: self._publish(gathered), wrap=SaveError)
+        except BaseException as error:
+            # Only when every rank knows that nothing was published may files go; a lost contact says nothing.
+            if self._group.size == 1 or reached_every_rank(error):
+                self._abandon()
+            self._release_directory()
+            raise
+        self._release_directory()
+        if gathered is None:
+            return None
+        phases_s = {name: max(w.phases_s.get(name, 0.0) for w in gathered) for name in self._phases_s}
+        phases_s["gather"] = waited - started
+        phases_s["commit"] = time.perf_counter() - waited
+        report = SaveReport(
+            str(self.directory),
+            time.perf_counter() - self._began,
+            phases_s,
+            tuple(file for written in gathered for file in written.files),
+        )
+        _logger.info("%s", report)
+        return report
+
+    def _finished(self) -> _Written:
+        assert self._results is not None and self._layout is not None and self._placed is not None
+        results = self._results()
+        self._results = None
+        files = []
+        for bucket, result in zip(self._layout.buckets, results, strict=True):
+            on_disk = self._storage.size(bucket.file_name)
+            if on_disk != bucket.image.size_bytes:
+                raise SaveError(
+                    f"{self._storage.path(bucket.file_name)}: {bucket.image.size_bytes} bytes were planned,"
+                    f" the file has {on_disk}"
+                )
+            files.append(FileReport(self._group.rank, result.file_name, result.size_bytes, result.write_s, result.fsync_s))
+        return _Written(self._placed.entries, tuple(files), dict(self._phases_s))
+
+    def _publish(self, gathered: list[_Written] | None) -> None:
+        assert gathered is not None and self._target is not None and self._structure.encoder is not None
+        objects: dict[str, ObjectEntry] = {}
+        for rank, written in enumerate(gathered):
+            for entry in written.objects:
+                if entry.fqn in objects:
+                    raise PlanError(f"{entry.fqn}: rank {rank} writes an object that another rank has written, too")
+                objects[entry.fqn] = entry
+        assert self._structure.plans is not None
+        planned = sorted((name, size) for plan in self._structure.plans for name, size in zip(plan.files, plan.file_bytes, strict=True))
+        done = sorted((file.file_name, file.size_bytes) for written in gathered for file in written.files)
+        if planned != done:
+            raise SaveError(f"{self.directory}: the files planned are {planned}, the files written {done}")
+        local_plans = None
+        if self.options.keep_local_plans:
+            local_plans = local_plans_as_dcp(self._structure.plans, [[e.fqn for e in w.objects] for w in gathered])
+        content = self._structure.encoder.encode(
+            objects,
+            storage_meta={"checkpoint_id": str(self.directory), "save_id": str(uuid.uuid4())},
+            local_plans=local_plans,
+        )
+        common = any(key.startswith("common_state/") for key in objects)
+        publish(self._storage, self._target, content, has_common_state=common)
+
+    def _abandon(self) -> None:
+        """Remove what this rank wrote of a save that all ranks know has failed."""
+        if self._layout is not None:
+            discard(self._storage, [bucket.file_name for bucket in self._layout.buckets])
+        if self._target is not None:
+            abandon(self._storage, self._target)
+        self._release_directory()
+

@@ -1,0 +1,344 @@
+"""Megatron's save and load strategies for `torch_dist`: the two stories, from a sharded state dict and back.
+
+    save:  sharded_state_dict -> main replicas -> SaveTransaction: prepare | write | commit
+    load:  sharded_state_dict -> read requests -> FileSystemReader -> the tensors, in the structure that came in
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.bucket_writer import dtype_name
+from mcore_ckpt.errors import CheckpointError, KindMismatchError, LoadError, PlanError
+from mcore_ckpt.megatron_compat import (
+    as_megatron_error,
+    async_request_class,
+    load_strategy_base,
+    mapping,
+    megatron_version,
+    save_strategy_base,
+)
+from mcore_ckpt.metadata import METADATA_FILE
+from mcore_ckpt.options import LoadOptions, SaveOptions
+from mcore_ckpt.planner import serialize_objects
+from mcore_ckpt.rank_layout import TensorSpec
+from mcore_ckpt.ranks import coordination_group
+from mcore_ckpt.reader import FileSystemReader, ReadRequest
+from mcore_ckpt.remove import remove_tensors
+from mcore_ckpt.save_transaction import SaveTransaction, Structure
+from mcore_ckpt.shards import (
+    box_sizes,
+    is_main_replica,
+    is_sharded_object,
+    is_sharded_tensor,
+    leaves,
+    replace_leaves,
+)
+
+__all__ = ["TorchDistLoadStrategy", "TorchDistSaveStrategy"]
+
+_logger = logging.getLogger(__name__)
+_Path = str | os.PathLike[str]
+
+
+class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
+    """Saves a sharded state dict in the `torch_dist` format, in line or asynchronously.
+
+    Args:
+        backend: name of the format, as in `metadata.json`.
+        version: its version.
+        keep_only_main_replica: accepted for Megatron's sake; of a replicated shard only the main replica is written.
+        thread_count: files that each rank writes, at most; None takes it from `options`.
+        cached_metadata: Megatron's name for "the structure stays": puts every rank's plan into `.metadata`, so that
+            stock Megatron can reuse it. Plans are reused in any case, whenever the structure has in fact not changed.
+        separation_hint: tensors whose key starts with it go to files whose names start with it.
+        options: `SaveOptions`; None takes them from the environment.
+
+    Attributes:
+        use_cached_ckpt_structure: as `cached_metadata`; Megatron's training code sets it.
+        cached_global_metadata: Megatron's training code puts the metadata of a loaded checkpoint here.
+        validated_cache_reuse: the last save reused the plan of the one before.
+        validated_loaded_metadata_reuse: the last save had the structure of the loaded checkpoint.
+    """
+
+    def __init__(
+        self,
+        backend: str = "torch_dist",
+        version: int = 1,
+        keep_only_main_replica: bool = True,
+        thread_count: int | None = None,
+        cached_metadata: bool = False,
+        separation_hint: str | None = None,
+        *,
+        options: SaveOptions | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(backend, version)
+        self.options = SaveOptions.from_environment() if options is None else options
+        self.keep_only_main_replica = keep_only_main_replica
+        self.thread_count = self.options.thread_count if thread_count is None else thread_count
+        self.separation_hint = separation_hint
+        self.use_cached_ckpt_structure = cached_metadata
+        self.cached_global_metadata: Any = None
+        self.validated_cache_reuse = False
+        self.validated_loaded_metadata_reuse = False
+        self._structure = Structure()
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Sharded objects lie in the same files as tensors."""
+        return True
+
+    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, *_: Any, **__: Any) -> Any:
+        """Take a snapshot of the state and begin to write it; training may go on as soon as this returns.
+
+        Args:
+            sharded_state_dict: nested dict/list of Megatron's sharded tensors and objects; shapes in elements.
+            checkpoint_dir: directory to save into.
+
+        Returns:
+            Megatron's `AsyncRequest`. Its finalization publishes the checkpoint, or raises on every rank.
+
+        Raises:
+            CheckpointError (as a `CheckpointingException`, too): the save cannot be done; nothing was changed.
+        """
+        with _MegatronErrors():
+            transaction = self._prepare(sharded_state_dict, checkpoint_dir, may_skip=True)
+            call = transaction.start()
+        return async_request_class()(call, (), [_Commit(transaction)])
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, *_: Any, **__: Any) -> None:
+        """Write the state and publish the checkpoint; starts no process.
+
+        Args and raises: as `async_save`.
+        """
+        with _MegatronErrors():
+            transaction = self._prepare(sharded_state_dict, checkpoint_dir)
+            transaction.write_in_line()
+            transaction.commit()
+
+    def _prepare(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, may_skip: bool = False
+    ) -> SaveTransaction:
+        specs: list[TensorSpec] = []
+        tensors: list[torch.Tensor] = []
+        objects: dict[str, list[Any]] = {}
+        for leaf in leaves(sharded_state_dict):
+            if not is_main_replica(leaf):
+                continue
+            if is_sharded_object(leaf):
+                objects.setdefault(leaf.unique_key, []).append(leaf.data)
+                continue
+            if leaf.data is None:
+                raise PlanError(f"{leaf.key} at offset {tuple(leaf.global_offset)}: the shard has no data to save")
+            tensor = leaf.data.detach()
+            if tensor.is_conj() or tensor.is_neg():
+                tensor = tensor.resolve_conj().resolve_neg()
+            specs.append(
+                TensorSpec(
+                    leaf.key,
+                    dtype_name(tensor.dtype),
+                    tuple(leaf.global_shape),
+                    tuple(leaf.global_offset),
+                    box_sizes(leaf),
+                    tensor.nbytes,
+                )
+            )
+            tensors.append(tensor)
+        options = self.options
+        if self.use_cached_ckpt_structure:
+            options = replace(options, keep_local_plans=True)
+        transaction = SaveTransaction(Path(checkpoint_dir), coordination_group(), options, self._structure)
+        transaction.prepare(
+            specs,
+            tensors,
+            [(key, serialize_objects(values).getbuffer()) for key, values in objects.items()],
+            thread_count=self.thread_count,
+            separation_hint=self.separation_hint,
+            may_skip=may_skip,
+        )
+        self.validated_cache_reuse = self._structure.reused
+        return transaction
+
+
+class _Commit:
+    """The finalize function of an async save."""
+
+    def __init__(self, transaction: SaveTransaction) -> None:
+        self._transaction = transaction
+        # The queue looks here for the save that this commits: Megatron may move callbacks to another request.
+        self.save_call = transaction.call
+
+    def __call__(self) -> None:
+        with _MegatronErrors():
+            self._transaction.commit()
+
+
+class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
+    """Loads a `torch_dist` checkpoint into a sharded state dict of any layout.
+
+    Args:
+        options: `LoadOptions`; None takes them from the environment.
+
+    Attributes:
+        cached_global_metadata: DCP's `Metadata` of the last checkpoint that was loaded.
+    """
+
+    def __init__(self, *_: Any, options: LoadOptions | None = None, **__: Any) -> None:
+        super().__init__()
+        self.options = LoadOptions.from_environment() if options is None else options
+        self._reader: FileSystemReader | None = None
+        self._read_version: tuple[Path, tuple[int, ...]] | None = None
+        # Up to 0.17 all ranks load together, so an error can reach them all; later ones let some ranks load alone.
+        self._collective = megatron_version() < (0, 18)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Sharded objects lie in the same files as tensors."""
+        return True
+
+    @property
+    def cached_global_metadata(self) -> Any:
+        """DCP's `Metadata` of the checkpoint that was loaded last; None before the first load."""
+        return None if self._reader is None else self._reader.read_metadata()
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, *_: Any, **__: Any) -> dict[str, Any]:
+        """Fill the sharded state dict's tensors from the checkpoint, reading only what this rank needs.
+
+        Args:
+            sharded_state_dict: nested dict/list of Megatron's sharded tensors and objects. Tensors with data are filled
+                in place, the others are allocated on the CPU.
+            checkpoint_dir: directory to load from.
+
+        Returns:
+            The same structure with tensors and objects in place of their sharded descriptions.
+
+        Raises:
+            LoadError (as a `CheckpointingException`, too): see `FileSystemReader.read_items`.
+        """
+        loaded: list[dict[str, Any]] = []
+        with _MegatronErrors():
+            if self._collective:
+                group = coordination_group()
+                group.run("load", lambda: loaded.append(self._load(sharded_state_dict, checkpoint_dir)), wrap=LoadError)
+            else:
+                loaded.append(self._load(sharded_state_dict, checkpoint_dir))
+        return loaded[0]
+
+    def _load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path) -> dict[str, Any]:
+        reader = self._open(checkpoint_dir)
+        reader.read_items([_request(leaf) for leaf in leaves(sharded_state_dict) if is_sharded_tensor(leaf)])
+        objects = _ObjectsInTurn(reader)
+        filled: dict[str, Any] = replace_leaves(
+            sharded_state_dict, lambda leaf: objects.of(leaf) if is_sharded_object(leaf) else leaf.data
+        )
+        return filled
+
+    def _open(self, checkpoint_dir: _Path) -> FileSystemReader:
+        """A reader whose index is read anew only when the checkpoint is another one, or has been replaced."""
+        path = Path(checkpoint_dir)
+        version = _metadata_version(path)
+        if self._reader is None or self._read_version != (path, version):
+            self._reader = FileSystemReader(path, self.options)
+            self._read_version = (path, version)
+        return self._reader
+
+    def load_tensors_metadata(self, checkpoint_dir: _Path, metadata: Any = None) -> dict[str, Any]:
+        """What tensors the checkpoint holds: key -> Megatron `ShardedTensor` of the global shape, without data."""
+        with _MegatronErrors():
+            sharded_tensor = mapping().ShardedTensor
+            return {
+                key: sharded_tensor.from_rank_offsets(
+                    key, torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+                ).without_data()
+                for key, entry in self._open(checkpoint_dir).index.tensors.items()
+            }
+
+    def load_sharded_metadata(self, checkpoint_dir: _Path) -> dict[str, Any]:
+        """What tensors and objects the checkpoint holds, as `load_tensors_metadata`; objects by their unique key."""
+        with _MegatronErrors():
+            sharded_object = mapping().ShardedObject
+            objects = {
+                key: sharded_object.empty_from_unique_key(key) for key in self._open(checkpoint_dir).index.objects
+            }
+            return {**objects, **self.load_tensors_metadata(checkpoint_dir)}
+
+    def remove_sharded_tensors(self, checkpoint_dir: _Path, key_prefix: str) -> None:
+        """Remove all tensors and objects whose key starts with `key_prefix`, and the files that held only them.
+
+        Raises:
+            LoadError, SaveError (as a `CheckpointingException`, too): the checkpoint cannot be read or written.
+        """
+        with _MegatronErrors():
+            remove_tensors(Path(checkpoint_dir), key_prefix)
+
+    def check_backend_compatibility(self, loaded_backend: Any) -> None:
+        """Any `torch_dist` checkpoint can be loaded."""
+
+    def check_version_compatibility(self, loaded_version: Any) -> None:
+        """Any version of `torch_dist` can be loaded; what cannot be read says so by key."""
+
+
+def _metadata_version(path: Path) -> tuple[int, ...]:
+    """Changes when the checkpoint in that directory is replaced; empty if there is none."""
+    try:
+        status = os.stat(path / METADATA_FILE)
+    except OSError:
+        return ()
+    return (status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _request(shard: Any) -> ReadRequest:
+    sizes = box_sizes(shard)
+    if shard.data is None:
+        shard.init_data("cpu", torch.zeros if shard.allow_shape_mismatch else torch.empty)
+    elif shard.allow_shape_mismatch:
+        # What the checkpoint does not hold of a padded tensor must not keep what was there before.
+        shard.data.detach().zero_()
+    return ReadRequest(
+        shard.key,
+        shard.data.detach().view(sizes) if shard.prepend_axis_num else shard.data.detach(),
+        tuple(shard.global_offset),
+        sizes,
+        None if shard.allow_shape_mismatch else tuple(shard.global_shape),
+        shard.allow_shape_mismatch,
+    )
+
+
+class _ObjectsInTurn:
+    """Objects that were saved together under one key are handed out one by one, in their order."""
+
+    def __init__(self, reader: FileSystemReader) -> None:
+        self._reader = reader
+        self._lists: dict[str, list[Any]] = {}
+        self._next: dict[str, int] = {}
+
+    def of(self, leaf: Any) -> Any:
+        key = leaf.unique_key
+        if key not in self._lists:
+            stored = self._reader.read_object(key)
+            self._lists[key] = stored if isinstance(stored, list) else [stored]
+        values = self._lists[key]
+        position = self._next.get(key, 0)
+        self._next[key] = position + 1
+        if position >= len(values):
+            raise KindMismatchError(f"{key}: object {position + 1} is wanted, the checkpoint holds {len(values)} under this key")
+        return values[position]
+
+
+class _MegatronErrors:
+    """Lets our exceptions leave as Megatron's `CheckpointingException` besides, which its callers catch."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, CheckpointError):
+            raise as_megatron_error(error) from error.__cause__
+
