@@ -214,7 +214,8 @@ class RankGroup:
         if longest <= _INLINE_BYTES:
             return [inline for _, _, inline in slots]
         mine = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        if payload:
+            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         gathered = torch.empty((self.size, longest), dtype=torch.uint8, device="cpu")
         dist.all_gather(list(gathered.unbind(0)), mine, group=self._group)
         return [gathered[rank, :length].numpy().tobytes() for rank, (_, length, _) in enumerate(slots)]

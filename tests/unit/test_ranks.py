@@ -166,10 +166,14 @@ def test_the_first_cause_is_raised_on_every_rank(method: str, kind: str, class_n
     assert all(reached for *_, reached in outcomes)
 
 
-def test_a_failure_with_a_long_message_and_a_value_that_does_not_pickle() -> None:
-    for name, message, _, _ in run_ranks(_fails_on, 2, [0, 1], "ours", "run", True):
+@pytest.mark.parametrize("failing", [[1], [0, 1]])
+def test_a_failure_with_a_long_message(failing: list[int]) -> None:
+    for name, message, _, _ in run_ranks(_fails_on, 2, failing, "ours", "run", True):
         assert name == "MissingKeyError"
         assert "!" * 5000 in message
+
+
+def test_a_value_that_does_not_pickle() -> None:
     for name, message, _, _ in run_ranks(_fails_on, 2, [1], "unpicklable", "run", False):
         assert name == "LoadError"
         assert "rank 1 of 2" in message

@@ -1,0 +1,170 @@
+"""A Python function in a supervised child, forked for this one call.
+
+For what a writer of bytes cannot run: functions of others (Megatron's own formats, local checkpoints, logits), and our
+own writing where the snapshot is the forked child's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from multiprocessing import connection as mp_connection
+from typing import Any, Final
+
+from mcore_ckpt.errors import CheckpointError, SaveError, WriterDiedError
+from mcore_ckpt.failures import FailureReport, describe, remote_cause, same_class
+from mcore_ckpt.job_handle import JobHandle, JobWatch
+from mcore_ckpt.sentinel import Sentinel, exit_text, exit_with_parent, wait_readable
+
+__all__ = ["Call", "ForkedCall"]
+
+_REAP_DEADLINE_S: Final = 1.0
+
+
+class Call(JobHandle):
+    """A function that runs elsewhere. `poll` reads the news; a failure comes with `result`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.done = False
+        self.value: Any = None
+        self.error: CheckpointError | None = None
+
+    def _outcome(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def fail(self, pid: int | None, report: FailureReport) -> None:
+        """End the call with the exception that it raised."""
+        error = same_class(report, SaveError)(f"{self.name} failed in process {pid}: {report.message}")
+        error.__cause__ = remote_cause(report)
+        self.error = error
+        self.done = True
+
+    def died(self, pid: int | None, code: int | None) -> None:
+        """End the call since its process has ended."""
+        self.error = WriterDiedError(f"{self.name}: process {pid} {exit_text(code)} before the function had returned")
+        self.done = True
+
+
+class ForkedCall(Call):
+    """A function that runs in a forked child, on the memory as it is now."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        name: str,
+        expendable: bool = False,
+    ) -> None:
+        """Fork and return.
+
+        Args:
+            fn: runs in the child; its value must be picklable.
+            args: for `fn`; not pickled.
+            kwargs: for `fn`; not pickled.
+            name: the call in words, for messages.
+            expendable: if this process exits before the child, the child is ended rather than waited for. Such a child
+                cannot have children of its own by multiprocessing.
+
+        Raises:
+            SaveError: the process cannot be forked.
+        """
+        super().__init__(name)
+        self._owner_pid = os.getpid()
+        self._receiver, sender = multiprocessing.Pipe(duplex=False)
+        self._process = multiprocessing.get_context("fork").Process(
+            target=_run_forked, args=(self._owner_pid, sender, fn, args, kwargs), name=name, daemon=expendable
+        )
+        collecting = gc.isenabled()
+        gc.disable()  # a collection in the child would touch, and so copy, every page that holds an object
+        try:
+            self._process.start()
+        except OSError as error:
+            self._receiver.close()
+            raise SaveError(f"{name}: cannot fork: {error}") from error
+        finally:
+            sender.close()
+            if collecting:
+                gc.enable()
+        self.pid = self._process.pid
+        assert self.pid is not None
+        self._sentinel = Sentinel(self.pid)
+        self._watch = JobWatch(self.pid)
+        self._report: tuple[bool, Any] | None = None
+
+    def poll(self) -> bool:
+        if self.done:
+            return True
+        if os.getpid() != self._owner_pid:
+            raise SaveError(f"{self.name}: the call belongs to process {self._owner_pid}, which forked this one")
+        ended = not self._process.is_alive()  # before reading: what it sent before its end must be read
+        self._read()
+        if not ended:
+            return False
+        if self._report is None:
+            self.died(self.pid, self._process.exitcode)
+        elif not self._report[0]:
+            self.fail(self.pid, self._report[1])
+        else:
+            self.value = self._report[1]
+            self.done = True
+        self._release()
+        return True
+
+    def _read(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while self._report is None and self._receiver.poll():
+                self._report = pickle.loads(self._receiver.recv_bytes())
+
+    def _wait_for_news(self, timeout_s: float) -> None:
+        wait_readable([] if self._report is not None else [self._receiver.fileno()], timeout_s, self._sentinel)
+
+    def abort(self) -> bool:
+        if not self.poll():
+            self._process.kill()
+            self._process.join(_REAP_DEADLINE_S)
+            return self.poll()
+        return True
+
+    def watch(self) -> JobWatch:
+        """What another process needs to see the call end."""
+        return self._watch
+
+    def _release(self) -> None:
+        self._receiver.close()
+        self._sentinel.close()
+        self._process.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            if self._owner_pid == os.getpid():
+                self._sentinel.close()
+                self._receiver.close()
+
+
+def _run_forked(
+    parent_pid: int,
+    sender: mp_connection.Connection,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what a Ctrl-C ends
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler, if it has one, is not meant for this process
+    exit_with_parent(parent_pid)
+    try:
+        message = pickle.dumps((True, fn(*args, **kwargs)))
+    except BaseException as error:  # noqa: BLE001  (whatever it is, the trainer has to hear of it)
+        message = pickle.dumps((False, describe(error)))
+    with contextlib.suppress(OSError):
+        sender.send_bytes(message)
