@@ -224,7 +224,7 @@ def _replace_torch_cuda() -> None:
     for name in "range_push range_pop mark".split():
         _replace(cuda.nvtx, name, lambda *_, **__: None)
     # Under its decorator this one imports torch._dynamo, seconds for nothing.
-    _replace(torch.optim.Optimizer, "add_param_group", torch.optim.Optimizer.add_param_group.__wrapped__)
+    _replace(torch.optim.Optimizer, "add_param_group", vars(torch.optim.Optimizer)["add_param_group"].__wrapped__)
     # Megatron watches that the CPU's generator does not change where the GPU's is meant: here they are the same.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()

@@ -102,7 +102,7 @@ class Training:
 
     def sharded_state_dict(self, is_loading: bool = False) -> dict[str, Any]:
         """Model and optimizer as `dist_checkpointing.save` and `load` take them, optimizer fully reshardable."""
-        model = self.model[0].sharded_state_dict(prefix="model.")
+        model = self.model[0].module.sharded_state_dict()
         optimizer = self.optimizer.sharded_state_dict(
             model, is_loading=is_loading, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
         )
@@ -115,8 +115,7 @@ class Training:
 
     def load(self, state_dict: dict[str, Any]) -> None:
         """Take over what `dist_checkpointing.load` returned."""
-        prefix = "model."
-        self.model[0].load_state_dict({k.removeprefix(prefix): v for k, v in state_dict["model"].items()})
+        self.model[0].module.load_state_dict(state_dict["model"])
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.step = state_dict["iteration"]
 

@@ -1,0 +1,59 @@
+"""Record which strategy classes really did a save or a load, whatever a registry says."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["record_strategies"]
+
+_STOCK = ("TorchDistSaveShardedStrategy", "TorchDistLoadShardedStrategy")
+_METHODS = ("save", "async_save", "load")
+
+
+@contextlib.contextmanager
+def record_strategies() -> Iterator[list[str]]:
+    """Collect `"package.Class.method"` for each strategy method of Megatron's or ours that is entered in the block.
+
+    Ours are watched only where `mcore_ckpt` has been imported already, so that a stock process stays stock.
+    """
+    classes = _classes()
+    calls: list[str] = []
+    originals: list[tuple[Any, str, Any]] = []
+    for cls in classes:
+        for method in _METHODS:
+            if method in vars(cls):
+                original = vars(cls)[method]
+                originals.append((cls, method, original))
+                setattr(
+                    cls, method, _recorded(original, calls, f"{cls.__module__.split('.')[0]}.{cls.__name__}.{method}")
+                )
+    try:
+        yield calls
+    finally:
+        for cls, method, original in originals:
+            setattr(cls, method, original)
+
+
+def _classes() -> list[Any]:
+    stock_module = import_module("megatron.core.dist_checkpointing.strategies.torch")
+    if "mcore_ckpt" not in sys.modules:
+        return [getattr(stock_module, name) for name in _STOCK]
+    ours = import_module("mcore_ckpt")
+    compat = import_module("mcore_ckpt.megatron_compat")
+    return [compat.stock_class(name) for name in _STOCK] + [ours.TorchDistSaveStrategy, ours.TorchDistLoadStrategy]
+
+
+def _recorded(original: Any, calls: list[str], name: str) -> Any:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return original(*args, **kwargs)
+
+    return call
