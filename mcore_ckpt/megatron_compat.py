@@ -12,14 +12,20 @@ the methods of the async queue (so that queues made before `install()` are serve
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import os
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from mcore_ckpt.errors import UnsupportedMegatronError
-from mcore_ckpt.options import LoadOptions, SaveOptions
+import mcore_ckpt
+from mcore_ckpt import common_state, megatron_queue
+from mcore_ckpt.errors import CheckpointError, UnsupportedMegatronError
+from mcore_ckpt.megatron_patches import MODULES_NAMING_CUDA, Patches, serve_without_cuda
+from mcore_ckpt.registry import get_strategy, registered_strategies
 
 __all__ = [
     "TESTED_VERSIONS",
@@ -118,10 +124,10 @@ def load_strategy_base() -> Any:
 
 def stock_class(name: str) -> Any:
     """Megatron's own class of that name in `strategies.torch`, also while `install()` has put ours in its place."""
-    full_name = f"{_CHECKPOINTING}.strategies.torch.{name}"
-    if full_name in _replaced:
-        return _replaced[full_name]
-    return getattr(megatron_module("strategies.torch"), name)
+    module = megatron_module("strategies.torch")
+    if _patches is not None:
+        return _patches.original(module, name)
+    return getattr(module, name)
 
 
 @functools.cache
@@ -167,6 +173,9 @@ def as_megatron_error(error: Exception) -> Exception:
     cls = _both(type(error), theirs)
     same = cls.__new__(cls, *error.args)
     same.__dict__.update(error.__dict__)
+    if isinstance(error, OSError) and isinstance(same, OSError):
+        same.errno, same.strerror = error.errno, error.strerror
+        same.filename, same.filename2 = error.filename, error.filename2
     same.args = error.args
     same.__cause__ = error.__cause__
     same.__context__ = error.__context__
@@ -184,26 +193,168 @@ def refuse_multi_storage_client() -> None:
         feature = import_module("megatron.core.msc_utils").MultiStorageClientFeature
     except (ImportError, AttributeError):
         return  # 0.12 has no such feature
-    # Megatron switches it on by default where the package is installed; only a switch that can take effect counts.
     if feature.is_enabled():
+        # To 0.16 it is on wherever its package is installed, and has to be switched off; later it is the other way.
+        remedy = "with --disable-msc" if megatron_version()[:2] <= (0, 16) else "without --enable-msc"
         raise UnsupportedMegatronError(
-            "Megatron's multi-storage client (--enable-msc) is switched on, and mcore_ckpt does not support it: it "
-            "reads and writes directories of a file system. Start the job without --enable-msc, or leave "
-            "mcore_ckpt.install() out for it"
+            "Megatron's multi-storage client (MSC) is switched on, and mcore_ckpt does not support it: it reads and "
+            "writes directories of a file system, while MSC may keep any path in an object store. Start the job "
+            f"{remedy}, or without mcore_ckpt.install()"
         )
 
 
-# What install() replaced: dotted name -> the original. Empty while nothing is installed.
-_replaced: dict[str, Any] = {}
+# What install() has changed; None while it is not in force.
+_patches: Patches | None = None
 
 
-def install(
-    *, save_options: SaveOptions | None = None, load_options: LoadOptions | None = None
-) -> dict[str, Any]:
-    """Stub."""
-    raise NotImplementedError
+def install() -> dict[str, Any]:
+    """Make Megatron-Core save and load `torch_dist` checkpoints with this package, wherever it would use its own code.
+
+    Strategies that Megatron looks up or constructs by name are ours from then on, in modules that have imported the
+    names already, too; so are the reader and writer of the common state, and every `AsyncCallsQueue`, including those
+    that exist. Where torch sees no CUDA device, the parts of `dist_checkpointing` that name one are served on the CPU.
+    Options come from `MCORE_CKPT_*` variables (`SaveOptions.from_environment`).
+
+    A second call changes nothing. `uninstall()` takes everything back.
+
+    Returns:
+        What was replaced: dotted name -> Megatron's own object.
+
+    Raises:
+        UnsupportedMegatronError: megatron-core is missing, too old, or lacks a name that has to be replaced. Nothing
+            is changed then: a job never runs half on stock code.
+    """
+    global _patches
+    if _patches is None:
+        version = megatron_version()
+        if version[:2] > _NEWEST:
+            logger.warning(
+                "megatron-core %s is newer than what this package was tested with (%s to %s); going on, since all "
+                "that has to be replaced must be found, or install() fails",
+                _installed_version_text(),
+                TESTED_VERSIONS[0],
+                TESTED_VERSIONS[-1],
+            )
+        patches = Patches()
+        try:
+            _replace_all(patches, version)
+        except BaseException:
+            patches.undo()
+            raise
+        _patches = patches
+        _announce()
+    return _patches.replaced()
 
 
 def uninstall() -> None:
-    """Stub."""
-    raise NotImplementedError
+    """Put back everything that `install()` replaced; does nothing where it is not in force.
+
+    Raises:
+        SaveError: an async queue still holds a save that was not finalized; finalize it first.
+    """
+    global _patches
+    if _patches is not None:
+        megatron_queue.require_idle()
+        _patches.undo()
+        _patches = None
+
+
+def _replace_all(patches: Patches, version: tuple[int, int, int]) -> None:
+    from mcore_ckpt.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
+
+    torch_strategies = _required("strategies.torch", "TorchDistSaveShardedStrategy", "TorchDistLoadShardedStrategy")
+    async_utils = _required("strategies.async_utils", "AsyncCallsQueue", "AsyncRequest")
+    common = _required("strategies.common")
+    serialization = _required("serialization", "save", "load", "load_common_state_dict")
+
+    patches.replace(torch_strategies, "TorchDistSaveShardedStrategy", TorchDistSaveStrategy)
+    patches.replace(torch_strategies, "TorchDistLoadShardedStrategy", TorchDistLoadStrategy)
+    if version[:2] <= (0, 16):
+        # Called by Megatron at every look-up, to put the stock strategies into its registry.
+        _required("strategies.torch", "register_default_torch_strategies")
+        patches.replace(torch_strategies, "register_default_torch_strategies", _register_ours)
+        _required("strategies.common", "TorchCommonSaveStrategy", "TorchCommonLoadStrategy")
+        patches.set(common.TorchCommonSaveStrategy, "save_common", _as_method(common_state.save_common))
+        patches.set(common.TorchCommonLoadStrategy, "load_common", _as_method(_load_common))
+    else:
+        _required("strategies.common", "save_common", "load_common")
+        patches.replace(common, "save_common", common_state.save_common)
+        patches.replace(common, "load_common", _load_common)
+        patches.replace(serialization, "remove_sharded_tensors", _remove_sharded_tensors)
+        _required("strategies.torch", "get_async_strategy")
+        patches.replace(
+            torch_strategies, "get_async_strategy", megatron_queue.async_strategy_source(torch_strategies)
+        )
+    if version[:2] >= (0, 19):
+        patches.replace(serialization, "load_common_state_dict", _load_common_state_dict)
+    megatron_queue.replace_methods(patches, async_utils.AsyncCallsQueue)
+    serve_without_cuda(patches, _existing(MODULES_NAMING_CUDA))
+
+
+def _required(module_name: str, *names: str) -> Any:
+    module = megatron_module(module_name)
+    missing = [name for name in names if not hasattr(module, name)]
+    if missing:
+        raise UnsupportedMegatronError(
+            f"megatron-core {_installed_version_text()}: {module.__name__} has no {', '.join(missing)}, so this "
+            f"version cannot be served (tested: {TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}). Nothing was changed. "
+            "Install a tested version of megatron-core, or a newer mcore-ckpt"
+        )
+    return module
+
+
+def _existing(module_names: Iterable[str]) -> Iterator[ModuleType]:
+    """Those of Megatron's modules that can be imported: some need packages of their own, and are not in use then."""
+    for name in module_names:
+        with contextlib.suppress(ImportError):
+            yield import_module(f"{_CHECKPOINTING}.{name}")
+
+
+def _register_ours() -> None:
+    """Fill Megatron's registry (0.12 - 0.16) from ours: new strategies for each look-up that it serves."""
+    registry = megatron_module("strategies.base")
+    for action, backend, version in registered_strategies():
+        registry.register_default_strategy(
+            registry.StrategyAction(action), backend, version, get_strategy(action, backend, version)
+        )
+
+
+def _as_method(function: Any) -> Any:
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return method
+
+
+def _load_common(checkpoint_dir: Any) -> Any:
+    try:
+        return common_state.load_common(checkpoint_dir)
+    except CheckpointError as error:
+        raise as_megatron_error(error) from error.__cause__
+
+
+def _load_common_state_dict(checkpoint_dir: Any) -> Any:
+    megatron_module("validation").verify_checkpoint(str(checkpoint_dir))
+    return _load_common(checkpoint_dir)
+
+
+def _remove_sharded_tensors(checkpoint_dir: Any, key_prefix: str) -> None:
+    # 0.17 and 0.18 ask the save strategy, which has no such method; the load strategy has had it since 0.12.
+    megatron_module("validation").verify_checkpoint(str(checkpoint_dir))
+    get_strategy("load_sharded", "torch_dist", 1).remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+
+def _announce() -> None:
+    """Say once, on rank 0, what is in force; also where no logging has been set up, since a silent swap helps nobody."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+    logger.info(
+        "mcore_ckpt %s: TorchDistSaveStrategy and TorchDistLoadStrategy are in force for megatron-core %s",
+        mcore_ckpt.__version__,
+        _installed_version_text(),
+    )

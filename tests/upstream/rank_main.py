@@ -1,0 +1,120 @@
+"""One rank of a run of Megatron's own tests: CPU shim, gloo with a deadline, `install()` if asked for, then pytest.
+
+Started by `run_megatron_tests.py`, never by hand. Each test's outcome goes into a file of JSON lines, one for each rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import sys
+import types
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+COLLECTIVE_DEADLINE_S = 60
+
+
+class Outcomes:
+    """A pytest plugin: when a test starts, and how it ended on this rank."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = open(path, "a", buffering=1)  # noqa: SIM115  (open for the length of the run)
+
+    def _write(self, test: str, outcome: str, text: str = "") -> None:
+        self._lines.write(json.dumps({"test": test, "outcome": outcome, "text": text[-6000:]}) + "\n")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._write(nodeid, "started")
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self._write(report.nodeid, "failed", report.longreprtext)
+        elif report.skipped:
+            self._write(report.nodeid, "skipped", report.longreprtext)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self._write(report.nodeid, "failed", f"[{report.when}] {report.longreprtext}")
+        elif report.skipped:
+            self._write(report.nodeid, "skipped", report.longreprtext)
+        elif report.when == "call":
+            self._write(report.nodeid, "passed")
+
+
+def limit_collectives() -> None:
+    """Let a rank whose peers failed fail too, instead of waiting half an hour for them."""
+    import torch.distributed as dist
+
+    original = dist.init_process_group
+    timeout = timedelta(seconds=COLLECTIVE_DEADLINE_S)
+
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        kwargs["timeout"] = timeout
+        return original(*args, **kwargs)
+
+    dist.init_process_group = init_process_group
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("torch.distributed"):
+            for name, value in list(vars(module).items()):
+                if value is original:
+                    setattr(module, name, init_process_group)
+
+
+def without_downloads() -> None:
+    """Keep the tests' conftest from fetching a data set that the checkpoint tests do not use."""
+    stub = types.ModuleType("download_unit_tests_dataset")
+    stub.download_and_extract_asset = lambda **kwargs: None  # type: ignore[attr-defined]
+    sys.modules["tests.test_utils.python_scripts.download_unit_tests_dataset"] = stub
+
+
+def without_transformer_engine() -> None:
+    """Let comparisons with Transformer Engine's version say "too old" where there is none, instead of failing."""
+    from packaging.version import Version
+
+    import megatron.core.utils as core_utils
+
+    if core_utils.get_te_version() is None:
+        core_utils.get_te_version = lambda: Version("0.0.0")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shim", required=True)
+    parser.add_argument("--strategy", choices=("stock", "ours"), required=True)
+    parser.add_argument("--outcomes", type=Path, required=True)
+    parser.add_argument("--stacks", type=Path, required=True)
+    parser.add_argument("--repo", type=Path, required=True)
+    parser.add_argument("pytest_args", nargs="+")
+    options = parser.parse_args()
+
+    faulthandler.register(10, file=open(options.stacks, "w"), all_threads=True)  # noqa: SIM115
+    # Both trees have a top-level package called `tests`; here it is Megatron's.
+    sys.path.insert(0, str(options.repo))
+    exec(compile(Path(options.shim).read_text(), options.shim, "exec"), {"__name__": "cpu_shim"})
+    limit_collectives()
+    without_downloads()
+    without_transformer_engine()
+    if options.strategy == "ours":
+        import mcore_ckpt
+
+        mcore_ckpt.install()
+    import pytest
+
+    os.chdir(options.repo)
+    return int(
+        pytest.main(
+            ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", *options.pytest_args],
+            plugins=[Outcomes(options.outcomes)],
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # no rank may wait for a peer in a destructor
