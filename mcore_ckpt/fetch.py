@@ -157,6 +157,6 @@ def padded_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:
     return start // ALIGNMENT_BYTES * ALIGNMENT_BYTES, max(stop, min(align_up(stop), file_bytes))
 
 
-def naming(error: LoadError, fqn: str, where: str) -> LoadError:
-    """The same error, which names the key whose bytes were being read, and where they lie, if it does not yet."""
-    return error if fqn in str(error) else type(error)(f"{where}: {error}")
+def naming(error: LoadError, where: str) -> LoadError:
+    """The same error; it names `where` it happened, if it does not yet."""
+    return error if where in str(error) else type(error)(f"{where}: {error}")

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from mcore_ckpt.boxes import Box
-from mcore_ckpt.errors import CorruptCheckpointError, KindMismatchError, ShapeMismatchError
-from mcore_ckpt.fetch import OpenFiles, ReadStats
+from mcore_ckpt.errors import CorruptCheckpointError, KindMismatchError, LoadError, ShapeMismatchError
+from mcore_ckpt.fetch import OpenFiles, ReadStats, naming
 from mcore_ckpt.item_decoding import ItemDecoder
 from mcore_ckpt.metadata import CheckpointIndex, ObjectEntry, StoredChunk, read_index
 from mcore_ckpt.options import LoadOptions
@@ -124,6 +124,8 @@ class FileSystemReader(StorageReader):
         try:
             reads = TensorReads(files, self.options, self._located, self.stats, self._decoder.place_tensor)
             reads.run([wanted[key] for key in sorted(wanted)])
+        except LoadError as error:
+            raise naming(error, str(self.path)) from error
         finally:
             files.close()
 
@@ -134,7 +136,13 @@ class FileSystemReader(StorageReader):
             MissingKeyError, KindMismatchError: no object is stored under that key.
             CorruptCheckpointError, ChecksumError: its bytes are not what was written.
         """
-        return self._decoder.object_bytes(self._object_entry(fqn))
+        return self._object_bytes(self._object_entry(fqn))
+
+    def _object_bytes(self, entry: ObjectEntry) -> bytes:
+        try:
+            return self._decoder.object_bytes(entry)
+        except LoadError as error:
+            raise naming(error, str(self.path)) from error
 
     def read_object(self, fqn: str) -> Any:
         """A stored object, its pickle held to the allow-list.
@@ -143,7 +151,10 @@ class FileSystemReader(StorageReader):
             UnsafePickleError: it contains a class outside the allow-list; the message says how to allow it.
             MissingKeyError, KindMismatchError, CorruptCheckpointError, ChecksumError: as `object_bytes`.
         """
-        return load_object(self.object_bytes(fqn), self.options.allowed_classes)
+        return self._unpickled(fqn, self.object_bytes(fqn))
+
+    def _unpickled(self, fqn: str, content: bytes) -> Any:
+        return load_object(content, self.options.allowed_classes, where=f"{fqn} in {self.path}")
 
     def read_objects(self, fqns: Iterable[str]) -> dict[str, Any]:
         """Stored objects by key, several read at a time; raises as `read_object`."""
@@ -152,11 +163,8 @@ class FileSystemReader(StorageReader):
         if len(keys) <= 1 or self.options.io_threads == 1:
             return {fqn: self.read_object(fqn) for fqn in keys}
         with ThreadPoolExecutor(self.options.io_threads, thread_name_prefix="mcore_ckpt-read") as pool:
-            contents = pool.map(self._decoder.object_bytes, entries)
-            return {
-                fqn: load_object(content, self.options.allowed_classes)
-                for fqn, content in zip(keys, contents, strict=True)
-            }
+            contents = pool.map(self._object_bytes, entries)
+            return {fqn: self._unpickled(fqn, content) for fqn, content in zip(keys, contents, strict=True)}
 
     def _object_entry(self, fqn: str) -> ObjectEntry:
         entry = self.index.objects.get(fqn)
@@ -223,7 +231,7 @@ class FileSystemReader(StorageReader):
     def _checked_object(self, fqn: str) -> io.BytesIO:
         """A stored object for a planner, which may unpickle without restraint: its pickle is tried here first."""
         content = self.object_bytes(fqn)
-        load_object(content, self.options.allowed_classes)
+        self._unpickled(fqn, content)
         return io.BytesIO(content)
 
     def _want(self, wanted: WantedItems, read_item: ReadItem, tensor: torch.Tensor) -> None:

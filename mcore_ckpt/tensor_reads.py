@@ -227,7 +227,7 @@ class TensorReads:
                     located = locate_tensor(self._header_reader(reader, item.offset), item.length, wanted.where)
                 _check_located(wanted, located)
             except NotRangeable as reason:
-                self._unranged.append((wanted, str(reason)))
+                self._unranged.append((wanted, str(reason).removeprefix(f"{wanted.where}: ")))
             except LoadError as error:
                 raise _naming(error, wanted) from error
             else:
@@ -286,16 +286,17 @@ class TensorReads:
             located = locate_tensor_in(view, wanted.fqn)
             _check_located(wanted, located)
         except NotRangeable as reason:
-            self._unranged.append((wanted, str(reason)))
+            self._unranged.append((wanted, str(reason).removeprefix(f"{wanted.fqn}: ")))
             return 0
         except LoadError as error:
             raise _naming(error, wanted) from error
-        offset, length = located.payload_offset, located.payload_bytes
-        check = self._options.verify_crc and located.crc32 is not None
+        check = self._options.verify_crc and located.record_crc32 is not None
         if check:
+            offset, length = located.record_offset, located.record_bytes
             got = crc32(view[offset : offset + length])
-            if got != located.crc32:
-                raise _checksum_error(wanted, offset, length, located.crc32, got)
+            if got != located.record_crc32:
+                raise _checksum_error(wanted, offset, length, located.record_crc32, got)
+        offset, length = located.payload_offset, located.payload_bytes
         for want in wanted.wants:
             if want.whole and want.target.address:
                 ctypes.memmove(want.target.address, buffer.address + at + offset, length)
@@ -353,7 +354,7 @@ def _check_located(wanted: WantedItem, located: LocatedTensor) -> None:
 
 
 def _naming(error: LoadError, wanted: WantedItem) -> LoadError:
-    return naming(error, wanted.fqn, wanted.where)
+    return naming(error, wanted.where)
 
 
 def _checksum_error(wanted: WantedItem, offset: int, length: int, expected: int | None, got: int) -> ChecksumError:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 
 from mcore_ckpt import tensor_reads
 from mcore_ckpt.boxes import Box
@@ -332,7 +333,7 @@ def test_an_object_outside_the_allow_list_is_refused_also_through_dcp(tmp_path: 
     reader = FileSystemReader(tmp_path)
     with pytest.raises(UnsafePickleError, match="Intruder"):
         reader.read_object("extra")
-    with pytest.raises(UnsafePickleError, match="Intruder"):
+    with pytest.raises(CheckpointException, match=r"(?s)UnsafePickleError.*Intruder.*allowed_classes"):
         dcp.load({"extra": None}, storage_reader=reader, no_dist=True)
 
 
@@ -435,7 +436,8 @@ def test_damage_is_found_and_named(shape: tuple[int, int], tmp_path: Path) -> No
     with pytest.raises(ChecksumError) as raised:
         load(FileSystemReader(tmp_path, options), "w", tensor)
     message = str(raised.value)
-    assert message.startswith("w at [0, 0]")
+    assert "w at [0, 0]" in message
+    assert str(path.parent) in message
     assert path.name in message
     assert "CRC-32 0x" in message
     assert "expected 0x" in message
