@@ -1,0 +1,133 @@
+"""A storage that records every operation, and at the k-th one fails, or ends the process as a crash would.
+
+A crash test records the N operations of a save with `Faults()`, then repeats the save N times with `Faults(at=k, ...)`
+and looks at what is left on disk. Operations are counted from 0, over all files and threads of the process, before
+they are carried out: at the k-th, nothing of it has happened yet, unless `how="torn"`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, NoReturn
+
+from mcore_ckpt.errors import SaveError
+from mcore_ckpt.storage import DirectIo, RangeReader, RangeWriter, Storage
+
+How = Literal["error", "exit", "kill", "torn"]
+
+
+@dataclass
+class Faults:
+    """What is to go wrong, and the record of what happened.
+
+    Attributes:
+        at: index of the operation that goes wrong; None: all go well.
+        how: `"error"`: it raises `SaveError` with `code`, and so does every later one if `sticky`; `"exit"`: the
+            process ends at once, without cleaning up; `"kill"`: by SIGKILL; `"torn"`: half of a write reaches the file,
+            then the process ends (of other operations: nothing).
+        code: errno of an error.
+        sticky: later operations fail, too, as they do on a full disk.
+        only: operations that count, by name; empty: all that change something.
+        operations: what was asked for, in order, as (operation, name, bytes).
+    """
+
+    at: int | None = None
+    how: How = "error"
+    code: int = errno.ENOSPC
+    sticky: bool = False
+    only: frozenset[str] = frozenset()
+    operations: list[tuple[str, str, int]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def before(self, operation: str, name: str, size: int = 0, tear: Callable[[], None] | None = None) -> None:
+        """Count an operation, and let it go wrong if it is its turn."""
+        if self.only and operation not in self.only:
+            return
+        with self._lock:
+            index = len(self.operations)
+            self.operations.append((operation, name, size))
+        if self.at is None or index < self.at or (index > self.at and not self.sticky):
+            return
+        if self.how == "error":
+            error = OSError(self.code, os.strerror(self.code), name)
+            raise SaveError(f"{name}: {operation} failed: {error.strerror} (injected)") from error
+        if self.how == "torn" and tear is not None:
+            tear()
+        self._end()
+
+    def _end(self) -> NoReturn:
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+            threading.Event().wait()  # the signal is on its way
+        os._exit(17)
+
+
+class FaultyStorage(Storage):
+    """Passes everything on to `inner`, by way of `faults`. Reading is never disturbed."""
+
+    def __init__(self, inner: Storage, faults: Faults) -> None:
+        self.inner = inner
+        self.faults = faults
+
+    def list(self) -> list[str]:
+        return self.inner.list()
+
+    def exists(self, name: str) -> bool:
+        return self.inner.exists(name)
+
+    def size(self, name: str) -> int:
+        return self.inner.size(name)
+
+    def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
+        return self.inner.open_reader(name, direct=direct)
+
+    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+        self.faults.before("open_writer", name, size_bytes or 0)
+        return _FaultyWriter(self.inner.open_writer(name, size_bytes=size_bytes, direct=direct), name, self.faults)
+
+    def publish(self, name: str, content: bytes) -> None:
+        self.faults.before("publish", name, len(content))
+        self.inner.publish(name, content)
+
+    def rename(self, source: str, destination: str) -> None:
+        self.faults.before("rename", f"{source} -> {destination}")
+        self.inner.rename(source, destination)
+
+    def delete(self, name: str, missing_ok: bool = True) -> None:
+        self.faults.before("delete", name)
+        self.inner.delete(name, missing_ok)
+
+    def ensure_directory(self) -> None:
+        self.faults.before("ensure_directory", "")
+        self.inner.ensure_directory()
+
+    def sync_directory(self) -> None:
+        self.faults.before("sync_directory", "")
+        self.inner.sync_directory()
+
+
+class _FaultyWriter(RangeWriter):
+    def __init__(self, inner: RangeWriter, file_name: str, faults: Faults) -> None:
+        self.name = inner.name
+        self.direct = inner.direct
+        self._inner = inner
+        self._file_name = file_name
+        self._faults = faults
+
+    def write(self, offset: int, view: memoryview) -> None:
+        half = len(view) // 8192 * 4096
+        self._faults.before("write", self._file_name, len(view), lambda: self._inner.write(offset, view[:half]))
+        self._inner.write(offset, view)
+
+    def finish(self, size_bytes: int, fsync: bool = True) -> None:
+        self._faults.before("finish", self._file_name, size_bytes)
+        self._inner.finish(size_bytes, fsync)
+
+    def abort(self) -> None:
+        # Cleaning up must work whatever failed before; only a process that ends does not get to it.
+        self._inner.abort()

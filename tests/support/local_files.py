@@ -1,0 +1,65 @@
+"""Looking at files, descriptors and the page cache with plain calls, past the code under test."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import random
+from pathlib import Path
+
+from mcore_ckpt.storage import align_up
+from mcore_ckpt.storage.direct_io import aligned_buffer
+
+MIB = 1024 * 1024
+
+
+def aligned(content: bytes) -> memoryview:
+    """`content` in page-aligned memory, padded with zeros to whole blocks."""
+    view = memoryview(aligned_buffer(max(1, len(content))))
+    view[: len(content)] = content
+    return view[: align_up(len(content))]
+
+
+def random_bytes(count: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(count)
+
+
+def open_fds() -> set[str]:
+    return {f"{fd}->{os.readlink(f'/proc/self/fd/{fd}')}" for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
+
+
+def _is_open(fd: str) -> bool:
+    try:
+        return not os.readlink(f"/proc/self/fd/{fd}").startswith("/proc/")
+    except FileNotFoundError:
+        return False
+
+
+def has_direct_io(directory: Path) -> bool:
+    """Found out by hand."""
+    path = directory / "probe"
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+    except OSError:
+        return False
+    try:
+        return os.pwrite(fd, aligned(b"x" * 4096), 0) == 4096
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+def cached_pages(path: Path) -> int:
+    """Pages of the file that lie in the page cache, by the C library's word."""
+    size = path.stat().st_size
+    pages = -(-size // mmap.PAGESIZE)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) as mapped:
+        start = ctypes.c_char.from_buffer(mapped)
+        vector = ctypes.create_string_buffer(pages)
+        result = ctypes.CDLL(None).mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), vector)
+        del start
+        assert result == 0
+    return sum(byte & 1 for byte in vector.raw)
