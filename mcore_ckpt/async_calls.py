@@ -101,6 +101,11 @@ class _ActiveCall(NamedTuple):
         return found
 
     @property
+    def work(self) -> list[_Work]:
+        """All that has to be done before the callbacks may run."""
+        return [self.async_caller, *(save for save in self.saves if save is not self.async_caller)]
+
+    @property
     def what(self) -> str:
         saves = self.saves
         name = getattr(self.async_request.async_fn, "__qualname__", None)
@@ -258,7 +263,7 @@ class AsyncCallsQueue:
 
     def _outcome(self, group: RankGroup, active: _ActiveCall, blocking: bool) -> Literal["running", "skipped", "done"]:
         """What became of a request's work, on all ranks. A failure anywhere is raised everywhere, at once."""
-        work = [active.async_caller, *(save for save in active.saves if save is not active.async_caller)]
+        work = active.work
         skipped = any(save.skipped for save in active.saves)
         while True:
             error: BaseException | None = None
@@ -269,7 +274,7 @@ class AsyncCallsQueue:
             except Exception as caught:  # noqa: BLE001  (the other ranks have to hear of whatever it is)
                 error = caught
             any_running, any_failed, any_skipped, last, minus_first = group.maximum(
-                [int(running), int(error is not None), int(skipped), active.idx, -active.idx]
+                [int(running), int(error is not None), int(skipped), active.idx, -active.idx], wrap=SaveError
             )
             if last != -minus_first:
                 raise SaveError(
@@ -305,7 +310,7 @@ class AsyncCallsQueue:
         )
 
     def _abandon(self, active: _ActiveCall) -> None:
-        for work in (active.async_caller, *active.saves):
+        for work in active.work:
             try:
                 work.abort()
             except Exception:

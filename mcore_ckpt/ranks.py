@@ -117,12 +117,12 @@ class RankGroup:
         """Give every rank the coordinator's value."""
         return self.run_on_coordinator("distribute a value", lambda: value)
 
-    def maximum(self, values: Sequence[int]) -> list[int]:
+    def maximum(self, values: Sequence[int], *, wrap: type[CheckpointError] = CheckpointError) -> list[int]:
         """Element-wise maximum over the ranks; every rank passes as many values."""
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
-        with self._contact("agree on a number", CheckpointError):
+        with self._contact("compare notes", wrap):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         result: list[int] = tensor.tolist()
         return result
