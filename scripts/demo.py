@@ -149,9 +149,9 @@ def load_with_ours(rank: int, jobs: list[tuple[Path, Path, Parallel]]) -> list[L
 
 def load(rank: int, checkpoint: Path, reference_directory: Path, layout: Parallel) -> Loaded:
     """Load into a freshly initialized model, with whatever strategies are in force, and compare."""
+    training = build_training(MODEL, layout, seed=100)
     from megatron.core import dist_checkpointing
 
-    training = build_training(MODEL, layout, seed=100)
     reference = Reference.read(reference_directory)
     before = reference.compare(training.sharded_state_dict(is_loading=True))
     barrier()

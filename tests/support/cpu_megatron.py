@@ -223,8 +223,10 @@ def _replace_torch_cuda() -> None:
         _replace(cuda, name + "Tensor", getattr(torch, name + "Tensor"))
     for name in "range_push range_pop mark".split():
         _replace(cuda.nvtx, name, lambda *_, **__: None)
-    # Under its decorator this one imports torch._dynamo, seconds for nothing.
-    _replace(torch.optim.Optimizer, "add_param_group", vars(torch.optim.Optimizer)["add_param_group"].__wrapped__)
+    # Under torch's decorator each of these imports torch._dynamo on first use, seconds for nothing.
+    for name in "add_param_group load_state_dict state_dict".split():
+        decorated = vars(torch.optim.Optimizer)[name]
+        _replace(torch.optim.Optimizer, name, getattr(decorated, "__wrapped__", decorated))
     # Megatron watches that the CPU's generator does not change where the GPU's is meant: here they are the same.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
