@@ -16,6 +16,7 @@ import torch
 
 from mcore_ckpt.bucket_writer import dtype_name
 from mcore_ckpt.errors import CheckpointError, KindMismatchError, LoadError, PlanError
+from mcore_ckpt.fetch import ReadStats
 from mcore_ckpt.megatron_compat import (
     as_megatron_error,
     async_request_class,
@@ -202,6 +203,11 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
     def can_handle_sharded_objects(self) -> bool:
         """Sharded objects lie in the same files as tensors."""
         return True
+
+    @property
+    def stats(self) -> ReadStats | None:
+        """What the loads of the last checkpoint have cost; None before the first load."""
+        return None if self._reader is None else self._reader.stats
 
     @property
     def cached_global_metadata(self) -> Any:

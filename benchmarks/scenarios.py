@@ -1,0 +1,232 @@
+"""The measured work. Each function runs on every rank; adapters take turns inside one run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.adapters import ADAPTERS, Adapter
+from benchmarks.measure import Cost, drop_page_cache, peak_extra_bytes, slowest, timed, warm_page_cache
+from benchmarks.state import Shard, build, check, fill, kinds
+
+__all__ = ["Samples", "async_saves", "first_save", "loads", "saves", "write_once"]
+
+# figure -> adapter -> one value for each round
+Samples = dict[str, dict[str, list[float]]]
+
+
+def _start(names: Sequence[str]) -> dict[str, Adapter]:
+    from tests.support.cpu_megatron import pretend_cuda
+
+    pretend_cuda()  # stock Megatron names CUDA devices outright
+    return {name: ADAPTERS[name]() for name in names}
+
+
+def _fresh(path: Path) -> Path:
+    """An empty directory, made by rank 0."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+    dist.barrier()
+    return path
+
+
+def _note(samples: Samples, figure: str, name: str, value: float) -> None:
+    samples.setdefault(figure, {}).setdefault(name, []).append(value)
+
+
+def _size_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*.distcp"))
+
+
+def saves(rank: int, base: Path, kind_name: str, size_bytes: int, names: Sequence[str], rounds: int) -> Samples:
+    """Synchronous saves in the steady state: time, CPU, peak memory, size of the files."""
+    kind = kinds(size_bytes)[kind_name]
+    adapters = _start(names)
+    shards = build(kind, dist.get_world_size(), rank)
+    fill(shards)
+    states = {name: adapter.prepare(shards) for name, adapter in adapters.items()}
+    samples: Samples = {}
+    for turn in range(rounds + 1):
+        for name, adapter in _rotated(adapters, turn):
+            path = _fresh(base / name)
+            cost = timed(lambda a=adapter, n=name, p=path: a.save(states[n], p))
+            if turn == 0:
+                continue  # the first save of a process is measured apart
+            _note(samples, "save s", name, cost["s"])
+            _note(samples, "save cpu s", name, cost["cpu_s"])
+    for name, adapter in adapters.items():
+        if name != "raw":
+            path = _fresh(base / name)
+            peak = peak_extra_bytes(lambda a=adapter, n=name, p=path: a.save(states[n], p))
+            _note(samples, "save peak extra MB", name, peak / 1e6)
+            _note(samples, "file bytes / payload", name, _size_bytes(path) / kind.size_bytes)
+    return samples
+
+
+def first_save(rank: int, base: Path, kind_name: str, size_bytes: int, name: str) -> Samples:
+    """The first save of a process, beside the raw device in the same processes."""
+    kind = kinds(size_bytes)[kind_name]
+    adapters = _start(["raw", name])
+    shards = build(kind, dist.get_world_size(), rank)
+    fill(shards)
+    samples: Samples = {}
+    for each in ("raw", name, "raw"):
+        state = adapters[each].prepare(shards)
+        path = _fresh(base / each)
+        cost = timed(lambda a=adapters[each], s=state, p=path: a.save(s, p))
+        _note(samples, f"first save s ({name})", each, cost["s"])
+    return samples
+
+
+def write_once(rank: int, base: Path, kind_name: str, size_bytes: int, names: Sequence[str]) -> None:
+    """Checkpoints for `loads`, one by each adapter, under `base/<adapter>`."""
+    kind = kinds(size_bytes)[kind_name]
+    adapters = _start(names)
+    shards = build(kind, dist.get_world_size(), rank)
+    fill(shards)
+    for name, adapter in adapters.items():
+        adapter.save(adapter.prepare(shards), _fresh(base / name))
+        if rank == 0 and name == "dcp":
+            _add_megatron_files(base / name)
+    dist.barrier()
+
+
+def _add_megatron_files(path: Path) -> None:
+    """What Megatron's `load` wants beside the data of a checkpoint that plain DCP wrote."""
+    torch.save({}, path / "common.pt")
+    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (path / "metadata.json").write_text(json.dumps(config | {"common_backend": "torch", "common_backend_version": 1}))
+
+
+def loads(
+    rank: int,
+    base: Path,
+    kind_name: str,
+    size_bytes: int,
+    pairs: Sequence[tuple[str, str]],
+    rounds: int,
+    only: str = "",
+    cold: bool = True,
+) -> Samples:
+    """Loads of the checkpoints that `write_once` made; every one is compared bit for bit.
+
+    Args:
+        rank: this rank.
+        base: where the checkpoints are.
+        kind_name: family of the state.
+        size_bytes: of the whole state.
+        pairs: (reader, writer): adapter that loads, adapter that wrote.
+        rounds: how many of each.
+        only: load keys that begin with this.
+        cold: also with the page cache dropped.
+    """
+    kind = kinds(size_bytes)[kind_name]
+    adapters = _start(sorted({reader for reader, _ in pairs}))
+    shards = build(kind, dist.get_world_size(), rank, only)
+    needed = sum(shard.tensor.nbytes for shard in shards)
+    samples: Samples = {}
+    for temperature in ("cold", "warm") if cold else ("warm",):
+        for turn in range(rounds):
+            for (reader, writer), adapter in _rotated({pair: adapters[pair[0]] for pair in pairs}, turn):
+                if reader == "raw" and temperature == "warm":
+                    continue
+                _wipe(shards)
+                state = adapter.prepare(shards)
+                path = base / writer
+                drop_page_cache(path) if temperature == "cold" else warm_page_cache(path)
+                cost = timed(lambda a=adapter, s=state, p=path: a.load(s, p))
+                label = reader if reader == writer or reader == "raw" else f"{reader} of {writer}"
+                _note(samples, f"load {temperature} s", label, cost["s"])
+                _note(samples, f"load {temperature} cpu s", label, cost["cpu_s"])
+                if reader != "raw":
+                    check(shards)
+                read = adapter.bytes_read()
+                if read is not None:
+                    _note(samples, "bytes read / needed", label, slowest(read / needed))
+    for (reader, writer), adapter in {pair: adapters[pair[0]] for pair in pairs}.items():
+        if reader == writer and reader != "raw":
+            state = adapter.prepare(shards)
+            peak = peak_extra_bytes(lambda a=adapter, s=state, p=base / writer: a.load(s, p))
+            _note(samples, "load peak extra MB", reader, peak / 1e6)
+    return samples
+
+
+def async_saves(rank: int, base: Path, kind_name: str, size_bytes: int, names: Sequence[str], rounds: int) -> Samples:
+    """Asynchronous saves: blocking time, what the trainer's next pass costs, time to the commit, finalization."""
+    kind = kinds(size_bytes)[kind_name]
+    adapters = _start([*names, "raw"])
+    shards = build(kind, dist.get_world_size(), rank)
+    copies = [shard.tensor.clone() for shard in shards]
+    samples: Samples = {}
+    for turn in range(rounds + 1):
+        for name, adapter in _rotated(adapters, turn):
+            path = _fresh(base / name)
+            if name == "raw":
+                _note(samples, "commit s", name, timed(lambda p=path: adapters["raw"].save(shards, p))["s"])
+                copy_s = timed(lambda: [c.copy_(s.tensor) for c, s in zip(copies, shards, strict=True)])["s"]
+                _note(samples, "memcpy s", name, copy_s)
+                continue
+            cost = _one_async_save(adapter, shards, path, turn)
+            for figure, value in cost.items():
+                _note(samples, figure if turn else f"first {figure}", name, value)
+    return samples
+
+
+def _one_async_save(adapter: Adapter, shards: list[Shard], path: Path, step: int) -> Cost:
+    fill(shards, step)
+    _touch(shards)
+    normal = min(timed(lambda: _touch(shards))["s"] for _ in range(3))
+    fill(shards, step)
+    state = adapter.prepare(shards)
+    dist.barrier()
+    started = time.perf_counter()
+    finalize = adapter.start(state, path)
+    blocking_s = slowest(time.perf_counter() - started)
+    touched_s = timed(lambda: _touch(shards))["s"]
+    finalize_s = 0.0
+    while True:
+        polled = time.perf_counter()
+        done = finalize(False)
+        finalize_s = time.perf_counter() - polled
+        if slowest(0.0 if done else 1.0) == 0.0:
+            break
+        time.sleep(0.005)
+    commit_s = slowest(time.perf_counter() - started)
+    loaded = [shard._replace(tensor=shard.tensor.clone()) for shard in shards]
+    _wipe(loaded)
+    adapter.load(adapter.prepare(loaded), path)
+    check(loaded, step)  # the state at the call, whatever the trainer did to it afterwards
+    return {
+        "blocking s": blocking_s,
+        "next pass / normal": touched_s / normal,
+        "commit s": commit_s,
+        "finalize s": slowest(finalize_s),
+    }
+
+
+def _touch(shards: list[Shard]) -> None:
+    """The trainer's next pass over its memory: writes to every page."""
+    for shard in shards:
+        shard.tensor.add_(1.0)
+
+
+def _wipe(shards: list[Shard]) -> None:
+    for shard in shards:
+        shard.tensor.fill_(-1.0)
+
+
+def _rotated(items: dict[Any, Adapter], turn: int) -> list[tuple[Any, Adapter]]:
+    """The items, beginning with another one in each round, so that none always follows the same neighbour."""
+    listed = list(items.items())
+    shift = turn % len(listed)
+    return listed[shift:] + listed[:shift]
+
+

@@ -1,0 +1,103 @@
+"""Measure saves and loads side by side: this package, stock megatron-core, stock DCP, and the raw device.
+
+    make bench                                  everything, about 20 minutes on two cores
+    make bench ARGS="--only small --rounds 3"   part of it
+
+Results go to `--out` (JSON, a table in Markdown, a plot). Only ratios travel between machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import report, scenarios  # noqa: E402  (found by the line above)
+from tests.support.gloo_ranks import run_ranks  # noqa: E402
+
+_EVERYBODY = ("raw", "mcore_ckpt", "megatron", "dcp")
+_WRITERS = ("mcore_ckpt", "megatron", "dcp")
+_DEADLINE_S = 1800.0
+
+
+def _pairs() -> list[tuple[str, str]]:
+    same = [(name, name) for name in _WRITERS]
+    # Ours also reads what the others wrote; raw reads as many bytes from the same place.
+    return [("raw", "mcore_ckpt"), *same, ("mcore_ckpt", "megatron"), ("mcore_ckpt", "dcp")]
+
+
+def _run(arguments: argparse.Namespace, base: Path) -> dict[str, scenarios.Samples]:
+    size, rounds = int(arguments.gb * 1e9), arguments.rounds
+    results: dict[str, scenarios.Samples] = {}
+
+    def wanted(name: str) -> bool:
+        return not arguments.only or name in arguments.only
+
+    def ranks(count: int, work: object, *rest: object) -> scenarios.Samples:
+        values: list[scenarios.Samples] = run_ranks(work, count, base, *rest, deadline_s=_DEADLINE_S)
+        return values[0]
+
+    if wanted("dense"):
+        results["dense, 2 ranks"] = {
+            **ranks(2, scenarios.saves, "dense", size, _EVERYBODY, rounds),
+            **ranks(2, _write_and_load, "dense", size, _pairs(), rounds, "", True),
+        }
+    if wanted("first"):
+        first: scenarios.Samples = {}
+        for name in _WRITERS:
+            for _ in range(max(1, rounds // 2)):
+                for figure, by_name in ranks(2, scenarios.first_save, "dense", size, name).items():
+                    for each, values in by_name.items():
+                        first.setdefault(figure, {}).setdefault(each, []).extend(values)
+        results["dense, first save of a process"] = first
+    if wanted("small"):
+        results["20,000 tensors of 4-64 KB, 2 ranks"] = {
+            **ranks(2, scenarios.saves, "small", size, _EVERYBODY, rounds),
+            **ranks(2, _write_and_load, "small", size, _pairs(), rounds, "", True),
+        }
+    if wanted("reshard"):
+        ranks(4, scenarios.write_once, "dense", size, _WRITERS)
+        results["resharding, 4 -> 1"] = ranks(1, scenarios.loads, "dense", size, _pairs(), rounds)
+        results["one layer of 4 ranks' files"] = ranks(
+            1, scenarios.loads, "dense", size, _pairs(), rounds, "decoder.layers.1."
+        )
+        ranks(4, scenarios.write_once, "rows", size, _WRITERS)
+        results["resharding along rows, 4 -> 8"] = ranks(
+            8, scenarios.loads, "rows", size, _pairs(), rounds, "", False
+        )
+    if wanted("async"):
+        for kind in ("dense", "small"):
+            results[f"async, {kind}, 2 ranks"] = ranks(2, scenarios.async_saves, kind, size, _WRITERS, rounds)
+    return results
+
+
+def _write_and_load(rank: int, base: Path, kind: str, size: int, pairs: object, rounds: int, only: str, cold: bool) -> object:
+    scenarios.write_once(rank, base, kind, size, _WRITERS)
+    return scenarios.loads(rank, base, kind, size, pairs, rounds, only, cold)  # type: ignore[arg-type]
+
+
+def main() -> int:
+    """Parse arguments, measure, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, default=1.0, help="size of the dense state, in 1e9 bytes (default: 1)")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each (default: 5)")
+    parser.add_argument("--only", nargs="*", choices=("dense", "first", "small", "reshard", "async"), default=[])
+    parser.add_argument("--dir", type=Path, default=None, help="where to write; the file system that is measured")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="where results go")
+    arguments = parser.parse_args()
+    base = Path(tempfile.mkdtemp(prefix="mcore_ckpt_bench_", dir=arguments.dir or ROOT))
+    try:
+        results = _run(arguments, base)
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+    report.write(results, arguments.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
