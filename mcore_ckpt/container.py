@@ -11,7 +11,6 @@ parsed as the zip it has to be (zip_records.py, tensor_unpickle.py), and not tru
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,8 +27,15 @@ from mcore_ckpt.item_template import (
     place,
     tensor_template,
 )
-from mcore_ckpt.tensor_pickle import DTYPES, UnsupportedDtypeError, contiguous_strides, own_dtype_and_shape
-from mcore_ckpt.tensor_unpickle import MAX_PICKLE_BYTES, NotATensorPickleError, PickledTensor, read_tensor_pickle
+from mcore_ckpt.stock_item import recognize
+from mcore_ckpt.tensor_pickle import DTYPES, UnsupportedDtypeError, own_dtype_and_shape
+from mcore_ckpt.tensor_unpickle import (
+    MAX_PICKLE_BYTES,
+    MalformedPickleError,
+    NotPlainTensorError,
+    PickledTensor,
+    read_tensor_pickle,
+)
 from mcore_ckpt.zip_records import ItemBytes, NotRangeable, ZipRecord, read_directory, record_start
 
 __all__ = [
@@ -108,13 +114,15 @@ def locate_tensor(read: Callable[[int, int], bytes], item_bytes: int, where: str
             tensor subclass, quantized, or not one tensor at all.
     """
     item = ItemBytes(read, item_bytes, where)
-    return _locate_own(item.head, item.tail, item_bytes) or _locate_any(item)
+    ends = item.head, item.tail, item_bytes
+    return _locate_own(*ends) or _locate_stock(*ends) or _locate_any(item)
 
 
 def locate_tensor_in(buffer: memoryview, where: str) -> LocatedTensor:
     """`locate_tensor` for an item that is in memory: `buffer` is the item and nothing else."""
     item_bytes = len(buffer)
-    found = _locate_own(bytes(buffer[:_EDGE_BYTES]), bytes(buffer[-_EDGE_BYTES:]), item_bytes)
+    ends = bytes(buffer[:_EDGE_BYTES]), bytes(buffer[-_EDGE_BYTES:]), item_bytes
+    found = _locate_own(*ends) or _locate_stock(*ends)
     if found is not None:
         return found
     return _locate_any(ItemBytes(lambda offset, length: bytes(buffer[offset : offset + length]), item_bytes, where))
@@ -143,9 +151,10 @@ def verify_records(read: Callable[[int, int], bytes], item_bytes: int, where: st
         yield RecordSpan(record.name, start, record.stored_bytes, record.crc32 if checksummed else None)
 
 
-# ---------------------------------------------------------------------------------------------------------- own items
+# ------------------------------------------------------------------------------------------------ own and stock items
 
 _EDGE_BYTES = 1024  # head and tail of our own items are shorter, unless the tensor has dozens of axes
+_OWN_START = tensor_template("uint8", ()).head[:14]  # up to the pickle's CRC-32
 _PICKLE_BYTES_AT = 18
 
 
@@ -154,6 +163,8 @@ def _locate_own(head: bytes, tail: bytes, item_bytes: int) -> LocatedTensor | No
 
     `head` and `tail` are the ends of the item. None if it is not, or not evidently, one of ours.
     """
+    if not head.startswith(_OWN_START):
+        return None
     pickle_bytes = int.from_bytes(head[_PICKLE_BYTES_AT : _PICKLE_BYTES_AT + 4], "little")
     own = own_dtype_and_shape(head[PICKLE_AT : PICKLE_AT + pickle_bytes])
     if own is None:
@@ -174,6 +185,33 @@ def _locate_own(head: bytes, tail: bytes, item_bytes: int) -> LocatedTensor | No
     value = int.from_bytes(crc, "little")
     offset, nbytes = len(template.head), template.payload_bytes
     return LocatedTensor(dtype, shape, offset, nbytes, value, offset, nbytes, value)
+
+
+def _locate_stock(head: bytes, tail: bytes, item_bytes: int) -> LocatedTensor | None:
+    """Recognize what torch writes for a plain tensor; None if it is not, or not evidently, that."""
+    stock = recognize(head, tail, item_bytes)
+    if stock is None:
+        return None
+    try:
+        tensor = read_tensor_pickle(stock.pickle)
+    except (NotPlainTensorError, MalformedPickleError):
+        return None
+    if tensor.storage_key != "0" or tensor.storage_bytes != stock.record_bytes:
+        return None
+    return _located(tensor, stock.record_offset, stock.record_crc32)
+
+
+def _located(tensor: PickledTensor, record_offset: int, record_crc32: int | None) -> LocatedTensor:
+    return LocatedTensor(
+        tensor.dtype,
+        tensor.shape,
+        record_offset + tensor.first_byte,
+        tensor.payload_bytes,
+        record_crc32 if tensor.payload_bytes == tensor.storage_bytes else None,
+        record_offset,
+        tensor.storage_bytes,
+        record_crc32,
+    )
 
 
 # ------------------------------------------------------------------------------------------------- anybody's archives
@@ -203,18 +241,7 @@ def _locate_any(item: ItemBytes) -> LocatedTensor:
     record_offset = _plain_record_start(item, record)
     if record.stored_bytes != pickled.storage_bytes:
         raise item.corrupt(f"a storage of {pickled.storage_bytes} bytes", f"its record has {record.stored_bytes}")
-    first_byte, payload_bytes = _payload_range(item, pickled)
-    record_crc = record.crc32 if checksummed else None
-    return LocatedTensor(
-        pickled.dtype,
-        pickled.shape,
-        record_offset + first_byte,
-        payload_bytes,
-        record_crc if payload_bytes == record.stored_bytes else None,
-        record_offset,
-        record.stored_bytes,
-        record_crc,
-    )
+    return _located(pickled, record_offset, record.crc32 if checksummed else None)
 
 
 def _has_checksums(records: dict[str, ZipRecord]) -> bool:
@@ -254,27 +281,7 @@ def _content(item: ItemBytes, record: ZipRecord, checksummed: bool) -> bytes:
 def _read_pickle(item: ItemBytes, record: ZipRecord, checksummed: bool) -> PickledTensor:
     try:
         return read_tensor_pickle(_content(item, record, checksummed))
-    except NotATensorPickleError as error:
+    except NotPlainTensorError as error:
         raise NotRangeable(f"{item.where}: not the pickle of one plain tensor: {error}") from error
-
-
-def _payload_range(item: ItemBytes, pickled: PickledTensor) -> tuple[int, int]:
-    """First byte of the tensor in its storage, and its size in bytes."""
-    shape, strides, offset = pickled.shape, pickled.strides, pickled.storage_offset
-    if len(strides) != len(shape) or offset < 0 or any(size < 0 for size in shape):
-        raise item.corrupt("expected as many strides as sizes, none negative", "got others")
-    width = element_bytes(pickled.dtype)
-    payload_bytes = math.prod(shape) * width
-    if payload_bytes == 0:
-        return 0, 0
-    if strides != contiguous_strides(shape) and any(
-        size != 1 and stride != expected
-        for size, stride, expected in zip(shape, strides, contiguous_strides(shape), strict=True)
-    ):
-        raise NotRangeable(f"{item.where}: stored with strides {list(strides)}, not contiguous")
-    if offset * width + payload_bytes > pickled.storage_bytes:
-        raise item.corrupt(
-            f"{payload_bytes} bytes of elements from byte {offset * width} of their storage",
-            f"it has {pickled.storage_bytes}",
-        )
-    return offset * width, payload_bytes
+    except MalformedPickleError as error:
+        raise item.corrupt("expected the pickle of a tensor", str(error)) from error

@@ -19,6 +19,7 @@ __all__ = [
     "UnsupportedDtypeError",
     "contiguous_strides",
     "dtype_entry",
+    "numbers_at",
     "own_dtype_and_shape",
     "tensor_pickle",
 ]
@@ -208,25 +209,27 @@ def own_dtype_and_shape(pickle: bytes) -> tuple[str, tuple[int, ...]] | None:
         if dtype not in DTYPES:
             return None
     position = pickle.find(_AFTER_COUNT, after_start) + len(_AFTER_COUNT)
+    if pickle[position : position + 1] == _MARK:  # before a tuple of more than three
+        position += 1
+    return dtype, numbers_at(pickle, position)
+
+
+def numbers_at(pickle: bytes, position: int) -> tuple[int, ...]:
+    """The ints that a pickle pushes from `position` on, up to the first opcode of another kind (or the end)."""
+    numbers = []
     stop = len(pickle)
-    shape = []
     while position < stop:
         opcode = pickle[position]
         if opcode == 0x4B:  # BININT1
-            shape.append(int.from_bytes(pickle[position + 1 : position + 2], "little"))
-            position += 2
+            number_at, position = position + 1, position + 2
         elif opcode == 0x4D:  # BININT2
-            shape.append(int.from_bytes(pickle[position + 1 : position + 3], "little"))
-            position += 3
+            number_at, position = position + 1, position + 3
         elif opcode == 0x4A:  # BININT
-            shape.append(int.from_bytes(pickle[position + 1 : position + 5], "little", signed=True))
-            position += 5
+            number_at, position = position + 1, position + 5
         elif opcode == 0x8A:  # LONG1
             number_at = position + 2
             position = number_at + int.from_bytes(pickle[position + 1 : number_at], "little")
-            shape.append(int.from_bytes(pickle[number_at:position], "little", signed=True))
-        elif opcode == 0x28:  # MARK, before a tuple of more than three
-            position += 1
         else:
             break
-    return dtype, tuple(shape)
+        numbers.append(int.from_bytes(pickle[number_at:position], "little", signed=position - number_at > 2))
+    return tuple(numbers)

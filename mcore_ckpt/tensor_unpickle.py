@@ -7,60 +7,143 @@ a tensor are recognized by name, and their arguments are the result.
 
 from __future__ import annotations
 
+import math
+import re
 import struct
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-from mcore_ckpt.tensor_pickle import DTYPES
+from mcore_ckpt.tensor_pickle import DTYPES, contiguous_strides, numbers_at
 
-__all__ = ["MAX_PICKLE_BYTES", "NotATensorPickleError", "PickledTensor", "read_tensor_pickle"]
+__all__ = [
+    "MAX_PICKLE_BYTES",
+    "MalformedPickleError",
+    "NotPlainTensorError",
+    "PickledTensor",
+    "read_tensor_pickle",
+]
 
 MAX_PICKLE_BYTES = 16 * 1024
 """More than the pickle of a tensor with 64 axes takes."""
 
 
 class PickledTensor(NamedTuple):
-    """What a tensor's pickle says, unchecked but for types.
+    """A C-contiguous tensor, as its pickle describes it; it lies inside its storage.
 
     Attributes:
         dtype: a key of `DTYPES`.
+        shape: sizes, in elements.
         storage_key: the bytes are in record `data/<storage_key>`.
         storage_bytes: size of that record.
-        storage_offset: the tensor's first element, in elements.
-        shape: sizes, in elements.
-        strides: in elements.
+        first_byte: where in it the tensor starts.
+        payload_bytes: size of the tensor.
     """
 
     dtype: str
+    shape: tuple[int, ...]
     storage_key: str
     storage_bytes: int
-    storage_offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    first_byte: int
+    payload_bytes: int
 
 
-class NotATensorPickleError(Exception):
-    """The pickle is not that of one plain tensor (or of no tensor at all); the message says where it departs."""
+class NotPlainTensorError(Exception):
+    """The pickle is of something else than one C-contiguous tensor; the message says of what."""
 
 
+class MalformedPickleError(Exception):
+    """No pickle at all, or a tensor that cannot be; the message says why."""
+
+
+# A checkpoint has many tensors of the same dtype and shape.
+@lru_cache(maxsize=4096)
 def read_tensor_pickle(pickle: bytes) -> PickledTensor:
     """Interpret the pickle of a tensor (or of a Parameter without further state), in bounded time and memory.
 
     Raises:
-        NotATensorPickleError: it contains anything else, or is cut off.
+        NotPlainTensorError: `torch.load` may be able to make something of it.
+        MalformedPickleError: it cannot.
     """
     if len(pickle) > MAX_PICKLE_BYTES:
-        raise NotATensorPickleError(f"it has {len(pickle)} bytes, more than any tensor needs")
+        raise NotPlainTensorError(f"it has {len(pickle)} bytes, more than any tensor needs")
+    usual = _USUAL.fullmatch(pickle)
+    known = _read_usual(usual) if usual is not None else None
+    if known is not None:
+        return known
     try:
         result = _interpret(pickle)
     except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:
         # Each is what malformed input does to the stack, to the memo, or to a read past the end.
-        raise NotATensorPickleError(f"malformed: {error!r}") from error
+        raise MalformedPickleError(f"{type(error).__name__}: {error}") from error
     if not isinstance(result, PickledTensor):
-        raise NotATensorPickleError(f"it holds {type(result).__name__}, not one tensor")
+        raise NotPlainTensorError(f"it holds {type(result).__name__}, not a tensor")
     return result
 
 
 _DTYPE_OF_STORAGE = {entry.storage_class: dtype for dtype, entry in DTYPES.items() if entry.storage_class}
+
+
+def _plain(
+    dtype: str, storage_key: str, storage_bytes: int, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> PickledTensor:
+    """Check a tensor against its storage; `offset` and `strides` are in elements."""
+    width = DTYPES[dtype].element_bytes
+    payload_bytes = math.prod(shape) * width
+    if offset < 0 or len(shape) != len(strides) or (shape and min(shape) < 0):
+        raise MalformedPickleError(f"{len(shape)} sizes, {len(strides)} strides, or a negative number")
+    if payload_bytes == 0:
+        return PickledTensor(dtype, shape, storage_key, storage_bytes, 0, 0)
+    contiguous = contiguous_strides(shape)
+    if strides != contiguous and any(  # the stride of an axis of one element says nothing
+        size != 1 and stride != expected for size, stride, expected in zip(shape, strides, contiguous, strict=True)
+    ):
+        raise NotPlainTensorError("its strides are not those of a contiguous tensor")
+    first_byte = offset * width
+    if first_byte + payload_bytes > storage_bytes:
+        raise MalformedPickleError(
+            f"{payload_bytes} bytes of elements from byte {first_byte} on, in a storage of {storage_bytes}"
+        )
+    return PickledTensor(dtype, shape, storage_key, storage_bytes, first_byte, payload_bytes)
+
+
+# ---------------------------------------------------------------------------------------- the program torch.save writes
+
+# A regular expression reads the usual program five times as fast as the stack machine, which keeps loads of many small
+# tensors of other writers fast. Every opcode of a number fixes its length, so a match is a parse.
+_NUMBER = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7}|\x8a\x08.{8})"
+_NUMBERS = rb"(?:\)|(?:" + _NUMBER + rb"){1,3}[\x85-\x87]q.|\((?:" + _NUMBER + rb"){4,64}tq.)"
+_NAME = rb"(\w{1,40})\n"
+_USUAL = re.compile(
+    rb"\x80\x02ctorch\._utils\n_rebuild_tensor_v([23])\nq\x00\(\(X\x07\x00\x00\x00storageq\x01"
+    rb"ctorch(\.storage|)\n" + _NAME + rb"q\x02X\x01\x00\x00\x00(\d)q\x03"
+    rb"X(?:\x03\x00\x00\x00cpu|\x06\x00\x00\x00cuda:\d)q\x04(" + _NUMBER + rb")tq\x05Q"
+    rb"(" + _NUMBER + rb")(" + _NUMBERS + rb")(" + _NUMBERS + rb")[\x88\x89]"
+    rb"ccollections\nOrderedDict\nq.\)Rq.(?:ctorch\n" + _NAME + rb"q.)?tq.Rq.\.",
+    re.DOTALL,
+)
+
+
+def _read_usual(match: re.Match[bytes]) -> PickledTensor | None:
+    """The tensor of a program that `_USUAL` matches; None if its parts do not fit each other."""
+    version, module, storage_class, key, length, offset, sizes, strides, name = match.groups()
+    if (version, module) == (b"2", b"") and name is None:
+        dtype = _DTYPE_OF_STORAGE.get(storage_class.decode())
+    elif (version, module, storage_class) == (b"3", b".storage", b"UntypedStorage") and name is not None:
+        dtype = name.decode() if name.decode() in DTYPES else None
+    else:
+        return None
+    if dtype is None:
+        return None
+    shape, steps = numbers_at(sizes, sizes[0] == 0x28), numbers_at(strides, strides[0] == 0x28)  # after a MARK
+    for numbers, program in ((shape, sizes), (steps, strides)):
+        if 1 <= len(numbers) <= 3 and program[-3] != 0x84 + len(numbers):
+            return None
+    (count,), (first,) = numbers_at(length, 0), numbers_at(offset, 0)
+    storage_bytes = count * (1 if name else DTYPES[dtype].element_bytes)
+    return _plain(dtype, key.decode(), storage_bytes, first, shape, steps)
+
+
+# ------------------------------------------------------------------------------------------------ any other program
 
 
 class _Mark:
@@ -159,7 +242,7 @@ def _interpret(pickle: bytes) -> Any:
             (result,) = stack
             return result
         else:
-            raise NotATensorPickleError(f"opcode {opcode:#04x} at byte {position - 1}")
+            raise NotPlainTensorError(f"opcode {opcode:#04x} at byte {position - 1}")
     raise IndexError("no STOP")
 
 
@@ -183,14 +266,14 @@ def _call(function: Any, arguments: Any) -> Any:
         tensor, _requires_grad, hooks = arguments
         if type(tensor) is PickledTensor and hooks is _NO_HOOKS:
             return tensor
-    raise NotATensorPickleError(f"call of {function!r}")
+    raise NotPlainTensorError(f"call of {function!r}")
 
 
 def _tensor(arguments: tuple[Any, ...], further: tuple[Any, ...], *, typed: bool) -> PickledTensor:
     """The tensor that a rebuild function would make; `further` is its metadata (conjugate bit and the like)."""
     storage, offset, shape, strides, _requires_grad, hooks = arguments[:6]
     if type(storage) is not _Storage or hooks is not _NO_HOOKS or any(more is not _NO_STATE for more in further):
-        raise NotATensorPickleError("a tensor with hooks or further metadata")
+        raise NotPlainTensorError("a tensor with hooks or further metadata")
     if any(type(numbers) is not tuple or any(type(n) is not int for n in numbers) for numbers in ((offset,), shape)):
         raise TypeError("sizes or offset")
     if type(strides) is not tuple or any(type(n) is not int for n in strides):
@@ -203,6 +286,6 @@ def _tensor(arguments: tuple[Any, ...], further: tuple[Any, ...], *, typed: bool
         untyped = storage.storage_class == "torch.storage\nUntypedStorage"
         dtype = name if untyped and module == "torch" and name in DTYPES else None
     if dtype is None:
-        raise NotATensorPickleError(f"dtype of {storage.storage_class!r}")
+        raise NotPlainTensorError(f"dtype of {storage.storage_class!r}")
     storage_bytes = storage.length * (DTYPES[dtype].element_bytes if typed else 1)
-    return PickledTensor(dtype, storage.key, storage_bytes, offset, shape, strides)
+    return _plain(dtype, storage.key, storage_bytes, offset, shape, strides)
