@@ -78,7 +78,7 @@ class ItemDecoder:
             )
         with torch.no_grad():
             for want in wanted.wants:
-                want.target.tensor.detach().copy_(narrow(loaded, want.box))
+                want.tensor.detach().copy_(narrow(loaded, want.box))
 
     def _content(self, fqn: str, item: StoredItem) -> bytes:
         where = f"{fqn} ({item.file}, bytes [{item.offset}, {item.offset + item.length}))"

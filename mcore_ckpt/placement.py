@@ -19,24 +19,12 @@ import torch
 from mcore_ckpt.boxes import Box, intersect
 from mcore_ckpt.container import element_bytes
 
-__all__ = ["ReadBuffer", "Target", "Want", "dtype_name", "memory_at", "narrow", "place_box", "target_of", "torch_dtype"]
+__all__ = ["ReadBuffer", "Want", "address_of", "dtype_name", "memory_at", "narrow", "place_box", "torch_dtype"]
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 # Same-dtype copies are done on integers of the same width: torch copies those for every dtype, and bit by bit.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-
-class Target(NamedTuple):
-    """A destination: a tensor of the shape of the wanted box.
-
-    Attributes:
-        tensor: detached; written in place.
-        address: where its bytes lie, when they lie exactly as stored; 0 otherwise.
-    """
-
-    tensor: torch.Tensor
-    address: int
 
 
 class Want(NamedTuple):
@@ -45,12 +33,14 @@ class Want(NamedTuple):
     Attributes:
         box: relative to the chunk, in elements.
         whole: the box is the whole chunk.
-        target: where it goes.
+        tensor: the destination; written in place.
+        address: where its bytes lie, when they lie exactly as stored (`address_of`); 0 otherwise.
     """
 
     box: Box
     whole: bool
-    target: Target
+    tensor: torch.Tensor
+    address: int
 
 
 @lru_cache(maxsize=256)
@@ -65,8 +55,8 @@ def torch_dtype(name: str) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def target_of(tensor: torch.Tensor, stored_dtype: torch.dtype) -> Target:
-    """The destination that `tensor` is for a box of its own shape, stored as `stored_dtype`."""
+def address_of(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
+    """Where in host memory a box of the tensor's own shape, stored as `stored_dtype`, belongs byte for byte; else 0."""
     if (
         tensor.dtype is stored_dtype
         and tensor.is_cpu
@@ -76,8 +66,8 @@ def target_of(tensor: torch.Tensor, stored_dtype: torch.dtype) -> Target:
         and not tensor.is_neg()
         and not tensor.is_conj()
     ):
-        return Target(tensor, tensor.data_ptr())
-    return Target(tensor.detach(), 0)
+        return tensor.data_ptr()
+    return 0
 
 
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -155,11 +145,11 @@ def place_box(
     span_elems = 1 + sum((size - 1) * stride for size, stride in zip(overlap.sizes, strides, strict=True))
     elem_bytes = stored_dtype.itemsize
     inside = Box(tuple(o - w for o, w in zip(overlap.offsets, want.box.offsets, strict=True)), overlap.sizes)
-    destination = want.target.tensor.detach()
+    destination = want.tensor.detach()
     if inside.sizes != tuple(destination.shape):
         destination = narrow(destination, inside)
     wanted_elems = math.prod(overlap.sizes)
-    if want.target.address and span_elems == wanted_elems and destination.is_contiguous():
+    if want.address and span_elems == wanted_elems and destination.is_contiguous():
         source = buffer.address + at + first * elem_bytes
         ctypes.memmove(destination.data_ptr(), source, wanted_elems * elem_bytes)
         return

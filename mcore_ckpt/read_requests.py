@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import bisect
 import difflib
+import gc
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -26,7 +28,7 @@ from mcore_ckpt.errors import (
     ShapeMismatchError,
 )
 from mcore_ckpt.metadata import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.placement import Target, Want, dtype_name, narrow, target_of, torch_dtype
+from mcore_ckpt.placement import Want, address_of, dtype_name, narrow, torch_dtype
 
 __all__ = [
     "ReadRequest",
@@ -82,6 +84,14 @@ class WantedItem:
     wants: list[Want] = field(default_factory=list)
 
     @property
+    def needed_bytes(self) -> int:
+        """How many bytes the destinations take; what several of them want counts several times."""
+        wants = self.wants
+        if len(wants) == 1 and wants[0].whole:
+            return self.payload_bytes
+        return sum(math.prod(want.box.sizes) for want in wants) * self.dtype.itemsize
+
+    @property
     def item(self) -> StoredItem:
         """Where the chunk is stored."""
         return self.chunk.item
@@ -120,6 +130,11 @@ def tensor_entry(fqn: str, index: CheckpointIndex) -> TensorEntry:
     raise missing_key(fqn, index)
 
 
+@lru_cache(maxsize=4096)
+def _whole_box(sizes: tuple[int, ...]) -> Box:
+    return Box((0,) * len(sizes), sizes)
+
+
 @lru_cache(maxsize=256)
 def _known_dtype(name: str) -> torch.dtype | None:
     return torch_dtype(name)
@@ -150,6 +165,29 @@ def wanted_items(requests: Iterable[ReadRequest], index: CheckpointIndex, *, all
         CorruptCheckpointError: no stored chunk, or more than one, holds some element of the box.
     """
     wanted: WantedItems = {}
+    with _collector_paused():
+        _want_all(wanted, requests, index, allow_dtype_cast)
+    return wanted
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Wanted items are many small objects that all stay alive; each full collection meanwhile would walk through every
+    object of the training process, and free nothing.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _want_all(
+    wanted: WantedItems, requests: Iterable[ReadRequest], index: CheckpointIndex, allow_dtype_cast: bool
+) -> None:
     lookups: dict[str, _ChunkLookup] = {}
     for request in requests:
         fqn, tensor, offsets, sizes = request[:4]
@@ -160,7 +198,7 @@ def wanted_items(requests: Iterable[ReadRequest], index: CheckpointIndex, *, all
         _check_shape(request, entry, index)
         chunks: Sequence[StoredChunk] = entry.chunks
         if len(chunks) == 1 and chunks[0].sizes == sizes and chunks[0].offsets == offsets:
-            want_chunk(wanted, entry, dtype, chunks[0], Box((0,) * len(sizes), sizes), target_of(tensor, dtype))
+            want_chunk(wanted, entry, dtype, chunks[0], _whole_box(sizes), tensor)
             continue
         box = Box(tuple(offsets), tuple(sizes))
         if len(chunks) > _FEW_CHUNKS:
@@ -169,7 +207,6 @@ def wanted_items(requests: Iterable[ReadRequest], index: CheckpointIndex, *, all
                 lookup = lookups[fqn] = _ChunkLookup(entry)
             chunks = lookup.overlapping(box)
         _want_box(wanted, request, box, entry, dtype, chunks, index)
-    return wanted
 
 
 def _want_box(
@@ -188,15 +225,8 @@ def _want_box(
             continue
         inside = Box(_minus(overlap.offsets, box.offsets), overlap.sizes)
         found.append(inside)
-        part = request.tensor if overlap == box else narrow(request.tensor, inside)
-        want_chunk(
-            wanted,
-            entry,
-            dtype,
-            chunk,
-            Box(_minus(overlap.offsets, chunk.offsets), overlap.sizes),
-            target_of(part, dtype),
-        )
+        part = request.tensor if overlap == box else narrow(request.tensor.detach(), inside)
+        want_chunk(wanted, entry, dtype, chunk, Box(_minus(overlap.offsets, chunk.offsets), overlap.sizes), part)
     if request.allow_partial:
         return
     problem = covers(box.sizes, found)
@@ -214,7 +244,7 @@ def want_chunk(
     dtype: torch.dtype,
     chunk: StoredChunk,
     box: Box,
-    target: Target,
+    tensor: torch.Tensor,
 ) -> None:
     """Add a box of a chunk (relative to it) and its destination to what is wanted; nothing for an empty box."""
     if 0 in box.sizes:
@@ -223,7 +253,7 @@ def want_chunk(
     item = wanted.get(key)
     if item is None:
         item = wanted[key] = WantedItem(entry.fqn, dtype, chunk, math.prod(chunk.sizes) * dtype.itemsize)
-    item.wants.append(Want(box, box.sizes == chunk.sizes, target))
+    item.wants.append(Want(box, box.sizes == chunk.sizes, tensor, address_of(tensor, dtype)))
 
 
 def dtype_mismatch(entry: TensorEntry, wanted: torch.dtype, index: CheckpointIndex) -> DtypeMismatchError:

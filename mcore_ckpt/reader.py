@@ -28,7 +28,6 @@ from mcore_ckpt.fetch import OpenFiles, ReadStats, naming
 from mcore_ckpt.item_decoding import ItemDecoder
 from mcore_ckpt.metadata import CheckpointIndex, ObjectEntry, StoredChunk, read_index
 from mcore_ckpt.options import LoadOptions
-from mcore_ckpt.placement import target_of
 from mcore_ckpt.read_requests import (
     ReadRequest,
     WantedItems,
@@ -247,7 +246,7 @@ class FileSystemReader(StorageReader):
                 f"{place.fqn}: a box of sizes {list(box.sizes)} is to be read into a destination of shape"
                 f" {list(tensor.shape)}"
             )
-        want_chunk(wanted, entry, dtype, chunk, box, target_of(tensor, dtype))
+        want_chunk(wanted, entry, dtype, chunk, box, tensor)
 
     def _chunk(self, fqn: str, offsets: tuple[int, ...]) -> StoredChunk:
         chunks = self._chunks.get(fqn)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from mcore_ckpt.boxes import Box, runs
@@ -120,7 +120,7 @@ class TensorReads:
         self._threads = min(options.io_threads, max(1, options.buffer_bytes // options.window_bytes))
         self._per_thread = threading.local()
 
-    def run(self, items: Iterable[WantedItem]) -> None:
+    def run(self, items: Sequence[WantedItem]) -> None:
         """Fill the destinations of `items`, which are in order of file and offset.
 
         Raises:
@@ -128,20 +128,27 @@ class TensorReads:
             CorruptCheckpointError: an item is not what the index says, or its file is too short.
             LoadError: reading failed.
         """
-        items = list(items)
-        self._pinned = any(want.target.tensor.is_cuda for wanted in items[:64] for want in wanted.wants)
-        large = []
+        self._pinned = any(want.tensor.is_cuda for wanted in items[:64] for want in wanted.wants)
+        rangeable: list[tuple[WantedItem, bool]] = []
+        unlocated: list[WantedItem] = []
+        needed_bytes = 0
         for wanted in items:
-            if wanted.item.transforms:
-                self._unranged.append((wanted, f"it is stored through {', '.join(wanted.item.transforms)}"))
-            elif not self._is_packed(wanted) and (wanted.item.file, wanted.item.offset) not in self._located:
-                large.append(wanted)
-        batches = (large[at : at + _LOCATE_BATCH] for at in range(0, len(large), _LOCATE_BATCH))
+            needed = wanted.needed_bytes
+            needed_bytes += needed
+            item = wanted.chunk.item
+            if item.transforms:
+                self._unranged.append((wanted, f"it is stored through {', '.join(item.transforms)}"))
+                continue
+            packed = self._is_packed(item.length, needed)
+            rangeable.append((wanted, packed))
+            if not packed and (item.file, item.offset) not in self._located:
+                unlocated.append(wanted)
+        self._stats.add(bytes_needed=needed_bytes)
+        batches = (unlocated[at : at + _LOCATE_BATCH] for at in range(0, len(unlocated), _LOCATE_BATCH))
         in_parallel(batches, self._locate_batch, self._threads)
 
-        unranged = {id(wanted) for wanted, _ in self._unranged}
         spans = coalesce(
-            self._extents(wanted for wanted in items if id(wanted) not in unranged),
+            self._extents(rangeable),
             window_bytes=self._options.window_bytes,
             max_gap_bytes=self._options.max_gap_bytes,
         )
@@ -154,31 +161,19 @@ class TensorReads:
 
     # ------------------------------------------------------------------------------------------------- what to read
 
-    def _is_packed(self, wanted: WantedItem) -> bool:
-        length = wanted.chunk.item.length
+    def _is_packed(self, length: int, needed_bytes: int) -> bool:
         if length > _PACKED_ITEM_BYTES or length > self._options.window_bytes:
             return False
-        if length <= CHEAP_GAP_BYTES:
-            return True
-        wants = wanted.wants
-        if wants[0].whole:
-            return True
-        elems = sum(math.prod(want.box.sizes) for want in wants)
-        return elems * wanted.dtype.itemsize >= _MOSTLY * length
+        return length <= CHEAP_GAP_BYTES or needed_bytes >= _MOSTLY * length
 
-    def _extents(self, items: Iterable[WantedItem]) -> Iterator[Extent]:
-        needed_bytes = 0
-        for wanted in items:
-            for want in wanted.wants:
-                needed_bytes += (
-                    wanted.payload_bytes if want.whole else math.prod(want.box.sizes) * wanted.dtype.itemsize
-                )
+    def _extents(self, rangeable: Iterable[tuple[WantedItem, bool]]) -> Iterator[Extent]:
+        for wanted, packed in rangeable:
             item = wanted.chunk.item
-            if self._is_packed(wanted):
-                yield Extent(item.file, item.offset, item.offset + item.length, item.length, wanted)
-            else:
-                yield from self._piece_extents(wanted, self._located[item.file, item.offset])
-        self._stats.add(bytes_needed=needed_bytes)
+            file, start, length = item.file, item.offset, item.length
+            if packed:
+                yield Extent(file, start, start + length, length, wanted)
+            elif located := self._located.get((file, start)):  # else it was found not to be rangeable
+                yield from self._piece_extents(wanted, located)
 
     def _piece_extents(self, wanted: WantedItem, located: LocatedTensor) -> list[Extent]:
         item, sizes, elem_bytes = wanted.item, wanted.chunk.sizes, wanted.dtype.itemsize
@@ -298,8 +293,8 @@ class TensorReads:
                 raise _checksum_error(wanted, offset, length, located.record_crc32, got)
         offset, length = located.payload_offset, located.payload_bytes
         for want in wanted.wants:
-            if want.whole and want.target.address:
-                ctypes.memmove(want.target.address, buffer.address + at + offset, length)
+            if want.whole and want.address:
+                ctypes.memmove(want.address, buffer.address + at + offset, length)
             else:
                 sizes = wanted.chunk.sizes
                 place_box(buffer, at + offset, Box((0,) * len(sizes), sizes), sizes, wanted.dtype, want)
@@ -328,11 +323,11 @@ class TensorReads:
 
 def _address(want: Want, box: Box, elem_bytes: int) -> int:
     """Where in host memory the bytes of `box` (relative to the chunk) belong, if they are contiguous there; else 0."""
-    if not want.target.address:
+    if not want.address:
         return 0
     inside = Box(tuple(o - w for o, w in zip(box.offsets, want.box.offsets, strict=True)), box.sizes)
     destination = runs(want.box.sizes, inside, elem_bytes)
-    return 0 if destination.counts else want.target.address + destination.first_byte
+    return 0 if destination.counts else want.address + destination.first_byte
 
 
 def _skew(first: Extent, lead_bytes: int) -> int:
