@@ -99,22 +99,10 @@ class LocalStorage(Storage):
 
     def publish(self, name: str, content: bytes) -> None:
         path = self.path(name)
-        temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{secrets.token_hex(8)}.tmp")
         try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)
-            try:
-                _write_all(fd, memoryview(content), 0)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            os.replace(temporary, path)
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            if isinstance(error, OSError):
-                raise _save_error("publishing it", path, error) from error
-            raise
-        _sync_directory(os.path.dirname(path))
+            _replace_durably(path, content)
+        except OSError as error:
+            raise _save_error("publishing it", path, error) from error
 
     def rename(self, source: str, destination: str) -> None:
         try:
@@ -139,7 +127,10 @@ class LocalStorage(Storage):
             raise _save_error("making the directory", str(self.root), error) from error
 
     def sync_directory(self) -> None:
-        _sync_directory(str(self.root))
+        try:
+            _sync_directory(str(self.root))
+        except OSError as error:
+            raise _save_error("syncing the directory", str(self.root), error) from error
 
 
 def _open_error(path: str, error: OSError) -> LoadError:
@@ -151,16 +142,53 @@ def _open_error(path: str, error: OSError) -> LoadError:
     return LoadError(f"{path}: cannot be opened: {error.strerror or error} ({code})")
 
 
-def _sync_directory(path: str) -> None:
+def _replace_durably(path: str, content: bytes) -> None:
+    """Write, sync, rename, sync the directory; the order that borg and others use, and the way back.
+
+    If the last step fails, the rename has happened but may not outlast a power cut. Whoever is told of the failure
+    removes the files that the new content names, so the old content has to come back.
+    """
+    directory, base = os.path.split(path)
+    prefix = f".{base}."
+    temporary = os.path.join(directory, f"{prefix}{secrets.token_hex(8)}.tmp")
+    old = os.path.join(directory, f"{prefix}{secrets.token_hex(8)}.tmp")
     try:
-        fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)
         try:
+            _write_all(fd, memoryview(content), 0)
             os.fsync(fd)
         finally:
             os.close(fd)
+        # Without hard links there is no way back; then a failing sync leaves the new content in place.
+        with contextlib.suppress(OSError):
+            os.link(path, old)
+        existed = os.path.exists(path)
+        os.replace(temporary, path)
+        try:
+            _sync_directory(directory)
+        except OSError:
+            if os.path.exists(old):
+                os.replace(old, path)
+            elif not existed:
+                os.unlink(path)
+            raise
+    finally:
+        # Also what a process that died at this point has left behind: nobody else publishes the same file.
+        with contextlib.suppress(OSError):
+            for entry in os.listdir(directory or "."):
+                if entry.startswith(prefix) and entry.endswith(".tmp"):
+                    os.unlink(os.path.join(directory, entry))
+
+
+def _sync_directory(path: str) -> None:
+    fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
     except OSError as error:
         if error.errno not in _NO_DIRECTORY_SYNC:
-            raise _save_error("syncing the directory", path, error) from error
+            raise
+    finally:
+        os.close(fd)
 
 
 def _write_all(fd: int, view: memoryview, offset: int, granule: int = 1) -> None:

@@ -220,6 +220,32 @@ def test_a_failed_publish_keeps_the_old_content(
     assert open_fds() == before
 
 
+@pytest.mark.parametrize("existed", [True, False])
+def test_a_publish_that_may_not_last_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path, existed: bool
+) -> None:
+    """Who hears of the failure removes the files that the new content names."""
+    if existed:
+        local.publish(".metadata", b"old")
+    real_fsync = os.fsync
+
+    def fsync(fd: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real_fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(SaveError, match=r"\.metadata: publishing it failed.*EIO"):
+        local.publish(".metadata", b"new")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == ({".metadata": b"old"} if existed else {})
+
+
+def test_publish_removes_what_a_process_that_died_in_it_left(local: LocalStorage, tmp_path: Path) -> None:
+    (tmp_path / "..metadata.0123456789abcdef.tmp").write_bytes(b"half")
+    local.publish(".metadata", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
+
+
 def test_publish_syncs_the_file_before_its_name_and_the_directory_after(
     monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path
 ) -> None:
