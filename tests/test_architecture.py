@@ -1,0 +1,207 @@
+"""The package is built as docs/design.md says: its module map is the table that these tests hold the imports against."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "mcore_ckpt"
+LONGEST_FILE_LINES = 400
+# Where megatron-core may be named in an import; all else gets what it needs of it from there.
+KNOWS_MEGATRON = {"megatron_compat", "strategy"}
+# One row of the map: | layer | `file.py` | responsibility | torch |
+ROW = re.compile(r"^\| (\d) \| `([\w/]+)\.py` \| (.+?) \| (torch|-) \|$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Module:
+    layer: int
+    needs_torch: bool
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement: what it names, on which line, and whether it runs when the module is imported."""
+
+    name: str
+    line: int
+    at_import: bool
+
+
+@cache
+def module_map() -> dict[str, Module]:
+    text = (ROOT / "docs" / "design.md").read_text()
+    return {name.replace("/", "."): Module(int(layer), torch == "torch") for layer, name, _, torch in ROW.findall(text)}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Modules that hold code, by dotted name within the package; the package's own `__init__` is the public face."""
+    paths = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    return {name: path for name, path in sorted(paths.items()) if not name.endswith("__init__")}
+
+
+@cache
+def imports(name: str) -> list[Import]:
+    tree = ast.parse(modules()[name].read_text())
+    deferred = {
+        id(node)
+        for scope in ast.walk(tree)
+        if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _is_type_checking(scope)
+        for node in ast.walk(scope)
+    }
+    found = []
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}:{node.lineno}: relative import; write the full name"
+            # `from mcore_ckpt import crc` names a module, `from mcore_ckpt.crc import crc32` a function in one.
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and _calls_import_module(node):
+            names = [_text(node.args[0])]
+        found += [Import(text, node.lineno, id(node) not in deferred) for text in names]
+    return found
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def _calls_import_module(node: ast.Call) -> bool:
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    return called in ("import_module", "__import__") and bool(node.args)
+
+
+def _text(node: ast.expr) -> str:
+    """The constant text that an expression begins with; what follows in an f-string is not known here."""
+    if isinstance(node, ast.JoinedStr):
+        node = node.values[0]
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def own_modules_imported(name: str) -> set[str]:
+    """Modules of the package that `name` imports, at import time or later."""
+    targets = set()
+    for imported in imports(name):
+        if imported.name.startswith("mcore_ckpt."):
+            path = imported.name.removeprefix("mcore_ckpt.")
+            while path and path not in modules():
+                path = path.rpartition(".")[0]
+            targets.add(path)
+    return targets - {""}
+
+
+def test_module_map_names_every_module_and_nothing_else() -> None:
+    missing, gone = sorted(set(modules()) - set(module_map())), sorted(set(module_map()) - set(modules()))
+    assert not missing, f"docs/design.md, module map: add a row for {missing}"
+    assert not gone, f"docs/design.md, module map: these do not exist: {gone}"
+
+
+@pytest.mark.parametrize("name", modules())
+def test_imports_go_up_the_map_only(name: str) -> None:
+    layer = module_map()[name].layer
+    downward = {target for target in own_modules_imported(name) if module_map()[target].layer > layer}
+    # The package's public names are resolved lazily, so a lower layer may be started by an upper one only in code that
+    # runs later; where that is so the module map says why.
+    at_import = {
+        imported.name.removeprefix("mcore_ckpt.")
+        for imported in imports(name)
+        if imported.at_import and imported.name.startswith("mcore_ckpt.")
+    }
+    offending = sorted(
+        target for target in downward if any(text == target or text.startswith(f"{target}.") for text in at_import)
+    )
+    assert not offending, f"{name} (layer {layer}) imports from below it in the module map: {offending}"
+
+
+def test_no_two_modules_import_each_other() -> None:
+    graph = {
+        name: {
+            target
+            for imported in imports(name)
+            if imported.at_import and imported.name.startswith("mcore_ckpt.")
+            for target in modules()
+            if f"mcore_ckpt.{target}" == imported.name or imported.name.startswith(f"mcore_ckpt.{target}.")
+        }
+        for name in modules()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"import cycle: {' -> '.join([*path[path.index(name) :], name])}"
+        if name not in done:
+            for target in graph[name]:
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_megatron_is_imported_in_two_modules_only() -> None:
+    where = sorted(
+        {
+            f"{name}:{imported.line}"
+            for name in modules()
+            for imported in imports(name)
+            if imported.name.split(".")[0] in ("megatron", "nvidia_resiliency_ext") and name not in KNOWS_MEGATRON
+        }
+    )
+    assert not where, f"megatron is imported at {where}; ask megatron_compat for what is needed"
+
+
+def test_which_modules_need_torch() -> None:
+    """In an interpreter where torch and megatron cannot be imported."""
+    names = sorted(set(modules()) - {"__main__"})  # which runs the command when it is imported
+    code = f"""
+import importlib, sys
+for name in ("torch", "megatron"):
+    sys.modules[name] = None
+for name in {names!r}:
+    try:
+        importlib.import_module("mcore_ckpt." + name)
+    except ModuleNotFoundError as error:
+        print(name, error.name.partition(".")[0])
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    needing = dict(line.split() for line in ended.stdout.splitlines())
+    assert set(needing.values()) <= {"torch"}
+    assert set(needing) == {name for name, module in module_map().items() if module.needs_torch}
+
+
+def test_import_of_the_package_brings_in_neither_torch_nor_megatron() -> None:
+    code = "import sys, mcore_ckpt; print(sorted({'torch', 'numpy', 'megatron', 'rich'} & set(sys.modules)))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert ended.stdout.strip() == "[]", ended.stdout + ended.stderr
+
+
+def test_no_file_is_longer_than_a_person_reads() -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
+        for folder in (PACKAGE, ROOT / "scripts")
+        for path in folder.rglob("*.py")
+    }
+    too_long = {path: lines for path, lines in lengths.items() if lines > LONGEST_FILE_LINES}
+    assert not too_long, f"more than {LONGEST_FILE_LINES} lines: {too_long}"
+
+
+def test_no_module_is_named_after_nothing() -> None:
+    vague = {"utils", "util", "helpers", "helper", "misc", "common", "manager", "engine"}
+    named = [name for name in modules() if name.split(".")[-1] in vague]
+    assert not named, f"these names do not say what the module is about: {named}"
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [name for name, path in modules().items() if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert not silent
