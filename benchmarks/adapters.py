@@ -42,7 +42,7 @@ class Adapter:
         raise NotImplementedError
 
     def start(self, state: Any, path: Path) -> Callable[[bool], bool]:
-        """Begin an asynchronous save; the returned function finalizes it (waiting if told to) and says if it is done."""
+        """Begin an asynchronous save; the function returned finalizes it (waits if told to) and says if it is done."""
         raise NotImplementedError
 
     def bytes_read(self) -> int | None:
@@ -190,7 +190,7 @@ class Dcp(Adapter):
     def start(self, state: Any, path: Path) -> Callable[[bool], bool]:
         from torch.distributed import checkpoint
 
-        future = checkpoint.async_save(state, storage_writer=checkpoint.FileSystemWriter(path, thread_count=2))
+        future: Any = checkpoint.async_save(state, storage_writer=checkpoint.FileSystemWriter(path, thread_count=2))
 
         def finalize(blocking: bool) -> bool:
             if not blocking and not future.done():

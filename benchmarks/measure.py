@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
@@ -41,7 +41,7 @@ def _cpu_s() -> float:
             spent += own.user + own.system + own.children_user + own.children_system
         except psutil.NoSuchProcess:
             continue
-    return spent
+    return float(spent)
 
 
 def timed(work: Callable[[], Any]) -> Cost:

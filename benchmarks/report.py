@@ -17,7 +17,7 @@ _PLOTTED = ("save s", "load cold s")
 
 
 def table(results: dict[str, Samples]) -> str:
-    """A Markdown table: for each figure the median of each adapter, and its ratio to the raw device where there is one."""
+    """A Markdown table: the median of each figure and adapter, and its ratio to the raw device where there is one."""
     lines = ["| work | figure | adapter | median | min - max | x raw |", "|---|---|---|---|---|---|"]
     for work, samples in results.items():
         for figure, by_adapter in samples.items():
@@ -37,7 +37,7 @@ def write(results: dict[str, Samples], out: Path) -> None:
     (out / "bench.json").write_text(json.dumps(facts, indent=1))
     text = table(results)
     (out / "bench.md").write_text(text)
-    print(text)
+    sys.stdout.write(text)
     _plot(results, out / "bench.png")
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def saves(rank: int, base: Path, kind_name: str, size_bytes: int, names: Sequenc
     for turn in range(rounds + 1):
         for name, adapter in _rotated(adapters, turn):
             path = _fresh(base / name)
-            cost = timed(lambda a=adapter, n=name, p=path: a.save(states[n], p))
+            cost = timed(partial(adapter.save, states[name], path))
             if turn == 0:
                 continue  # the first save of a process is measured apart
             _note(samples, "save s", name, cost["s"])
@@ -65,7 +66,7 @@ def saves(rank: int, base: Path, kind_name: str, size_bytes: int, names: Sequenc
     for name, adapter in adapters.items():
         if name != "raw":
             path = _fresh(base / name)
-            peak = peak_extra_bytes(lambda a=adapter, n=name, p=path: a.save(states[n], p))
+            peak = peak_extra_bytes(partial(adapter.save, states[name], path))
             _note(samples, "save peak extra MB", name, peak / 1e6)
             _note(samples, "file bytes / payload", name, _size_bytes(path) / kind.size_bytes)
     return samples
@@ -81,7 +82,7 @@ def first_save(rank: int, base: Path, kind_name: str, size_bytes: int, name: str
     for each in ("raw", name, "raw"):
         state = adapters[each].prepare(shards)
         path = _fresh(base / each)
-        cost = timed(lambda a=adapters[each], s=state, p=path: a.save(s, p))
+        cost = timed(partial(adapters[each].save, state, path))
         _note(samples, f"first save s ({name})", each, cost["s"])
     return samples
 
@@ -142,7 +143,7 @@ def loads(
                 state = adapter.prepare(shards)
                 path = base / writer
                 drop_page_cache(path) if temperature == "cold" else warm_page_cache(path)
-                cost = timed(lambda a=adapter, s=state, p=path: a.load(s, p))
+                cost = timed(partial(adapter.load, state, path))
                 label = reader if reader == writer or reader == "raw" else f"{reader} of {writer}"
                 _note(samples, f"load {temperature} s", label, cost["s"])
                 _note(samples, f"load {temperature} cpu s", label, cost["cpu_s"])
@@ -154,7 +155,7 @@ def loads(
     for (reader, writer), adapter in {pair: adapters[pair[0]] for pair in pairs}.items():
         if reader == writer and reader != "raw":
             state = adapter.prepare(shards)
-            peak = peak_extra_bytes(lambda a=adapter, s=state, p=base / writer: a.load(s, p))
+            peak = peak_extra_bytes(partial(adapter.load, state, base / writer))
             _note(samples, "load peak extra MB", reader, peak / 1e6)
     return samples
 
@@ -170,7 +171,7 @@ def async_saves(rank: int, base: Path, kind_name: str, size_bytes: int, names: S
         for name, adapter in _rotated(adapters, turn):
             path = _fresh(base / name)
             if name == "raw":
-                _note(samples, "commit s", name, timed(lambda p=path: adapters["raw"].save(shards, p))["s"])
+                _note(samples, "commit s", name, timed(partial(adapter.save, shards, path))["s"])
                 copy_s = timed(lambda: [c.copy_(s.tensor) for c, s in zip(copies, shards, strict=True)])["s"]
                 _note(samples, "memcpy s", name, copy_s)
                 continue
@@ -228,5 +229,3 @@ def _rotated(items: dict[Any, Adapter], turn: int) -> list[tuple[Any, Adapter]]:
     listed = list(items.items())
     shift = turn % len(listed)
     return listed[shift:] + listed[:shift]
-
-

@@ -81,8 +81,7 @@ def _expected(shard: Shard, step: int) -> torch.Tensor:
     row = torch.arange(first_row, first_row + rows, dtype=torch.int32).unsqueeze(1)
     column = torch.arange(first_column, first_column + columns, dtype=torch.int32).unsqueeze(0)
     # Mixed so that neighbouring elements differ in every byte; int32 wraps, which is what is wanted.
-    mixed = (row * shard.global_shape[1] + column + (hash_of(shard.key) + step)) * 0x5BD1E995
-    return mixed
+    return (row * shard.global_shape[1] + column + (hash_of(shard.key) + step)) * 0x5BD1E995
 
 
 def hash_of(key: str) -> int:

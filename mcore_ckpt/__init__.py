@@ -15,9 +15,10 @@ from mcore_ckpt.options import LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
     from mcore_ckpt.async_calls import AsyncCallsQueue
+    from mcore_ckpt.load_planner import MCoreLoadPlanner
     from mcore_ckpt.megatron_compat import install, uninstall
     from mcore_ckpt.optimizer_state import load_sharded_optimizer_state
-    from mcore_ckpt.planner import MCoreLoadPlanner, MCoreSavePlanner
+    from mcore_ckpt.planner import MCoreSavePlanner
     from mcore_ckpt.reader import FileSystemReader
     from mcore_ckpt.registry import get_strategy, register_strategy
     from mcore_ckpt.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
@@ -29,7 +30,7 @@ _HOME = {
     "AsyncCallsQueue": "async_calls",
     "FileSystemReader": "reader",
     "FileSystemWriterAsync": "writer",
-    "MCoreLoadPlanner": "planner",
+    "MCoreLoadPlanner": "load_planner",
     "MCoreSavePlanner": "planner",
     "TorchDistLoadStrategy": "strategy",
     "TorchDistSaveStrategy": "strategy",
@@ -40,7 +41,7 @@ _HOME = {
     "uninstall": "megatron_compat",
 }
 
-__all__ = [  # noqa: PLE0604  (the exceptions' names are listed once, in errors.py)
+__all__ = [
     "AsyncCallsQueue",
     "FileSystemReader",
     "FileSystemWriterAsync",

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from mcore_ckpt.async_calls import SaveCall
 from mcore_ckpt.errors import OptionError, SaveError
 from mcore_ckpt.file_image import FileImage, ImageResult, ImageWriter, plan_windows
-from mcore_ckpt.options import SaveOptions
 from mcore_ckpt.job_handle import JobHandle
+from mcore_ckpt.options import SaveOptions
 from mcore_ckpt.process import ForkedWriter, shared_writer
 from mcore_ckpt.save_job import check_results, write_in_line
 from mcore_ckpt.stage_pool import StageLease, lease_stage
@@ -149,7 +149,9 @@ def start_writing(
             return _fork_cow(storage, sources, options, what)
         return _stage_and_start(storage, sources, options, what)
     except Exception as error:  # noqa: BLE001  (the other ranks are on their way to the commit and have to hear of it)
-        wrapped = error if isinstance(error, SaveError) else SaveError(f"{what}: the writing could not be started: {error}")
+        wrapped = (
+            error if isinstance(error, SaveError) else SaveError(f"{what}: the writing could not be started: {error}")
+        )
         if wrapped is not error:
             wrapped.__cause__ = error
         return FailedSave(wrapped, options, what)
@@ -218,7 +220,9 @@ def _fork_staged(
     def write() -> list[ImageResult]:
         # Mapped anew: pages that are pinned for a device are not inherited by a forked child.
         view = stage.map_again()
-        with ImageWriter(io_threads=options.io_threads, piece_bytes=options.window_bytes, fsync=options.fsync) as images:
+        with ImageWriter(
+            io_threads=options.io_threads, piece_bytes=options.window_bytes, fsync=options.fsync
+        ) as images:
             for file in files:
                 size_bytes = file.image.size_bytes
                 writer = storage.open_writer(file.image.file_name, size_bytes=size_bytes, direct=options.direct_io)
@@ -250,7 +254,7 @@ def _stream(
     """Pass a save that is larger than its budget through a ring of windows."""
     if options.writer == "fork":
         raise OptionError(
-            f"the save has {total_bytes} bytes and the staging budget is {lease.budget_bytes}: a forked writer cannot be"
+            f"the save has {total_bytes} bytes, the staging budget {lease.budget_bytes}: a forked writer cannot be"
             ' fed piece by piece; raise staging_budget_bytes, or use writer="persistent" or stage="cow"'
         )
     started = time.perf_counter()
@@ -285,5 +289,3 @@ def _stream(
         total_bytes / 1e9 / max(blocked_s, 1e-9),
     )
     return AsyncSave(handle, images, lease, options, what)
-
-

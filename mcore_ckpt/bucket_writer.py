@@ -77,7 +77,7 @@ class ResultFile:
     def put(self, outcome: Any) -> None:
         """Leave the results; a later call replaces those of an earlier one."""
         content = pickle.dumps(outcome)
-        with open(self._path, "r+b") as file:
+        with Path(self._path).open("r+b") as file:
             file.write(content)
             file.truncate()
 
@@ -87,8 +87,7 @@ class ResultFile:
         Raises:
             SaveError: there are none: the writer has not run, or ended before its work was done.
         """
-        with open(self._path, "rb") as file:
-            content = file.read()
+        content = Path(self._path).read_bytes()
         if not content:
             raise SaveError("the writer left no results: it did not run, or it ended before its work was done")
         return pickle.loads(content)
@@ -159,7 +158,7 @@ def prepare_buckets(
             else:
                 tensor = resolve_data(item).detach()
                 data.tensor_data.append((item, _own_storage(tensor) if clone_views else tensor))
-        buckets.append(WriteBucket(os.path.join(directory, name), name, data))
+        buckets.append(WriteBucket(str(directory / name), name, data))
     return buckets
 
 
@@ -190,7 +189,7 @@ def write_buckets(
 
 
 def _prepare(bucket: WriteBucket, extensions: Sequence[Any]) -> tuple[BucketSource, list[WriteResult]]:
-    name = os.path.basename(bucket.path)
+    name = Path(bucket.path).name
     bytes_data, tensor_data = bucket.data
     descriptors = [extension.get_descriptor() for extension in reversed(extensions)] or None
     blobs = [(item, memoryview(_transformed(data.getbuffer(), extensions))) for item, data in bytes_data]

@@ -1,9 +1,9 @@
 """Write items -> balanced buckets -> the layout of each bucket's file.
 
-A bucket is what goes into one file. Its file holds two halves: first **bytes_data**, the serialized objects, in a region
-with some room to grow, then **tensor_data**, each tensor in the zip that `torch.save` writes. Sizes of tensors are known
-when a save is planned, so every offset is, too; and because objects have a region of their own, tensors do not move when
-an object changes its size, and the layout of one save serves the next.
+A bucket is what goes into one file. Its file holds two halves: first **bytes_data**, the serialized objects, in a
+region with some room to grow, then **tensor_data**, each tensor in the zip that `torch.save` writes. Sizes of tensors
+are known when a save is planned, so every offset is, too; and because objects have a region of their own, tensors do
+not move when an object changes its size, and the layout of one save serves the next.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from mcore_ckpt.container import TensorTemplate, place
 from mcore_ckpt.file_image import FileImage
 
-__all__ = ["BucketLayout", "FILE_SUFFIX", "balance", "lay_out", "place_objects", "region_bytes", "split_buckets"]
+__all__ = ["FILE_SUFFIX", "BucketLayout", "balance", "lay_out", "place_objects", "region_bytes", "split_buckets"]
 
 FILE_SUFFIX = ".distcp"
 _PAGE_BYTES = 4096
@@ -43,7 +43,7 @@ class BucketLayout:
 
 
 def balance(sizes_bytes: Sequence[int], buckets: int) -> list[list[int]]:
-    """Distribute items over buckets so that the largest bucket is small: largest item first, to the least filled bucket.
+    """Distribute items over buckets evenly: the largest item first, each to the bucket that is least filled.
 
     Args:
         sizes_bytes: size of each item.
@@ -89,12 +89,11 @@ def split_buckets(
         hinted = [index for index, key in enumerate(keys) if key.startswith(separation_hint)]
         apart = set(hinted)
         groups = [("", [i for i in range(len(keys)) if i not in apart]), (separation_hint, hinted)]
-    buckets = []
+    buckets: list[tuple[str, list[int]]] = []
     for prefix, members in groups:
         sizes = [sizes_bytes[index] for index in members]
-        for chosen in balance(sizes, thread_count):
-            if chosen:
-                buckets.append((prefix, [members[position] for position in chosen]))
+        chosen = [indices for indices in balance(sizes, thread_count) if indices]
+        buckets += [(prefix, [members[position] for position in indices]) for indices in chosen]
     return buckets
 
 

@@ -12,8 +12,8 @@ the new one whole:
    marker. A crash before the end of this step is mended by the next save; a reader meanwhile looks up which common
    state is in force with `common_file_in_force`.
 
-Only files named by the old `.metadata`, and those a failed save of ours left, are ever removed: other programs keep files in the same
-directory.
+Only files named by the old `.metadata`, and those a failed save of ours left, are ever removed: other programs keep
+files in the same directory.
 """
 
 from __future__ import annotations

@@ -24,8 +24,13 @@ def _as_dcp(plan: LocalPlan, object_keys: Sequence[str]) -> SavePlan:
     position = 0
     for key, ndim, code in zip(plan.keys, plan.ndims, plan.dtype_codes, strict=True):
         shape, offsets, sizes = (
-            torch.Size(plan.boxes[begin : begin + ndim]) for begin in range(position, position + 3 * ndim, max(ndim, 1))
-        ) if ndim else (torch.Size(()),) * 3
+            (
+                torch.Size(plan.boxes[begin : begin + ndim])
+                for begin in range(position, position + 3 * ndim, max(ndim, 1))
+            )
+            if ndim
+            else (torch.Size(()),) * 3
+        )
         chunk = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
         data = TensorWriteData(chunk=chunk, properties=properties[code], size=shape)
         items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))

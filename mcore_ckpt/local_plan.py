@@ -75,7 +75,7 @@ class LocalPlanBuilder:
         offset_bytes: int,
         length_bytes: int,
     ) -> None:
-        """One chunk: box (`offsets`, `sizes`) of a tensor of `shape`, at [offset_bytes, offset_bytes + length_bytes)."""
+        """One chunk: box (`offsets`, `sizes`) of a tensor of `shape`, `length_bytes` at `offset_bytes`."""
         plan = self._plan
         code = self._dtype_codes.get(dtype)
         if code is None:

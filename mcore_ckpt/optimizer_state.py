@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -81,9 +82,9 @@ def _load_megatron(
     sharded: Any, checkpoint: str | os.PathLike[str], optimizer_key: str, options: LoadOptions | None
 ) -> dict[str, Any]:
     """Megatron's `load` applies factories and local objects; handed the optimizer's part only, it reads only that."""
-    from mcore_ckpt.megatron_compat import load_sharded_state_dict
+    from mcore_ckpt.strategy import load_state_dict
 
-    loaded = load_sharded_state_dict({optimizer_key: sharded}, os.fspath(checkpoint), options)
+    loaded = load_state_dict({optimizer_key: sharded}, os.fspath(checkpoint), options)
     return {optimizer_key: loaded[optimizer_key]}
 
 
@@ -153,9 +154,7 @@ def _wanted_dtensor(
         raise ShapeMismatchError(
             f"{entry.fqn}: the checkpoint holds global shape {entry.shape}, the parameter has {tuple(parameter.shape)}"
         )
-    sizes, offsets = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
+    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     local = torch.empty(tuple(sizes), dtype=dtype, device=parameter.to_local().device)
     if local.numel():
         requests.append(ReadRequest(entry.fqn, local, tuple(offsets), tuple(sizes), entry.shape))
@@ -185,7 +184,7 @@ def _path(index: CheckpointIndex, key: str, optimizer_key: str, model: Mapping[s
 def _place(tree: dict[str, Any], path: Sequence[Any], value: Any) -> None:
     """Put `value` at `path`; integers in a path are positions in lists, as DCP writes them."""
     node: Any = tree
-    for here, following in zip(path[:-1], path[1:], strict=True):
+    for here, following in pairwise(path):
         empty: Any = [] if isinstance(following, int) else {}
         if isinstance(here, int):
             while len(node) <= here:
@@ -202,5 +201,3 @@ def _place(tree: dict[str, Any], path: Sequence[Any], value: Any) -> None:
     if isinstance(node, list) != isinstance(last, int):
         raise LoadError(f"{'.'.join(map(str, path))}: the checkpoint's key contradicts the other keys' structure")
     node[last] = value
-
-

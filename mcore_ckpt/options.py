@@ -94,9 +94,7 @@ class SaveOptions:
         if self.window_bytes < 64 * 1024 or self.window_bytes % 4096:
             raise OptionError(f"window_bytes={self.window_bytes}: expected a multiple of 4096, at least 65536")
         if self.stage == "cow" and self.writer == "persistent":
-            raise OptionError(
-                'stage="cow" needs writer="fork": a copy-on-write snapshot exists only in a forked child'
-            )
+            raise OptionError('stage="cow" needs writer="fork": a copy-on-write snapshot exists only in a forked child')
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **explicit: Any) -> SaveOptions:
@@ -146,9 +144,7 @@ class LoadOptions:
 _Options = TypeVar("_Options", SaveOptions, LoadOptions)
 
 
-def _from_environment(
-    cls: type[_Options], environment: Mapping[str, str] | None, explicit: dict[str, Any]
-) -> _Options:
+def _from_environment(cls: type[_Options], environment: Mapping[str, str] | None, explicit: dict[str, Any]) -> _Options:
     source = os.environ if environment is None else environment
     values: dict[str, Any] = {}
     for option in fields(cls):

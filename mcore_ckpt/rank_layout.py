@@ -1,7 +1,7 @@
 """All that one rank writes in one save, laid out: tensors -> buckets -> files, with room for the objects.
 
-The layout depends on the structure of the state only (keys, dtypes, shapes, offsets), so a `RankLayout` is kept and used
-again as long as the structure stays, which is what makes the second save's planning free.
+The layout depends on the structure of the state only (keys, dtypes, shapes, offsets), so a `RankLayout` is kept and
+used again as long as the structure stays, which is what makes the second save's planning free.
 """
 
 from __future__ import annotations

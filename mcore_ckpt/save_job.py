@@ -54,16 +54,14 @@ def write_in_line(
     Raises:
         SaveError: the device or file system failed; names the file and the errno.
     """
-    with _window_pool(options.window_bytes) as pool:
-        with ImageWriter(
-            io_threads=options.io_threads, pool=pool, fsync=options.fsync, on_written=on_written
-        ) as images:
-            for source in sources:
-                image = source.layout.image
-                writer = storage.open_writer(
-                    image.file_name, size_bytes=image.size_bytes, direct=options.direct_io
-                )
-                images.write_windows(writer, image, _filler(source))
+    with (
+        _window_pool(options.window_bytes) as pool,
+        ImageWriter(io_threads=options.io_threads, pool=pool, fsync=options.fsync, on_written=on_written) as images,
+    ):
+        for source in sources:
+            image = source.layout.image
+            writer = storage.open_writer(image.file_name, size_bytes=image.size_bytes, direct=options.direct_io)
+            images.write_windows(writer, image, _filler(source))
     check_results([source.layout.image for source in sources], images.results)
     return images.results
 

@@ -57,12 +57,9 @@ class SaveReport:
     def __str__(self) -> str:
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases_s.items())
         slowest = self.slowest
-        straggler = (
-            ""
-            if slowest is None
-            else f"; slowest file {slowest.file_name} of rank {slowest.rank} ({slowest.write_s + slowest.fsync_s:.3f} s)"
-        )
-        return (
-            f"saved {self.size_bytes / _GB:.3f} GB in {len(self.files)} files to {self.directory} in {self.total_s:.3f} s"
-            f" ({phases}){straggler}"
-        )
+        straggler = ""
+        if slowest is not None:
+            took_s = slowest.write_s + slowest.fsync_s
+            straggler = f"; slowest file {slowest.file_name} of rank {slowest.rank} ({took_s:.3f} s)"
+        size = f"{self.size_bytes / _GB:.3f} GB in {len(self.files)} files"
+        return f"saved {size} to {self.directory} in {self.total_s:.3f} s ({phases}){straggler}"

@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -161,7 +160,8 @@ class SaveTransaction:
             raise
         self._structure.reused = unchanged
         self._layout = self._structure.layout
-        assert self._layout is not None and self._placed is not None
+        assert self._layout is not None
+        assert self._placed is not None
         self._sources = [
             BucketSource(
                 bucket,
@@ -235,7 +235,7 @@ class SaveTransaction:
         outcome: list[ImageResult] | Exception
         try:
             outcome = write_in_line(self._storage, self._sources, self.options)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (raised by `commit`, where the other ranks hear of it)
             outcome = error
         self._sources = []
         self._phases_s["write"] = time.perf_counter() - started
@@ -302,7 +302,9 @@ class SaveTransaction:
         return report
 
     def _finished(self) -> _Written:
-        assert self._results is not None and self._layout is not None and self._placed is not None
+        assert self._results is not None
+        assert self._layout is not None
+        assert self._placed is not None
         results = self._results()
         self._results = None
         files = []
@@ -313,11 +315,15 @@ class SaveTransaction:
                     f"{self._storage.path(bucket.file_name)}: {bucket.image.size_bytes} bytes were planned,"
                     f" the file has {on_disk}"
                 )
-            files.append(FileReport(self._group.rank, result.file_name, result.size_bytes, result.write_s, result.fsync_s))
+            files.append(
+                FileReport(self._group.rank, result.file_name, result.size_bytes, result.write_s, result.fsync_s)
+            )
         return _Written(self._placed.entries, tuple(files), dict(self._phases_s))
 
     def _publish(self, gathered: list[_Written] | None) -> None:
-        assert gathered is not None and self._target is not None and self._structure.encoder is not None
+        assert gathered is not None
+        assert self._target is not None
+        assert self._structure.encoder is not None
         objects: dict[str, ObjectEntry] = {}
         for rank, written in enumerate(gathered):
             for entry in written.objects:
@@ -325,7 +331,11 @@ class SaveTransaction:
                     raise PlanError(f"{entry.fqn}: rank {rank} writes an object that another rank has written, too")
                 objects[entry.fqn] = entry
         assert self._structure.plans is not None
-        planned = sorted((name, size) for plan in self._structure.plans for name, size in zip(plan.files, plan.file_bytes, strict=True))
+        planned = sorted(
+            (name, size)
+            for plan in self._structure.plans
+            for name, size in zip(plan.files, plan.file_bytes, strict=True)
+        )
         done = sorted((file.file_name, file.size_bytes) for written in gathered for file in written.files)
         if planned != done:
             raise SaveError(f"{self.directory}: the files planned are {planned}, the files written {done}")
@@ -347,4 +357,3 @@ class SaveTransaction:
         if self._target is not None:
             abandon(self._storage, self._target)
         self._release_directory()
-

@@ -11,7 +11,15 @@ from typing import Any
 
 from mcore_ckpt.errors import PlanError
 
-__all__ = ["box_sizes", "is_main_replica", "is_sharded_object", "is_sharded_tensor", "leaves", "replace_leaves"]
+__all__ = [
+    "box_sizes",
+    "is_main_replica",
+    "is_sharded_object",
+    "is_sharded_tensor",
+    "leaves",
+    "replace_leaves",
+    "without_leaves",
+]
 
 
 def is_sharded_tensor(value: object) -> bool:
@@ -67,4 +75,22 @@ def replace_leaves(tree: Any, replacement: Callable[[Any], Any]) -> Any:
         return [replace_leaves(value, replacement) for value in tree]
     if is_sharded_tensor(tree) or is_sharded_object(tree):
         return replacement(tree)
+    return tree
+
+
+def without_leaves(tree: Any) -> Any:
+    """A nested dict/list without its sharded leaves, and without the containers that held nothing else."""
+    if isinstance(tree, dict):
+        kept = {}
+        for key, value in tree.items():
+            if is_sharded_tensor(value) or is_sharded_object(value):
+                continue
+            rest = without_leaves(value)
+            if isinstance(value, (dict, list)) and value and not rest:
+                continue
+            kept[key] = rest
+        return kept
+    if isinstance(tree, list):
+        kept_list = [without_leaves(v) for v in tree if not (is_sharded_tensor(v) or is_sharded_object(v))]
+        return [v for v in kept_list if not (isinstance(v, (dict, list)) and not v)] if tree else tree
     return tree

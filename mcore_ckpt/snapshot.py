@@ -25,6 +25,7 @@ def snapshot(state: Any, previous: Any = None) -> Any:
 def _copy(value: Any, previous: Any, done: dict[int, Any]) -> Any:
     if id(value) in done:
         return done[id(value)]
+    copied: Any
     if isinstance(value, torch.Tensor):
         copied = _copy_tensor(value, previous)
     elif isinstance(value, dict):

@@ -6,8 +6,8 @@ import logging
 import os
 from dataclasses import dataclass
 
-from mcore_ckpt.options import SaveOptions
 from mcore_ckpt.job_handle import JobHandle
+from mcore_ckpt.options import SaveOptions
 from mcore_ckpt.staging import Stage, free_host_bytes
 
 __all__ = ["StageLease", "is_busy", "lease_stage", "warm_up_stage"]
@@ -41,7 +41,11 @@ class StageLease:
         self._job = job
 
     def give_back(self, reusable: bool = True) -> None:
-        """The save needs the stage no more; twice is harmless. Memory that a stuck writer may still read is not reused."""
+        """The save needs the stage no more; twice is harmless.
+
+        Args:
+            reusable: False for memory that a stuck writer may still read.
+        """
         if self._given_back:
             return
         self._given_back = True
@@ -62,7 +66,7 @@ class StageLease:
 
 
 def _collect() -> None:
-    for lease in list(_in_use):
+    for lease in _in_use:
         if lease.ended():
             lease.give_back()
 

@@ -13,6 +13,7 @@ import mmap
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -32,7 +33,7 @@ class _Payloads:
         # 0 marks a tensor whose bytes cannot be copied from where it lies as they are.
         self.pointers = [t.data_ptr() if t.device.type == "cpu" and t.is_contiguous() else 0 for t in tensors]
         self._flat: tuple[int, torch.Tensor] | None = None
-        self._streams: dict[torch.device, torch.Stream] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def copy(self, index: int, start: int, stop: int, address: int) -> None:
         """Copy bytes [start, stop) of tensor `index` to `address`; device copies are complete after `wait`."""
@@ -64,7 +65,7 @@ class _Payloads:
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         stream = self._streams.get(device)
         if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # What the trainer has queued so far belongs to the state that is saved.
         stream.wait_stream(torch.cuda.current_stream(device))
         return stream
@@ -108,7 +109,7 @@ class BucketSource:
         layout = self.layout
         payload_offsets = layout.image.payload_offsets
         payload_lengths = layout.image.payload_lengths
-        # Items are in file order: the first whose end lies after `start`, up to the first that begins at `stop` or after.
+        # Items are in file order: from the one that holds `start` to the last that begins before `stop`.
         first = max(0, bisect_right(layout.item_offsets, start) - 1)
         last = bisect_left(layout.item_offsets, stop)
         filled = max(start, layout.region_bytes)
@@ -231,7 +232,8 @@ class Stage:
         if self._pinned or self._memory is None:
             return
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        status = torch.cuda.cudart().cudaHostRegister(address, self.capacity_bytes, 0)
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = runtime.cudaHostRegister(address, self.capacity_bytes, 0)
         self._pinned = int(status) == 0
 
     def release(self) -> None:
@@ -240,7 +242,8 @@ class Stage:
             return
         if self._pinned:
             address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-            torch.cuda.cudart().cudaHostUnregister(address)
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(address)
             self._pinned = False
         # Views that a caller still holds keep the mapping alive until they go; it is not reused.
         self._memory = None
@@ -259,16 +262,13 @@ def free_host_bytes() -> int:
     """Memory that this host, or the control group this process lives in, has to spare, in bytes."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    available = int(line.split()[1]) * 1024
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit, open(
-            "/sys/fs/cgroup/memory.current", encoding="ascii"
-        ) as current:
-            text = limit.read().strip()
-            if text != "max":
-                available = min(available, int(text) - int(current.read()))
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        if limit != "max":
+            available = min(available, int(limit) - int((group / "memory.current").read_text(encoding="ascii")))
     except OSError:
-        pass
+        pass  # no such file outside Linux or outside a control group: the first figure stands
     return max(available, 0)

@@ -1,7 +1,7 @@
 """Megatron's save and load strategies for `torch_dist`: the two stories, from a sharded state dict and back.
 
-    save:  sharded_state_dict -> main replicas -> SaveTransaction: prepare | write | commit
-    load:  sharded_state_dict -> read requests -> FileSystemReader -> the tensors, in the structure that came in
+save:  sharded_state_dict -> main replicas -> SaveTransaction: prepare | write | commit
+load:  sharded_state_dict -> read requests -> FileSystemReader -> the tensors, in the structure that came in
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mcore_ckpt.megatron_compat import (
     async_request_class,
     load_strategy_base,
     mapping,
+    megatron_module,
     megatron_version,
     save_strategy_base,
 )
@@ -42,7 +43,7 @@ from mcore_ckpt.shards import (
     replace_leaves,
 )
 
-__all__ = ["TorchDistLoadStrategy", "TorchDistSaveStrategy"]
+__all__ = ["TorchDistLoadStrategy", "TorchDistSaveStrategy", "load_state_dict"]
 
 _logger = logging.getLogger(__name__)
 _Path = str | os.PathLike[str]
@@ -291,10 +292,23 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         """Any version of `torch_dist` can be loaded; what cannot be read says so by key."""
 
 
+def load_state_dict(sharded_state_dict: dict[str, Any], checkpoint: str, options: LoadOptions | None) -> dict[str, Any]:
+    """Megatron's `dist_checkpointing.load` with a strategy of ours: factories and local objects included.
+
+    Each rank may ask for something else, or for the same, so that Megatron's check that every shard is loaded by
+    exactly one rank is left out.
+    """
+    with _MegatronErrors():
+        loaded: dict[str, Any] = megatron_module().load(
+            sharded_state_dict, checkpoint, TorchDistLoadStrategy(options=options), validate_access_integrity=False
+        )
+        return loaded
+
+
 def _metadata_version(path: Path) -> tuple[int, ...]:
     """Changes when the checkpoint in that directory is replaced; empty if there is none."""
     try:
-        status = os.stat(path / METADATA_FILE)
+        status = (path / METADATA_FILE).stat()
     except OSError:
         return ()
     return (status.st_ino, status.st_size, status.st_mtime_ns)
@@ -334,7 +348,9 @@ class _ObjectsInTurn:
         position = self._next.get(key, 0)
         self._next[key] = position + 1
         if position >= len(values):
-            raise KindMismatchError(f"{key}: object {position + 1} is wanted, the checkpoint holds {len(values)} under this key")
+            raise KindMismatchError(
+                f"{key}: object {position + 1} is wanted, the checkpoint holds {len(values)} under this key"
+            )
         return values[position]
 
 
@@ -347,4 +363,3 @@ class _MegatronErrors:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, CheckpointError):
             raise as_megatron_error(error) from error.__cause__
-

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -41,6 +41,7 @@ from mcore_ckpt.metadata import METADATA_FILE, read_index
 from mcore_ckpt.options import SaveOptions
 from mcore_ckpt.snapshot import snapshot
 from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.write_results import compare_items, items_of
 
 __all__ = ["FileSystemWriterAsync"]
 
@@ -187,9 +188,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
         """Without a coordinator: this rank's own files tell which names are free."""
-        initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-        rank = torch.distributed.get_rank() if initialized else 0
-        return dataclasses.replace(local_plan, storage_data=self._own_prefix(rank))
+        return dataclasses.replace(local_plan, storage_data=self._own_prefix(_world_rank()))
 
     def _own_prefix(self, rank: int) -> DataFilePrefix:
         mark = f"__{rank}_"
@@ -242,8 +241,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         """
         if not self.write_buckets:
             return None, None, []
-        initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-        rank = torch.distributed.get_rank() if initialized else 0
+        rank = _world_rank()
         save = partial(_save_buckets, self.options, self.extensions)
         return save, partial(self.preload_tensors, self.write_buckets), [rank, self.write_buckets, self.results_queue]
 
@@ -323,7 +321,9 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         if isinstance(outcome, BaseException):
             raise SaveError(f"writing {self.path} failed: {outcome}") from outcome
         if len(outcome) != len(self.write_buckets or ()):
-            raise SaveError(f"{self.path}: expected results of {len(self.write_buckets or ())} files, got {len(outcome)}")
+            raise SaveError(
+                f"{self.path}: expected results of {len(self.write_buckets or ())} files, got {len(outcome)}"
+            )
         return list(chain.from_iterable(outcome))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -337,8 +337,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             SaveError: an item is missing, was written twice, or was not planned. Nothing is published.
         """
         written = list(chain.from_iterable(results))
-        expected = self._planned if self._planned is not None else _items_of(metadata)
-        _compare(expected, Counter(result.index for result in written), str(self.path))
+        expected = self._planned if self._planned is not None else items_of(metadata)
+        compare_items(expected, Counter(result.index for result in written), str(self.path))
         metadata.version = _DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for result in written}
         metadata.storage_meta = self.storage_meta()
@@ -383,32 +383,17 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         return list(chain.from_iterable(describe_bucket(bucket) for bucket in self.write_buckets or ()))
 
 
+def _world_rank() -> int:
+    return (
+        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    )
+
+
 def _save_buckets(
     options: SaveOptions, extensions: Sequence[Any], rank: int, buckets: list[WriteBucket], results: ResultFile
 ) -> None:
     """Body of an async save; runs in the trainer, a forked child or a worker, and reports through `results`."""
     try:
         results.put(write_buckets(buckets, options, extensions))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  (whatever it is, the trainer raises it)
         results.put(SaveError(f"rank {rank}: {error}"))
-
-
-def _items_of(metadata: Metadata) -> Counter[MetadataIndex]:
-    """Every item that the metadata promises: the chunks of its tensors, and its objects."""
-    items: Counter[MetadataIndex] = Counter()
-    for key, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, BytesStorageMetadata):
-            items[MetadataIndex(key)] += 1
-        else:
-            items.update(MetadataIndex(key, chunk.offsets) for chunk in stored.chunks)
-    return items
-
-
-def _compare(planned: Counter[MetadataIndex], written: Counter[MetadataIndex], path: str) -> None:
-    missing, excess = planned - written, written - planned
-    if missing or excess:
-        examples = ", ".join(f"{index.fqn} at {index.offset}" for index in list(chain(missing, excess))[:5])
-        raise SaveError(
-            f"{path}: {sum(missing.values())} planned items were not written and {sum(excess.values())} written items"
-            f" were not planned ({examples}); the checkpoint is not published"
-        )

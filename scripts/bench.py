@@ -12,7 +12,9 @@ import argparse
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -38,7 +40,7 @@ def _run(arguments: argparse.Namespace, base: Path) -> dict[str, scenarios.Sampl
     def wanted(name: str) -> bool:
         return not arguments.only or name in arguments.only
 
-    def ranks(count: int, work: object, *rest: object) -> scenarios.Samples:
+    def ranks(count: int, work: Callable[..., Any], *rest: object) -> scenarios.Samples:
         values: list[scenarios.Samples] = run_ranks(work, count, base, *rest, deadline_s=_DEADLINE_S)
         return values[0]
 
@@ -67,16 +69,16 @@ def _run(arguments: argparse.Namespace, base: Path) -> dict[str, scenarios.Sampl
             1, scenarios.loads, "dense", size, _pairs(), rounds, "decoder.layers.1."
         )
         ranks(4, scenarios.write_once, "rows", size, _WRITERS)
-        results["resharding along rows, 4 -> 8"] = ranks(
-            8, scenarios.loads, "rows", size, _pairs(), rounds, "", False
-        )
+        results["resharding along rows, 4 -> 8"] = ranks(8, scenarios.loads, "rows", size, _pairs(), rounds, "", False)
     if wanted("async"):
         for kind in ("dense", "small"):
             results[f"async, {kind}, 2 ranks"] = ranks(2, scenarios.async_saves, kind, size, _WRITERS, rounds)
     return results
 
 
-def _write_and_load(rank: int, base: Path, kind: str, size: int, pairs: object, rounds: int, only: str, cold: bool) -> object:
+def _write_and_load(
+    rank: int, base: Path, kind: str, size: int, pairs: object, rounds: int, only: str, cold: bool
+) -> object:
     scenarios.write_once(rank, base, kind, size, _WRITERS)
     return scenarios.loads(rank, base, kind, size, pairs, rounds, only, cold)  # type: ignore[arg-type]
 
