@@ -1,4 +1,4 @@
-"""The package is built as docs/design.md says: its module map is the table that these tests hold the imports against."""
+"""The package is built as docs/design.md says: these tests hold the imports against the module map in it."""
 
 from __future__ import annotations
 
