@@ -12,18 +12,22 @@ import multiprocessing
 import os
 import pickle
 import signal
+import time
+import warnings
 from collections.abc import Callable
 from multiprocessing import connection as mp_connection
 from typing import Any, Final
 
-from mcore_ckpt.errors import CheckpointError, SaveError, WriterDiedError
+from mcore_ckpt.errors import CheckpointError, SaveError, WriterDiedError, WriteTimeoutError
 from mcore_ckpt.failures import FailureReport, describe, remote_cause, same_class
 from mcore_ckpt.job_handle import JobHandle, JobWatch
 from mcore_ckpt.sentinel import Sentinel, exit_text, exit_with_parent, wait_readable
+from mcore_ckpt.writer_messages import StatusPage
 
-__all__ = ["Call", "ForkedCall"]
+__all__ = ["Call", "ForkedCall", "report_progress"]
 
 _REAP_DEADLINE_S: Final = 1.0
+_SHORTEST_WAIT_S: Final = 0.01
 
 
 class Call(JobHandle):
@@ -64,6 +68,7 @@ class ForkedCall(Call):
         *,
         name: str,
         expendable: bool = False,
+        deadline_s: float | None = None,
     ) -> None:
         """Fork and return.
 
@@ -74,21 +79,32 @@ class ForkedCall(Call):
             name: the call in words, for messages.
             expendable: if this process exits before the child, the child is ended rather than waited for. Such a child
                 cannot have children of its own by multiprocessing.
+            deadline_s: seconds without `report_progress` in the child after which it is killed; None waits for ever.
 
         Raises:
             SaveError: the process cannot be forked.
         """
         super().__init__(name)
         self._owner_pid = os.getpid()
+        self._deadline_s = deadline_s
+        self._status = StatusPage.private() if deadline_s is not None else None
+        self._started_s = time.monotonic()
         self._receiver, sender = multiprocessing.Pipe(duplex=False)
         self._process = multiprocessing.get_context("fork").Process(
-            target=_run_forked, args=(self._owner_pid, sender, fn, args, kwargs), name=name, daemon=expendable
+            target=_run_forked,
+            args=(self._owner_pid, sender, self._status, fn, args, kwargs),
+            name=name,
+            daemon=expendable,
         )
         collecting = gc.isenabled()
         gc.disable()  # a collection in the child would touch, and so copy, every page that holds an object
         try:
-            self._process.start()
-        except OSError as error:
+            with warnings.catch_warnings():
+                # Python 3.12 warns of forking a process with threads. The child uses none of their locks: it runs no
+                # torch kernels and no logging of theirs, and whoever asks for a fork has been told of this.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._process.start()
+        except (OSError, AssertionError) as error:  # multiprocessing asserts that a daemon has no children
             self._receiver.close()
             raise SaveError(f"{name}: cannot fork: {error}") from error
         finally:
@@ -108,9 +124,11 @@ class ForkedCall(Call):
             raise SaveError(f"{self.name}: the call belongs to process {self._owner_pid}, which forked this one")
         ended = not self._process.is_alive()  # before reading: what it sent before its end must be read
         self._read()
-        if not ended:
+        if not ended and not self._is_stuck():
             return False
-        if self._report is None:
+        if self.error is not None:
+            self.done = True
+        elif self._report is None:
             self.died(self.pid, self._process.exitcode)
         elif not self._report[0]:
             self.fail(self.pid, self._report[1])
@@ -120,12 +138,33 @@ class ForkedCall(Call):
         self._release()
         return True
 
+    def _is_stuck(self) -> bool:
+        """Whether the deadline has passed; the child is killed then."""
+        if self._status is None or self._deadline_s is None:
+            return False
+        silent_s = self._silent_s()
+        if silent_s <= self._deadline_s:
+            return False
+        self._process.kill()
+        self._process.join(_REAP_DEADLINE_S)
+        self.error = WriteTimeoutError(
+            f"{self.name}: process {self.pid} was killed: there was no progress for {silent_s:.1f} s "
+            f"(write_deadline_s={self._deadline_s}); a device or a network file system hangs, or the deadline is too "
+            "short"
+        )
+        return True
+
+    def _silent_s(self) -> float:
+        return time.monotonic() - max(self._started_s, 0.0 if self._status is None else self._status.stamp_s)
+
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             while self._report is None and self._receiver.poll():
                 self._report = pickle.loads(self._receiver.recv_bytes())
 
     def _wait_for_news(self, timeout_s: float) -> None:
+        if self._deadline_s is not None:
+            timeout_s = min(timeout_s, max(self._deadline_s - self._silent_s(), _SHORTEST_WAIT_S))
         wait_readable([] if self._report is not None else [self._receiver.fileno()], timeout_s, self._sentinel)
 
     def abort(self) -> bool:
@@ -136,13 +175,15 @@ class ForkedCall(Call):
         return True
 
     def watch(self) -> JobWatch:
-        """What another process needs to see the call end."""
         return self._watch
 
     def _release(self) -> None:
         self._receiver.close()
         self._sentinel.close()
-        self._process.close()
+        if self._status is not None:
+            self._status.close()
+        with contextlib.suppress(ValueError):  # it hangs inside the kernel, killed; multiprocessing collects it later
+            self._process.close()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -151,9 +192,19 @@ class ForkedCall(Call):
                 self._receiver.close()
 
 
+_status: StatusPage | None = None
+
+
+def report_progress(nbytes: int) -> None:
+    """A sign of life from the child of a `ForkedCall`, after writing `nbytes` more bytes; elsewhere it does nothing."""
+    if _status is not None:
+        _status.progress("writing", nbytes)
+
+
 def _run_forked(
     parent_pid: int,
     sender: mp_connection.Connection,
+    status: StatusPage | None,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -162,6 +213,8 @@ def _run_forked(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what a Ctrl-C ends
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler, if it has one, is not meant for this process
     exit_with_parent(parent_pid)
+    global _status  # this process has one call
+    _status = status
     try:
         message = pickle.dumps((True, fn(*args, **kwargs)))
     except BaseException as error:  # noqa: BLE001  (whatever it is, the trainer has to hear of it)

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from mcore_ckpt.call_process import Call
 from mcore_ckpt.failures import describe
-from mcore_ckpt.job_handle import JobHandle
+from mcore_ckpt.job_handle import JobHandle, JobWatch
 from mcore_ckpt.sentinel import Sentinel, exit_with_parent, lower_priority, wait_readable
 
 __all__ = ["CallWorker"]
@@ -54,6 +54,9 @@ class _WorkerCall(Call):
         if not self.poll():
             self._worker.kill()
         return self.poll()
+
+    def watch(self) -> JobWatch:
+        return JobWatch(self._worker.pid)
 
 
 class CallWorker:

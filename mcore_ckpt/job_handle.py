@@ -44,6 +44,10 @@ class JobHandle(ABC):
             write there.
         """
 
+    @abstractmethod
+    def watch(self) -> JobWatch:
+        """What another process needs to see the job end."""
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """As `poll`, but waits up to `timeout_s` seconds for the end; None waits as long as it takes."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s

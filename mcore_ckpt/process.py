@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from mcore_ckpt.call_process import ForkedCall
+from mcore_ckpt.call_process import ForkedCall, report_progress
 from mcore_ckpt.errors import SaveError, WriterDiedError, WriteTimeoutError
 from mcore_ckpt.job_handle import JobHandle, JobWatch, WriterJobHandle
 from mcore_ckpt.writer_child import WriterChild
@@ -35,6 +35,7 @@ __all__ = [
     "Ring",
     "WriterJob",
     "WriterJobHandle",
+    "report_progress",
     "shared_writer",
 ]
 
@@ -150,14 +151,15 @@ class ForkedWriter:
     memory is not inherited.
     """
 
-    def submit(self, fn: Callable[[], Any], what: str) -> ForkedCall:
+    def submit(self, fn: Callable[[], Any], what: str, deadline_s: float | None = None) -> ForkedCall:
         """Fork, run `fn` in the child and return at once; the handle's result is what `fn` returned.
 
         Args:
             fn: must not use torch.distributed, CUDA or threads started before.
             what: the job in words, for messages.
+            deadline_s: seconds after which a child that has not called `report_progress` meanwhile counts as stuck.
 
         Raises:
             SaveError: the process cannot be forked.
         """
-        return ForkedCall(fn, (), {}, name=what, expendable=True)
+        return ForkedCall(fn, (), {}, name=what, expendable=True, deadline_s=deadline_s)

@@ -35,6 +35,7 @@ from mcore_ckpt.writer_messages import (
 __all__ = ["WriterChild"]
 
 _SEND_DEADLINE_S: Final = 10.0
+_SHORTEST_WAIT_S: Final = 0.01
 _STOP_DEADLINE_S: Final = 5.0
 # A killed process that is not gone by then hangs inside the kernel; nobody waits longer for it.
 _REAP_DEADLINE_S: Final = 1.0
@@ -167,9 +168,14 @@ class WriterChild:
 
     def wait_for_news(self, timeout_s: float) -> None:
         """Wait for a message, the writer's end, or a deadline."""
-        timeout_s = min([timeout_s, *(h.job.deadline_s for h in self._handles.values() if h.job.deadline_s)])
-        if not self.dead:
-            wait_readable([self._connection.fileno()], timeout_s, self.sentinel)
+        if self.dead:
+            return
+        now_s = time.monotonic()
+        for handle in list(self._handles.values()):
+            if handle.job.deadline_s is not None:
+                left_s = handle.job.deadline_s - (now_s - self._last_sign_s(handle))
+                timeout_s = min(timeout_s, max(left_s, _SHORTEST_WAIT_S))
+        wait_readable([self._connection.fileno()], timeout_s, self.sentinel)
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -211,13 +217,16 @@ class WriterChild:
             return  # a writer that waits for the trainer's next window is not stuck
         now_s = time.monotonic()
         for handle in self._handles.values():
-            last_s = max(self._status.stamp_s, handle.submitted_s)
-            if handle.job.deadline_s is not None and now_s - last_s > handle.job.deadline_s:
+            silent_s = now_s - self._last_sign_s(handle)
+            if handle.job.deadline_s is not None and silent_s > handle.job.deadline_s:
                 self.kill(
-                    f"there was no progress for {now_s - last_s:.1f} s (write_deadline_s={handle.job.deadline_s}): a "
+                    f"there was no progress for {silent_s:.1f} s (write_deadline_s={handle.job.deadline_s}): a "
                     "device or a network file system hangs, or the deadline is too short"
                 )
                 return
+
+    def _last_sign_s(self, handle: WriterJobHandle) -> float:
+        return max(self._status.stamp_s, handle.submitted_s)
 
     def kill(self, reason: str) -> bool:
         """Kill the writer since it is stuck; its jobs end with `WriteTimeoutError`. Whether it is gone."""
@@ -291,13 +300,14 @@ class WriterChild:
 
     def started(self) -> bool:
         """Whether the process has come so far as to wait for jobs."""
-        return self._status.stamp_s > 0
+        return not self.dead and self._status.stamp_s > 0
 
     def release(self) -> None:
         """Close the trainer's descriptors."""
         self._connection.close()
         self._inbox.close()
         self.sentinel.close()
+        self._status.close()  # the mapping holds a descriptor, too
         for name in ("_output_fd", "status_fd"):
             fd = getattr(self, name)
             setattr(self, name, -1)

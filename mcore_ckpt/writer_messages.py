@@ -222,6 +222,15 @@ class StatusPage:
         os.ftruncate(fd, mmap.PAGESIZE)
         return fd
 
+    @staticmethod
+    def private() -> StatusPage:
+        """A page that forked children share, and nobody else."""
+        fd = StatusPage.create()
+        try:
+            return StatusPage(fd)
+        finally:
+            os.close(fd)
+
     def progress(self, state: State, nbytes: int = 0) -> None:
         """Leave a sign of life: what the writer is doing, and how many more bytes it has written."""
         self._numbers[self._STATE] = _STATES.index(state)

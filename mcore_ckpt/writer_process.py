@@ -213,7 +213,7 @@ def main(control_fd: int, status_fd: int, parent_pid: int, cpu_priority: int | N
         cpu_priority: nice value to take, None to keep the trainer's.
         io_priority: I/O scheduling class to take (1 real time, 2 best effort, 3 idle), None to keep.
     """
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)  # a dump of threads that still run can crash, and hide the first signal
     # The trainer decides when the writer ends: a Ctrl-C, or a scheduler's SIGTERM to all processes of a job, must not
     # take away the writer that the trainer's last save needs.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,0 +1,133 @@
+"""Small jobs for writer processes, and storages that misbehave inside them; no torch, so that writers start fast."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import threading
+import time
+import zlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.file_image import FileImage
+from mcore_ckpt.storage.base import RangeWriter, align_up
+from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.writer_messages import FileJob, WriterJob
+
+__all__ = ["MisbehavingStorage", "SmallStage", "check_file", "image", "job", "misbehave"]
+
+_TAIL_BYTES = 64
+
+
+def image(name: str, payload_bytes: int, payloads: int = 1) -> FileImage:
+    """A file of equal payloads, each followed by 64 bytes that begin with its CRC-32."""
+    step = payload_bytes + _TAIL_BYTES
+    offsets = array("q", [index * step for index in range(payloads)])
+    return FileImage(
+        name,
+        payloads * step,
+        offsets,
+        array("q", [payload_bytes] * payloads),
+        array("q", [offset + payload_bytes for offset in offsets]),
+    )
+
+
+def job(directory: Path, images: Sequence[FileImage], **fields: Any) -> WriterJob:
+    """A job that writes the images one behind the other in the stage."""
+    files = []
+    offset = 0
+    for each in images:
+        files.append(FileJob(each, offset))
+        offset += align_up(each.size_bytes)
+    fields.setdefault("storage", LocalStorage(directory))
+    return WriterJob(files=tuple(files), **fields)
+
+
+class SmallStage:
+    """Shared memory with recognizable contents.
+
+    Attributes:
+        fd: its descriptor.
+        memory: this process's mapping.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = os.memfd_create("test_stage", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, nbytes)
+        self.memory = mmap.mmap(self.fd, nbytes)
+
+    def fill(self, seed: int) -> None:
+        """Other bytes for every seed, and at every offset."""
+        block = bytes((seed * 31 + index * 7) % 251 for index in range(4093))
+        whole = block * (len(self.memory) // len(block) + 1)
+        self.memory[:] = whole[: len(self.memory)]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.memory.close()
+        os.close(self.fd)
+
+
+def check_file(path: Path, expected: FileImage, content: bytes) -> None:
+    """Assert that a file holds its image with checksums; `content` is what the stage held where the image began."""
+    written = path.read_bytes()
+    assert len(written) == expected.size_bytes
+    for offset, length, position in zip(
+        expected.payload_offsets, expected.payload_lengths, expected.crc_positions, strict=True
+    ):
+        assert written[offset : offset + length] == content[offset : offset + length]
+        assert int.from_bytes(written[position : position + 4], "little") == zlib.crc32(
+            written[offset : offset + length]
+        )
+
+
+@dataclass
+class MisbehavingStorage(LocalStorage):
+    """A local directory whose writer, at the first write of its `at_write`-th file, kills its process, or hangs.
+
+    Attributes:
+        directory: as in `LocalStorage`.
+        how: "SIGKILL" or another signal's name, "exit" with code 3, "hang", or "slow".
+        at_file: the file, by the order in which they are opened.
+    """
+
+    directory: str
+    how: str
+    at_file: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__(self.directory)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.directory, self.how, self.at_file)
+
+    def open_writer(self, name: str, **options: Any) -> RangeWriter:
+        writer = super().open_writer(name, **options)
+        if self.at_file == 0:
+            write = writer.write
+
+            def misbehaving(offset: int, view: memoryview) -> None:
+                misbehave(self.how)
+                write(offset, view)
+
+            writer.write = misbehaving  # type: ignore[method-assign]
+        self.at_file -= 1
+        return writer
+
+
+def misbehave(how: str) -> None:
+    """End or hang this process; see `MisbehavingStorage`."""
+    if how == "exit":
+        os._exit(3)
+    elif how == "hang":
+        time.sleep(600)
+    elif how == "slow":
+        time.sleep(0.2)
+    else:
+        signal.pthread_kill(threading.get_ident(), signal.Signals[how])
+        time.sleep(600)
