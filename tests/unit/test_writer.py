@@ -1,0 +1,339 @@
+"""The storage writer under plain torch.distributed.checkpoint: drop-in, replaced safely, and refused when results differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pickle
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import WriteResult
+
+from mcore_ckpt import (
+    CheckpointExistsError,
+    FileSystemReader,
+    FileSystemWriterAsync,
+    MCoreSavePlanner,
+    OptionError,
+    SaveError,
+    SaveOptions,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage is deprecated")
+
+
+def a_state(step: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    base = torch.randn(64, 48, generator=generator)
+    return {
+        "model": {
+            "weight": base,
+            "slice": base[:, 3:7],
+            "transposed": base.t(),
+            "half": torch.randn(700, 400, generator=generator).to(torch.bfloat16),
+            "scalar": torch.tensor(1.5 + step),
+            "empty": torch.empty(0, 5),
+            "flags": torch.tensor([True, False, True]),
+            "conj": torch.randn(9, dtype=torch.complex64, generator=generator).conj(),
+        },
+        "step": step,
+        "notes": {"names": ["a", "b"], "limit": None},
+    }
+
+
+def blank(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return torch.zeros(state.shape, dtype=state.dtype)
+    if isinstance(state, dict):
+        return {key: blank(value) for key, value in state.items()}
+    return [] if isinstance(state, list) else 0
+
+
+def assert_same(a: Any, b: Any) -> None:
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype
+        assert a.resolve_conj().contiguous().view(-1).view(torch.uint8).tolist() == (
+            b.resolve_conj().contiguous().view(-1).view(torch.uint8).tolist()
+        )
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    else:
+        assert a == b
+
+
+@pytest.mark.parametrize("keywords", [{}, {"thread_count": 1}, {"single_file_per_rank": False}, {"thread_count": 5}])
+@pytest.mark.parametrize("planner", [None, MCoreSavePlanner])
+def test_what_it_writes_stock_dcp_reads(tmp_path: Path, keywords: dict[str, Any], planner: Any) -> None:
+    state = a_state()
+    dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path, **keywords), planner=planner and planner())
+    loaded = blank(state)
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    assert_same(state, loaded)
+
+
+def test_every_file_is_a_row_of_zips_with_true_checksums(tmp_path: Path) -> None:
+    dcp.save(a_state(), storage_writer=FileSystemWriterAsync(tmp_path))
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    for info in metadata.storage_data.values():
+        content = (tmp_path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            assert archive.testzip() is None
+            for record in archive.infolist():
+                assert zlib.crc32(archive.read(record)) == record.CRC
+
+
+def test_a_save_into_the_same_directory_replaces_the_checkpoint_and_leaves_other_files(tmp_path: Path) -> None:
+    (tmp_path / "modelopt_state").mkdir()
+    (tmp_path / "modelopt_state" / "weights.pt").write_bytes(b"somebody else's")
+    for step in range(3):
+        dcp.save(a_state(step), storage_writer=FileSystemWriterAsync(tmp_path))
+        loaded = blank(a_state())
+        dcp.load(loaded, storage_reader=FileSystemReader(tmp_path))
+        assert_same(a_state(step), loaded)
+    data_files = sorted(name for name in os.listdir(tmp_path) if name.endswith(".distcp"))
+    assert len(data_files) == 2, "files of the replaced checkpoints are still there"
+    assert (tmp_path / "modelopt_state" / "weights.pt").read_bytes() == b"somebody else's"
+    assert not (tmp_path / ".mcore_ckpt_incomplete").exists()
+
+
+@pytest.mark.parametrize("keywords", [{"overwrite": False}, {"options": SaveOptions(on_existing="error")}])
+def test_it_refuses_to_replace_when_told_so(tmp_path: Path, keywords: dict[str, Any]) -> None:
+    dcp.save(a_state(1), storage_writer=FileSystemWriterAsync(tmp_path))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.save(a_state(2), storage_writer=FileSystemWriterAsync(tmp_path, **keywords))
+    [(error, _)] = caught.value.failures.values()  # DCP wraps what a step raised
+    assert isinstance(error, CheckpointExistsError)
+    assert "there is a checkpoint already" in str(error)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def prepared(path: Path, state: dict[str, Any], **keywords: Any) -> tuple[FileSystemWriterAsync, Metadata]:
+    """A writer that has gone through planning as DCP does it, and the metadata."""
+    writer = FileSystemWriterAsync(path, **keywords)
+    planner = MCoreSavePlanner()
+    planner.set_up_planner(state, writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan([plan])
+    [plan] = writer.prepare_global_plan(plans)
+    writer.prepare_write_data(planner.finish_plan(plan), planner)
+    return writer, metadata
+
+
+def test_buckets_keep_objects_apart_from_tensors_and_views_do_not_drag_their_storage(tmp_path: Path) -> None:
+    writer, _ = prepared(tmp_path, a_state())
+    assert writer.write_buckets is not None
+    for _, _, (bytes_data, tensor_data) in writer.write_buckets:
+        assert all(item.type == WriteItemType.BYTE_IO and isinstance(data, io.BytesIO) for item, data in bytes_data)
+        for item, tensor in tensor_data:
+            assert item.type != WriteItemType.BYTE_IO
+            assert not tensor.requires_grad
+            assert tensor.untyped_storage().size() == tensor.nbytes
+    assert sum(len(bucket.data.bytes_data) for bucket in writer.write_buckets) > 0
+
+
+def test_describe_write_items_names_every_item_with_its_place(tmp_path: Path) -> None:
+    writer, metadata = prepared(tmp_path, a_state())
+    rows = writer.describe_write_items()
+    by_fqn = {row["fqn"]: row for row in rows}
+    assert set(by_fqn) == set(metadata.state_dict_metadata)
+    assert by_fqn["model.half"]["dtype"] == "bfloat16"
+    assert by_fqn["model.half"]["shape"] == (700, 400)
+    save, _, arguments = writer.get_save_function_and_args()
+    assert save is not None
+    save(*arguments)
+    results = {result.index.fqn: result.storage_data for result in writer.retrieve_write_results()}
+    for row in rows:
+        place = results[row["fqn"]]
+        assert (row["file"], row["begin"], row["end"]) == (
+            place.relative_path,
+            place.offset,
+            place.offset + place.length,
+        )
+
+
+def test_the_save_function_runs_in_a_forked_child_and_finish_publishes(tmp_path: Path) -> None:
+    state = a_state(4)
+    writer, metadata = prepared(tmp_path, state)
+    save, preload, arguments = writer.get_save_function_and_args()
+    assert save is not None
+    assert preload is not None
+    arguments[1] = preload()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            save(*arguments)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    results = writer.retrieve_write_results()
+    assert not (tmp_path / ".metadata").exists()
+    writer.finish(metadata, [results])
+    loaded = blank(state)
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    assert_same(state, loaded)
+
+
+def test_a_writer_that_never_ran_is_an_error_not_an_empty_result(tmp_path: Path) -> None:
+    writer, _ = prepared(tmp_path, a_state())
+    with pytest.raises(SaveError, match="left no results"):
+        writer.retrieve_write_results()
+
+
+@pytest.mark.parametrize("damage", ["missing", "twice", "foreign"])
+def test_nothing_is_published_when_results_are_not_the_plan(tmp_path: Path, damage: str) -> None:
+    writer, metadata = prepared(tmp_path, a_state())
+    save, _, arguments = writer.get_save_function_and_args()
+    assert save is not None
+    save(*arguments)
+    results = writer.retrieve_write_results()
+    if damage == "missing":
+        results = results[:-1]
+    elif damage == "twice":
+        results = [*results, results[0]]
+    else:
+        results = [*results, WriteResult(MetadataIndex("nobody.planned.this"), 1, results[0].storage_data)]
+    with pytest.raises(SaveError, match="not published"):
+        writer.finish(metadata, [results])
+    assert not (tmp_path / ".metadata").exists()
+
+
+def test_write_preloaded_data_returns_results_objects_first(tmp_path: Path) -> None:
+    writer, _ = prepared(tmp_path, a_state(), thread_count=1)
+    assert writer.write_buckets is not None
+    [bucket] = writer.write_buckets
+    results = FileSystemWriterAsync.write_preloaded_data([], 0, bucket)
+    objects = len(bucket.data.bytes_data)
+    assert [r.index for r in results[:objects]] == [item.index for item, _ in bucket.data.bytes_data]
+    assert [r.index for r in results[objects:]] == [item.index for item, _ in bucket.data.tensor_data]
+    assert max(r.storage_data.offset for r in results[:objects]) < min(r.storage_data.offset for r in results[objects:])
+    assert os.path.getsize(bucket.path) >= results[-1].storage_data.offset + results[-1].storage_data.length
+
+
+def test_the_separation_hint_prefixes_file_names(tmp_path: Path) -> None:
+    state = {"model.a": torch.ones(3), "ema.b": torch.ones(4), "ema.c": torch.ones(5)}
+    writer = FileSystemWriterAsync(tmp_path, separation_hint="ema", thread_count=2)
+    dcp.save(state, storage_writer=writer)
+    files = {index.fqn: info.relative_path for index, info in FileSystemReader(tmp_path).read_metadata().storage_data.items()}
+    assert files["ema.b"].startswith("ema__0_")
+    assert files["ema.c"].startswith("ema__0_")
+    assert files["model.a"].startswith("__0_")
+
+
+class _Xor:
+    """A stream transform in the manner of DCP's extensions: every byte with one bit flipped."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "test.xor"
+
+    @staticmethod
+    def from_descriptor(version: str) -> _Xor:
+        return _Xor()
+
+    def get_descriptor(self) -> str:
+        return "test.xor/1"
+
+    def transform_to(self, output: Any) -> Any:
+        class Stream(io.RawIOBase):
+            def writable(self) -> bool:
+                return True
+
+            def write(self, data: Any) -> int:
+                output.write(bytes(byte ^ 1 for byte in bytes(data)))
+                return len(data)
+
+            def close(self) -> None:
+                output.close()
+
+        return Stream()
+
+    def transform_from(self, source: Any) -> Any:
+        return io.BytesIO(bytes(byte ^ 1 for byte in source.read()))
+
+
+def test_transforms_are_honoured_and_noted(tmp_path: Path) -> None:
+    state = {"weight": torch.arange(40.0), "object": [1, 2]}
+    dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path, _extensions=[_Xor()]))
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    for info in metadata.storage_data.values():
+        assert list(info.transform_descriptors) == ["test.xor/1"]
+        content = (tmp_path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+        plain = torch.load(io.BytesIO(bytes(byte ^ 1 for byte in content)), weights_only=True)
+        assert plain == [1, 2] or torch.equal(plain, state["weight"])
+
+
+def test_async_save_writes_the_state_at_the_call(tmp_path: Path) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "0", cache_staged_state_dict=True)
+    assert isinstance(writer, AsyncStager)
+    tied = torch.ones(1000)
+    state = {"a": tied, "b": tied, "view": tied[10:20], "object": {"v": 0}}
+    for step in range(6):
+        tied.fill_(step)
+        state["object"]["v"] = step  # type: ignore[index]
+        staged = writer.stage(state)
+        tied.fill_(-1)
+        state["object"]["v"] = -1  # type: ignore[index]
+        writer.reset(tmp_path / str(step))
+        dcp.save(staged, storage_writer=writer)
+        loaded = {"a": torch.zeros(1000), "b": torch.zeros(1000), "view": torch.zeros(10), "object": {"v": None}}
+        dcp.load(loaded, checkpoint_id=tmp_path / str(step))
+        for key in ("a", "b", "view"):
+            assert torch.equal(loaded[key], torch.full_like(loaded[key], step)), (key, step)  # type: ignore[arg-type]
+        assert loaded["object"] == {"v": step}
+
+
+def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="object stores"):
+        FileSystemWriterAsync(tmp_path, use_msc=True)
+    with pytest.raises(OptionError, match="TORCH_SAVE"):
+        FileSystemWriterAsync(tmp_path, serialization_format=dcp.filesystem.SerializationFormat.SAFETENSORS)
+    with pytest.raises(OptionError, match="copy-on-write"):
+        SaveOptions(stage="cow")
+
+
+def test_checkpoint_ids(tmp_path: Path) -> None:
+    assert FileSystemWriterAsync.validate_checkpoint_id(tmp_path / "not" / "there" / "yet")
+    assert FileSystemWriterAsync.validate_checkpoint_id(str(tmp_path))
+    assert not FileSystemWriterAsync.validate_checkpoint_id("s3://bucket/key")
+    writer = FileSystemWriterAsync(str(tmp_path / "a"))
+    writer.reset(tmp_path / "b")
+    assert Path(writer.checkpoint_id) == tmp_path / "b"
+
+
+def test_metadata_holds_no_class_of_this_package(tmp_path: Path) -> None:
+    dcp.save(a_state(), storage_writer=FileSystemWriterAsync(tmp_path))
+    assert b"mcore_ckpt" not in (tmp_path / ".metadata").read_bytes()
+
+
+def test_a_plan_that_came_from_another_saver_is_served(tmp_path: Path) -> None:
+    """Megatron's own async saver hands over DCP's prefix object, and plans without a coordinator."""
+    from torch.distributed.checkpoint.filesystem import _StoragePrefix
+
+    writer = FileSystemWriterAsync(tmp_path)
+    planner = MCoreSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner({"a": torch.ones(3)}, is_coordinator=True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    _, metadata = planner.create_global_plan([plan])
+    plan = planner.create_decentralized_global_plan(plan)
+    assert isinstance(plan, SavePlan)
+    for storage_data in (writer.prepare_decentralized_global_plan(plan).storage_data, _StoragePrefix("__7_")):
+        results = writer.write_data(dataclasses.replace(plan, storage_data=storage_data), planner).wait()
+        assert pickle.loads(pickle.dumps(results)) == results
+        writer.finish(metadata, [results])
+        loaded = {"a": torch.zeros(3)}
+        dcp.load(loaded, checkpoint_id=tmp_path)
+        assert torch.equal(loaded["a"], torch.ones(3))
