@@ -4,7 +4,8 @@ A save into a directory proceeds in this order; a crash between any two steps le
 the new one whole:
 
 1. `open_target`: what is there already? New data files get numbers that no existing file has. The marker file
-   `.mcore_ckpt_incomplete` is written: it names the number from which on data files belong to the save in progress.
+   `.mcore_ckpt_incomplete` is written: it names the number from which on data files belong to the save in progress,
+   and the files of the checkpoint that is being replaced.
 2. The ranks write and fsync their data files. If a checkpoint is being replaced, the new common state lies beside the
    old one as `common.pt.<number>.pending`.
 3. `publish`: the new `.metadata` replaces the old one by a rename. This is the moment the new checkpoint exists.
@@ -111,10 +112,11 @@ def open_target(storage: Storage, options: SaveOptions) -> Target:
     numbers = [number for number in map(_file_number, names) if number is not None]
     first_file = max(numbers, default=-1) + 1
     pending = PENDING_COMMON in names
-    storage.publish(INCOMPLETE_MARKER, json.dumps({"first_file": first_file}).encode())
+    old_files = sorted(index_files(old)) if old else []
+    storage.publish(INCOMPLETE_MARKER, json.dumps({"first_file": first_file, "replaces": old_files}).encode())
     if pending:
         storage.rename(PENDING_COMMON, _numbered_pending(first_file))
-    return Target(first_file, tuple(sorted(index_files(old))) if old else (), replaces)
+    return Target(first_file, tuple(old_files), replaces)
 
 
 def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_state: bool) -> None:
@@ -217,10 +219,15 @@ def _clean_up_after_failed_save(
     if INCOMPLETE_MARKER not in names or (replaces and index is None):
         return
     try:
-        first_file = int(json.loads(storage.read(INCOMPLETE_MARKER))["first_file"])
-    except (ValueError, KeyError, TypeError):
+        marker = json.loads(storage.read(INCOMPLETE_MARKER))
+        first_file = int(marker["first_file"])
+        replaced = {str(name) for name in marker.get("replaces", ())}
+    except (ValueError, KeyError, TypeError, AttributeError):
         return
+    if not any((_file_number(name) or 0) >= first_file for name in needed):
+        replaced = set()  # killed before it published: the old checkpoint is in force
     for name in names:
         number = _file_number(name)
-        if number is not None and number >= first_file and name not in needed:
+        unpublished = number is not None and number >= first_file
+        if name not in needed and (unpublished or name in replaced):
             storage.delete(name)
