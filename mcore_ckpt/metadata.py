@@ -1,40 +1,34 @@
-"""The index of a checkpoint: what `.metadata` says is stored, and where.
+"""The files that describe a checkpoint: `.metadata`, the index of what is stored, and `metadata.json`.
 
 `read_index` turns `.metadata`, whoever wrote it (Megatron-Core 0.12 and later, torch.distributed.checkpoint, this
-package), into one plain structure that the reader, the command and verify share. Nothing here imports torch: the pickle
-is read with stand-ins (`index_stand_ins`), and every field is checked before it is believed.
+package), into one plain structure that the reader, the command and verify share, without importing torch.
+`metadata_write` makes it, `dcp_metadata` turns it into DCP's own classes.
 """
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from mcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
-from mcore_ckpt.index_stand_ins import (
-    ALLOWED_GLOBALS,
-    BytesEntryState,
-    ChunkState,
-    DtypeName,
-    IndexState,
-    MetadataState,
-    PathState,
-    PropertiesState,
-    StorageInfoState,
-    StorageMetaState,
-    TensorEntryState,
+from mcore_ckpt.checkpoint_index import (
+    CheckpointIndex,
+    ObjectEntry,
+    ObjectShard,
+    StoredChunk,
+    StoredItem,
+    TensorEntry,
+    object_key,
+    parse_object_key,
 )
-from mcore_ckpt.safe_pickle import loads
+from mcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
+from mcore_ckpt.index_parsing import file_name_problem, parse_pickled_index
 
 __all__ = [
     "COMMON_FILE",
     "CONFIG_FILE",
     "INCOMPLETE_MARKER",
+    "MAX_METADATA_BYTES",
     "METADATA_FILE",
     "TRACKER_FILE",
     "CheckpointConfig",
@@ -45,6 +39,7 @@ __all__ = [
     "StoredItem",
     "TensorEntry",
     "encode_config",
+    "file_name_problem",
     "object_key",
     "parse_index",
     "parse_object_key",
@@ -61,77 +56,6 @@ INCOMPLETE_MARKER = ".mcore_ckpt_incomplete"
 # The index of 1,024 ranks with 1,000 items each, plans included, is 0.43 GB; ten times that is no index any more.
 MAX_METADATA_BYTES = 4 * 1024**3
 _MAX_CONFIG_BYTES = 1024 * 1024
-_MAX_OFFSET = 2**63 - 1
-_MAX_DIMENSIONS = 64
-
-
-# These two are named tuples, not dataclasses: there is one of each for every chunk, and a tuple is made in a third of
-# the time of a frozen dataclass.
-class StoredItem(NamedTuple):
-    """Bytes `[offset, offset + length)` of `file` (relative to the checkpoint), as one `torch.save` container.
-
-    `transforms` names the stream transforms (DCP's `_extensions`) to undo before the container can be read.
-    """
-
-    file: str
-    offset: int
-    length: int
-    transforms: tuple[str, ...] = ()
-
-
-class StoredChunk(NamedTuple):
-    """One stored box of a global tensor: `offsets` and `sizes` in elements, one for each dimension."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    item: StoredItem
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A global tensor: dtype without `torch.` (`"bfloat16"`), global shape in elements, stored chunks."""
-
-    fqn: str
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: tuple[StoredChunk, ...]
-    requires_grad: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectEntry:
-    """A stored object (BYTE_IO): `fqn` is the full key, for Megatron `<key>/shard_<offset>_<shape>`."""
-
-    fqn: str
-    item: StoredItem
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointIndex:
-    """What a checkpoint holds.
-
-    Attributes:
-        path: the checkpoint's directory, or what the index was parsed from; for messages.
-        tensors: global tensors by fqn, in the order of the file.
-        objects: stored objects by full key.
-        planner_data: what the saving planner left for the loading one (DCP: flattened fqn -> path in the state dict).
-        mcore_data: for each fqn, what Megatron-Core 0.12 to 0.15 noted about flattened tensors
-            (`nd_reformulated_orig_global_shape`); empty otherwise.
-        storage_meta: DCP's `StorageMeta` as a dict, None when there is none.
-        version: DCP's version of the format, None when there is none.
-        has_local_plans: `.metadata` holds `all_local_plans` (which is not read).
-        problems: with `strict=False`, what the index names but cannot be there; such chunks and objects are left out.
-    """
-
-    path: str
-    tensors: dict[str, TensorEntry]
-    objects: dict[str, ObjectEntry]
-    planner_data: Any = None
-    mcore_data: dict[str, dict[str, Any]] = field(default_factory=dict)
-    storage_meta: dict[str, Any] | None = None
-    version: str | None = None
-    has_local_plans: bool = False
-    problems: tuple[str, ...] = ()
 
 
 def read_index(path: str | Path, *, strict: bool = True) -> CheckpointIndex:
@@ -153,320 +77,7 @@ def read_index(path: str | Path, *, strict: bool = True) -> CheckpointIndex:
 
 def parse_index(data: bytes, where: str, *, strict: bool = True) -> CheckpointIndex:
     """The index in `data`, the content of a `.metadata` file of the checkpoint `where`. Raises as `read_index`."""
-    file = f"{where}/{METADATA_FILE}"
-    with _no_garbage_collection():
-        state = _unpickle(data, file)
-        return _IndexBuilder(where, file, strict).build(state, b"all_local_plans" in data)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A large index is hundreds of thousands of live objects and no garbage: collecting meanwhile doubles the time."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-# The key of `all_local_plans` in the pickled state of Metadata, as protocol 4 and later write it.
-_PLANS_KEY = b"\x8c\x0fall_local_plans\x94"
-
-
-def _unpickle(data: bytes, file: str) -> MetadataState:
-    """The pickled Metadata, without `all_local_plans` where that can be skipped.
-
-    The plans are the last attribute and half of the file. Cutting the pickle at their key and closing the state there
-    (SETITEMS, BUILD, STOP) leaves a whole Metadata. Should the key's bytes mean something else (an fqn of that name),
-    the cut pickle fails or lacks storage data, and the whole one is read instead.
-    """
-    cut = data.find(_PLANS_KEY)
-    if cut > 0:
-        shortened = bytearray(data)
-        shortened[cut : cut + 3] = b"ub."  # the rest stays, behind STOP, to fill the frame that was announced
-        try:
-            state = loads(shortened, ALLOWED_GLOBALS, file)
-        except CorruptCheckpointError:
-            state = None
-        # Megatron 0.12 to 0.15 also wrote `mcore_data`, before the plans; where it is only behind them, nothing is cut.
-        whole = type(state) is MetadataState and type(state.storage_data) is dict
-        if whole and (state.mcore_data is not None or data.find(b"mcore_data", cut) < 0):
-            return state
-    state = loads(data, ALLOWED_GLOBALS, file)
-    if type(state) is not MetadataState:
-        raise CorruptCheckpointError(
-            f"{file}: expected a pickled torch.distributed.checkpoint Metadata, got {type(state).__name__}. "
-            "The file is not the index of a checkpoint."
-        )
-    return state
-
-
-class _IndexBuilder:
-    """Checks the stand-ins of one `.metadata` and makes the index of them."""
-
-    def __init__(self, path: str, file: str, strict: bool) -> None:
-        self._path = path
-        self._file = file
-        self._strict = strict
-        self._problems: list[str] = []
-        self._safe_names: set[str] = set()
-
-    def build(self, state: MetadataState, has_local_plans: bool) -> CheckpointIndex:
-        items = self._items(state.storage_data)
-        if type(state.state_dict_metadata) is not dict:
-            raise self._wrong("state_dict_metadata", "a dict", state.state_dict_metadata)
-        tensors: dict[str, TensorEntry] = {}
-        objects: dict[str, ObjectEntry] = {}
-        for fqn, entry in state.state_dict_metadata.items():
-            if type(fqn) is not str:
-                raise self._wrong("a key of state_dict_metadata", "a str", fqn)
-            if type(entry) is TensorEntryState:
-                tensors[fqn] = self._tensor(fqn, entry, items)
-            elif type(entry) is BytesEntryState:
-                item = items.get((fqn, None))
-                if item is None:
-                    self._problem(f"object {fqn!r} is in the index, but no file holds it")
-                else:
-                    objects[fqn] = ObjectEntry(fqn, item)
-            else:
-                raise self._wrong(f"{fqn!r}", "TensorStorageMetadata or BytesStorageMetadata", entry)
-        return CheckpointIndex(
-            self._path,
-            tensors,
-            objects,
-            planner_data=self._plain(state.planner_data, "planner_data"),
-            mcore_data=self._mcore_data(state.mcore_data),
-            storage_meta=self._storage_meta(state.storage_meta),
-            version=state.version if type(state.version) is str else None,
-            has_local_plans=has_local_plans,
-            problems=tuple(self._problems),
-        )
-
-    def _items(self, storage_data: Any) -> dict[tuple[str, tuple[int, ...] | None], StoredItem]:
-        """Where each (fqn, chunk offsets) lies; offsets are None for objects."""
-        if type(storage_data) is not dict:
-            raise self._wrong("storage_data", "a dict (is the checkpoint unfinished?)", storage_data)
-        items: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
-        safe_names = self._safe_names
-        for key, info in storage_data.items():
-            if type(key) is not IndexState or type(key.fqn) is not str:
-                raise self._wrong("a key of storage_data", "a MetadataIndex with a str fqn", key)
-            fqn, offsets = key.fqn, key.offset
-            if offsets is not None and (type(offsets) is not tuple or not _all_sizes(offsets)):
-                raise self._wrong(f"offset of {fqn!r}", "non-negative ints", offsets)
-            if type(info) is not StorageInfoState:
-                raise self._wrong(f"place of {fqn!r}", "a _StorageInfo", info)
-            name, offset, length = info.relative_path, info.offset, info.length
-            if type(name) is not str or name not in safe_names:
-                self._check_file_name(fqn, name)
-            if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-                raise self._wrong(f"place of {fqn!r} in {name!r}", "non-negative offset and length", (offset, length))
-            if offset + length > _MAX_OFFSET:
-                raise self._wrong(f"end of {fqn!r} in {name!r}", "less than 2**63 bytes", offset + length)
-            transforms = info.transform_descriptors
-            items[fqn, offsets] = (
-                StoredItem(name, offset, length)
-                if transforms is None
-                else StoredItem(name, offset, length, self._transforms(fqn, transforms))
-            )
-        return items
-
-    def _tensor(
-        self, fqn: str, entry: TensorEntryState, items: dict[tuple[str, tuple[int, ...] | None], StoredItem]
-    ) -> TensorEntry:
-        properties, shape = entry.properties, entry.size
-        if type(properties) is not PropertiesState or type(properties.dtype) is not DtypeName:
-            raise self._wrong(f"properties of {fqn!r}", "TensorProperties with a dtype", properties)
-        if type(shape) is not tuple or not _all_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
-            raise self._wrong(f"shape of {fqn!r}", "non-negative ints", shape)
-        if type(entry.chunks) is not list:
-            raise self._wrong(f"chunks of {fqn!r}", "a list", entry.chunks)
-        chunks = []
-        for chunk in entry.chunks:
-            if type(chunk) is not ChunkState:
-                raise self._wrong(f"a chunk of {fqn!r}", "ChunkStorageMetadata", chunk)
-            offsets, sizes = chunk.offsets, chunk.sizes
-            if type(offsets) is not tuple or type(sizes) is not tuple or not _inside(offsets, sizes, shape):
-                raise self._wrong(f"a chunk of {fqn!r}", f"a box inside the shape {list(shape)}", (offsets, sizes))
-            item = items.get((fqn, offsets))
-            if item is None:
-                self._problem(f"tensor {fqn!r}: no file holds the chunk at {list(offsets)} of sizes {list(sizes)}")
-            else:
-                chunks.append(StoredChunk(offsets, sizes, item))
-        return TensorEntry(fqn, str(properties.dtype), shape, tuple(chunks), properties.requires_grad is True)
-
-    def _check_file_name(self, fqn: str, name: Any) -> None:
-        if type(name) is not str:
-            raise self._wrong(f"file of {fqn!r}", "a str", name)
-        problem = file_name_problem(name)
-        if problem:
-            raise CorruptCheckpointError(
-                f"{self._file}: {fqn!r} is said to lie in the file {name!r:.200}, whose name {problem}. A checkpoint "
-                "only names files inside its own directory; do not load this one unless you know who changed it."
-            )
-        self._safe_names.add(name)
-
-    def _transforms(self, fqn: str, descriptors: Any) -> tuple[str, ...]:
-        if type(descriptors) not in (list, tuple) or not all(type(text) is str for text in descriptors):
-            raise self._wrong(f"transform_descriptors of {fqn!r}", "a sequence of str", descriptors)
-        return tuple(descriptors)
-
-    def _mcore_data(self, value: Any) -> dict[str, dict[str, Any]]:
-        plain = self._plain(value, "mcore_data")
-        if plain is None:
-            return {}
-        if type(plain) is not dict or not all(type(k) is str and type(v) is dict for k, v in plain.items()):
-            raise self._wrong("mcore_data", "a dict of dicts", value)
-        return plain
-
-    def _storage_meta(self, value: Any) -> dict[str, Any] | None:
-        if type(value) is not StorageMetaState:
-            return None
-        fields = {name: getattr(value, name) for name in ("checkpoint_id", "save_id", "load_id", "modules")}
-        return {name: self._plain(part, f"storage_meta.{name}") for name, part in fields.items()}
-
-    def _plain(self, value: Any, what: str) -> Any:
-        """`value` with stand-ins turned into plain values; containers, numbers, strings and paths only.
-
-        Each container is converted once, whatever refers to it, so that a pickle of nested shared references (the
-        "billion laughs") costs no more than its own size.
-        """
-        done: dict[int, Any] = {}
-
-        def convert(part: Any) -> Any:
-            kind = type(part)
-            if part is None or kind in (str, int, float, bool, bytes):
-                return part
-            if kind is DtypeName:
-                return str(part)
-            if id(part) in done:
-                return done[id(part)]
-            if isinstance(part, dict):
-                result: Any = {}
-                done[id(part)] = result
-                result.update((convert(key), convert(item)) for key, item in dict.items(part))
-                return result
-            if kind is list:
-                result = done[id(part)] = []
-                result.extend(map(convert, part))
-                return result
-            if kind is tuple:
-                result = tuple(map(convert, part))
-            elif kind in (set, frozenset):
-                result = kind(map(convert, part))
-            elif kind is PathState:
-                result = str(Path(*map(str, part.parts)))
-            elif kind is slice:
-                result = part
-            else:
-                raise self._wrong(what, "plain containers, numbers and strings", part)
-            done[id(part)] = result
-            return result
-
-        try:
-            return convert(value)
-        except (RecursionError, TypeError) as error:
-            raise self._wrong(what, "plain containers, numbers and strings", value) from error
-
-    def _problem(self, text: str) -> None:
-        if self._strict:
-            raise CorruptCheckpointError(
-                f"{self._file}: {text}. The save that wrote it did not finish; load an earlier checkpoint, or list all "
-                f"that is missing with `mcore-ckpt verify {self._path}`."
-            )
-        self._problems.append(text)
-
-    def _wrong(self, what: str, expected: str, got: Any) -> CorruptCheckpointError:
-        shown = _shown(got)
-        return CorruptCheckpointError(
-            f"{self._file}: {what}: expected {expected}, got {shown}. The index is damaged; restore it from another "
-            "copy, or load an earlier checkpoint."
-        )
-
-
-def _shown(value: Any) -> str:
-    """`value` for a message: never long, and never a walk through something huge or nested without end."""
-    if isinstance(value, tuple) and len(value) <= 16:
-        return "(" + ", ".join(_shown(part) if type(part) is not tuple else _flat(part) for part in value) + ")"
-    if value is None or type(value) in (bool, float):
-        return repr(value)
-    if type(value) is int:
-        return str(value) if value.bit_length() <= 128 else f"an int of {value.bit_length()} bits"
-    if type(value) is str:
-        return repr(value[:200])
-    return f"a {type(value).__name__}"
-
-
-def _flat(value: tuple[Any, ...]) -> str:
-    if len(value) <= 16 and all(type(part) is int for part in value):
-        return "(" + ", ".join(map(_shown, value)) + ")"
-    return f"a tuple of {len(value)}"
-
-
-def _all_sizes(values: tuple[Any, ...]) -> bool:
-    for value in values:  # noqa: SIM110  (a generator costs three times as much, and this runs for every chunk)
-        if type(value) is not int or not 0 <= value <= _MAX_OFFSET:
-            return False
-    return True
-
-
-def _inside(offsets: tuple[Any, ...], sizes: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
-    if not len(offsets) == len(sizes) == len(shape):
-        return False
-    for start, size, whole in zip(offsets, sizes, shape):  # noqa: B905  (lengths compared above; strict= costs time)
-        if type(start) is not int or type(size) is not int or start < 0 or size < 0 or start + size > whole:
-            return False
-    return True
-
-
-def file_name_problem(name: str) -> str | None:
-    """Why `name` cannot be a data file of a checkpoint, or None: it must stay inside the directory on any system."""
-    if not name:
-        return "is empty"
-    if len(name) > 4096:
-        return "is longer than 4096 characters"
-    if not name.isprintable():
-        return "holds control characters"
-    if "\\" in name or ":" in name:
-        return "holds a backslash or colon, which some systems read as a path"
-    if any(part in ("", ".", "..") for part in name.split("/")):
-        return "leaves the checkpoint's directory, or is not in its shortest form"
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectShard:
-    """One shard of a Megatron `ShardedObject`: its key, and its place in the grid of shards (in shards)."""
-
-    key: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-def object_key(key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    """The full key under which Megatron stores a `ShardedObject`'s shard."""
-    return f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"
-
-
-def parse_object_key(fqn: str) -> ObjectShard | None:
-    """What `object_key` was made of, or None for a key of another form (plain DCP stores objects under their fqn).
-
-    Old Megatron versions left the last size of the grid out; it is -1 then, as in Megatron.
-    """
-    key, slash, shard = fqn.rpartition("/")
-    parts = shard.split("_")
-    if not slash or len(parts) != 3 or parts[0] != "shard":
-        return None
-    offset_text, shape_text = parts[1].split("."), parts[2].split(".")
-    if not all(text.isascii() and text.isdigit() and len(text) < 20 for text in (*offset_text, *shape_text)):
-        return None
-    offset, shape = tuple(map(int, offset_text)), tuple(map(int, shape_text))
-    if len(shape) + 1 == len(offset):
-        shape = (*shape, -1)
-    return ObjectShard(key, offset, shape) if len(shape) == len(offset) else None
+    return parse_pickled_index(data, where, f"{where}/{METADATA_FILE}", strict=strict)
 
 
 @dataclass(frozen=True, slots=True)

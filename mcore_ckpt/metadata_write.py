@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from struct import Struct
 from typing import Any
 
-from mcore_ckpt.metadata import CheckpointIndex, ObjectEntry, StoredItem, TensorEntry
+from mcore_ckpt.checkpoint_index import CheckpointIndex, ObjectEntry, StoredItem, TensorEntry
 
 __all__ = ["FORMAT_VERSION", "MetadataEncoder", "encode_metadata"]
 

@@ -12,9 +12,12 @@ to the outside are `find_class` and `persistent_load`, and both are closed here.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import pickle
+import pickletools
+import re
 import sys
 import threading
 from collections.abc import Iterable, Mapping
@@ -27,7 +30,7 @@ __all__ = ["ALLOWED_OBJECT_CLASSES", "Unavailable", "load_object", "loads"]
 
 
 class _Restricted(pickle.Unpickler):
-    def __init__(self, data: bytes | bytearray, allowed: Mapping[tuple[str, str], Any], where: str) -> None:
+    def __init__(self, data: bytes, allowed: Mapping[tuple[str, str], Any], where: str) -> None:
         super().__init__(io.BytesIO(data))
         self._allowed = allowed
         self._where = where
@@ -49,7 +52,56 @@ class _Restricted(pickle.Unpickler):
         )
 
 
-def loads(data: bytes | bytearray, allowed: Mapping[tuple[str, str], Any], where: str) -> Any:
+@functools.cache
+def _simple_opcodes() -> re.Pattern[bytes]:
+    """Matches a run of the opcodes that make up nearly all of an index: none of them touches the memo's size by more
+    than one. Compiled on first use, which takes milliseconds.
+    """
+    without_argument = b"(012NRab}de]lost)u\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94"
+    short_texts = b"|".join(b"\\x%02x.{%d}" % (size, size) for size in range(128))
+    integers = b"|".join(b"\\x%02x.{%d}" % (size, size) for size in range(9))
+    return re.compile(
+        b"(?:[%b]+|[hKq\x80].|j....|J....|\x8c(?:%b)|M..|[G\x95].{8}|\x8a(?:%b)){1,200}"
+        % (re.escape(without_argument), short_texts, integers),
+        re.DOTALL,
+    )
+
+
+def _check_memo(data: bytes, where: str) -> None:
+    """Refuse a pickle that numbers memoized objects beyond its own length.
+
+    The C unpickler keeps the memo in an array: one crafted LONG_BINPUT of six bytes makes it fill 64 GB. Finding that
+    opcode needs the boundaries of all opcodes; a regular expression steps over them at a third of what unpickling
+    costs, and `pickletools` over the rare rest.
+    """
+    match, position, stream = _simple_opcodes().match, 0, io.BytesIO(data)
+    while True:
+        run = match(data, position)
+        if run is not None:
+            position = run.end()
+            continue
+        opcode = pickletools.code2op.get(chr(data[position])) if position < len(data) else None
+        if opcode is None:
+            raise CorruptCheckpointError(
+                f"{where}: not a readable pickle: no opcode at byte {position} of {len(data)}. The file is truncated "
+                "or damaged; restore it from another copy, or load an earlier checkpoint."
+            )
+        if opcode.name == "STOP":
+            return
+        position += 1
+        if opcode.arg is None:
+            continue
+        stream.seek(position)
+        argument = opcode.arg.reader(stream)
+        position = stream.tell()
+        if opcode.name in ("PUT", "LONG_BINPUT") and argument > len(data):
+            raise UnsafePickleError(
+                f"{where}: the pickle numbers an object {argument} in {len(data)} bytes, which would fill the memory. "
+                "The file is damaged or was made to do harm; do not load it."
+            )
+
+
+def loads(data: bytes, allowed: Mapping[tuple[str, str], Any], where: str) -> Any:
     """Unpickle `data`, with `allowed[module, name]` standing in for each global that the pickle names.
 
     Args:
@@ -63,6 +115,7 @@ def loads(data: bytes | bytearray, allowed: Mapping[tuple[str, str], Any], where
         CorruptCheckpointError: the bytes are no pickle, are truncated, or build something that cannot be.
     """
     try:
+        _check_memo(data, where)
         return _Restricted(data, allowed, where).load()
     except UnsafePickleError:
         raise
