@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from mcore_ckpt.container import DTYPES
+from mcore_ckpt.key_groups import group_of
 from mcore_ckpt.key_patterns import key_filter
 from mcore_ckpt.metadata import (
     METADATA_FILE,
@@ -26,7 +27,6 @@ from mcore_ckpt.metadata import (
 from mcore_ckpt.parallel_layout import (
     ParallelLayout,
     data_file_rank,
-    is_optimizer_key,
     layout_of_arguments,
     layout_of_chunks,
     optimizer_layout,
@@ -43,7 +43,6 @@ __all__ = [
     "checkpoint_directory",
     "describe_items",
     "file_rows",
-    "group_of",
     "object_rows",
     "rank_balance",
     "summarize",
@@ -66,7 +65,7 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True)
 class ItemRow:
-    """One stored item: bytes `[start, stop)` of `file`; offsets and shape of its chunk in elements, None for objects."""
+    """One stored item: bytes `[start, stop)` of `file`; box of its chunk in elements (None for objects)."""
 
     file: str
     start: int
@@ -312,30 +311,6 @@ def _size_bytes(path: Path) -> int | None:
         return path.stat().st_size
     except OSError:
         return None
-
-
-# What a key is about, most telling first.
-_GROUPS: tuple[tuple[str, Callable[[str], bool]], ...] = (
-    ("embedding", lambda key: "embedding" in key),
-    ("output layer", lambda key: "output_layer" in key or "lm_head" in key),
-    ("norm", lambda key: "norm" in key.rsplit(".", 2)[-2:][0] or "norm" in key.rsplit(".", 1)[-1]),
-    ("router", lambda key: ".router." in key),
-    ("shared experts", lambda key: "shared_experts." in key),
-    ("experts", lambda key: ".experts." in key),
-    ("attention", lambda key: "attention." in key or "attn." in key),
-    ("mamba", lambda key: ".mixer." in key),
-    ("mlp", lambda key: ".mlp." in key),
-)
-_STATES = ("exp_avg_sq", "exp_avg", "momentum_buffer", "fp32_param", "param")
-
-
-def group_of(fqn: str) -> str:
-    """The kind of tensor that a key names: `"attention"`, `"mlp"`, `"optimizer exp_avg"`, ..."""
-    if is_optimizer_key(fqn):
-        parts = fqn.split(".")
-        state = next((state for state in _STATES if state in parts), None)
-        return f"optimizer {state}" if state else "optimizer"
-    return next((group for group, matches in _GROUPS if matches(fqn)), "other")
 
 
 def _groups(index: CheckpointIndex) -> tuple[GroupRow, ...]:

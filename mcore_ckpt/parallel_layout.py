@@ -1,4 +1,4 @@
-"""Which parallel layout a checkpoint was written under: what Megatron's arguments say, and what chunks and files show."""
+"""Which parallel layout a checkpoint was written under: what Megatron's arguments say, and what its chunks show."""
 
 from __future__ import annotations
 

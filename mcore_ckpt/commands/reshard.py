@@ -1,0 +1,186 @@
+"""`mcore-ckpt reshard`: rewrite a checkpoint for another parallel layout."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mcore_ckpt.commands.outcome import Outcome
+from mcore_ckpt.errors import OptionError
+
+if TYPE_CHECKING:
+    from mcore_ckpt.reshard import ReshardOptions
+    from mcore_ckpt.reshard_plan import ReshardPlan, TensorMove
+
+__all__ = ["add_arguments", "run"]
+
+_UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("source", metavar="SRC", help="directory of the checkpoint, or one with a tracker file")
+    parser.add_argument("target", metavar="DST", help="directory to make; must not exist yet")
+    layout = parser.add_argument_group("layout of the target")
+    layout.add_argument("--tp", type=int, metavar="N", help="tensor parallel size")
+    layout.add_argument("--pp", type=int, metavar="M", help="pipeline parallel size")
+    layout.add_argument("--ep", type=int, default=1, metavar="K", help="expert parallel size (1)")
+    layout.add_argument("--etp", type=int, metavar="N", help="expert tensor parallel size (as --tp)")
+    layout.add_argument("--dp", type=int, metavar="D", help="spread chunks over D data parallel ranks")
+    layout.add_argument(
+        "--like", metavar="CKPT", help="take axes (without --tp and --pp: all of it) from this checkpoint"
+    )
+    layout.add_argument(
+        "--rules", metavar="FILE", help="lines of: key pattern (regular expression), axis or `whole`, [x2]"
+    )
+    layout.add_argument("--merge", action="store_true", help="one file for each rank: the fewest files")
+    content = parser.add_argument_group("what is carried")
+    content.add_argument("--only", metavar="PATTERN", help="keys that match (shell pattern, or a part of the key)")
+    content.add_argument("--drop", choices=["optimizer"], help="leave the optimizer's state out")
+    content.add_argument("--dtype", metavar="TYPE", help="convert the model's floating-point tensors: bf16, fp16, fp32")
+    work = parser.add_argument_group("how")
+    work.add_argument("--dry-run", action="store_true", help="show each tensor's decision and write nothing")
+    work.add_argument("--workers", type=int, default=2, metavar="W", help="tensors in progress at once (2)")
+    work.add_argument("--memory", default="1G", metavar="SIZE", help="memory to stay within, e.g. 512M (1G)")
+    work.add_argument(
+        "--verify", action=argparse.BooleanOptionalAction, default=True, help="prove DST against SRC by checksum (on)"
+    )
+    work.add_argument("--restart", action="store_true", help="throw away what an interrupted run has left")
+    work.add_argument("--no-file-copy", action="store_true", help="never let the kernel copy between files")
+
+
+def run(arguments: argparse.Namespace) -> Outcome:
+    """Reshard, or show what would be done."""
+    from mcore_ckpt.inspection import checkpoint_directory
+    from mcore_ckpt.metadata import TRACKER_FILE, read_index
+    from mcore_ckpt.report_text import human_bytes
+    from mcore_ckpt.reshard import plan_reshard, reshard
+
+    options = _options(arguments)
+    source, target = checkpoint_directory(arguments.source), Path(arguments.target)
+    if source != Path(arguments.source):  # a directory of iterations: its layout is kept
+        target = target / source.name
+    if arguments.dry_run:
+        plan = plan_reshard(read_index(source), options)
+        return Outcome(_plan_document(plan), _plan_text(plan))
+    report = reshard(source, target, options, progress=False if arguments.quiet else None)
+    if source != Path(arguments.source):
+        tracker = Path(arguments.source) / TRACKER_FILE
+        copy = Path(arguments.target) / TRACKER_FILE
+        if not copy.exists():
+            copy.write_bytes(tracker.read_bytes())
+    guesses = f", {report.guesses} of them by a guess (see --dry-run)" if report.guesses else ""
+    text = (
+        f"{report.target}: {report.layout}, {report.tensors} tensors{guesses} in {report.chunks} chunks, "
+        f"{report.files} files, {human_bytes(report.file_bytes)}\n"
+        f"{'resumed, ' if report.resumed else ''}copied in {report.copy_s:.1f} s, "
+        + (f"proved against the source in {report.verify_s:.1f} s" if report.verified else "not verified")
+    )
+    return Outcome(report, text)
+
+
+def _options(arguments: argparse.Namespace) -> ReshardOptions:
+    from mcore_ckpt.dtype_cast import DTYPE_NAMES
+    from mcore_ckpt.partition import parse_rules
+    from mcore_ckpt.reshard import ReshardOptions
+    from mcore_ckpt.reshard_plan import TargetLayout
+
+    layout = None
+    if arguments.tp is not None or arguments.pp is not None:
+        if arguments.tp is None or arguments.pp is None:
+            raise OptionError("--tp and --pp belong together: give both (1 is a size too)")
+        layout = TargetLayout(arguments.tp, arguments.pp, arguments.ep, arguments.etp, arguments.dp)
+    elif arguments.like is None:
+        raise OptionError("no target layout: give --tp N --pp M, or --like CKPT")
+    if arguments.dtype is not None and arguments.dtype not in DTYPE_NAMES:
+        raise OptionError(f"--dtype {arguments.dtype}: expected one of {', '.join(sorted(DTYPE_NAMES))}")
+    if arguments.workers < 1:
+        raise OptionError(f"--workers {arguments.workers}: expected at least 1")
+    rules = parse_rules(Path(arguments.rules).read_text(), arguments.rules) if arguments.rules else []
+    return ReshardOptions(
+        layout=layout,
+        like=arguments.like,
+        rules=tuple(rules),
+        only=arguments.only,
+        drop_optimizer=arguments.drop == "optimizer",
+        dtype=DTYPE_NAMES[arguments.dtype] if arguments.dtype else None,
+        merge=arguments.merge,
+        workers=arguments.workers,
+        verify=arguments.verify,
+        restart=arguments.restart,
+        move_files=not arguments.no_file_copy,
+        memory_bytes=_size(arguments.memory),
+    )
+
+
+def _size(text: str) -> int:
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in _UNITS else (text, "")
+    try:
+        value = int(float(number) * _UNITS.get(unit, 1))
+    except ValueError:
+        value = 0
+    if value < 128 * 1024**2:
+        raise OptionError(f"--memory {text}: expected a size of at least 128M, such as 512M or 2G")
+    return value
+
+
+def _decision(move: TensorMove) -> dict[str, object]:
+    partition = move.partition
+    return {
+        "key": move.entry.fqn,
+        "shape": move.entry.shape,
+        "dtype": move.dtype,
+        "axis": partition.axis,
+        "parts": partition.parts,
+        "source": partition.source,
+        "guess": partition.guess,
+        "note": partition.note,
+        "chunks_before": len(move.entry.chunks),
+        "chunks_after": len(move.boxes),
+        "ranks": sorted(set(move.ranks)),
+    }
+
+
+def _plan_document(plan: ReshardPlan) -> dict[str, object]:
+    return {
+        "layout": str(plan.layout),
+        "tensors": [_decision(move) for move in plan.moves],
+        "files": plan.sizes,
+        "notes": plan.notes,
+    }
+
+
+def _plan_text(plan: ReshardPlan) -> str:
+    from mcore_ckpt.report_text import human_bytes, numbers, table
+
+    rows = []
+    guesses = 0
+    for move in plan.moves:
+        partition = move.partition
+        axis = "whole" if partition.axis is None else f"{partition.axis}" + (" x2" if partition.parts == 2 else "")
+        guesses += partition.guess
+        rows.append(
+            (
+                move.entry.fqn,
+                numbers(move.entry.shape),
+                move.dtype,
+                "as stored" if partition.boxes is not None else axis,
+                partition.source + (" (guess)" if partition.guess else ""),
+                f"{len(move.entry.chunks)} -> {len(move.boxes)}",
+                partition.note,
+            )
+        )
+    text = table(("key", "shape", "dtype", "axis", "decided by", "chunks", "note"), rows)
+    files = table(
+        ("file", "bytes"), ((file, human_bytes(size)) for file, size in sorted(plan.sizes.items())), right=(1,)
+    )
+    total = human_bytes(sum(plan.sizes.values()))
+    lines = [
+        text,
+        "",
+        files,
+        "",
+        f"{plan.layout}: {len(rows)} tensors, {guesses} by a guess, {total}; nothing was written",
+    ]
+    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])

@@ -1,0 +1,60 @@
+"""`mcore-ckpt verify`: is a checkpoint whole, and can another copy mend it?"""
+
+from __future__ import annotations
+
+import argparse
+
+from mcore_ckpt.commands.outcome import DIFFERS, DONE, Outcome
+
+__all__ = ["add_arguments", "run"]
+
+_SHOWN = 50
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("checkpoint", help="directory of the checkpoint, or one with a tracker file")
+    parser.add_argument(
+        "--repair-from",
+        metavar="OTHER",
+        help="mend what is damaged with bytes of another copy (any sharding), each proved by its checksum",
+    )
+    parser.add_argument("--workers", type=int, default=2, metavar="W", help="threads that read and sum (2)")
+
+
+def run(arguments: argparse.Namespace) -> Outcome:
+    """Verify, and repair if asked."""
+    from mcore_ckpt.inspection import checkpoint_directory
+    from mcore_ckpt.report_text import human_bytes
+    from mcore_ckpt.verify import verify_checkpoint
+
+    directory = checkpoint_directory(arguments.checkpoint)
+    shown = False if arguments.quiet else None
+    report = verify_checkpoint(directory, workers=max(1, arguments.workers), progress=shown)
+    if arguments.repair_from and report.problems:
+        from mcore_ckpt.repair import repair_checkpoint
+
+        report = repair_checkpoint(report, checkpoint_directory(arguments.repair_from), progress=shown)
+    rate = report.read_bytes / report.seconds if report.seconds else 0
+    lines = [f"{problem.kind}: {problem.message}" for problem in report.problems[:_SHOWN]]
+    if len(report.problems) > _SHOWN:
+        lines.append(f"... and {len(report.problems) - _SHOWN} more (--json lists all)")
+    lines += [f"repaired: {name}" for name in report.repaired]
+    verdict = "whole" if report.whole else f"DAMAGED, {len(report.problems)} problems"
+    lines.append(
+        f"{report.path}: {verdict}: {report.items} items, "
+        f"{report.records} checksums, {human_bytes(report.read_bytes)} in {report.seconds:.1f} s "
+        f"({human_bytes(int(rate))}/s)" + (f"; {report.unchecked} items carry no checksum" if report.unchecked else "")
+    )
+    document = {
+        "path": report.path,
+        "whole": report.whole,
+        "problems": report.problems,
+        "repaired": report.repaired,
+        "items": report.items,
+        "records": report.records,
+        "unchecked": report.unchecked,
+        "read_bytes": report.read_bytes,
+        "seconds": report.seconds,
+    }
+    return Outcome(document, "\n".join(lines), DONE if report.whole else DIFFERS)

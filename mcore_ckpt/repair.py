@@ -1,0 +1,187 @@
+"""Mending a damaged checkpoint with the bytes of another copy: of the same save, or of one resharded from it.
+
+Nothing is believed for coming from the copy. An item is put back only if its own checksums hold in the copy, or if the
+elements found in the copy (whatever its sharding) have the very CRC-32 that the damaged item carries. Bytes are written
+in place, made durable, and the checkpoint is verified again.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mcore_ckpt.container import NotRangeable, locate_tensor
+from mcore_ckpt.crc import crc32
+from mcore_ckpt.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.metadata import METADATA_FILE, CheckpointIndex, StoredChunk, StoredItem, TensorEntry, read_index
+from mcore_ckpt.progress import Progress
+from mcore_ckpt.storage.base import Storage
+from mcore_ckpt.storage.direct_io import aligned_buffer
+from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.stored_payloads import StoredPayloads
+from mcore_ckpt.tensor_boxes import read_box
+from mcore_ckpt.verify import ItemCheck, Problem, VerifyReport, check_item, verify_checkpoint
+
+__all__ = ["repair_checkpoint"]
+
+_WINDOW_BYTES = 8 * 1024 * 1024
+
+
+def repair_checkpoint(report: VerifyReport, other: str | Path, *, progress: bool | None = False) -> VerifyReport:
+    """Mend what `report` found, as far as the copy in `other` can, and verify again.
+
+    Returns:
+        The new report; `repaired` names what was put back, and its problems are those that are left.
+
+    Raises:
+        CheckpointNotFoundError, CorruptCheckpointError: `other` is no readable checkpoint.
+        OSError: the damaged checkpoint cannot be written.
+    """
+    directory, copy = Path(report.path), Path(other)
+    repaired: list[str] = []
+    good_index = read_index(copy)
+    if any(problem.kind == "index" and problem.file == METADATA_FILE for problem in report.problems):
+        # Without an index nothing else is known; the copy's fits only if every item is then found sound.
+        try:
+            index = read_index(directory)
+        except CorruptCheckpointError:
+            LocalStorage(directory).publish(METADATA_FILE, (copy / METADATA_FILE).read_bytes())
+            repaired.append(METADATA_FILE)
+            report = verify_checkpoint(directory, progress=progress)
+            index = read_index(directory)
+    else:
+        index = read_index(directory, strict=False)
+    with StoredPayloads(good_index) as payloads, Progress("repair", _damaged_bytes(report), shown=progress) as bar:
+        repaired += _replace_files(report.problems, directory, copy)
+        checks = _checks(index)
+        for problem in report.problems:
+            if problem.fqn is None or problem.file is None or problem.offset is None:
+                continue
+            check = checks.get((problem.fqn, problem.file, problem.offset))
+            if check is not None and problem.kind in ("checksum", "item") and _mend(check, directory, payloads):
+                repaired.append(check.where)
+            bar.advance(problem.length or 0)
+    again = verify_checkpoint(directory, progress=progress)
+    still_wrong = {problem.message for problem in again.problems}
+    return VerifyReport(
+        again.path,
+        again.problems,
+        again.items,
+        again.records,
+        again.read_bytes,
+        again.seconds,
+        again.unchecked,
+        tuple(name for name in repaired if not any(name in message for message in still_wrong)),
+    )
+
+
+def _damaged_bytes(report: VerifyReport) -> int:
+    return sum(problem.length or 0 for problem in report.problems)
+
+
+def _checks(index: CheckpointIndex) -> dict[tuple[str, str, int], ItemCheck]:
+    found = {}
+    for fqn, entry in index.tensors.items():
+        for chunk in entry.chunks:
+            found[fqn, chunk.item.file, chunk.item.offset] = ItemCheck(fqn, chunk.item, entry, chunk)
+    for fqn, obj in index.objects.items():
+        found[fqn, obj.item.file, obj.item.offset] = ItemCheck(fqn, obj.item)
+    return found
+
+
+def _replace_files(problems: tuple[Problem, ...], directory: Path, copy: Path) -> list[str]:
+    """Files that are missing altogether come back whole; their items are verified afterwards like all others."""
+    repaired = []
+    for problem in problems:
+        if problem.kind != "file" or problem.fqn is not None or problem.file is None:
+            continue
+        source, target = copy / problem.file, directory / problem.file
+        if source.is_file() and not target.exists():
+            temporary = target.with_name(f".{target.name}.repair")
+            _copy_file(source, temporary)
+            temporary.replace(target)
+            LocalStorage(directory).sync_directory()
+            repaired.append(problem.file)
+    return repaired
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    with source.open("rb") as reading, target.open("wb") as writing:
+        while piece := reading.read(_WINDOW_BYTES):
+            writing.write(piece)
+        writing.flush()
+        os.fsync(writing.fileno())
+
+
+def _mend(check: ItemCheck, directory: Path, payloads: StoredPayloads) -> bool:
+    """Put one item back; False if the copy does not have it, or cannot prove that it is the same."""
+    content = _same_item(check, payloads)
+    if content is not None:
+        _write(directory / check.item.file, check.item.offset, content)
+        return True
+    if check.entry is None or check.chunk is None:
+        return False
+    found = _same_elements(check, check.entry, check.chunk, LocalStorage(directory), payloads)
+    if found is None:
+        return False
+    offset, elements = found
+    _write(directory / check.item.file, offset, elements)
+    return True
+
+
+def _same_item(check: ItemCheck, payloads: StoredPayloads) -> bytes | None:
+    """The item of that key and box in the copy, if it is as long and sound; resharded copies rarely have it."""
+    item = _item_in_copy(check, payloads.index)
+    if item is None or item.length != check.item.length or item.transforms != check.item.transforms:
+        return None
+    try:
+        with payloads.files.reader(item.file) as reader:
+            content = reader.read(item.offset, item.length)
+            sound = check_item(check._replace(item=item), reader, memoryview(content), _window)
+    except LoadError:
+        return None
+    return content if sound else None
+
+
+def _item_in_copy(check: ItemCheck, index: CheckpointIndex) -> StoredItem | None:
+    if check.chunk is None:
+        found = index.objects.get(check.fqn)
+        return found.item if found else None
+    entry = index.tensors.get(check.fqn)
+    for chunk in entry.chunks if entry else ():
+        if chunk.offsets == check.chunk.offsets and chunk.sizes == check.chunk.sizes:
+            return chunk.item
+    return None
+
+
+def _same_elements(
+    check: ItemCheck, entry: TensorEntry, chunk: StoredChunk, storage: Storage, payloads: StoredPayloads
+) -> tuple[int, bytes] | None:
+    """The chunk's elements, put together from the copy, if they have the CRC-32 that the damaged item still carries."""
+    other = payloads.index.tensors.get(check.fqn)
+    if other is None or other.shape != entry.shape or other.dtype != entry.dtype:
+        return None
+    item = check.item
+    try:
+        with storage.open_reader(item.file) as reader:
+            located = locate_tensor(lambda at, length: reader.read(item.offset + at, length), item.length, check.where)
+        if located.crc32 is None or located.shape != tuple(chunk.sizes):
+            return None
+        elements = read_box(payloads, other, chunk.offsets, chunk.sizes)
+    except (LoadError, NotRangeable):
+        return None
+    if crc32(elements) != located.crc32:
+        return None
+    return item.offset + located.payload_offset, bytes(elements)
+
+
+def _window() -> memoryview:
+    return memoryview(aligned_buffer(_WINDOW_BYTES))
+
+
+def _write(path: Path, offset: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,147 @@
+"""The raw elements of stored chunks, by range, for the offline commands: no torch, unless an item has to be decoded.
+
+A chunk's payload is located by the headers of its item and held against the index. What cannot be read by range
+(stored through a transform, compressed, not contiguous) is decoded whole by the reader, which does need torch.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from types import TracebackType
+from typing import NamedTuple
+
+from mcore_ckpt.container import LocatedTensor, NotRangeable, element_bytes, locate_tensor
+from mcore_ckpt.errors import CorruptCheckpointError
+from mcore_ckpt.fetch import OpenFiles
+from mcore_ckpt.metadata import CheckpointIndex, StoredChunk, TensorEntry
+from mcore_ckpt.options import DirectIo
+from mcore_ckpt.storage.base import Storage
+from mcore_ckpt.storage.local import LocalStorage
+
+__all__ = ["StoredPayload", "StoredPayloads", "chunk_name"]
+
+
+_MAX_LOCATED = 4096
+
+
+class StoredPayload(NamedTuple):
+    """The elements of one stored chunk: C order, little-endian.
+
+    Attributes:
+        where: key, file and bytes, for messages.
+        file: that holds them.
+        offset: of the first, in the file.
+        nbytes: of all.
+        crc32: of all; None if the item carries none.
+        decoded: the elements themselves, where they cannot be read from the file by range.
+    """
+
+    where: str
+    file: str
+    offset: int
+    nbytes: int
+    crc32: int | None
+    decoded: bytes | None = None
+
+
+def chunk_name(entry: TensorEntry, chunk: StoredChunk) -> str:
+    """A chunk as messages name it."""
+    item = chunk.item
+    return f"{entry.fqn} at {list(chunk.offsets)} ({item.file}, bytes [{item.offset}, {item.offset + item.length}))"
+
+
+class StoredPayloads:
+    """Locates and reads payloads of one checkpoint; a context manager, for any number of threads.
+
+    Args:
+        index: of the checkpoint.
+        storage: its files; by default those in the index's path.
+        direct: past the page cache (`LoadOptions.direct_io`).
+    """
+
+    def __init__(self, index: CheckpointIndex, storage: Storage | None = None, direct: DirectIo = "auto") -> None:
+        self.index = index
+        self.storage = LocalStorage(index.path) if storage is None else storage
+        self.files = OpenFiles(self.storage, direct)
+        self._located: OrderedDict[tuple[str, tuple[int, ...]], StoredPayload] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
+        """Find the elements of a chunk; asked again soon, it answers from memory.
+
+        Raises:
+            CorruptCheckpointError: the item is damaged, or is not what the index says.
+            LoadError: it cannot be read.
+        """
+        key = entry.fqn, chunk.offsets
+        with self._lock:
+            known = self._located.get(key)
+            if known is not None:
+                self._located.move_to_end(key)
+                return known
+        found = self._locate(entry, chunk)
+        with self._lock:
+            self._located[key] = found
+            # What had to be decoded holds all its elements: only the last few of those stay.
+            while len(self._located) > (_MAX_LOCATED if found.decoded is None else 1):
+                self._located.popitem(last=False)
+        return found
+
+    def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
+        item, where = chunk.item, chunk_name(entry, chunk)
+        if item.transforms:
+            return self._decode(entry, chunk, where)
+        with self.files.reader(item.file) as reader:
+            reader.check_range(item.offset, item.length)
+            try:
+                found = locate_tensor(
+                    lambda offset, length: reader.read(item.offset + offset, length), item.length, where
+                )
+            except NotRangeable:
+                return self._decode(entry, chunk, where)
+        check_located(found, entry, chunk, where)
+        return StoredPayload(where, item.file, item.offset + found.payload_offset, found.payload_bytes, found.crc32)
+
+    def read_into(self, payload: StoredPayload, start: int, view: memoryview) -> None:
+        """Fill `view` with the payload's bytes from `start` on; raises as `RangeReader.read_into`."""
+        if payload.decoded is not None:
+            view[:] = payload.decoded[start : start + len(view)]
+            return
+        with self.files.reader(payload.file) as reader:
+            reader.read_into(payload.offset + start, view)
+
+    def _decode(self, entry: TensorEntry, chunk: StoredChunk, where: str) -> StoredPayload:
+        import torch
+
+        from mcore_ckpt.read_requests import ReadRequest, stored_dtype
+        from mcore_ckpt.reader import FileSystemReader
+
+        tensor = torch.empty(chunk.sizes, dtype=stored_dtype(entry))
+        reader = FileSystemReader(self.index.path)
+        reader.read_items([ReadRequest(entry.fqn, tensor, chunk.offsets, chunk.sizes)])
+        content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return StoredPayload(where, chunk.item.file, 0, len(content), None, content)
+
+    def close(self) -> None:
+        """Close the files."""
+        self.files.close()
+
+    def __enter__(self) -> StoredPayloads:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_located(found: LocatedTensor, entry: TensorEntry, chunk: StoredChunk, where: str) -> None:
+    """Hold what an item says about its tensor against the index; raises `CorruptCheckpointError`."""
+    expected_bytes = math.prod(chunk.sizes) * element_bytes(entry.dtype)
+    if (found.dtype, found.shape, found.payload_bytes) != (entry.dtype, tuple(chunk.sizes), expected_bytes):
+        raise CorruptCheckpointError(
+            f"{where}: the index says {entry.dtype} of shape {list(chunk.sizes)}, stored is {found.dtype} of shape "
+            f"{list(found.shape)}; the index does not belong to this file"
+        )
