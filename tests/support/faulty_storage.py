@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
 from mcore_ckpt.errors import SaveError
-from mcore_ckpt.storage import DirectIo, RangeReader, RangeWriter, Storage
+from mcore_ckpt.storage import DirectIo, LocalStorage, RangeReader, RangeWriter, Storage
 
 How = Literal["error", "exit", "kill", "torn"]
 
@@ -33,6 +33,8 @@ class Faults:
         code: errno of an error.
         sticky: later operations fail, too, as they do on a full disk.
         only: operations that count, by name; empty: all that change something.
+        record: file to which each operation is appended, so that the record outlives the process.
+        in_writer: what becomes of this in the writer process, which counts for itself; None: it does nothing.
         operations: what was asked for, in order, as (operation, name, bytes).
     """
 
@@ -41,8 +43,16 @@ class Faults:
     code: int = errno.ENOSPC
     sticky: bool = False
     only: frozenset[str] = frozenset()
+    record: str | None = None
+    in_writer: Faults | None = None
     operations: list[tuple[str, str, int]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
 
     def before(self, operation: str, name: str, size: int = 0, tear: Callable[[], None] | None = None) -> None:
         """Count an operation, and let it go wrong if it is its turn."""
@@ -51,6 +61,9 @@ class Faults:
         with self._lock:
             index = len(self.operations)
             self.operations.append((operation, name, size))
+            if self.record is not None:
+                with open(self.record, "a") as record:
+                    record.write(f"{operation} {name} {size}\n")
         if self.at is None or index < self.at or (index > self.at and not self.sticky):
             return
         if self.how == "error":
@@ -68,11 +81,23 @@ class Faults:
 
 
 class FaultyStorage(Storage):
-    """Passes everything on to `inner`, by way of `faults`. Reading is never disturbed."""
+    """Passes everything on to `inner`, by way of `faults`. Reading is never disturbed.
 
-    def __init__(self, inner: Storage, faults: Faults) -> None:
+    Pickled (on its way to a writer process), it takes `faults.in_writer` along.
+    """
+
+    def __init__(self, inner: LocalStorage, faults: Faults) -> None:
         self.inner = inner
         self.faults = faults
+
+    def __reduce__(self) -> tuple[type[FaultyStorage], tuple[LocalStorage, Faults]]:
+        return FaultyStorage, (self.inner, self.faults.in_writer or Faults())
+
+    def __repr__(self) -> str:
+        return f"FaultyStorage({self.inner!r})"
+
+    def path(self, name: str) -> str:
+        return self.inner.path(name)
 
     def list(self) -> list[str]:
         return self.inner.list()

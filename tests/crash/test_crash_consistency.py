@@ -1,0 +1,55 @@
+"""A save that is struck at any of its storage operations leaves the old checkpoint or the new one, never a mix.
+
+Each scenario records the operations of a save, and then repeats the save once for each of them, with that operation
+failing, or the process ending there. After each: what the directory holds loads whole and is the old or the new state
+(old, if the save said that it failed; new, if it said that it succeeded), the next save into the directory works, and
+then nothing is left over of either.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="the crash scenarios save Megatron's sharded state")
+
+from tests.support.crash_runner import SCENARIOS
+
+pytestmark = pytest.mark.crash
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# One of each kind in every run; all combinations in the slow one.
+QUICK = {
+    "in_line-exit-fresh",
+    "in_line-error-replace",
+    "in_line-full_disk-replace",
+    "in_line-torn-replace",
+    "async-exit-replace",
+    "dcp-exit-replace",
+    "writer-error-replace",
+    "writer-killed-replace",
+}
+assert set(SCENARIOS) >= QUICK
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SCENARIOS]
+)
+def test_no_crash_harms_a_checkpoint(name: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.support.crash_runner", name, str(tmp_path)],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=840,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert "operations: " in done.stdout
+    assert " holds 1\n" in done.stdout or " holds 100\n" in done.stdout, "no strike came before the publish"
