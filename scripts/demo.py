@@ -44,6 +44,7 @@ class Saved:
     blocking_s: float
     durable_s: float
     steps_meanwhile: int
+    forks: int  # children that this rank forked for the save
     strategies: tuple[str, ...]
     live: Comparison  # the state after the save, which training has changed, against the state at the save
 
@@ -85,7 +86,8 @@ def train_and_save_async(rank: int, work: Path) -> Saved:
     queue = mcore_ckpt.AsyncCallsQueue(options=options)
     state_dict = training.sharded_state_dict()
     write_reference(work / "reference", rank, state_dict)
-    reference_of_live = work / "reference"
+    forks: list[float] = []
+    os.register_at_fork(before=lambda: forks.append(time.monotonic()))
     steps = 0
     with record_strategies() as strategies:
         started_s = time.monotonic()
@@ -104,8 +106,8 @@ def train_and_save_async(rank: int, work: Path) -> Saved:
         durable_s = time.monotonic() - started_s
     queue.close()
     barrier()
-    live = Reference.read(reference_of_live).compare(training.sharded_state_dict())
-    return Saved(blocking_s, durable_s, steps, tuple(strategies), live)
+    live = Reference.read(work / "reference").compare(training.sharded_state_dict())
+    return Saved(blocking_s, durable_s, steps, len(forks), tuple(strategies), live)
 
 
 def train_and_save_stock(rank: int, work: Path) -> Saved:
@@ -124,7 +126,7 @@ def train_and_save_stock(rank: int, work: Path) -> Saved:
     barrier()
     live = Reference.read(work / "stock-reference").compare(training.sharded_state_dict())
     assert "mcore_ckpt" not in sys.modules
-    return Saved(seconds, seconds, 0, tuple(strategies), live)
+    return Saved(seconds, seconds, 0, 0, tuple(strategies), live)
 
 
 def save_stock_then_load_ours(rank: int, work: Path) -> tuple[Saved, Loaded]:
@@ -194,16 +196,18 @@ def dcp_load(what: str, reader: Any, reference: Reference) -> Row:
     return Row(what, "no process group", seconds, str(verdict), verdict.identical)
 
 
-def saved_row(what: str, accounts: list[Saved], reference: Reference, package: str, must_change: bool) -> Row:
-    """Judge a save: the right strategy ran on every rank, and training did (or did not) go on meanwhile."""
+def saved_row(what: str, accounts: list[Saved], reference: Reference, package: str, forked: bool) -> Row:
+    """Judge a save: the right strategy ran on every rank and, if forked, in a child beside training that went on."""
     problems = wrong_strategies([account.strategies for account in accounts], package)
     live = reference.verdict(account.live for account in accounts)
-    if must_change and not live.differing:
+    if forked and not all(account.forks for account in accounts):
+        problems.append(f"children forked on each rank: {[account.forks for account in accounts]}, expected 1 or more")
+    if forked and not live.differing:
         problems.append("training did not change the state, so the snapshot proves nothing")
-    if not must_change and not live.identical:
+    if not forked and not live.identical:
         problems.append(f"state after the save: {live}")
     note = "published"
-    if must_change:
+    if forked:
         steps = min(account.steps_meanwhile for account in accounts)
         note += f"; the call took {max(a.blocking_s for a in accounts):.2f} s, {steps} steps trained meanwhile"
     seconds = max(account.durable_s for account in accounts)
@@ -239,12 +243,12 @@ def demonstrate(work: Path) -> list[Row]:
     say("training at TP=2 PP=2 on 4 ranks; async save by a forked writer while training goes on")
     saved = run_ranks(train_and_save_async, 4, work, deadline_s=DEADLINE_S)
     reference = Reference.read(work / "reference")
-    rows.append(saved_row("async save, forked writer", saved, reference, "mcore_ckpt", must_change=True))
+    rows.append(saved_row("async save, forked writer", saved, reference, "mcore_ckpt", forked=True))
 
     say("stock Megatron-Core, in processes of its own: saves a model, and loads ours")
     pairs = run_ranks(save_stock_then_load_ours, 4, work, deadline_s=DEADLINE_S)
     stock_reference = Reference.read(work / "stock-reference")
-    stock_saved = saved_row("stock save", [s for s, _ in pairs], stock_reference, "megatron", must_change=False)
+    stock_saved = saved_row("stock save", [s for s, _ in pairs], stock_reference, "megatron", forked=False)
     ours_by_stock = loaded_row(
         "ours -> stock Megatron", Parallel(tensor=2), [loaded for _, loaded in pairs], reference, "megatron"
     )
@@ -332,6 +336,7 @@ def main() -> int:
         if any(arguments.keep.iterdir()):
             parser.error(f"{arguments.keep} is not empty")
     work = arguments.keep or Path(tempfile.mkdtemp(prefix="mcore-ckpt-demo-"))
+    quiet()
     started_s = time.monotonic()
     try:
         rows = demonstrate(work)
