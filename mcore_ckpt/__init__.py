@@ -15,6 +15,7 @@ from mcore_ckpt.options import LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
     from mcore_ckpt.async_calls import AsyncCallsQueue
+    from mcore_ckpt.checkpoint import open_checkpoint
     from mcore_ckpt.load_planner import MCoreLoadPlanner
     from mcore_ckpt.megatron_compat import install, uninstall
     from mcore_ckpt.optimizer_state import load_sharded_optimizer_state
@@ -37,6 +38,7 @@ _HOME = {
     "get_strategy": "registry",
     "install": "megatron_compat",
     "load_sharded_optimizer_state": "optimizer_state",
+    "open_checkpoint": "checkpoint",
     "register_strategy": "registry",
     "uninstall": "megatron_compat",
 }
@@ -55,6 +57,7 @@ __all__ = [
     "get_strategy",
     "install",
     "load_sharded_optimizer_state",
+    "open_checkpoint",
     "register_strategy",
     "uninstall",
     *_error_names,

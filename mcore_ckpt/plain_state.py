@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.commit import common_file_in_force
-from mcore_ckpt.errors import CorruptCheckpointError
-from mcore_ckpt.metadata import CheckpointIndex, StoredItem, object_key
+from mcore_ckpt.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.metadata import CheckpointIndex, ObjectEntry, StoredItem, object_key
 
-__all__ = ["Opaque", "plain", "read_plain_state"]
+__all__ = ["Opaque", "plain", "read_plain_object", "read_plain_state"]
 
 # Optimizer settings and arguments are kilobytes; 1 GiB of them is something else.
 _MAX_PICKLE_BYTES = 1024**3
@@ -99,6 +99,19 @@ def read_plain_state(index: CheckpointIndex) -> dict[str, Any]:
     where = f"{entry.fqn} ({entry.item.file})"
     content = _read_archive(_item_bytes(directory, entry.item), where)
     return _as_dict(content[0] if isinstance(content, list) and content else content, where)
+
+
+def read_plain_object(index: CheckpointIndex, entry: ObjectEntry) -> Any:
+    """A stored object as plain values, without torch and whatever classes it names; for looking at.
+
+    Raises:
+        CorruptCheckpointError: it is no archive of `torch.save`.
+        LoadError: it is stored through a transform.
+    """
+    where = f"{entry.fqn} ({entry.item.file})"
+    if entry.item.transforms:
+        raise LoadError(f"{where}: stored through {', '.join(entry.item.transforms)}; open_checkpoint() can read it")
+    return plain(_read_archive(_item_bytes(Path(index.path), entry.item), where))
 
 
 def _item_bytes(directory: Path, item: StoredItem) -> bytes:

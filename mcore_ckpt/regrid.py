@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -158,13 +158,20 @@ class Walk:
     _part_memory: bytearray = field(default_factory=bytearray)
 
     def move(
-        self, source_boxes: Sequence[Box], sources: Sequence[Source], target_boxes: Sequence[Box], sinks: Sequence[Sink]
+        self,
+        source_boxes: Sequence[Box],
+        sources: Sequence[Source],
+        target_boxes: Sequence[Box],
+        sinks: Sequence[Sink],
+        *,
+        summed: bool = True,
     ) -> list[int]:
         """Fill the sinks of one block.
 
         Returns:
-            The CRC-32 of each source.
+            The CRC-32 of what was read of each source (all of it, where targets cover it); zeros unless `summed`.
         """
+        sum_up = crc32 if summed else _no_sum
         crcs = [0] * len(sources)
         for slab in slabs(bounding(target_boxes), self.elem_bytes, self.slab_bytes):
             given = [(n, part) for n, box in enumerate(source_boxes) if (part := intersect(box, slab)) is not None]
@@ -172,7 +179,7 @@ class Walk:
             if len(given) == 1 and len(taken) == 1 and given[0][1] == taken[0][1]:
                 (n, part), (m, _) = given[0], taken[0]
                 start = _start_in(source_boxes[n], part, self.elem_bytes)
-                crcs[n] = self._straight(sources[n], start, part, sinks[m], crcs[n])
+                crcs[n] = self._straight(sources[n], start, part, sinks[m], crcs[n], sum_up)
                 continue
             read: dict[int, tuple[Box, Any]] = {}
             straight: dict[int, int] = {}
@@ -187,13 +194,13 @@ class Walk:
                 nbytes = math.prod(part.sizes) * self.elem_bytes
                 view, memory = memory[:nbytes], memory[nbytes:]
                 sources[n].read_into(_start_in(source_boxes[n], part, self.elem_bytes), view)
-                crcs[n] = crc32(view, crcs[n])
+                crcs[n] = sum_up(view, crcs[n])
                 read[n] = part, np.frombuffer(view, carrier(self.elem_bytes)).reshape(part.sizes)
             for m, part in taken:
                 if m in straight:
                     n = straight[m]
                     start = _start_in(source_boxes[n], part, self.elem_bytes)
-                    crcs[n] = self._straight(sources[n], start, part, sinks[m], crcs[n])
+                    crcs[n] = self._straight(sources[n], start, part, sinks[m], crcs[n], sum_up)
                 else:
                     self._assemble(part, list(read.values()), sinks[m])
         return crcs
@@ -204,14 +211,16 @@ class Walk:
             self._read_memory = bytearray(nbytes)
         return memoryview(self._read_memory)[:nbytes]
 
-    def _straight(self, source: Source, start: int, part: Box, sink: Sink, value: int) -> int:
+    def _straight(
+        self, source: Source, start: int, part: Box, sink: Sink, value: int, sum_up: Callable[[memoryview, int], int]
+    ) -> int:
         """What one source has of the slab is what one sink wants of it: read it to where it goes."""
         nbytes = math.prod(part.sizes) * self.elem_bytes
         done = 0
         while done < nbytes:
             view = sink.space(nbytes - done)
             source.read_into(start + done, view)
-            value = crc32(view, value)
+            value = sum_up(view, value)
             sink.filled(view)
             done += len(view)
         return value
@@ -240,6 +249,10 @@ class Walk:
             done += piece
             if done < nbytes:
                 view = sink.space(nbytes - done)
+
+
+def _no_sum(view: memoryview, value: int) -> int:
+    return value
 
 
 def _within(outer: Box, inner: Box) -> tuple[slice, ...]:

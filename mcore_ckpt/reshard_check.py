@@ -15,10 +15,10 @@ from mcore_ckpt.errors import ChecksumError, CorruptCheckpointError
 from mcore_ckpt.fetch import in_parallel
 from mcore_ckpt.metadata import CheckpointIndex
 from mcore_ckpt.regrid import CrcSink, Walk, blocks
-from mcore_ckpt.reshard_copy import PayloadSource, expected_crcs
+from mcore_ckpt.reshard_copy import expected_crcs
 from mcore_ckpt.reshard_journal import Journal
 from mcore_ckpt.reshard_plan import ReshardPlan, TensorMove
-from mcore_ckpt.stored_payloads import StoredPayloads
+from mcore_ckpt.stored_payloads import PayloadSource, StoredPayloads
 
 __all__ = ["check_all"]
 

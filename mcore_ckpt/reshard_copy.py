@@ -25,9 +25,9 @@ from mcore_ckpt.metadata import CheckpointIndex
 from mcore_ckpt.regrid import Block, Walk
 from mcore_ckpt.reshard_journal import Journal
 from mcore_ckpt.reshard_plan import ObjectMove, ReshardPlan, TensorMove
-from mcore_ckpt.stored_payloads import StoredPayload, StoredPayloads
+from mcore_ckpt.stored_payloads import PayloadSource, StoredPayload, StoredPayloads
 
-__all__ = ["CastSource", "PayloadSource", "copy_all", "expected_crcs"]
+__all__ = ["CastSource", "copy_all", "expected_crcs"]
 
 _SYNC_BYTES: Final = 1024**3
 _MIN_BUFFER_BYTES: Final = 256 * 1024
@@ -36,20 +36,6 @@ _PIECE_BYTES: Final = 1024 * 1024
 # Below this, a system call of its own costs more than reading and writing the bytes.
 _MIN_FILE_COPY_BYTES: Final = 4 * 1024 * 1024
 _MAX_PADDING_BYTES: Final = 64 * 1024
-
-
-class PayloadSource:
-    """A stored chunk as a source for `regrid`."""
-
-    __slots__ = ("_payload", "_payloads")
-
-    def __init__(self, payloads: StoredPayloads, payload: StoredPayload) -> None:
-        self._payloads = payloads
-        self._payload = payload
-
-    def read_into(self, start: int, view: memoryview) -> None:
-        """Bytes from `start` on."""
-        self._payloads.read_into(self._payload, start, view)
 
 
 class CastSource:

@@ -20,7 +20,7 @@ from mcore_ckpt.options import DirectIo
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.local import LocalStorage
 
-__all__ = ["StoredPayload", "StoredPayloads", "chunk_name"]
+__all__ = ["PayloadSource", "StoredPayload", "StoredPayloads", "check_located", "chunk_name"]
 
 
 _MAX_LOCATED = 4096
@@ -135,6 +135,20 @@ class StoredPayloads:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class PayloadSource:
+    """A stored chunk as a source for `regrid`."""
+
+    __slots__ = ("_payload", "_payloads")
+
+    def __init__(self, payloads: StoredPayloads, payload: StoredPayload) -> None:
+        self._payloads = payloads
+        self._payload = payload
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Bytes from `start` on."""
+        self._payloads.read_into(self._payload, start, view)
 
 
 def check_located(found: LocatedTensor, entry: TensorEntry, chunk: StoredChunk, where: str) -> None:

@@ -41,6 +41,7 @@ PUBLIC = [
     "get_strategy",
     "install",
     "load_sharded_optimizer_state",
+    "open_checkpoint",
     "register_strategy",
     "uninstall",
 ]

@@ -1,0 +1,116 @@
+"""`mcore-ckpt diff`: compare two checkpoints, whatever their sharding."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from mcore_ckpt.commands.outcome import DIFFERS, DONE, Outcome
+
+if TYPE_CHECKING:
+    from mcore_ckpt.diff import TensorDiff
+
+__all__ = ["add_arguments", "run"]
+
+_SHOWN = 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("a", metavar="A", help="directory of a checkpoint, or one with a tracker file")
+    parser.add_argument("b", metavar="B", help="the other one")
+    parser.add_argument("--only", metavar="PATTERN", help="keys that match (shell pattern, or a part of the key)")
+    parser.add_argument("--keys", action="store_true", help="compare keys, shapes and dtypes, not values")
+    parser.add_argument(
+        "--rtol", type=float, default=0.0, metavar="X", help="relative difference that counts as none (0)"
+    )
+    parser.add_argument(
+        "--atol", type=float, default=0.0, metavar="X", help="absolute difference that counts as none (0)"
+    )
+    parser.add_argument("--all", action="store_true", help="list all that differ, and those that do not")
+    parser.add_argument("--workers", type=int, default=2, metavar="W", help="threads that read and compare (2)")
+
+
+def run(arguments: argparse.Namespace) -> Outcome:
+    """Compare."""
+    from mcore_ckpt.diff import diff_checkpoints
+    from mcore_ckpt.inspection import checkpoint_directory
+    from mcore_ckpt.report_text import human_bytes, table
+
+    report = diff_checkpoints(
+        checkpoint_directory(arguments.a),
+        checkpoint_directory(arguments.b),
+        only=arguments.only,
+        values=not arguments.keys,
+        rtol=arguments.rtol,
+        atol=arguments.atol,
+        workers=max(1, arguments.workers),
+        progress=False if arguments.quiet else None,
+    )
+    shown = [tensor for tensor in report.tensors if arguments.all or not tensor.same]
+    lines = [f"only in A: {key}" for key in report.only_in_a]
+    lines += [f"only in B: {key}" for key in report.only_in_b]
+    lines += [f"object differs: {key}" for key in report.objects_differ]
+    limit = len(shown) if arguments.all else _SHOWN
+    if shown:
+        header = ("key", "what", "max abs", "max rel", "differing", "NaN/inf mismatches", "NaNs A/B")
+        lines += ["", table(header, map(_row, shown[:limit]), right=(2, 3, 4, 5, 6))]
+    if len(shown) > limit:
+        lines.append(f"... and {len(shown) - limit} more tensors (--all lists them)")
+    same = sum(tensor.same for tensor in report.tensors)
+    verdict = "identical" if report.identical else "DIFFERENT"
+    compared = "" if arguments.keys else f", {human_bytes(report.read_bytes)} compared"
+    total_objects = report.objects_same + len(report.objects_differ)
+    lines += ["", f"{verdict}: {same} of {len(report.tensors)} common tensors are the same"]
+    lines[-1] += f", {report.objects_same} of {total_objects} common objects; {len(report.only_in_a)} keys only in A"
+    lines[-1] += f", {len(report.only_in_b)} only in B{compared}"
+    document = {
+        "a": report.a,
+        "b": report.b,
+        "identical": report.identical,
+        "only_in_a": report.only_in_a,
+        "only_in_b": report.only_in_b,
+        "tensors": [_document(tensor) for tensor in report.tensors],
+        "objects_differ": report.objects_differ,
+        "objects_same": report.objects_same,
+    }
+    return Outcome(document, "\n".join(lines).strip("\n"), DONE if report.identical else DIFFERS)
+
+
+def _what(tensor: TensorDiff) -> str:
+    if tensor.shape_a != tensor.shape_b:
+        return f"shape {list(tensor.shape_a)} / {list(tensor.shape_b)}"
+    dtypes = "" if tensor.dtype_a == tensor.dtype_b else f"{tensor.dtype_a} / {tensor.dtype_b}"
+    if tensor.values is None:
+        return dtypes or "same shape and dtype"
+    if tensor.values.identical:
+        return "identical"
+    values = "values" if tensor.values.differing else ("same values" if dtypes else "same values, other bits")
+    return f"{dtypes}, {values}" if dtypes else values
+
+
+def _row(tensor: TensorDiff) -> tuple[object, ...]:
+    values = tensor.values
+    if values is None:
+        return (tensor.fqn, _what(tensor), "-", "-", "-", "-", "-")
+    return (
+        tensor.fqn,
+        _what(tensor),
+        f"{values.max_abs:.3g}",
+        f"{values.max_rel:.3g}",
+        f"{values.differing}/{values.elements}",
+        values.nan_mismatches,
+        f"{values.nans_a}/{values.nans_b}",
+    )
+
+
+def _document(tensor: TensorDiff) -> dict[str, object]:
+    return {
+        "key": tensor.fqn,
+        "same": tensor.same,
+        "dtype_a": tensor.dtype_a,
+        "dtype_b": tensor.dtype_b,
+        "shape_a": tensor.shape_a,
+        "shape_b": tensor.shape_b,
+        "values": tensor.values,
+    }
