@@ -1,0 +1,183 @@
+"""Checkpoints that other systems wrote: what the index says of them, and that what it says is where it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt.dcp_metadata import from_dcp_metadata, to_dcp_metadata
+from mcore_ckpt.metadata import CheckpointIndex, StoredItem, parse_index, parse_object_key, read_config, read_index
+from mcore_ckpt.metadata_write import encode_metadata
+from mcore_ckpt.safe_pickle import load_object
+
+GOLDEN = Path(__file__).parent / "golden"
+ALL = sorted(path.name for path in GOLDEN.iterdir())
+MEGATRON = [name for name in ALL if name.startswith("megatron")]
+FLATTENED = [name for name in MEGATRON if name < "megatron-0.16"]
+
+
+def test_the_list_is_complete() -> None:
+    assert {"dcp-2.13.0", "dtensor-2.13.0", "megatron-0.12.3", "megatron-0.15.3", "megatron-0.16.1"} <= set(ALL)
+    assert "megatron-0.19.2" in ALL
+
+
+def expected(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((GOLDEN / name / "expected.json").read_text())
+    return content
+
+
+def item_bytes(name: str, item: StoredItem) -> bytes:
+    with (GOLDEN / name / item.file).open("rb") as stream:
+        stream.seek(item.offset)
+        content = stream.read(item.length)
+    assert len(content) == item.length
+    return content
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_index_describes_what_was_saved(name: str) -> None:
+    index, wanted = read_index(GOLDEN / name), expected(name)
+    assert sorted(index.objects) == wanted["objects"]
+    found = {
+        fqn: {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "chunks": sorted([list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks),
+        }
+        for fqn, entry in index.tensors.items()
+    }
+    assert found == {
+        fqn: {key: value for key, value in entry.items() if key != "sha256"} for fqn, entry in wanted["tensors"].items()
+    }
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_values_are_where_the_index_says(name: str) -> None:
+    index, wanted = read_index(GOLDEN / name), expected(name)
+    for fqn, entry in index.tensors.items():
+        whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        for chunk in entry.chunks:
+            stored = torch.load(io.BytesIO(item_bytes(name, chunk.item)), weights_only=True)
+            assert tuple(stored.shape) == chunk.sizes
+            box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[box] = stored
+        raw = whole.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b""
+        assert hashlib.sha256(raw).hexdigest() == wanted["tensors"][fqn]["sha256"], fqn
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_we_encode_is_the_same_to_stock(name: str) -> None:
+    """Our `.metadata` for that checkpoint, unpickled by torch, against the original, unpickled by torch."""
+    stock = pickle.loads(_without_plans(name))
+    ours = pickle.loads(encode_metadata(read_index(GOLDEN / name)))
+    assert ours.state_dict_metadata == stock.state_dict_metadata
+    assert ours.storage_data == stock.storage_data
+    assert (ours.planner_data or {}) == (stock.planner_data or {})
+    assert getattr(ours, "mcore_data", {}) == (getattr(stock, "mcore_data", None) or {})
+    assert to_dcp_metadata(read_index(GOLDEN / name)).storage_data == stock.storage_data
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_index_of_torchs_classes_is_the_same(name: str) -> None:
+    index = read_index(GOLDEN / name)
+    assert from_dcp_metadata(pickle.loads(_without_plans(name)), GOLDEN / name) == dataclasses.replace(
+        index, has_local_plans=False
+    )
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_megatron_keeps_its_plans_and_its_config(name: str) -> None:
+    index = read_index(GOLDEN / name)
+    assert index.has_local_plans
+    config = read_config(GOLDEN / name)
+    assert config is not None
+    assert (config.backend, config.version) == ("torch_dist", 1)
+    assert all(parse_object_key(fqn) for fqn in index.objects)
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_skipping_the_plans_changes_nothing_else(name: str) -> None:
+    content = (GOLDEN / name / ".metadata").read_bytes()
+    # Protocol 5's pickler writes the same opcodes; only the name by which the plans are found is made another one.
+    whole = content.replace(b"\x0fall_local_plans", b"\x0fAll_local_plans")
+    assert whole != content
+    index = parse_index(whole, str(GOLDEN / name))
+    assert dataclasses.replace(index, has_local_plans=True) == read_index(GOLDEN / name)
+
+
+@pytest.mark.parametrize("name", FLATTENED)
+def test_flattened_tensors_keep_their_first_shape(name: str) -> None:
+    index = read_index(GOLDEN / name)
+    shapes = {fqn: kept for fqn, kept in index.mcore_data.items() if kept}
+    assert shapes == {"optimizer.exp_avg.weight": {"nd_reformulated_orig_global_shape": (6, 10)}}
+    assert index.tensors["optimizer.exp_avg.weight"].shape == (1, 1, 60)
+
+
+def test_dcp_keeps_the_way_into_the_state_dict() -> None:
+    index = read_index(GOLDEN / "dcp-2.13.0")
+    assert index.planner_data["model.weight"] == ("model", "weight")
+    assert index.tensors["model.parameter"].requires_grad
+    assert not index.tensors["model.weight"].requires_grad
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_objects_load_safely(name: str) -> None:
+    index = read_index(GOLDEN / name)
+    for rank in range(2):
+        fqn = f"decoder.layers._extra_state/shard_{rank}_2"
+        assert load_object(item_bytes(name, index.objects[fqn].item)) == [{"rank": rank, "amax": [1.5, 1.5, 1.5]}]
+    (random_states,) = load_object(item_bytes(name, index.objects["rng_state/shard_0.0_1.1"].item))
+    kind, keys, *_ = random_states[0]["np_rng_state"]
+    assert (kind, keys.dtype, len(keys)) == ("MT19937", "uint32", 624)
+    assert random_states[0]["random_rng_state"][0] == 3
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_common_state_loads_safely(name: str) -> None:
+    common = _common_state(read_index(GOLDEN / name), name)
+    assert common["iteration"] == 7
+    assert common["args"].hidden_size == 12
+    assert common["args"].params_dtype == torch.bfloat16
+    assert common["args"].save == Path("checkpoints")
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_common_state_loads_without_megatron(name: str) -> None:
+    """Nothing is imported for looking at it: Megatron's classes are named instead."""
+    common = _common_state(read_index(GOLDEN / name), name, import_classes=False)
+    assert common["args"].hidden_size == 12
+    assert "AttnBackend" in repr(common["args"].attention_backend)
+    assert "OptimizerConfig" in repr(common["optimizer_config"])
+
+
+def _common_state(index: CheckpointIndex, name: str, **options: Any) -> dict[str, Any]:
+    file = GOLDEN / name / "common.pt"
+    if file.exists():
+        common: dict[str, Any] = load_object(file, **options)
+        return common
+    (common,) = load_object(item_bytes(name, index.objects["common_state/shard_0_1"].item), **options)
+    return common
+
+
+def _without_plans(name: str) -> bytes:
+    """The original `.metadata`, for torch to unpickle: where Megatron's classes are not there, as torch's own."""
+    content = (GOLDEN / name / ".metadata").read_bytes()
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, kind: str) -> Any:
+            if module.startswith("megatron."):
+                module = "torch.distributed.checkpoint." + ("planner" if kind == "MCoreSavePlan" else "metadata")
+                kind = kind.removeprefix("MCore")
+            return super().find_class(module, kind)
+
+    metadata = Unpickler(io.BytesIO(content)).load()
+    vars(metadata).pop("all_local_plans", None)
+    return pickle.dumps(metadata)
