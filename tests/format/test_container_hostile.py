@@ -1,0 +1,371 @@
+"""Damaged and malicious tensor items: wrong bytes are never taken for right ones, and only our own errors come out.
+
+Also items that old versions of torch and of this package wrote, frozen: those must stay readable.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import struct
+import time
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_ckpt.container import (
+    LocatedTensor,
+    NotRangeable,
+    encode_tensor,
+    locate_tensor,
+    locate_tensor_in,
+    tensor_template,
+    verify_records,
+)
+from mcore_ckpt.crc import crc32
+from mcore_ckpt.errors import CheckpointError, ChecksumError, CorruptCheckpointError
+from mcore_ckpt.tensor_pickle import tensor_pickle
+from mcore_ckpt.tensor_unpickle import MalformedPickleError, NotPlainTensorError, PickledTensor, read_tensor_pickle
+
+FROZEN = Path(__file__).parent / "items"
+PAYLOAD = torch.arange(24, dtype=torch.int16).view(torch.uint8).numpy().tobytes()
+SHAPE = (4, 6)
+
+
+def saved(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def rewritten(item: bytes, change: Callable[[str, bytes], bytes]) -> bytes:
+    """The archive with its records' contents changed, and checksums that fit, as Python's zipfile writes it."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(item)) as old, zipfile.ZipFile(buffer, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, change(name.partition("/")[2], old.read(name)))
+    return buffer.getvalue()
+
+
+TENSOR = torch.arange(24, dtype=torch.int16).view(SHAPE)
+ITEMS = {
+    "own": encode_tensor("int16", SHAPE, PAYLOAD),
+    "torch": saved(TENSOR),
+    "zipfile": rewritten(saved(TENSOR), lambda _, content: content),
+    "view": saved(torch.arange(-8, 32, dtype=torch.int16)[8:32].view(SHAPE)),
+}
+
+
+def locations(item: bytes) -> Iterator[LocatedTensor | CheckpointError]:
+    """What both ways of locating find, or the error of ours that they raise; any other error is the test's failure."""
+
+    def read(offset: int, length: int) -> bytes:
+        assert 0 <= offset <= offset + length <= len(item), "read outside the item"
+        return item[offset : offset + length]
+
+    for locate in (lambda: locate_tensor(read, len(item), "w"), lambda: locate_tensor_in(memoryview(item), "w")):
+        try:
+            yield locate()
+        except CheckpointError as error:
+            yield error
+
+
+def is_taken_for_right_only_if_it_is(item: bytes) -> bool:
+    """Judge a damaged item as the reader does: located and its checksum compared, or verified and left to torch."""
+    return all(_is_right_or_refused(item, outcome) for outcome in locations(item))
+
+
+def _is_right_or_refused(item: bytes, outcome: LocatedTensor | CheckpointError) -> bool:
+    if isinstance(outcome, LocatedTensor):
+        content = item[outcome.payload_offset : outcome.payload_offset + outcome.payload_bytes]
+        if outcome.crc32 is not None and crc32(content) != outcome.crc32:
+            return True  # the reader raises ChecksumError
+        return (outcome.dtype, outcome.shape, content) == ("int16", SHAPE, PAYLOAD)
+    if isinstance(outcome, NotRangeable):
+        return _decodes_right_or_not_at_all(item)
+    return isinstance(outcome, CorruptCheckpointError)
+
+
+def _decodes_right_or_not_at_all(item: bytes) -> bool:
+    try:
+        for span in verify_records(lambda at, n: item[at : at + n], len(item), "w"):
+            if span.crc32 is not None and crc32(item[span.offset : span.offset + span.nbytes]) != span.crc32:
+                return True
+    except NotRangeable:
+        pass
+    except CorruptCheckpointError:
+        return True
+    try:
+        loaded = torch.load(io.BytesIO(item), weights_only=True)
+    except Exception:  # noqa: BLE001  (whatever torch makes of it, it is not a wrong tensor)
+        return True
+    return isinstance(loaded, torch.Tensor) and loaded.dtype == TENSOR.dtype and torch.equal(loaded, TENSOR)
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_truncated_anywhere_is_corrupt(name: str) -> None:
+    item = ITEMS[name]
+    for length in range(len(item)):
+        for outcome in locations(item[:length]):
+            assert isinstance(outcome, CorruptCheckpointError), f"{length} bytes"
+            assert "w: " in str(outcome)
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_the_end_alone_is_corrupt(name: str) -> None:
+    """As when an index gives offsets of another file."""
+    item = ITEMS[name]
+    for start in range(1, len(item)):
+        for outcome in locations(item[start:]):
+            assert isinstance(outcome, CorruptCheckpointError), f"from byte {start}"
+
+
+@pytest.mark.parametrize("name", ITEMS)
+@pytest.mark.parametrize("flipped", [0x01, 0x08, 0x80, 0xFF])
+def test_no_flipped_byte_makes_wrong_bytes_right(name: str, flipped: int) -> None:
+    item = ITEMS[name]
+    for position in range(len(item)):
+        if name == "view" and 0 <= position - item.find(PAYLOAD) < len(PAYLOAD):
+            continue  # of part of a record there is no checksum; the reader that reads it whole compares the record's
+        damaged = bytearray(item)
+        damaged[position] ^= flipped
+        assert is_taken_for_right_only_if_it_is(bytes(damaged)), f"byte {position}"
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_no_overwritten_stretch_makes_wrong_bytes_right(name: str) -> None:
+    item = ITEMS[name]
+    generator = random.Random(name)
+    payload_at = item.find(PAYLOAD)
+    for _ in range(3000):
+        damaged = bytearray(item)
+        for _ in range(generator.randint(1, 4)):
+            at, length = generator.randrange(len(item)), generator.choice([1, 2, 4, 8, 64])
+            filling = generator.choice([b"\0", b"\xff", b"P", b"K"])
+            damaged[at : at + length] = filling * len(damaged[at : at + length])
+        if name == "view":
+            damaged[payload_at : payload_at + len(PAYLOAD)] = PAYLOAD
+        assert is_taken_for_right_only_if_it_is(bytes(damaged))
+
+
+def test_damage_costs_neither_memory_nor_time() -> None:
+    generator = random.Random(5)
+    tracemalloc.start()
+    started_s = time.process_time()
+    for item in ITEMS.values():
+        for _ in range(500):
+            damaged = bytearray(item)
+            at = generator.randrange(len(item) - 8)
+            damaged[at : at + 8] = generator.choice([b"\xff" * 8, b"\xff\xff\xff\x7f" * 2, generator.randbytes(8)])
+            list(locations(bytes(damaged)))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 4 * 1024 * 1024
+    assert time.process_time() - started_s < 60
+
+
+def test_damage_to_the_description_is_a_checksum_error_that_says_where() -> None:
+    damaged = bytearray(ITEMS["torch"])
+    damaged[damaged.find(b"ShortStorage")] ^= 1
+    with pytest.raises(ChecksumError, match=r"layer\.weight: record archive/data\.pkl, bytes \[64, \d+\) .* CRC-32 0x"):
+        locate_tensor_in(memoryview(damaged), "layer.weight")
+
+
+@pytest.mark.parametrize("item", [b"", b"P", b"PK\x05\x06" + bytes(18), bytes(5000), b"PK\x03\x04" * 300])
+def test_what_is_no_archive_is_corrupt(item: bytes) -> None:
+    for outcome in locations(item):
+        assert isinstance(outcome, CorruptCheckpointError)
+
+
+def test_a_short_read_is_corrupt() -> None:
+    item = encode_tensor("uint8", (20_000,), bytes(20_000))
+    with pytest.raises(CorruptCheckpointError, match="expected 1024 bytes at 0, got 1023"):
+        locate_tensor(lambda offset, length: item[offset : offset + length - 1], len(item), "w")
+
+
+# ------------------------------------------------------------------------------------- directories that claim too much
+
+
+def _ends(directory_bytes: int, directory_at: int, count: int, end64_at: int) -> bytes:
+    return b"".join(
+        (
+            struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, directory_bytes, directory_at),
+            struct.pack("<4sIQI", b"PK\x06\x07", 0, end64_at, 1),
+            struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0),
+        )
+    )
+
+
+@pytest.mark.parametrize("item_bytes", [1 << 40, (1 << 63) - 1])
+@pytest.mark.parametrize("share", [1, 2, 1000])
+def test_an_enormous_directory_is_not_read(item_bytes: int, share: int) -> None:
+    end64_at = item_bytes - 98
+    directory_bytes = end64_at // share
+    ends = _ends(directory_bytes, end64_at - directory_bytes, directory_bytes // 46, end64_at)
+
+    def read(offset: int, length: int) -> bytes:
+        assert length <= 4096
+        return (bytes(length) + ends)[-length:] if offset + length == item_bytes else bytes(length)
+
+    with pytest.raises(CorruptCheckpointError, match="directory"):
+        locate_tensor(read, item_bytes, "w")
+
+
+def test_a_record_cannot_reach_beyond_the_directory() -> None:
+    """Sizes that agree in all four places, and are too large."""
+    item = bytearray(ITEMS["own"])
+    for field in (struct.pack("<II", len(PAYLOAD), len(PAYLOAD)),):
+        at = -1
+        while (at := item.find(field, at + 1)) >= 0:
+            item[at : at + 8] = struct.pack("<II", len(item), len(item))
+    for outcome in locations(bytes(item)):
+        assert isinstance(outcome, CorruptCheckpointError)
+
+
+# ------------------------------------------------------------------------------------------------------ evil pickles
+
+HEAD = (
+    b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nShortStorage\nX\x01\0\0\x000X\x03\0\0\0cpu"
+)
+HOOKS = b"\x89ccollections\nOrderedDict\n)RtR."
+
+
+def tensor_program(
+    length: bytes = b"K\x18", offset: bytes = b"K\0", sizes: bytes = b"K\x18\x85", strides: bytes = b"K\x01\x85"
+) -> bytes:
+    return HEAD + length + b"tQ" + offset + sizes + strides + HOOKS
+
+
+def interpreted(program: bytes) -> tuple[PickledTensor | None, str]:
+    try:
+        return read_tensor_pickle(program), ""
+    except (NotPlainTensorError, MalformedPickleError) as error:
+        return None, str(error)
+
+
+def test_the_program_that_the_others_are_variations_of() -> None:
+    assert read_tensor_pickle(tensor_program()).shape == (24,)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        b"cos\nsystem\nX\x04\0\0\0true\x85R.",
+        b"\x80\x02c__builtin__\neval\nX\x01\0\0\x001\x85R.",
+        b"cbuiltins\ngetattr\n(ctorch\nload\nX\x01\0\0\0xtR.",
+        tensor_program(sizes=b"J\xff\xff\xff\xff\x85"),
+        tensor_program(sizes=b"\x8a\xff" + b"\x7f" * 255 + b"\x85"),
+        tensor_program(sizes=b"\x8a\x08" + b"\xff" * 7 + b"\x7f\x85"),
+        tensor_program(sizes=b"(" + b"K\x02" * 5000 + b"t", strides=b"(" + b"K\x01" * 5000 + b"t"),
+        tensor_program(sizes=b"K\x18K\x01\x86"),
+        tensor_program(strides=b"K\0\x85"),
+        tensor_program(strides=b"J\xff\xff\xff\xff\x85"),
+        tensor_program(sizes=b"N\x85"),
+        tensor_program(sizes=b"\x88\x85"),
+        tensor_program(sizes=b"X\x01\0\0\0x\x85"),
+        tensor_program(sizes=b"N", strides=b"N"),
+        tensor_program(offset=b"K\x01"),
+        tensor_program(offset=b"J\xff\xff\xff\xff"),
+        tensor_program(offset=b"\x8a\x08" + b"\xff" * 7 + b"\x7f"),
+        tensor_program(length=b"\x8a\x08" + b"\xff" * 7 + b"\x7f"),
+        tensor_program(length=b"J\xff\xff\xff\xff"),
+        tensor_program(length=b"N"),
+        tensor_program().replace(b"X\x01\0\0\x000", b"X\x08\0\0\0../../et"),
+        tensor_program().replace(b"X\x01\0\0\x000", b"X\x01\0\0\x001"),
+        tensor_program().replace(b"ShortStorage", b"FloatStorage"),
+        tensor_program().replace(b"ShortStorage", b"QInt8Storage"),
+        tensor_program().replace(b"_v2", b"_v3"),
+        # Tuples of tuples of ...: a few bytes that would print, compare or hash as 2**60 elements.
+        b"K\0K\0\x86q\0" + b"h\0h\0\x86q\0" * 60 + b".",
+        b"K\0K\0\x86q\0" + b"h\0h\0\x86q\0" * 60 + b"Q.",
+        b"K\0K\0\x86q\0" + b"h\0h\0\x86q\0" * 60 + b")R.",
+        b"(" * 5000 + b".",
+        b"(" * 5000 + b"t" * 5000 + b".",
+        b"X\xff\xff\xff\xff.",
+        b"",
+        b".",
+    ],
+)
+def test_programs_that_are_not_a_tensors_are_refused_and_never_run(program: bytes) -> None:
+    started_s = time.process_time()
+    tensor, problem = interpreted(program)
+    assert len(problem) < 1000
+    assert tensor is None or (tensor.storage_key, tensor.storage_bytes) != ("0", 48), "it fits the record"
+    assert time.process_time() - started_s < 5
+    item = rewritten(ITEMS["torch"], lambda name, old: program if name == "data.pkl" else old)
+    for outcome in locations(item):
+        assert isinstance(outcome, NotRangeable | CorruptCheckpointError)
+        assert len(str(outcome)) < 2000
+
+
+def test_a_large_pickle_is_not_interpreted() -> None:
+    item = rewritten(ITEMS["torch"], lambda name, old: b"N" * 10_000_000 if name == "data.pkl" else old)
+    for outcome in locations(item):
+        assert isinstance(outcome, NotRangeable)
+
+
+@pytest.mark.parametrize("missing", ["data.pkl", "data/0"])
+def test_a_missing_record_is_named(missing: str) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(ITEMS["torch"])) as old, zipfile.ZipFile(buffer, "w") as new:
+        for name in old.namelist():
+            if name != f"archive/{missing}":
+                new.writestr(name, old.read(name))
+    for outcome in locations(buffer.getvalue()):
+        assert isinstance(outcome, CorruptCheckpointError)
+        assert f"archive/{missing}" in str(outcome)
+
+
+def test_two_records_of_one_name_are_corrupt() -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as new:
+        for name, content in [
+            ("data.pkl", tensor_pickle("int16", (24,), 24)),
+            ("data/0", PAYLOAD),
+            ("data/1", PAYLOAD),
+        ]:
+            new.writestr(f"archive/{name}", content)
+    item = buffer.getvalue()
+    assert all(isinstance(outcome, LocatedTensor) for outcome in locations(item))
+    for outcome in locations(item.replace(b"data/1", b"data/0")):
+        assert isinstance(outcome, CorruptCheckpointError)
+        assert "different names" in str(outcome)
+
+
+# ----------------------------------------------------------------------------------------------------- frozen items
+
+
+@pytest.mark.parametrize("path", sorted(FROZEN.glob("*.pt")), ids=lambda path: path.stem)
+def test_items_written_long_ago_are_located(path: Path) -> None:
+    """Each holds `torch.arange(600).to(torch.bfloat16).view(20, 30)`; `torch.save(tensor, open(path, "wb"))` made those
+    of torch."""
+    item = path.read_bytes()
+    expected = torch.arange(600).to(torch.bfloat16)
+    for outcome in locations(item):
+        assert isinstance(outcome, LocatedTensor)
+        content = item[outcome.payload_offset : outcome.payload_offset + outcome.payload_bytes]
+        assert (outcome.dtype, outcome.shape) == ("bfloat16", (20, 30))
+        assert outcome.crc32 == crc32(content)
+        assert content == expected.view(torch.uint8).numpy().tobytes()
+    assert torch.equal(torch.load(path, weights_only=True), expected.view(20, 30))
+
+
+def test_there_are_frozen_items() -> None:
+    assert len(list(FROZEN.glob("*.pt"))) >= 3
+
+
+def test_our_own_items_are_the_same_bytes_as_ever() -> None:
+    """Not needed by readers, but a change of what is written should be a decision."""
+    payload = torch.arange(600).to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    frozen = next(FROZEN.glob("own-*.pt")).read_bytes()
+    assert encode_tensor("bfloat16", (20, 30), payload) == frozen
+    assert (
+        tensor_template("bfloat16", (20, 30)).item_bytes
+        == len(frozen)
+        == os.path.getsize(next(FROZEN.glob("own-*.pt")))
+    )
