@@ -19,7 +19,17 @@ import torch
 from mcore_ckpt.boxes import Box, intersect
 from mcore_ckpt.container import element_bytes
 
-__all__ = ["ReadBuffer", "Want", "address_of", "dtype_name", "memory_at", "narrow", "place_box", "torch_dtype"]
+__all__ = [
+    "HostBytes",
+    "ReadBuffer",
+    "Want",
+    "address_of",
+    "dtype_name",
+    "memory_at",
+    "narrow",
+    "place_box",
+    "torch_dtype",
+]
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -83,7 +93,40 @@ def memory_at(address: int, length: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
 
 
-class ReadBuffer:
+class HostBytes:
+    """Host memory that holds stored bytes, for copying out of.
+
+    Attributes:
+        address: of the first byte.
+        tensor: the bytes, as a flat uint8 tensor.
+    """
+
+    __slots__ = ("address", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.address = tensor.data_ptr()
+
+    @classmethod
+    def at(cls, address: int, length: int) -> HostBytes:
+        """Bytes `[address, address + length)` of this process; whoever owns them has to stay alive."""
+        return cls(torch.frombuffer((ctypes.c_ubyte * length).from_address(address), dtype=torch.uint8))
+
+    def strided(self, at: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+        """Elements of `dtype` from byte `at` on, as a view of that shape and strides (in elements).
+
+        A copy where the elements are not aligned, which torch wants: stock writers pack items at odd offsets.
+        """
+        span_elems = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        flat = self.tensor[at : at + span_elems * dtype.itemsize]
+        if (self.address + at) % dtype.itemsize:
+            flat = flat.clone()
+        elif flat.storage_offset() % dtype.itemsize:
+            flat = HostBytes.at(self.address + at, len(flat)).tensor
+        return flat.view(dtype).as_strided(sizes, strides)
+
+
+class ReadBuffer(HostBytes):
     """Page-aligned host memory that spans are read into; reused from span to span, freed when dropped.
 
     Args:
@@ -91,33 +134,26 @@ class ReadBuffer:
         pinned: page-locked, for fast copies to a device.
     """
 
-    __slots__ = ("_keep", "address", "size_bytes", "tensor", "view")
+    __slots__ = ("_keep", "size_bytes", "view")
 
     def __init__(self, size_bytes: int, pinned: bool = False) -> None:
         self.size_bytes = size_bytes
         if pinned:
             block = torch.empty(size_bytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
             skip = -block.data_ptr() % mmap.PAGESIZE
-            self.tensor = block[skip : skip + size_bytes]
+            super().__init__(block[skip : skip + size_bytes])
             self._keep: object = block
-            self.view = memory_at(self.tensor.data_ptr(), size_bytes)
+            self.view = memory_at(self.address, size_bytes)
         else:
-            memory = mmap.mmap(-1, size_bytes)
-            self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+            # Private: a plain anonymous mmap is shared with forked children.
+            memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            super().__init__(torch.frombuffer(memory, dtype=torch.uint8))
             self._keep = memory
             self.view = memoryview(memory)
-        self.address = self.tensor.data_ptr()
-
-    def typed(self, at: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-        """Bytes `[at, at + length)` as a flat tensor; a view where the alignment allows it, else a copy."""
-        flat = self.tensor[at : at + length]
-        if at % dtype.itemsize:
-            flat = flat.clone()  # stock writers pack items at odd offsets; torch wants aligned elements
-        return flat.view(dtype)
 
 
 def place_box(
-    buffer: ReadBuffer,
+    memory: HostBytes,
     at: int,
     read_box: Box,
     chunk_sizes: Sequence[int],
@@ -127,8 +163,8 @@ def place_box(
     """Copy what a destination wants of a box that lies in a buffer.
 
     Args:
-        buffer: holds the bytes from the first to the last element of `read_box`, gaps included.
-        at: where in the buffer the first element lies.
+        memory: holds the bytes from the first to the last element of `read_box`, gaps included.
+        at: where in it the first element lies.
         read_box: relative to the chunk, in elements.
         chunk_sizes: shape of the stored chunk.
         stored_dtype: dtype of the stored chunk.
@@ -150,7 +186,7 @@ def place_box(
         destination = narrow(destination, inside)
     wanted_elems = math.prod(overlap.sizes)
     if want.address and span_elems == wanted_elems and destination.is_contiguous():
-        source = buffer.address + at + first * elem_bytes
+        source = memory.address + at + first * elem_bytes
         ctypes.memmove(destination.data_ptr(), source, wanted_elems * elem_bytes)
         return
     same_bits = (
@@ -159,11 +195,18 @@ def place_box(
         and not destination.is_neg()
         and not destination.is_conj()
     )
-    carrier = _CARRIERS[elem_bytes] if same_bits else stored_dtype
-    flat = buffer.typed(at + first * elem_bytes, span_elems * elem_bytes, carrier)
-    source_view = flat.as_strided(overlap.sizes, strides)
+    at += first * elem_bytes
     with torch.no_grad():
-        (destination.view(carrier) if same_bits else destination).copy_(source_view)
+        if same_bits and overlap.sizes and destination.stride(-1) == 1:
+            # As bytes, rows need not be aligned; torch copies each of them in one go.
+            row = [*overlap.sizes[:-1], overlap.sizes[-1] * elem_bytes]
+            source_view = memory.strided(at, torch.uint8, row, [*(stride * elem_bytes for stride in strides[:-1]), 1])
+            destination.view(torch.uint8).copy_(source_view)
+        elif same_bits:
+            carrier = _CARRIERS[elem_bytes]
+            destination.view(carrier).copy_(memory.strided(at, carrier, overlap.sizes, strides))
+        else:
+            destination.copy_(memory.strided(at, stored_dtype, overlap.sizes, strides))
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:

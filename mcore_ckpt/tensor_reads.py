@@ -22,8 +22,8 @@ from mcore_ckpt.crc import crc32, crc32_combine
 from mcore_ckpt.errors import ChecksumError, CorruptCheckpointError, LoadError
 from mcore_ckpt.fetch import OpenFiles, ReadStats, in_parallel, naming, padded_range
 from mcore_ckpt.options import LoadOptions
-from mcore_ckpt.placement import ReadBuffer, Want, dtype_name, memory_at, place_box
-from mcore_ckpt.ranges import CHEAP_GAP_BYTES, Extent, Piece, Span, cluster_boxes, coalesce, split_box
+from mcore_ckpt.placement import HostBytes, ReadBuffer, Want, dtype_name, memory_at, place_box
+from mcore_ckpt.ranges import CHEAP_GAP_BYTES, MAX_WASTE, Extent, Piece, Span, cluster_boxes, coalesce, split_box
 from mcore_ckpt.read_requests import WantedItem
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader
 
@@ -248,23 +248,39 @@ class TensorReads:
                     self._stats.add(reads=1, bytes_read=len(view))
                     self._sum_piece(owner, view)
                     return
-                buffer = self._buffer(span.stop - span.start)
                 reader.check_range(span.start, span.stop - span.start)
+                if self._copy_cached(reader, span):
+                    return
+                buffer = self._buffer(span.stop - span.start)
                 start, stop = padded_range(span.start, span.stop, reader.size_bytes)
-                skew = _skew(first, first.start - start)
-                reader.read_into(start, buffer.view[skew : skew + stop - start])
+                reader.read_into(start, buffer.view[: stop - start])
         except LoadError as error:
             raise _naming(error, owner if isinstance(owner, WantedItem) else owner.wanted) from error
         self._stats.add(reads=1, bytes_read=stop - start)
-        shift = skew - start
         checked = 0
         for extent in span.extents:
             owner = extent.owner
             if isinstance(owner, WantedItem):
-                checked += self._place_packed(buffer, extent.start + shift, owner)
+                checked += self._place_packed(buffer, extent.start - start, owner)
             else:
-                self._place_piece(buffer, extent.start + shift, owner)
+                self._place_piece(buffer, extent.start - start, owner)
         self._stats.add(records_checked=checked)
+
+    def _copy_cached(self, reader: RangeReader, span: Span) -> bool:
+        """Copy the wanted bytes of a span with many gaps straight out of the page cache, if they are there."""
+        wanted_bytes = sum(extent.wanted_bytes for extent in span.extents)
+        if span.stop - span.start < (1 + MAX_WASTE) * wanted_bytes:
+            return False
+        if any(isinstance(extent.owner, WantedItem) for extent in span.extents):
+            return False
+        with reader.cached(span.start, span.stop - span.start) as address:
+            if not address:
+                return False
+            memory = HostBytes.at(address, span.stop - span.start)
+            for extent in span.extents:
+                self._place_piece(memory, extent.start - span.start, extent.owner)
+        self._stats.add(reads=1, bytes_read=wanted_bytes)
+        return True
 
     def _buffer(self, needed_bytes: int) -> ReadBuffer:
         buffer: ReadBuffer | None = getattr(self._per_thread, "buffer", None)
@@ -300,14 +316,15 @@ class TensorReads:
                 place_box(buffer, at + offset, Box((0,) * len(sizes), sizes), sizes, wanted.dtype, want)
         return int(check)
 
-    def _place_piece(self, buffer: ReadBuffer, at: int, read: _PieceRead) -> None:
+    def _place_piece(self, memory: HostBytes, at: int, read: _PieceRead) -> None:
         length = read.piece.stop - read.piece.start
-        self._sum_piece(read, buffer.view[at : at + length])
+        if read.record is not None:
+            self._sum_piece(read, memory_at(memory.address + at, length))
         if read.address:
-            ctypes.memmove(read.address, buffer.address + at, length)
+            ctypes.memmove(read.address, memory.address + at, length)
             return
         for want in read.wants:
-            place_box(buffer, at, read.piece.box, read.wanted.chunk.sizes, read.wanted.dtype, want)
+            place_box(memory, at, read.piece.box, read.wanted.chunk.sizes, read.wanted.dtype, want)
 
     def _sum_piece(self, read: _PieceRead, view: memoryview) -> None:
         if read.record is None:
@@ -328,14 +345,6 @@ def _address(want: Want, box: Box, elem_bytes: int) -> int:
     inside = Box(tuple(o - w for o, w in zip(box.offsets, want.box.offsets, strict=True)), box.sizes)
     destination = runs(want.box.sizes, inside, elem_bytes)
     return 0 if destination.counts else want.address + destination.first_byte
-
-
-def _skew(first: Extent, lead_bytes: int) -> int:
-    """How far to shift a span in its buffer so that torch finds its first piece aligned."""
-    owner = first.owner
-    if isinstance(owner, WantedItem) or owner.address:
-        return 0
-    return -lead_bytes % int(owner.wanted.dtype.itemsize)
 
 
 def _check_located(wanted: WantedItem, located: LocatedTensor) -> None:

@@ -15,6 +15,8 @@ errno, with the `OSError` as cause. A file that ends early is a `CorruptCheckpoi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Literal
 
@@ -75,6 +77,15 @@ class RangeReader(ABC):
         buffer = bytearray(length)
         self.read_into(offset, memoryview(buffer))
         return bytes(buffer)
+
+    @contextmanager
+    def cached(self, offset: int, length: int) -> Iterator[int]:
+        """Memory that holds bytes `[offset, offset + length)` already, so that they need not be read to be copied.
+
+        Yields:
+            The address of that memory, readable within the `with` block only; 0 if there is none, or it cannot be told.
+        """
+        yield 0
 
     def check_range(self, offset: int, length: int) -> None:
         """Raise `CorruptCheckpointError` unless `[offset, offset + length)` lies inside the file."""

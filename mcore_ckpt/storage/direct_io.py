@@ -77,6 +77,7 @@ def _libc() -> Any:
         ("sync_file_range", [ctypes.c_int, offset, offset, ctypes.c_uint]),
         ("munmap", [ctypes.c_void_p, ctypes.c_size_t]),
         ("mincore", [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]),
+        ("madvise", [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]),
     ):
         function = getattr(library, name, None)
         if function is not None:
@@ -145,9 +146,9 @@ def drop_cached(fd: int, offset: int = 0, nbytes: int = 0) -> None:
 class Residency:
     """Tells which part of a file lies in the page cache, without reading any of it.
 
-    The file is mapped but never touched, so that a file cut meanwhile does no harm. Mapped by the C library and not by
-    `mmap.mmap`, which keeps a second descriptor and does not tell its address for a read-only map (a writable one
-    counts against the memory that may be committed).
+    To look at residency the mapping is never touched, so that a file cut meanwhile does no harm. Mapped by the C
+    library and not by `mmap.mmap`, which keeps a second descriptor and does not tell its address for a read-only map (a
+    writable one counts against the memory that may be committed).
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
@@ -173,6 +174,21 @@ class Residency:
         step = (pages - _SAMPLE_PAGES) // (_SAMPLES - 1)
         cached = sum(self._cached_pages(first + i * step, _SAMPLE_PAGES) for i in range(_SAMPLES))
         return cached / (_SAMPLES * _SAMPLE_PAGES)
+
+    def address_of(self, offset: int, nbytes: int) -> int:
+        """Where bytes `[offset, offset + nbytes)` are mapped, if every page of them is cached; else 0."""
+        if self._address is None or offset < 0 or nbytes <= 0 or offset + nbytes > self._size_bytes:
+            return 0
+        first = offset // mmap.PAGESIZE
+        pages = align_up(offset + nbytes, mmap.PAGESIZE) // mmap.PAGESIZE - first
+        return self._address + offset if self._cached_pages(first, pages) == pages else 0
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Take the pages that a copy from `address_of` has touched out of this process, whose memory they count to."""
+        if self._address is None:
+            return
+        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        _libc().madvise(self._address + start, offset + nbytes - start, mmap.MADV_DONTNEED)
 
     def _cached_pages(self, first: int, pages: int) -> int:
         resident = ctypes.create_string_buffer(pages)

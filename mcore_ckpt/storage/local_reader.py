@@ -11,6 +11,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, NoReturn
 
 from mcore_ckpt.errors import CorruptCheckpointError, LoadError
@@ -87,7 +89,7 @@ class LocalReader(RangeReader):
             self.size_bytes = os.fstat(self._fd).st_size
             if direct != "off":
                 self._direct_fd = self._open_direct()
-            if self._direct_fd is not None and not self._insist:
+            if direct == "auto":
                 self._residency = direct_io.Residency(self._fd, self.size_bytes)
         except BaseException:
             self.close()
@@ -123,6 +125,25 @@ class LocalReader(RangeReader):
                 f"{self.name}: reading bytes [{offset + done}, {offset + len(view)}) failed: "
                 f"{error.strerror or error} ({code}); check the device and its file system (dmesg)"
             ) from error
+
+    @contextmanager
+    def cached(self, offset: int, length: int) -> Iterator[int]:
+        """The page cache itself, mapped; only where all of the range is cached.
+
+        Touching a mapped file that another program cuts at that very moment ends the process (SIGBUS), which a read
+        would survive. So the mapping serves only what reads serve badly (many short runs), for the milliseconds of a
+        copy, after a look at the file's length; `direct="off"` rules it out.
+        """
+        fd, residency = self._fd, self._residency
+        if fd is None or residency is None or os.fstat(fd).st_size != self.size_bytes:
+            yield 0
+            return
+        mapped = residency.address_of(offset, length)
+        try:
+            yield mapped
+        finally:
+            if mapped:
+                residency.forget(offset, length)
 
     def _wants_direct(self, offset: int, nbytes: int) -> bool:
         if self._direct_fd is None:

@@ -196,6 +196,20 @@ def test_halves_of_row_parallel_chunks_with_rows_worth_a_read(shape: tuple[int, 
         assert reader.stats.reads <= 8, "short rows are not read one by one"
 
 
+def test_halves_of_short_rows_that_are_cached_are_copied_exactly(tmp_path: Path) -> None:
+    """4 -> 8 with rows of 2 KB: far too short for a read each, and reading them all would be twice what is needed."""
+    tensor = torch.randn(2048, 1024)
+    write_checkpoint(tmp_path, {"w": columns(tensor, 2)}, padding=[5])
+    for path in tmp_path.iterdir():
+        path.read_bytes()
+    reader = FileSystemReader(tmp_path)
+    assert load(reader, "w", tensor, Box((0, 256), (2048, 256))).equal(tensor[:, 256:512])
+    assert reader.stats.bytes_read <= 1.1 * reader.stats.bytes_needed
+    through_buffers = FileSystemReader(tmp_path, LoadOptions(direct_io="off"))
+    assert load(through_buffers, "w", tensor, Box((0, 256), (2048, 256))).equal(tensor[:, 256:512])
+    assert through_buffers.stats.reads <= 4
+
+
 def test_halves_of_column_parallel_chunks_are_read_exactly(tmp_path: Path) -> None:
     tensor = torch.randn(1024, 1024)
     write_checkpoint(tmp_path, {"w": rows(tensor, 4)})
