@@ -28,7 +28,7 @@ from mcore_ckpt.staging import BucketSource
 from mcore_ckpt.storage.base import Storage, align_up
 from mcore_ckpt.writer_messages import FileJob, JobResult, Ring, WriterJob
 
-__all__ = ["AsyncSave", "FailedSave", "SkippedSave", "start_writing"]
+__all__ = ["AsyncSave", "FailedSave", "SkippedSave", "WrittenSave", "start_writing"]
 
 _logger = logging.getLogger(__name__)
 # A ring of fewer windows would make the trainer and the device wait for each other.
@@ -110,6 +110,25 @@ class FailedSave(SaveCall):
     def abort(self) -> None:
         if self.on_abort is not None:
             self.on_abort()
+
+
+class WrittenSave(SaveCall):
+    """A save whose files were written before the call returned; its error waits for `poll`."""
+
+    def __init__(self, results: Callable[[], Sequence[ImageResult]], options: SaveOptions, what: str) -> None:
+        self.on_failure = options.on_failure
+        self.what = what
+        self._results = results
+
+    def poll(self) -> bool:
+        self._results()
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self.poll()
+
+    def abort(self) -> None:
+        """There is nothing to stop."""
 
 
 class SkippedSave(SaveCall):

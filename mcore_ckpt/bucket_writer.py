@@ -31,6 +31,7 @@ __all__ = [
     "describe_bucket",
     "dtype_name",
     "prepare_buckets",
+    "save_buckets",
     "write_buckets",
 ]
 
@@ -246,6 +247,16 @@ def _transformed(content: memoryview, extensions: Sequence[Any]) -> memoryview:
     stream.write(content)
     stream.close()
     return below.getbuffer()
+
+
+def save_buckets(
+    options: SaveOptions, extensions: Sequence[Any], rank: int, buckets: list[WriteBucket], results: ResultFile
+) -> None:
+    """Body of an async save; runs in the trainer, a forked child or a worker, and reports through `results`."""
+    try:
+        results.put(write_buckets(buckets, options, extensions))
+    except Exception as error:  # noqa: BLE001  (whatever it is, the trainer raises it)
+        results.put(SaveError(f"rank {rank}: {error}"))
 
 
 def describe_bucket(bucket: WriteBucket) -> list[dict[str, Any]]:

@@ -16,12 +16,13 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from mcore_ckpt.async_calls import SaveCall
-from mcore_ckpt.async_save import SkippedSave, start_writing
+from mcore_ckpt.async_save import SkippedSave, WrittenSave, start_writing
 from mcore_ckpt.commit import Target, abandon, discard, open_target, publish
 from mcore_ckpt.dcp_plans import local_plans_as_dcp
 from mcore_ckpt.errors import PlanError, SaveError
@@ -32,11 +33,13 @@ from mcore_ckpt.metadata_write import MetadataEncoder
 from mcore_ckpt.options import SaveOptions
 from mcore_ckpt.rank_layout import PlacedObjects, RankLayout, TensorSpec, lay_out_rank
 from mcore_ckpt.ranks import RankGroup, reached_every_rank
+from mcore_ckpt.replaced_writer import write_through
 from mcore_ckpt.save_job import write_in_line
 from mcore_ckpt.save_report import FileReport, SaveReport
 from mcore_ckpt.stage_pool import is_busy
 from mcore_ckpt.staging import BucketSource
 from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.writer import replaced_bucket_writer
 
 __all__ = ["SaveTransaction", "Structure"]
 
@@ -87,6 +90,7 @@ class SaveTransaction:
         self.options = options
         self.call: SaveCall | None = None
         self.skipped = False
+        self.in_line_only = False
         self._group = group
         self._structure = structure
         self._storage = LocalStorage(directory)
@@ -95,6 +99,7 @@ class SaveTransaction:
         self._placed: PlacedObjects | None = None
         self._sources: list[BucketSource] = []
         self._results: Callable[[], Sequence[ImageResult]] | None = None
+        self._write_buckets: Callable[[], list[ImageResult]] = self._write_sources
         self._phases_s: dict[str, float] = {}
         self._began = time.perf_counter()
 
@@ -174,6 +179,19 @@ class SaveTransaction:
             )
         ]
         self._phases_s["plan"] = time.perf_counter() - started
+        replacement = replaced_bucket_writer()
+        if replacement is not None:
+            self.in_line_only = True
+            self._write_buckets = partial(
+                write_through,
+                replacement,
+                self.directory,
+                self._layout,
+                self._placed,
+                tensors,
+                objects,
+                self.options.fsync,
+            )
 
     def _lay_out(
         self,
@@ -234,7 +252,7 @@ class SaveTransaction:
         started = time.perf_counter()
         outcome: list[ImageResult] | Exception
         try:
-            outcome = write_in_line(self._storage, self._sources, self.options)
+            outcome = self._write_buckets()
         except Exception as error:  # noqa: BLE001  (raised by `commit`, where the other ranks hear of it)
             outcome = error
         self._sources = []
@@ -247,6 +265,9 @@ class SaveTransaction:
 
         self._results = results
 
+    def _write_sources(self) -> list[ImageResult]:
+        return write_in_line(self._storage, self._sources, self.options)
+
     def start(self) -> SaveCall:
         """Take the snapshot and let a writer process go on alone; returns once the trainer may change its state.
 
@@ -255,6 +276,11 @@ class SaveTransaction:
         started = time.perf_counter()
         if self.skipped:
             self.call = SkippedSave(str(self.directory))
+            return self.call
+        if self.in_line_only:
+            self.write_in_line()
+            assert self._results is not None
+            self.call = WrittenSave(self._results, self.options, str(self.directory))
             return self.call
         writing = start_writing(self._storage, self._sources, self.options, str(self.directory))
         writing.on_abort = self._abandon

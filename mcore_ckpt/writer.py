@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from traceback import StackSummary, extract_tb
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from mcore_ckpt.bucket_writer import (
     WriteBucket,
     describe_bucket,
     prepare_buckets,
+    save_buckets,
     write_buckets,
 )
 from mcore_ckpt.commit import Target, index_files, open_target, publish
@@ -43,7 +45,7 @@ from mcore_ckpt.snapshot import snapshot
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.write_results import compare_items, items_of
 
-__all__ = ["FileSystemWriterAsync"]
+__all__ = ["FileSystemWriterAsync", "replaced_bucket_writer"]
 
 _DCP_VERSION = "1.0.0"
 
@@ -242,7 +244,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         if not self.write_buckets:
             return None, None, []
         rank = _world_rank()
-        save = partial(_save_buckets, self.options, self.extensions)
+        save = partial(save_buckets, self.options, self.extensions)
         return save, partial(self.preload_tensors, self.write_buckets), [rank, self.write_buckets, self.results_queue]
 
     @staticmethod
@@ -308,18 +310,23 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             count_queue.task_done()
         return outcome if isinstance(outcome, list) else []
 
-    def retrieve_write_results(self) -> list[WriteResult]:
-        """What the save function wrote.
+    def retrieve_write_results(self) -> list[WriteResult] | tuple[SaveError, StackSummary]:
+        """What the save function wrote; or, if it failed or has not run, the error and its traceback.
 
-        Raises:
-            SaveError: it failed, has not run, or its results are not those of the buckets.
+        The error is returned in DCP's form (`WRAPPED_EXCEPTION`) and not raised: a caller gathers it from all ranks.
         """
+        try:
+            return self._results()
+        except SaveError as error:
+            return error, extract_tb(error.__traceback__)
+
+    def _results(self) -> list[WriteResult]:
         if self.results_queue is None:
             return []
         outcome = self.results_queue.get()
         self.results_queue = None
         if isinstance(outcome, BaseException):
-            raise SaveError(f"writing {self.path} failed: {outcome}") from outcome
+            raise SaveError(f"Worker failure: writing {self.path} failed: {outcome}") from outcome
         if len(outcome) != len(self.write_buckets or ()):
             raise SaveError(
                 f"{self.path}: expected results of {len(self.write_buckets or ())} files, got {len(outcome)}"
@@ -383,17 +390,16 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         return list(chain.from_iterable(describe_bucket(bucket) for bucket in self.write_buckets or ()))
 
 
+_write_preloaded_data = FileSystemWriterAsync.write_preloaded_data
+
+
+def replaced_bucket_writer() -> Callable[..., Any] | None:
+    """What somebody has put in the place of `FileSystemWriterAsync.write_preloaded_data`; None if nobody has."""
+    current = FileSystemWriterAsync.write_preloaded_data
+    return None if current is _write_preloaded_data else current
+
+
 def _world_rank() -> int:
     return (
         torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
     )
-
-
-def _save_buckets(
-    options: SaveOptions, extensions: Sequence[Any], rank: int, buckets: list[WriteBucket], results: ResultFile
-) -> None:
-    """Body of an async save; runs in the trainer, a forked child or a worker, and reports through `results`."""
-    try:
-        results.put(write_buckets(buckets, options, extensions))
-    except Exception as error:  # noqa: BLE001  (whatever it is, the trainer raises it)
-        results.put(SaveError(f"rank {rank}: {error}"))
