@@ -158,7 +158,11 @@ def _closed_off(stock: type) -> type:
 
 @functools.cache
 def _both(ours: type[Exception], theirs: type[Exception]) -> type[Exception]:
-    return type(ours.__name__, (ours, theirs), {"__module__": ours.__module__, "__doc__": ours.__doc__})
+    from torch.distributed.checkpoint import CheckpointException
+
+    # Stock Megatron raises DCP's exception where a save or load fails on the ranks; callers catch either.
+    members = {"__module__": ours.__module__, "__doc__": ours.__doc__, "__str__": ours.__str__, "_failures": {}}
+    return type(ours.__name__, (ours, theirs, CheckpointException), members)
 
 
 def as_megatron_error(error: Exception) -> Exception:
@@ -261,6 +265,7 @@ def uninstall() -> None:
 
 def _replace_all(patches: Patches, version: tuple[int, int, int]) -> None:
     from mcore_ckpt.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
+    from mcore_ckpt.writer import FileSystemWriterAsync
 
     torch_strategies = _required("strategies.torch", "TorchDistSaveShardedStrategy", "TorchDistLoadShardedStrategy")
     async_utils = _required("strategies.async_utils", "AsyncCallsQueue", "AsyncRequest")
@@ -269,6 +274,8 @@ def _replace_all(patches: Patches, version: tuple[int, int, int]) -> None:
 
     patches.replace(torch_strategies, "TorchDistSaveShardedStrategy", TorchDistSaveStrategy)
     patches.replace(torch_strategies, "TorchDistLoadShardedStrategy", TorchDistLoadStrategy)
+    filesystem_async = _required("strategies.filesystem_async", "FileSystemWriterAsync")
+    patches.replace(filesystem_async, "FileSystemWriterAsync", FileSystemWriterAsync)
     if version[:2] <= (0, 16):
         # Called by Megatron at every look-up, to put the stock strategies into its registry.
         _required("strategies.torch", "register_default_torch_strategies")

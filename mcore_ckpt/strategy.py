@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt.bucket_writer import dtype_name
-from mcore_ckpt.errors import CheckpointError, KindMismatchError, LoadError, PlanError
+from mcore_ckpt.errors import CheckpointError, KindMismatchError, LoadError, PlanError, SaveError
 from mcore_ckpt.fetch import ReadStats
 from mcore_ckpt.megatron_compat import (
     as_megatron_error,
@@ -24,6 +24,7 @@ from mcore_ckpt.megatron_compat import (
     mapping,
     megatron_module,
     megatron_version,
+    refuse_multi_storage_client,
     save_strategy_base,
 )
 from mcore_ckpt.metadata import METADATA_FILE
@@ -128,6 +129,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
     def _prepare(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, may_skip: bool = False
     ) -> SaveTransaction:
+        refuse_multi_storage_client()
         specs: list[TensorSpec] = []
         tensors: list[torch.Tensor] = []
         objects: dict[str, list[Any]] = {}
@@ -249,6 +251,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
 
     def _open(self, checkpoint_dir: _Path) -> FileSystemReader:
         """A reader whose index is read anew only when the checkpoint is another one, or has been replaced."""
+        refuse_multi_storage_client()
         path = Path(checkpoint_dir)
         version = _metadata_version(path)
         if self._reader is None or self._read_version != (path, version):
@@ -362,4 +365,7 @@ class _MegatronErrors:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, CheckpointError):
+            if isinstance(error, SaveError) and coordination_group().is_coordinator:
+                # Rank 0's log is where people and scripts look for these words of Megatron's.
+                error.args = (f"Worker failure: {error}",)
             raise as_megatron_error(error) from error.__cause__

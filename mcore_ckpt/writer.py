@@ -131,10 +131,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         """The directory of the checkpoint."""
         return self.path
 
-    @property
-    def checkpoint_dir(self) -> str | os.PathLike[str]:
-        """The same, by Megatron's name."""
-        return self.path
+    checkpoint_dir = checkpoint_id  # Megatron's name for it
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
