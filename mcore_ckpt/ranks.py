@@ -34,6 +34,8 @@ _HEADER = struct.Struct("<QQ")  # outcome of the step, length of the payload
 _INLINE_BYTES = _SLOT_BYTES - _HEADER.size
 _OK, _FAILED, _FAILED_EVERYWHERE = range(3)
 _NAMED_RANKS = 16
+# An attribute rather than a list of such errors: it survives an error's conversion into another class.
+_REACHED = "_reached_every_rank"
 
 
 class RankGroup:
@@ -180,7 +182,7 @@ class RankGroup:
             f"could not {what}: rank {first} of {self.size}{others}: {report.message}\n"
             f"--- on rank {first} ---\n{report.traceback_text}"
         )
-        _reached_every_rank.add(raised)
+        setattr(raised, _REACHED, True)
         raise raised from (error or remote_cause(report))
 
     @contextmanager
@@ -261,7 +263,7 @@ class RankGroup:
 
 def reached_every_rank(error: BaseException) -> bool:
     """Whether this exception was raised by `RankGroup.run` and its kin, so that every rank has it already."""
-    return error in _reached_every_rank
+    return bool(getattr(error, _REACHED, False))
 
 
 def coordination_group(process_group: dist.ProcessGroup | None = None) -> RankGroup:
@@ -293,7 +295,6 @@ def coordination_group(process_group: dist.ProcessGroup | None = None) -> RankGr
 
 # References are weak: a destroyed group must be free to go, and the registry of torch.distributed keeps live ones.
 _gloo_groups: dict[int, tuple[weakref.ref[Any], weakref.ref[Any], weakref.ref[Any]]] = {}
-_reached_every_rank: weakref.WeakSet[BaseException] = weakref.WeakSet()
 
 
 def _gloo_beside(wanted: dist.ProcessGroup, world: dist.ProcessGroup) -> dist.ProcessGroup:
