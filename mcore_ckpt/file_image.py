@@ -8,7 +8,9 @@ their own: the device is busy with the piece before.
 
 Two ways to write, with the same result:
 
-- `write_image`: the whole image lies in memory (the shared-memory stage), and is written from where it lies.
+- `write_image`: the whole image lies in memory (the shared-memory stage). Where private memory can have huge pages and
+  shared memory cannot, it is copied into windows all the same: the device is so much faster from those, and spends so
+  much less CPU time, that the copy pays.
 - `write_windows`: the caller puts the image together one window at a time, in a few buffers that are used again; the
   memory this takes does not depend on the size of the image.
 """
@@ -27,6 +29,7 @@ from typing import Final
 from mcore_ckpt.crc import crc32
 from mcore_ckpt.image_writer import FileInProgress, PieceQueue, WindowPool
 from mcore_ckpt.storage.base import RangeWriter, align_up
+from mcore_ckpt.storage.direct_io import copy_bytes, has_huge_pages
 
 __all__ = ["FileImage", "ImageResult", "ImageWriter", "Window", "plan_windows", "write_image", "write_windows"]
 
@@ -197,7 +200,8 @@ class ImageWriter:
     Args:
         io_threads: writes in flight at once.
         pool: buffers for `write_windows`; keep one between saves.
-        piece_bytes: size of one write of `write_image`, a multiple of 4096.
+        piece_bytes: size of one write, a multiple of 4096, where no pool is given.
+        through_windows: whether `write_image` copies into windows; None: if those lie in huge pages.
         fsync: make each file durable before it counts as finished.
         on_written: called with a number of bytes after each write, on an I/O thread.
     """
@@ -210,30 +214,44 @@ class ImageWriter:
         piece_bytes: int = _PIECE_BYTES,
         fsync: bool = True,
         on_written: Callable[[int], None] | None = None,
+        through_windows: bool | None = None,
     ) -> None:
         self.results: list[ImageResult] = []
         self._queue = PieceQueue(io_threads, on_written)
         self._pool = pool
         self._piece_bytes = piece_bytes
         self._fsync = fsync
+        self._through_windows = has_huge_pages() if through_windows is None else through_windows
         self._written: list[_Written] = []
 
     def write_image(self, writer: RangeWriter, image: FileImage, view: memoryview) -> None:
-        """Write an image from memory, where its checksums are patched in place.
+        """Write an image from memory.
 
         Args:
             writer: of the new file; from here on the job's to finish or abort.
             image: its layout.
-            view: all of it, writable and page-aligned, padded to a multiple of 4096 bytes. Not to be touched before the
-                job is done.
+            view: all of it, writable (checksums may be patched in place) and page-aligned, padded to a multiple of 4096
+                bytes. Not to be touched before the job is done.
         """
-        file = self._queue.open_file(writer, image.size_bytes, fsync=self._fsync)
         padded_bytes = align_up(image.size_bytes)
         if len(view) < padded_bytes:
+            writer.abort()
             raise ValueError(
                 f"{image.file_name}: the view has {len(view)} bytes; expected {padded_bytes}, the "
                 f"{image.size_bytes} of the file in whole pages"
             )
+        if self._through_windows:
+
+            def fill(window: Window, buffer: memoryview) -> None:
+                copy_bytes(buffer, view[window.start : window.stop])
+
+            self.write_windows(writer, image, fill)
+        else:
+            self._write_in_place(writer, image, view)
+
+    def _write_in_place(self, writer: RangeWriter, image: FileImage, view: memoryview) -> None:
+        file = self._queue.open_file(writer, image.size_bytes, fsync=self._fsync)
+        padded_bytes = align_up(image.size_bytes)
         checksums = _Checksums(image)
         written = _Written(image, file, checksums)
         for start in range(0, padded_bytes, self._piece_bytes):

@@ -49,7 +49,7 @@ class WindowPool:
         if self._made == self.windows:
             return None
         self._made += 1
-        return memoryview(aligned_buffer(self.window_bytes))[: self.window_bytes]
+        return aligned_buffer(self.window_bytes)
 
     def give_back(self, buffer: memoryview) -> None:
         """Return a buffer that `take` lent; may come from any thread."""

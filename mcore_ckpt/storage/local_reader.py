@@ -25,11 +25,14 @@ __all__ = ["BouncePool", "LocalReader"]
 _MIN_DIRECT_BYTES: Final = 64 * 1024
 # Up to here, copying the whole read from an aligned buffer is cheaper than two more requests for its ragged ends.
 _MAX_COPIED_BYTES: Final = 1024 * 1024
-_PIECE_BYTES: Final = 8 * 1024 * 1024
+_PIECE_BYTES: Final = 4 * 1024 * 1024
 
 
 class BouncePool:
     """Aligned buffers for reads whose destination O_DIRECT cannot take, as many as there are threads that need one.
+
+    They lie in huge pages, which makes up for the copy (see `aligned_buffer`): a destination that happens to be aligned
+    is read into without one, as it is most likely such a buffer itself.
 
     Shared by the readers of a storage, and freed when the last of them closes.
     """
@@ -56,7 +59,7 @@ class BouncePool:
         with self._lock:
             if self._free:
                 return self._free.pop()
-        return memoryview(direct_io.aligned_buffer(_PIECE_BYTES))
+        return direct_io.aligned_buffer(_PIECE_BYTES)
 
     def give_back(self, buffer: memoryview) -> None:
         """Return a buffer that `take` lent."""
@@ -204,7 +207,7 @@ class LocalReader(RangeReader):
             if got <= 0:
                 self._ended_early(offset, offset, len(view))
             got = min(got, len(view))
-            view[:got] = buffer[offset - start :][:got]
+            direct_io.copy_bytes(view[:got], buffer[offset - start :][:got])
             return got
         finally:
             self._bounce.give_back(buffer)

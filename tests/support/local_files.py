@@ -16,7 +16,7 @@ MIB = 1024 * 1024
 
 def aligned(content: bytes) -> memoryview:
     """`content` in page-aligned memory, padded with zeros to whole blocks."""
-    view = memoryview(aligned_buffer(max(1, len(content))))
+    view = aligned_buffer(max(1, len(content)))
     view[: len(content)] = content
     return view[: align_up(len(content))]
 

@@ -348,6 +348,47 @@ def test_a_storage_travels_as_its_path(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(LocalStorage(tmp_path))).read("file") == b"content"
 
 
+@pytest.mark.parametrize("nbytes", [1, 4096, 2 * MIB - 4096, 2 * MIB, 5 * MIB + 1])
+@pytest.mark.parametrize("huge", [True, False])
+def test_aligned_buffers_are_aligned_and_whole(monkeypatch: pytest.MonkeyPatch, nbytes: int, huge: bool) -> None:
+    monkeypatch.setattr(direct_io, "has_huge_pages", lambda: huge)
+    view = direct_io.aligned_buffer(nbytes)
+    assert len(view) == -(-nbytes // 4096) * 4096
+    assert direct_io.address(view) % (2 * MIB if huge and nbytes >= 2 * MIB else 4096) == 0
+    view[-1] = 1
+    assert not any(view[:-1])
+
+
+def test_large_buffers_lie_in_huge_pages() -> None:
+    if not direct_io.has_huge_pages():
+        pytest.skip("transparent huge pages are switched off")
+
+    def huge_kib() -> int:
+        smaps = Path("/proc/self/smaps_rollup").read_text()
+        return next(int(line.split()[1]) for line in smaps.splitlines() if line.startswith("AnonHugePages:"))
+
+    before = huge_kib()
+    view = direct_io.aligned_buffer(16 * MIB)
+    view[::4096] = b"x" * len(view[::4096])
+    if huge_kib() <= before:
+        pytest.skip("the kernel has no huge page left")
+    assert huge_kib() - before <= 16 * 1024
+
+
+def test_copies_need_equal_lengths() -> None:
+    with pytest.raises(ValueError, match="5 bytes do not fit into 4"):
+        direct_io.copy_bytes(memoryview(bytearray(4)), memoryview(bytes(5)))
+
+
+@pytest.mark.parametrize("make", [bytes, bytearray])
+def test_copies_are_exact(make: type) -> None:
+    source = memoryview(make(random_bytes(3 * MIB)))
+    destination = memoryview(bytearray(3 * MIB + 2))
+    direct_io.copy_bytes(destination[1:-1], source)
+    assert destination[1:-1] == source
+    assert destination[0] == destination[-1] == 0
+
+
 def test_aligned_buffers_are_not_shared_with_forked_children() -> None:
     buffer = direct_io.aligned_buffer(4096)
     child = os.fork()
