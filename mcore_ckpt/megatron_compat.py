@@ -21,14 +21,18 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from torch.distributed.checkpoint import CheckpointException
+
 import mcore_ckpt
 from mcore_ckpt import common_state, megatron_queue
-from mcore_ckpt.errors import CheckpointError, UnsupportedMegatronError
+from mcore_ckpt.errors import CheckpointError, SaveError, UnsupportedMegatronError
 from mcore_ckpt.megatron_patches import MODULES_NAMING_CUDA, Patches, serve_without_cuda
+from mcore_ckpt.ranks import coordination_group
 from mcore_ckpt.registry import get_strategy, registered_strategies
 
 __all__ = [
     "TESTED_VERSIONS",
+    "MegatronErrors",
     "as_megatron_error",
     "async_request_class",
     "install",
@@ -157,24 +161,27 @@ def _closed_off(stock: type) -> type:
 
 
 @functools.cache
-def _both(ours: type[Exception], theirs: type[Exception]) -> type[Exception]:
-    from torch.distributed.checkpoint import CheckpointException
-
-    # Stock Megatron raises DCP's exception where a save or load fails on the ranks; callers catch either.
-    members = {"__module__": ours.__module__, "__doc__": ours.__doc__, "__str__": ours.__str__, "_failures": {}}
-    return type(ours.__name__, (ours, theirs, CheckpointException), members)
+def _in_all_trees(ours: type[Exception], theirs: type[Exception]) -> type[Exception]:
+    bases: tuple[type[BaseException], ...] = (ours, theirs)
+    members = {"__module__": ours.__module__, "__doc__": ours.__doc__}
+    if issubclass(ours, SaveError):
+        # What torch raises on all ranks when writing fails, and Megatron lets through; its `__str__` says less.
+        bases = (*bases, CheckpointException)
+        members.update(__str__=Exception.__str__, failures={})  # type: ignore[dict-item]
+    return type(ours.__name__, bases, members)
 
 
 def as_megatron_error(error: Exception) -> Exception:
-    """The same error, as an instance of Megatron's `CheckpointingException` too.
+    """The same error, as an instance of Megatron's `CheckpointingException` too; a `SaveError` also of torch's.
 
-    Training code and tests written for Megatron catch `CheckpointingException`; those written for this package catch
-    its own classes. Message, attributes, cause, notes and traceback are those of `error`.
+    Training code and tests written for Megatron catch `CheckpointingException`, or for writes that failed
+    `torch.distributed.checkpoint.CheckpointException`; those written for this package catch its own classes. Message,
+    attributes, cause, notes and traceback are those of `error`.
     """
     theirs = megatron_module("core").CheckpointingException
     if isinstance(error, theirs):
         return error
-    cls = _both(type(error), theirs)
+    cls = _in_all_trees(type(error), theirs)
     same = cls.__new__(cls, *error.args)
     same.__dict__.update(error.__dict__)
     if isinstance(error, OSError) and isinstance(same, OSError):
@@ -209,6 +216,21 @@ def refuse_multi_storage_client() -> None:
 
 # What install() has changed; None while it is not in force.
 _patches: Patches | None = None
+
+
+class MegatronErrors(contextlib.AbstractContextManager[None]):
+    """A context in which our exceptions leave as Megatron's, too, since its callers catch those."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, CheckpointError):
+            if isinstance(error, SaveError) and not _is_megatron_error(error) and coordination_group().is_coordinator:
+                # Rank 0's log is where people and scripts look for these words of Megatron's.
+                error.args = (f"Worker failure: {error}",)
+            raise as_megatron_error(error) from error.__cause__
+
+
+def _is_megatron_error(error: BaseException) -> bool:
+    return isinstance(error, megatron_module("core").CheckpointingException)
 
 
 def install() -> dict[str, Any]:
@@ -289,12 +311,12 @@ def _replace_all(patches: Patches, version: tuple[int, int, int]) -> None:
         patches.replace(common, "load_common", _load_common)
         patches.replace(serialization, "remove_sharded_tensors", _remove_sharded_tensors)
         _required("strategies.torch", "get_async_strategy")
-        patches.replace(
-            torch_strategies, "get_async_strategy", megatron_queue.async_strategy_source(torch_strategies)
-        )
+        patches.replace(torch_strategies, "get_async_strategy", megatron_queue.async_strategy_source(torch_strategies))
     if version[:2] >= (0, 19):
         patches.replace(serialization, "load_common_state_dict", _load_common_state_dict)
-    megatron_queue.replace_methods(patches, async_utils.AsyncCallsQueue)
+    megatron_queue.replace_methods(patches, async_utils.AsyncCallsQueue, MegatronErrors)
+    writers = _required("strategies.filesystem_async", "FileSystemWriterAsync")
+    patches.replace(writers, "FileSystemWriterAsync", FileSystemWriterAsync)
     serve_without_cuda(patches, _existing(MODULES_NAMING_CUDA))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
@@ -49,10 +50,15 @@ def require_idle() -> None:
     _served.clear()
 
 
-def replace_methods(patches: Patches, stock: Any) -> None:
+def replace_methods(patches: Patches, stock: Any, errors: type[AbstractContextManager[None]]) -> None:
     """Let ours serve every instance of the stock queue class, and of its subclasses, old and new.
 
     Calls that the stock methods had in flight when the methods were replaced are finished by the stock methods.
+
+    Args:
+        patches: takes note of what is replaced.
+        stock: Megatron's class.
+        errors: a context in which our exceptions become Megatron's.
     """
     finalize, close = stock.maybe_finalize_async_calls, stock.close
 
@@ -64,7 +70,8 @@ def replace_methods(patches: Patches, stock: Any) -> None:
         before = finalize(self, blocking, no_dist) if self.async_calls else []
         if self.async_calls:
             return list(before)  # in order: what was scheduled later is finalized later
-        indices = served_queue(self).maybe_finalize_async_calls(blocking, no_dist)
+        with errors():
+            indices = served_queue(self).maybe_finalize_async_calls(blocking, no_dist)
         return [*before, *(index + _first_index(self) for index in indices)]
 
     def get_num_unfinalized_calls(self: Any) -> int:
@@ -73,7 +80,8 @@ def replace_methods(patches: Patches, stock: Any) -> None:
     def close_both(self: Any, abort: bool = False) -> None:
         if self.async_calls or getattr(self, "persistent_caller", None) is not None:
             close(self, abort)
-        served_queue(self).close(abort=abort)
+        with errors():
+            served_queue(self).close(abort=abort)
 
     patches.set(stock, "schedule_async_request", schedule_async_request)
     patches.set(stock, "maybe_finalize_async_calls", maybe_finalize_async_calls)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from mcore_ckpt.bucket_writer import dtype_name
-from mcore_ckpt.errors import CheckpointError, KindMismatchError, LoadError, PlanError, SaveError
+from mcore_ckpt.errors import KindMismatchError, LoadError, PlanError
 from mcore_ckpt.fetch import ReadStats
 from mcore_ckpt.megatron_compat import (
-    as_megatron_error,
+    MegatronErrors,
     async_request_class,
     load_strategy_base,
     mapping,
@@ -111,7 +111,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         Raises:
             CheckpointError (as a `CheckpointingException`, too): the save cannot be done; nothing was changed.
         """
-        with _MegatronErrors():
+        with MegatronErrors():
             transaction = self._prepare(sharded_state_dict, checkpoint_dir, may_skip=True)
             call = transaction.start()
         return async_request_class()(call, (), [_Commit(transaction)])
@@ -121,7 +121,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
 
         Args and raises: as `async_save`.
         """
-        with _MegatronErrors():
+        with MegatronErrors():
             transaction = self._prepare(sharded_state_dict, checkpoint_dir)
             transaction.write_in_line()
             transaction.commit()
@@ -180,7 +180,7 @@ class _Commit:
         self.save_call = transaction.call
 
     def __call__(self) -> None:
-        with _MegatronErrors():
+        with MegatronErrors():
             self._transaction.commit()
 
 
@@ -232,7 +232,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             LoadError (as a `CheckpointingException`, too): see `FileSystemReader.read_items`.
         """
         loaded: list[dict[str, Any]] = []
-        with _MegatronErrors():
+        with MegatronErrors():
             if self._collective:
                 group = coordination_group()
                 group.run("load", lambda: loaded.append(self._load(sharded_state_dict, checkpoint_dir)), wrap=LoadError)
@@ -261,7 +261,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
 
     def load_tensors_metadata(self, checkpoint_dir: _Path, metadata: Any = None) -> dict[str, Any]:
         """What tensors the checkpoint holds: key -> Megatron `ShardedTensor` of the global shape, without data."""
-        with _MegatronErrors():
+        with MegatronErrors():
             sharded_tensor = mapping().ShardedTensor
             return {
                 key: sharded_tensor.from_rank_offsets(
@@ -272,7 +272,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
 
     def load_sharded_metadata(self, checkpoint_dir: _Path) -> dict[str, Any]:
         """What tensors and objects the checkpoint holds, as `load_tensors_metadata`; objects by their unique key."""
-        with _MegatronErrors():
+        with MegatronErrors():
             sharded_object = mapping().ShardedObject
             objects = {
                 key: sharded_object.empty_from_unique_key(key) for key in self._open(checkpoint_dir).index.objects
@@ -285,7 +285,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         Raises:
             LoadError, SaveError (as a `CheckpointingException`, too): the checkpoint cannot be read or written.
         """
-        with _MegatronErrors():
+        with MegatronErrors():
             remove_tensors(Path(checkpoint_dir), key_prefix)
 
     def check_backend_compatibility(self, loaded_backend: Any) -> None:
@@ -301,7 +301,7 @@ def load_state_dict(sharded_state_dict: dict[str, Any], checkpoint: str, options
     Each rank may ask for something else, or for the same, so that Megatron's check that every shard is loaded by
     exactly one rank is left out.
     """
-    with _MegatronErrors():
+    with MegatronErrors():
         loaded: dict[str, Any] = megatron_module().load(
             sharded_state_dict, checkpoint, TorchDistLoadStrategy(options=options), validate_access_integrity=False
         )
@@ -355,17 +355,3 @@ class _ObjectsInTurn:
                 f"{key}: object {position + 1} is wanted, the checkpoint holds {len(values)} under this key"
             )
         return values[position]
-
-
-class _MegatronErrors:
-    """Lets our exceptions leave as Megatron's `CheckpointingException` besides, which its callers catch."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, CheckpointError):
-            if isinstance(error, SaveError) and coordination_group().is_coordinator:
-                # Rank 0's log is where people and scripts look for these words of Megatron's.
-                error.args = (f"Worker failure: {error}",)
-            raise as_megatron_error(error) from error.__cause__
