@@ -153,6 +153,6 @@ def test_any_bytes_are_refused_with_our_own_errors(content: bytes) -> None:
     own_dtype_and_shape(content)
     try:
         locate_tensor_in(memoryview(content), "w")
-    except CorruptCheckpointError:
+    except (CorruptCheckpointError, NotRangeable):
         return
     raise AssertionError("200 bytes do not make an item")
