@@ -191,8 +191,9 @@ class _IndexBuilder:
         problem = file_name_problem(name)
         if problem:
             raise CorruptCheckpointError(
-                f"{self._file}: {fqn!r:.200} is said to lie in the file {name!r:.200}, whose name {problem}. A checkpoint "
-                "only names files inside its own directory; do not load this one unless you know who changed it."
+                f"{self._file}: {fqn!r:.200} is said to lie in the file {name!r:.200}, whose name {problem}. "
+                "A checkpoint only names files inside its own directory; do not load this one unless you know who "
+                "changed it."
             )
         self._safe_names.add(name)
 
@@ -261,15 +262,15 @@ class _IndexBuilder:
     def _problem(self, text: str) -> None:
         if self._strict:
             raise CorruptCheckpointError(
-                f"{self._file}: {text:.500}. The save that wrote it did not finish; load an earlier checkpoint, or list all "
-                f"that is missing with `mcore-ckpt verify {self._path}`."
+                f"{self._file}: {text:.500}. The save that wrote it did not finish; load an earlier checkpoint, or "
+                f"list all that is missing with `mcore-ckpt verify {self._path}`."
             )
         self._problems.append(text)
 
     def _wrong(self, what: str, expected: str, got: Any) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            f"{self._file}: {what:.300}: expected {expected}, got {_shown(got)}. The index is damaged; restore it from another "
-            "copy, or load an earlier checkpoint."
+            f"{self._file}: {what:.300}: expected {expected}, got {_shown(got)}. The index is damaged; restore it "
+            "from another copy, or load an earlier checkpoint."
         )
 
 

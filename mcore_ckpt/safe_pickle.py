@@ -277,16 +277,16 @@ def _needed_globals(
             "If you trust the origin of this checkpoint, allow it with "
             f"LoadOptions(allowed_classes=({', '.join(repr(name) for name in refused[:5])},))"
         )
-    found = [(_resolve(name, name in extra_allowed, import_classes), name) for name in names]
-    if "numpy.dtype" in names:
-        # The instances of numpy.dtype are of these classes, which no pickle names.
-        found += [
-            (_resolve(f"numpy.dtypes.{kind}DType", False, True), f"numpy.dtypes.{kind}DType") for kind in _NUMPY_DTYPES
-        ]
+    found = [(_resolve(name, is_extra=name in extra_allowed, import_classes=import_classes), name) for name in names]
+    if "numpy.dtype" in names or "numpy" in sys.modules:
+        # The instances of numpy.dtype are of these classes, which no pickle names. That it is not among `names` may
+        # mean that someone else has allowed it.
+        dtypes = [f"numpy.dtypes.{kind}DType" for kind in _NUMPY_DTYPES]
+        found += [(_resolve(name, is_extra=False, import_classes=True), name) for name in dtypes]
     return found
 
 
-def _resolve(name: str, is_extra: bool, import_classes: bool) -> Any:
+def _resolve(name: str, *, is_extra: bool, import_classes: bool) -> Any:
     """The object that `name` stands for, imported if need be, or an `Unavailable`."""
     if name in _resolved:
         return _resolved[name]

@@ -1,0 +1,373 @@
+"""A `.metadata` that is damaged, contradicts itself, or was made to do harm: refused, by name, and nothing is run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import resource
+import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mcore_ckpt import metadata as metadata_module
+from mcore_ckpt.errors import CorruptCheckpointError, LoadError, UnsafePickleError
+from mcore_ckpt.index_stand_ins import ALLOWED_GLOBALS, PropertiesState
+from mcore_ckpt.metadata import CheckpointIndex, file_name_problem, parse_index, read_index
+from mcore_ckpt.metadata_write import encode_metadata
+
+GOLDEN = Path(__file__).parent / "golden"
+SMALL = (GOLDEN / "dtensor-2.13.0" / ".metadata").read_bytes()
+MEGATRON = (GOLDEN / "megatron-0.15.3" / ".metadata").read_bytes()
+OURS = encode_metadata(read_index(GOLDEN / "dtensor-2.13.0"))
+
+
+def refused(content: bytes) -> LoadError:
+    with pytest.raises(CorruptCheckpointError) as caught:
+        parse_index(content, "/ckpt")
+    message = str(caught.value)
+    assert message.startswith("/ckpt/.metadata: ")
+    assert len(message) < 1500
+    return caught.value
+
+
+class TestDamaged:
+    @pytest.mark.parametrize("content", [SMALL, OURS], ids=["stock", "ours"])
+    def test_truncated_anywhere(self, content: bytes) -> None:
+        for length in range(len(content)):
+            refused(content[:length])
+
+    @pytest.mark.parametrize("content", [SMALL, MEGATRON, OURS], ids=["stock", "megatron", "ours"])
+    @pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
+    def test_any_byte_changed(self, content: bytes, mask: int) -> None:
+        """What is still accepted is a well-formed index: nothing else than our own errors ever comes out."""
+        damaged = bytearray(content)
+        for position in range(len(content)):
+            damaged[position] ^= mask
+            try:
+                index = parse_index(bytes(damaged), "/ckpt")
+            except CorruptCheckpointError:
+                pass
+            else:
+                assert_well_formed(index)
+            damaged[position] ^= mask
+
+    def test_empty(self) -> None:
+        refused(b"")
+
+    @pytest.mark.parametrize(
+        "content", [b"PK\x03\x04 a zip archive", b"\x00" * 100, b"\x80\x04", b"not a pickle at all"]
+    )
+    def test_not_a_pickle(self, content: bytes) -> None:
+        refused(content)
+
+    @pytest.mark.parametrize("value", [None, 3, {}, [], "text", (1, 2)])
+    def test_a_pickle_of_something_else(self, value: object) -> None:
+        assert "expected a pickled torch.distributed.checkpoint Metadata" in str(refused(pickle.dumps(value)))
+
+    def test_unreadable_file(self, tmp_path: Path) -> None:
+        (tmp_path / ".metadata").mkdir()
+        with pytest.raises(LoadError, match=r"\.metadata: cannot be read: Is a directory"):
+            read_index(tmp_path)
+
+    def test_larger_than_any_index(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(metadata_module, "MAX_METADATA_BYTES", 1000)
+        (tmp_path / ".metadata").write_bytes(SMALL)
+        with pytest.raises(CorruptCheckpointError, match="expected at most 1000 bytes"):
+            read_index(tmp_path)
+
+
+def assert_well_formed(index: CheckpointIndex) -> None:
+    for fqn, entry in index.tensors.items():
+        assert type(fqn) is str
+        assert type(entry.dtype) is str
+        for chunk in entry.chunks:
+            assert file_name_problem(chunk.item.file) is None
+            assert chunk.item.offset >= 0
+            assert chunk.item.length >= 0
+            for start, size, whole in zip(chunk.offsets, chunk.sizes, entry.shape, strict=True):
+                assert {type(start), type(size), type(whole)} == {int}
+                assert 0 <= start <= start + size <= whole
+    for entry in index.objects.values():
+        assert file_name_problem(entry.item.file) is None
+
+
+class Calls:
+    """Pickles as a call of `function(*arguments)`."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+class TestEvil:
+    @pytest.mark.parametrize(
+        ("function", "named"),
+        [
+            (os.system, "posix.system"),
+            (eval, "builtins.eval"),
+            (exec, "builtins.exec"),
+            (__import__, "builtins.__import__"),
+            (io.open, "io.open"),
+            (torch.load, "torch.serialization.load"),
+            (torch.hub.load, "torch.hub.load"),
+            (subprocess.Popen, "subprocess.Popen"),
+        ],
+    )
+    @pytest.mark.parametrize("protocol", [0, 2, 4])
+    def test_calls_are_refused_by_name(self, function: Callable[..., Any], named: str, protocol: int) -> None:
+        module, name = named.rsplit(".", 1)
+        content = pickle.dumps(Calls(function, "touch /tmp/harm"), protocol)
+        error = refused(content)
+        assert isinstance(error, UnsafePickleError)
+        assert name in str(error)
+        assert module.split(".")[0].strip("_") in str(error) or protocol < 3  # Python 2's names at protocol 0 and 2
+
+    def test_a_call_inside_a_true_index(self) -> None:
+        metadata = Metadata({}, planner_data=Calls(os.system, "touch /tmp/harm"), storage_data={})
+        assert isinstance(refused(pickle.dumps(metadata)), UnsafePickleError)
+
+    def test_a_call_among_the_plans_is_not_run(self) -> None:
+        metadata = pickle.loads(OURS)
+        metadata.all_local_plans = [Calls(os.abort)]
+        assert parse_index(pickle.dumps(metadata), "/ckpt").has_local_plans  # never looked at
+
+    def test_names_with_dots_reach_nothing(self) -> None:
+        content = b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x15os.system.__globals__\x93."
+        assert isinstance(refused(content), UnsafePickleError)
+
+    def test_persistent_ids(self) -> None:
+        for content in (b"P7\n.", b"\x80\x02K\x07Q.", b"\x80\x02]Q."):
+            assert "external object" in str(refused(content))
+
+    def test_extension_registry(self) -> None:
+        refused(b"\x80\x02\x82\x01.")
+
+    def test_enum_members_by_name_are_inert(self) -> None:
+        """`getattr` is allowed as a stand-in, for it is how some Pythons pickle enum members: it gets nothing."""
+        content = pickle.dumps(Metadata({}, planner_data=Calls(getattr, "text", "upper"), storage_data={}))
+        assert "planner_data: expected plain" in str(refused(content))
+
+    @pytest.mark.parametrize(
+        "target", [("torch.distributed.checkpoint.metadata", "TensorProperties"), ("torch", "Size")]
+    )
+    def test_stand_ins_cannot_be_changed(self, target: tuple[str, str]) -> None:
+        """BUILD with a slot state sets attributes on what is on the stack: here the class itself."""
+        before = dict(vars(PropertiesState))
+        module, name = target
+        refused(b"\x80\x04" + _text(module) + _text(name) + b"\x93N}" + _text("__setstate__") + b"K\x01s\x86b.")
+        assert dict(vars(PropertiesState)) == before
+
+    def test_dtypes_cannot_be_changed(self) -> None:
+        content = b"\x80\x04" + _text("torch") + _text("float32") + b"\x93N}" + _text("upper") + b"K\x01s\x86b."
+        refused(content)
+        assert ALLOWED_GLOBALS["torch", "float32"] == "float32"
+
+    def test_every_class_built_bare_is_no_index(self) -> None:
+        for module, name in ALLOWED_GLOBALS:
+            refused(b"\x80\x04" + _text(module) + _text(name) + b"\x93)R.")
+            refused(b"\x80\x04" + _text(module) + _text(name) + b"\x93)\x81.")
+
+
+class TestBombs:
+    """Few bytes that ask for much memory or time."""
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            b"\x80\x04Nr\xff\xff\xff\x7f.",  # memo number 2**31
+            b"Np2000000000\n.",  # the same as text
+            b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b"x.",  # bytes
+            b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b"x.",  # bytearray
+            b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b"x.",  # str
+            b"\x80\x04\x8b" + struct.pack("<i", 2**31 - 1) + b"x.",  # int
+            b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"N.",  # frame
+            b"\x80\x04X" + struct.pack("<I", 2**32 - 1) + b"x.",  # str
+        ],
+    )
+    def test_huge_lengths(self, content: bytes) -> None:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        refused(content)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
+
+    def test_memo_numbers_in_the_size_of_the_file_are_fine(self) -> None:
+        value = {str(number): (number,) for number in range(500)}
+        content = pickle.dumps(Metadata({}, planner_data=value, storage_data={}), 2)  # LONG_BINPUT from 256 on
+        assert parse_index(content, "/ckpt").planner_data == value
+
+    def test_nested_references(self) -> None:
+        """60 lists, each holding the last one twice: 2**60 elements to anyone who walks them."""
+        value: Any = ["x"]
+        for _ in range(60):
+            value = [value, value]
+        index = parse_index(pickle.dumps(Metadata({}, planner_data=value, storage_data={})), "/ckpt")
+        assert index.planner_data[0] is index.planner_data[1]
+        assert len(encode_metadata(index)) < 5000
+
+    def test_depth(self) -> None:
+        deep = b"\x80\x04" + b"]" * 200_000 + b"a" * 199_999 + b"."
+        assert len(deep) == 400_002
+        refused(deep)
+        inside = pickle.dumps(Metadata({}, planner_data="HERE", storage_data={}), 4)
+        start = inside.index(b"\x8c\x04HERE\x94")
+        nested = b"]" * 200_000 + b"a" * 199_999
+        # The frame's length covers what came after it before; more may follow.
+        refused(inside[:start] + nested + inside[start + 7 :])
+
+    def test_cycles(self) -> None:
+        value: dict[str, Any] = {"a": 1}
+        value["self"] = [value]
+        index = parse_index(pickle.dumps(Metadata({}, planner_data=value, storage_data={})), "/ckpt")
+        assert index.planner_data["self"][0] is index.planner_data
+
+
+def _text(value: str) -> bytes:
+    return b"\x8c" + bytes([len(value)]) + value.encode()
+
+
+SIZE = torch.Size
+
+
+def an_index(**changes: Any) -> bytes:
+    """A one-tensor index with one field changed; values that torch's classes take without looking."""
+    field = {
+        "fqn": "w",
+        "dtype": torch.float32,
+        "shape": SIZE([4]),
+        "offsets": SIZE([0]),
+        "sizes": SIZE([4]),
+        "key": MetadataIndex("w", SIZE([0])),
+        "file": "__0_0.distcp",
+        "offset": 0,
+        "length": 100,
+        "transforms": None,
+        **changes,
+    }
+    properties = TensorProperties(dtype=field["dtype"])
+    chunk = ChunkStorageMetadata(field["offsets"], field["sizes"])
+    chunks = field.get("chunks", [chunk])
+    entry = field.get("entry", TensorStorageMetadata(field.get("properties", properties), field["shape"], chunks))
+    info = _StorageInfo(field["file"], field["offset"], field["length"], field["transforms"])
+    places = field.get("places", {field["key"]: field.get("info", info)})
+    return pickle.dumps(Metadata(field.get("entries", {field["fqn"]: entry}), storage_data=places))
+
+
+def test_the_unchanged_index_is_fine() -> None:
+    index = parse_index(an_index(), "/ckpt")
+    assert index.tensors["w"].chunks[0].item.file == "__0_0.distcp"
+
+
+def _hint(**fields: Any) -> MetadataIndex:
+    """A `MetadataIndex` with fields of any type."""
+    key = MetadataIndex("w", SIZE([0]))
+    for name, value in fields.items():
+        object.__setattr__(key, name, value)
+    return key
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offset": -1},
+        {"length": -1},
+        {"offset": 1.0},
+        {"offset": True},
+        {"length": None},
+        {"length": "5"},
+        {"offset": 2**63 - 50},
+        {"offset": 2**80},
+        {"length": 2**63},
+        {"shape": (4.0,)},
+        {"shape": (-4,)},
+        {"shape": [4]},
+        {"shape": (True,)},
+        {"shape": 4},
+        {"shape": (2**70,)},
+        {"shape": (1,) * 65},
+        {"shape": ((4,),)},
+        {"sizes": SIZE([5])},
+        {"sizes": SIZE([4, 1])},
+        {"sizes": (4, None)},
+        {"sizes": (-1,)},
+        {"sizes": None},
+        {"offsets": SIZE([1])},
+        {"offsets": (-1,)},
+        {"offsets": ()},
+        {"offsets": (0.5,)},
+        {"dtype": "float32"},
+        {"dtype": None},
+        {"dtype": torch.Size([1])},
+        {"properties": None},
+        {"properties": BytesStorageMetadata()},
+        {"chunks": None},
+        {"chunks": "abc"},
+        {"chunks": [None]},
+        {"chunks": [(0, 4)]},
+        {"entry": None},
+        {"entry": ChunkStorageMetadata(SIZE([0]), SIZE([4]))},
+        {"fqn": 7},
+        {"fqn": b"w"},
+        {"entries": None},
+        {"entries": []},
+        {"places": None},
+        {"places": []},
+        {"places": {"w": _StorageInfo("a", 0, 1)}},
+        {"info": None},
+        {"info": ("__0_0.distcp", 0, 1)},
+        {"key": _hint(fqn=7)},
+        {"key": _hint(offset=0)},
+        {"key": _hint(offset=(-1,))},
+        {"transforms": "zstd"},
+        {"transforms": [7]},
+        {"transforms": {"a": 1}},
+        {"file": None},
+        {"file": b"__0_0.distcp"},
+    ],
+    ids=str,
+)
+def test_wrong_fields_are_refused(changes: dict[str, Any]) -> None:
+    refused(an_index(**changes))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (), (2**62, 2)])
+def test_unusual_shapes_are_fine(shape: tuple[int, ...]) -> None:
+    zeros = (0,) * len(shape)
+    content = an_index(shape=SIZE(shape), sizes=SIZE(shape), offsets=SIZE(zeros), key=MetadataIndex("w", SIZE(zeros)))
+    assert parse_index(content, "/ckpt").tensors["w"].shape == shape
+
+
+def test_zeros_of_another_type_become_ints() -> None:
+    """0.0 == 0 and True == 1: equal is not enough."""
+    content = an_index(offsets=(0.0,), sizes=(4.0,), key=_hint(offset=(False,)))
+    (chunk,) = parse_index(content, "/ckpt").tensors["w"].chunks
+    assert [type(value) for value in (*chunk.offsets, *chunk.sizes)] == [int, int]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", ".", "..", "/etc/passwd", "../x", "a/../../x", "a/..", "./a", "a//b", "a/", "a/./b"),
+        *("a\\b", "..\\x", "C:x", "C:\\x", "a\0b", "a\nb", "\x7f", "a\ud800", "x" * 5000, "a\u202eb"),
+    ],
+)
+def test_files_outside_the_checkpoint(name: str) -> None:
+    assert file_name_problem(name)
+    error = refused(an_index(file=name))
+    assert "'w'" in str(error)
+    assert "file" in str(error)
