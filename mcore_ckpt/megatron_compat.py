@@ -162,21 +162,16 @@ def _closed_off(stock: type) -> type:
 
 @functools.cache
 def _in_all_trees(ours: type[Exception], theirs: type[Exception]) -> type[Exception]:
-    bases: tuple[type[BaseException], ...] = (ours, theirs)
-    members = {"__module__": ours.__module__, "__doc__": ours.__doc__}
-    if issubclass(ours, SaveError):
-        # What torch raises on all ranks when writing fails, and Megatron lets through; its `__str__` says less.
-        bases = (*bases, CheckpointException)
-        members.update(__str__=Exception.__str__, failures={})  # type: ignore[dict-item]
-    return type(ours.__name__, bases, members)
+    # Where a save or load fails on the ranks, stock Megatron lets DCP's exception through; its `__str__` says less.
+    members = {"__module__": ours.__module__, "__doc__": ours.__doc__, "__str__": ours.__str__, "_failures": {}}
+    return type(ours.__name__, (ours, theirs, CheckpointException), members)
 
 
 def as_megatron_error(error: Exception) -> Exception:
-    """The same error, as an instance of Megatron's `CheckpointingException` too; a `SaveError` also of torch's.
+    """The same error, as an instance of Megatron's `CheckpointingException` and of DCP's `CheckpointException`, too.
 
-    Training code and tests written for Megatron catch `CheckpointingException`, or for writes that failed
-    `torch.distributed.checkpoint.CheckpointException`; those written for this package catch its own classes. Message,
-    attributes, cause, notes and traceback are those of `error`.
+    Training code and tests written for Megatron catch one or the other; those written for this package catch its own
+    classes. Message, attributes, cause, notes and traceback are those of `error`.
     """
     theirs = megatron_module("core").CheckpointingException
     if isinstance(error, theirs):
@@ -315,8 +310,6 @@ def _replace_all(patches: Patches, version: tuple[int, int, int]) -> None:
     if version[:2] >= (0, 19):
         patches.replace(serialization, "load_common_state_dict", _load_common_state_dict)
     megatron_queue.replace_methods(patches, async_utils.AsyncCallsQueue, MegatronErrors)
-    writers = _required("strategies.filesystem_async", "FileSystemWriterAsync")
-    patches.replace(writers, "FileSystemWriterAsync", FileSystemWriterAsync)
     serve_without_cuda(patches, _existing(MODULES_NAMING_CUDA))
 
 

@@ -9,6 +9,7 @@ import argparse
 import faulthandler
 import json
 import os
+import signal
 import sys
 import types
 from datetime import timedelta
@@ -16,6 +17,20 @@ from pathlib import Path
 from typing import Any
 
 COLLECTIVE_DEADLINE_S = 60
+SHIM_VARIABLE = "MCORE_CKPT_TESTS_CPU_SHIM"
+
+
+def pretend_cuda() -> None:
+    """Run the shim, in this process and in workers that multiprocessing spawns from it, which import this file again."""
+    path = os.environ[SHIM_VARIABLE]
+    names = {"__name__": "cpu_shim"}
+    exec(compile(Path(path).read_text(), path, "exec"), names)
+    if "pretend_cuda" in names:
+        names["pretend_cuda"]()  # type: ignore[operator]
+
+
+if __name__ != "__main__" and SHIM_VARIABLE in os.environ:
+    pretend_cuda()
 
 
 class Outcomes:
@@ -45,16 +60,16 @@ class Outcomes:
             self._write(report.nodeid, "passed")
 
 
-def limit_collectives() -> None:
-    """Let a rank whose peers failed fail too, instead of waiting half an hour for them."""
+def use_gloo_with_a_deadline() -> None:
+    """NCCL needs devices; and a rank whose peers failed should fail too, not wait half an hour for them."""
     import torch.distributed as dist
 
     original = dist.init_process_group
     timeout = timedelta(seconds=COLLECTIVE_DEADLINE_S)
 
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        kwargs["timeout"] = timeout
-        return original(*args, **kwargs)
+        kwargs.update(backend="gloo", timeout=timeout)
+        return original(*args[1:], **kwargs)
 
     dist.init_process_group = init_process_group
     for module in list(sys.modules.values()):
@@ -62,6 +77,37 @@ def limit_collectives() -> None:
             for name, value in list(vars(module).items()):
                 if value is original:
                     setattr(module, name, init_process_group)
+
+
+def share_groups() -> None:
+    """Make one gloo group for each set of ranks.
+
+    Megatron makes dozens for each layout, the tests set up layouts by the hundred, and each group has threads and a
+    connection to each member: without this, eight ranks bring a small machine to its knees.
+    """
+    import torch.distributed as dist
+
+    new_group, destroy = dist.new_group, dist.destroy_process_group
+    made: dict[Any, Any] = {}
+
+    def shared_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        key = None if ranks is None else tuple(ranks)
+        if key not in made:
+            made[key] = new_group(ranks, timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S), backend="gloo")
+        return made[key]
+
+    def destroy_process_group(group: Any = None) -> None:
+        if group is None:
+            made.clear()
+            destroy()
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("torch.distributed"):
+            for name, value in list(vars(module).items()):
+                if value is new_group:
+                    setattr(module, name, shared_group)
+                elif value is destroy:
+                    setattr(module, name, destroy_process_group)
 
 
 def without_downloads() -> None:
@@ -83,7 +129,6 @@ def without_transformer_engine() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--shim", required=True)
     parser.add_argument("--strategy", choices=("stock", "ours"), required=True)
     parser.add_argument("--outcomes", type=Path, required=True)
     parser.add_argument("--stacks", type=Path, required=True)
@@ -91,11 +136,12 @@ def main() -> int:
     parser.add_argument("pytest_args", nargs="+")
     options = parser.parse_args()
 
-    faulthandler.register(10, file=open(options.stacks, "w"), all_threads=True)  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=open(options.stacks, "w"), all_threads=True)  # noqa: SIM115
     # Both trees have a top-level package called `tests`; here it is Megatron's.
     sys.path.insert(0, str(options.repo))
-    exec(compile(Path(options.shim).read_text(), options.shim, "exec"), {"__name__": "cpu_shim"})
-    limit_collectives()
+    pretend_cuda()
+    use_gloo_with_a_deadline()
+    share_groups()
     without_downloads()
     without_transformer_engine()
     if options.strategy == "ours":

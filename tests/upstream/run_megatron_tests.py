@@ -77,10 +77,11 @@ def launch(run: Run, selected: list[str]) -> tuple[dict[str, list[dict[str, str]
                 "GLOO_SOCKET_IFNAME": "lo",
                 "PYTHONPATH": run.python_path,
                 "TMPDIR": folder,
+                "MCORE_CKPT_TESTS_CPU_SHIM": str(run.shim),
             }
-            command = [run.python, "-W", "ignore", str(HERE / "rank_main.py"), "--shim", str(run.shim)]
-            command += ["--strategy", run.strategy, "--outcomes", str(shared / f"{rank}.jsonl")]
-            command += ["--stacks", str(shared / f"{rank}.stack"), "--repo", str(run.tree), "--", *selected]
+            command = [run.python, "-W", "ignore", str(HERE / "rank_main.py"), "--strategy", run.strategy]
+            command += ["--outcomes", str(shared / f"{rank}.jsonl"), "--stacks", str(shared / f"{rank}.stack")]
+            command += ["--repo", str(run.tree), "--", *selected]
             # The tests share a directory two levels above what pytest gives them.
             command += [f"--basetemp={shared / f'base-{rank}'}"]
             log = open(shared / f"{rank}.log", "w")  # noqa: SIM115
@@ -206,7 +207,8 @@ def main() -> int:
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--path", default="", help="folders to put first on the path, e.g. another megatron-core")
-    parser.add_argument("--shim", type=Path, default=ROOT / "tests" / "support" / "cpu_shim.py")
+    parser.add_argument("--shim", type=Path, default=ROOT / "tests" / "support" / "cpu_megatron.py")
+    parser.add_argument("--package", type=Path, default=ROOT, help="folder that holds mcore_ckpt")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only-passed", type=Path, help="run only the tests that passed in this earlier run")
     parser.add_argument("--limit-s", type=float, default=1800)
@@ -225,7 +227,7 @@ def main() -> int:
         # Not the whole checkout: its folder `tests` would stand in the way of Megatron's.
         ours = Path(folder) / "ours"
         ours.mkdir()
-        (ours / "mcore_ckpt").symlink_to(ROOT / "mcore_ckpt")
+        (ours / "mcore_ckpt").symlink_to(options.package.resolve() / "mcore_ckpt")
         paths = [options.path, str(tree), str(ours), os.environ.get("PYTHONPATH", "")]
         run = Run(
             tree=tree,

@@ -1,0 +1,72 @@
+"""Run a training script with `install()` in force, without a change to the script:
+
+    torchrun ... -m mcore_ckpt.launch pretrain_gpt.py --ckpt-format torch_dist ...
+
+The script runs as `__main__`, with its own folder first on the path and its arguments untouched, as `python script.py`
+would run it; `-m package.module` runs a module. Options come from `MCORE_CKPT_*` variables.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+from mcore_ckpt.errors import OptionError, UnsupportedMegatronError
+
+__all__ = ["main"]
+
+USAGE = "usage: python -m mcore_ckpt.launch SCRIPT [arguments ...]\n       python -m mcore_ckpt.launch -m MODULE [arguments ...]"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Install, then run the script or module that the arguments name.
+
+    Args:
+        arguments: script and its arguments; default: the command line's.
+
+    Returns:
+        2 if there is nothing to run or `install()` is impossible (the reason is on stderr); otherwise does not return
+        before the script does, and leaves the script's own exit to the caller.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    as_module = bool(given) and given[0] == "-m"
+    target = given[1:] if as_module else given
+    if not target or (not as_module and target[0] in ("-h", "--help")):
+        print(USAGE, file=sys.stderr)  # noqa: T201  (a command's usage)
+        return 2
+    if not as_module and not Path(target[0]).exists():
+        print(f"mcore_ckpt.launch: there is no script {target[0]!r} in {Path.cwd()}", file=sys.stderr)  # noqa: T201
+        return 2
+    if not as_module and not getattr(sys.flags, "safe_path", False):
+        # Before install(): a checkout of Megatron-LM beside the script is the Megatron that the script will use.
+        sys.path[0] = str(Path(target[0]).resolve().parent)
+    try:
+        from mcore_ckpt.megatron_compat import install
+
+        install()
+    except (OptionError, UnsupportedMegatronError) as error:
+        print(f"mcore_ckpt.launch: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    sys.argv = target
+    if as_module:
+        runpy.run_module(target[0], run_name="__main__", alter_sys=True)
+    else:
+        _run_script(target[0])
+    return 0
+
+
+def _run_script(script: str) -> None:
+    """Run a file as `python file` does. `runpy` would take `__main__` away again before the exit handlers run."""
+    path = Path(script).absolute()
+    module = types.ModuleType("__main__")
+    vars(module).update(__file__=str(path), __builtins__=__builtins__)
+    code = compile(path.read_bytes(), str(path), "exec")
+    sys.modules["__main__"] = module
+    exec(code, vars(module))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,378 @@
+"""`install()`: who serves Megatron afterwards, and that nothing is left behind.
+
+Each test runs in a child process of its own, forked from one in which nothing is installed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import megatron.core
+import megatron.core.dist_checkpointing.strategies.fully_parallel
+import torch
+import torch.distributed.checkpoint
+from megatron.core import package_info
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import async_utils
+from megatron.core.dist_checkpointing.strategies import torch as strategies
+
+import mcore_ckpt
+import mcore_ckpt.strategy
+from mcore_ckpt import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    MissingKeyError,
+    SaveOptions,
+    TorchDistLoadStrategy,
+    TorchDistSaveStrategy,
+    UnsupportedMegatronError,
+)
+from mcore_ckpt.megatron_compat import TESTED_VERSIONS, as_megatron_error, megatron_version
+from tests.support.forked import in_child
+
+HAS_REGISTRY = megatron_version() < (0, 17)
+ROOT = Path(__file__).resolve().parents[2]
+FINDS = "megatron.core.dist_checkpointing.strategies.torch"
+
+
+def forked(test: Callable[..., Any]) -> Callable[[], None]:
+    """Run a test without arguments in a child process."""
+
+    def run() -> None:
+        in_child(test)
+
+    run.__name__ = test.__name__
+    run.__doc__ = test.__doc__
+    return run
+
+
+def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run an interpreter of its own, which finds this checkout."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])},
+    )
+
+
+def new_each_time(make: Callable[[], Any], expected: type) -> None:
+    first, second = make(), make()
+    assert type(first) is expected, first
+    assert type(second) is expected
+    assert first is not second
+
+
+@forked
+def test_every_way_to_a_default_strategy_gives_a_new_one_of_ours() -> None:
+    mcore_ckpt.install()
+    new_each_time(lambda: serialization.get_default_save_sharded_strategy("torch_dist"), TorchDistSaveStrategy)
+    new_each_time(lambda: strategies.TorchDistSaveShardedStrategy("torch_dist", 1), TorchDistSaveStrategy)
+    new_each_time(strategies.TorchDistLoadShardedStrategy, TorchDistLoadStrategy)
+    if megatron_version() < (0, 19):
+        from megatron.core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
+
+        for _ in range(3):  # the stock registry is refilled with stock strategies at every look-up
+            new_each_time(
+                lambda: get_default_strategy(StrategyAction.SAVE_SHARDED, "torch_dist", 1), TorchDistSaveStrategy
+            )
+            new_each_time(
+                lambda: get_default_strategy(StrategyAction.LOAD_SHARDED, "torch_dist", 1), TorchDistLoadStrategy
+            )
+
+
+@pytest.mark.skipif(not HAS_REGISTRY, reason="this Megatron has no registry to look into")
+@forked
+def test_our_registry_decides_what_megatrons_look_up_finds() -> None:
+    from megatron.core.dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
+
+    mcore_ckpt.install()
+    mine = TorchDistSaveStrategy(options=SaveOptions(thread_count=7))
+    mcore_ckpt.register_strategy("save_sharded", "torch_dist", 1, mine)
+    assert get_default_strategy(StrategyAction.SAVE_SHARDED, "torch_dist", 1) is mine
+
+
+def module_with(name: str, code: str) -> Any:
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(code, vars(module))
+    return module
+
+
+@forked
+def test_modules_that_had_imported_the_names_get_ours_and_get_them_back() -> None:
+    early = module_with(
+        "a_framework",
+        f"from {FINDS} import TorchDistSaveShardedStrategy\nfrom {FINDS} import TorchDistLoadShardedStrategy as Load",
+    )
+    stock_save, stock_load = early.TorchDistSaveShardedStrategy, early.Load
+    mcore_ckpt.install()
+    assert early.TorchDistSaveShardedStrategy is TorchDistSaveStrategy
+    assert early.Load is TorchDistLoadStrategy
+    late = module_with(
+        "another_framework",
+        f"from {FINDS} import TorchDistSaveShardedStrategy\nfrom mcore_ckpt import TorchDistSaveStrategy",
+    )
+    mcore_ckpt.uninstall()
+    assert early.TorchDistSaveShardedStrategy is stock_save
+    assert early.Load is stock_load
+    assert late.TorchDistSaveShardedStrategy is stock_save
+    assert late.TorchDistSaveStrategy is TorchDistSaveStrategy is mcore_ckpt.TorchDistSaveStrategy
+
+
+@forked
+def test_install_twice_is_install_once_and_both_say_what_was_replaced() -> None:
+    stock = strategies.TorchDistSaveShardedStrategy
+    first = mcore_ckpt.install()
+    assert mcore_ckpt.install() == first
+    assert first[f"{FINDS}.TorchDistSaveShardedStrategy"] is stock
+    mcore_ckpt.uninstall()
+    assert strategies.TorchDistSaveShardedStrategy is stock
+    mcore_ckpt.uninstall()
+    assert mcore_ckpt.install() == first
+
+
+def globals_of(prefix: str) -> dict[Any, int]:
+    return {
+        (name, key): id(value)
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == prefix
+        for key, value in list(vars(module).items())
+        if not key.startswith("__")
+    }
+
+
+@forked
+def test_uninstall_restores_all_names_and_methods() -> None:
+    def picture() -> dict[Any, int]:
+        members = {("queue", key): id(value) for key, value in vars(async_utils.AsyncCallsQueue).items()}
+        return {**globals_of("megatron"), **members}
+
+    mcore_ckpt.install()  # imports what it needs
+    mcore_ckpt.uninstall()
+    before = picture()
+    mcore_ckpt.install()
+    assert picture() != before
+    mcore_ckpt.uninstall()
+    after = picture()
+    assert after == before, {key for key in after | before if after.get(key) != before.get(key)}
+
+
+@forked
+def test_torch_itself_is_not_changed() -> None:
+    def picture() -> dict[Any, int]:
+        members = {("Tensor", key): id(value) for key, value in vars(torch.Tensor).items()}
+        return {**globals_of("torch"), **members}
+
+    mcore_ckpt.install()
+    mcore_ckpt.uninstall()
+    before = picture()
+    mcore_ckpt.install()
+    assert picture() == before
+
+
+def announcements(rank: str) -> list[str]:
+    os.environ["RANK"] = rank
+    seen: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(record.getMessage())
+
+    logging.getLogger("mcore_ckpt").addHandler(Keep())
+    mcore_ckpt.install()
+    mcore_ckpt.install()
+    return seen
+
+
+@forked
+def test_one_line_on_rank_0_says_what_is_in_force() -> None:
+    (line,) = announcements("0")
+    assert "TorchDistSaveStrategy" in line
+    assert "TorchDistLoadStrategy" in line
+    assert megatron.core.__version__ in line
+
+
+@forked
+def test_other_ranks_say_nothing() -> None:
+    assert announcements("1") == []
+
+
+@forked
+def test_options_come_from_the_environment() -> None:
+    os.environ.update(MCORE_CKPT_THREAD_COUNT="5", MCORE_CKPT_ON_EXISTING="error", MCORE_CKPT_VERIFY_CRC="0")
+    mcore_ckpt.install()
+    strategy = serialization.get_default_save_sharded_strategy("torch_dist")
+    assert strategy.thread_count == 5
+    assert strategy.options.on_existing == "error"
+    assert strategies.TorchDistLoadShardedStrategy().options.verify_crc is False
+
+
+@forked
+def test_a_newer_version_is_warned_about_and_never_served_by_half() -> None:
+    seen: list[logging.LogRecord] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(record)
+
+    logging.getLogger("mcore_ckpt").addHandler(Keep())
+    package_info.MINOR = 99
+    stock = strategies.TorchDistSaveShardedStrategy
+    try:
+        mcore_ckpt.install()
+    except UnsupportedMegatronError as error:
+        # What is installed is an old one in truth, and lacks what the newest has.
+        assert HAS_REGISTRY, error
+        assert "Nothing was changed" in str(error)
+        assert strategies.TorchDistSaveShardedStrategy is stock
+    else:
+        assert strategies.TorchDistSaveShardedStrategy is TorchDistSaveStrategy
+    (warning,) = [record for record in seen if record.levelno == logging.WARNING]
+    assert TESTED_VERSIONS[0] in warning.getMessage()
+    assert TESTED_VERSIONS[-1] in warning.getMessage()
+
+
+@forked
+def test_an_incompatible_version_is_refused_and_stays_as_it_was() -> None:
+    stock = strategies.TorchDistSaveShardedStrategy
+    del async_utils.AsyncRequest
+    with pytest.raises(UnsupportedMegatronError, match=r"AsyncRequest.*0\.12\.3 to 0\.19\.2"):
+        mcore_ckpt.install()
+    assert strategies.TorchDistSaveShardedStrategy is stock
+
+
+@forked
+def test_a_version_that_is_too_old_is_refused() -> None:
+    package_info.MAJOR, package_info.MINOR, package_info.PATCH = 0, 11, 0
+    with pytest.raises(UnsupportedMegatronError, match=r"0\.11\.0.*0\.12\.3"):
+        mcore_ckpt.install()
+
+
+WITHOUT_MEGATRON = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "megatron":
+            raise ModuleNotFoundError(f"No module named {name!r}", name="megatron")
+sys.meta_path.insert(0, Absent())
+import mcore_ckpt
+for use in (lambda: mcore_ckpt.install(), lambda: mcore_ckpt.TorchDistSaveStrategy):
+    try:
+        use()
+    except mcore_ckpt.UnsupportedMegatronError as error:
+        assert "pip install" in str(error), error
+    else:
+        raise AssertionError("worked without megatron-core")
+"""
+
+
+def test_without_megatron_the_message_says_what_to_install() -> None:
+    done = python("-c", WITHOUT_MEGATRON)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(megatron_version() < (0, 13), reason="this Megatron has no multi-storage client")
+@forked
+def test_the_multi_storage_client_is_refused() -> None:
+    from megatron.core import msc_utils
+
+    msc_utils.msc = types.ModuleType("multistorageclient")
+    msc_utils.MultiStorageClientFeature.enable()
+    assert msc_utils.MultiStorageClientFeature.is_enabled()
+    mcore_ckpt.install()
+    directory = Path(tempfile.mkdtemp())
+    save = serialization.get_default_save_sharded_strategy("torch_dist")
+    for use in (save.save, save.async_save, TorchDistLoadStrategy().load):
+        with pytest.raises(UnsupportedMegatronError, match="able-msc"):
+            use({}, directory / "iter_1")
+    assert list(directory.iterdir()) == []
+
+
+@forked
+def test_errors_are_megatrons_and_ours() -> None:
+    try:
+        try:
+            Path("/nowhere/at/all").read_text()
+        except OSError as cause:
+            raise MissingKeyError("no such key: a.b") from cause
+    except CheckpointError as error:
+        same = as_megatron_error(error)
+    assert isinstance(same, CheckpointingException)
+    assert isinstance(same, MissingKeyError)
+    assert str(same) == "no such key: a.b"
+    assert isinstance(same.__cause__, FileNotFoundError)
+    assert same.__traceback__ is not None
+    assert as_megatron_error(same) is same
+    lost = as_megatron_error(CheckpointNotFoundError(2, "no checkpoint", "/nowhere"))
+    assert isinstance(lost, FileNotFoundError)
+    assert lost.filename == "/nowhere"
+
+
+@pytest.mark.skipif(not HAS_REGISTRY, reason="this Megatron has no abstract strategies")
+def test_strategies_are_those_that_megatron_asks_for() -> None:
+    from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy
+
+    assert issubclass(TorchDistSaveStrategy, AsyncSaveShardedStrategy)
+    assert issubclass(TorchDistLoadStrategy, LoadShardedStrategy)
+
+
+@pytest.mark.skipif(HAS_REGISTRY, reason="this Megatron takes any strategy that has its abstract base")
+def test_strategies_pass_for_megatrons_own_and_run_nothing_of_them() -> None:
+    """From 0.17 on Megatron replaces what is no instance of its own class by one of its own, without a word."""
+    strategy = TorchDistSaveStrategy()
+    assert isinstance(strategy, strategies.TorchDistSaveShardedStrategy)
+    assert isinstance(TorchDistLoadStrategy(), strategies.TorchDistLoadShardedStrategy)
+    with pytest.raises(UnsupportedMegatronError, match="_get_save_and_finalize_callbacks"):
+        strategy._get_save_and_finalize_callbacks(None, None, "mcore")  # noqa: SLF001
+
+
+SCRIPT = """
+import atexit, pickle, sys
+import __main__
+import neighbour
+class Here: pass
+assert __name__ == "__main__" and __main__.Here is Here
+assert isinstance(pickle.loads(pickle.dumps(Here())), Here)
+import megatron.core.dist_checkpointing.strategies.torch as strategies
+atexit.register(lambda: print("at exit:", sys.modules["__main__"].Here is Here))
+print(sys.argv, strategies.TorchDistSaveShardedStrategy.__module__)
+sys.exit(7)
+"""
+
+
+def test_launch_runs_a_script_as_python_would(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").touch()
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = python("-m", "mcore_ckpt.launch", str(script), "--ckpt-format", "torch_dist")
+    assert done.returncode == 7, done.stderr
+    first, last = done.stdout.splitlines()
+    assert first == f"{[str(script), '--ckpt-format', 'torch_dist']} mcore_ckpt.strategy"
+    assert last == "at exit: True"
+    assert "in force" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [([], "usage"), (["missing.py"], "missing.py"), (["--help"], "usage")]
+)
+def test_launch_says_what_it_lacks(tmp_path: Path, arguments: list[str], said: str) -> None:
+    done = python("-m", "mcore_ckpt.launch", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,59 @@
+"""Run a function in a forked child: what it imports, patches and leaves behind stays there."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["in_child"]
+
+
+def in_child(function: Callable[..., Any], *args: Any, deadline_s: float = 120.0) -> str:
+    """Call `function(*args)` in a child of this process.
+
+    Returns:
+        What the function returned, as text.
+
+    Raises:
+        AssertionError: it raised (with its traceback), or passed the deadline and was killed.
+    """
+    read_end, write_end = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read_end)
+        code = 0
+        try:
+            text = str(function(*args))
+        except BaseException:  # noqa: BLE001  (whatever it is, the parent reports it)
+            text, code = traceback.format_exc(), 1
+        with os.fdopen(write_end, "w") as pipe:
+            pipe.write(text)
+        sys.stderr.flush()
+        os._exit(code)
+    os.close(write_end)
+    chunks: list[bytes] = []
+    until_s = time.monotonic() + deadline_s
+    try:
+        while select.select([read_end], [], [], max(until_s - time.monotonic(), 0))[0]:
+            chunk = os.read(read_end, 1 << 16)
+            if not chunk:
+                break
+            chunks.append(chunk)
+        else:
+            os.kill(pid, signal.SIGKILL)
+            chunks.append(f"{function.__name__} still ran after {deadline_s:.0f} s".encode())
+    finally:
+        os.close(read_end)
+        _, status = os.waitpid(pid, 0)
+    text = b"".join(chunks).decode()
+    if status:
+        raise AssertionError(text or f"the child ended with status {status}")
+    return text
