@@ -165,7 +165,7 @@ class _Writer:
             status.progress("writing", nbytes)
             running.check()
 
-        pool = None if job.ring is None else self._pool(job.ring.slot_bytes)
+        pool = self._pool(job.piece_bytes if job.ring is None else job.ring.slot_bytes)
         fill = None if job.ring is None else self._ring_fill(running, job.ring, stage)
         with ImageWriter(
             io_threads=job.io_threads, pool=pool, piece_bytes=job.piece_bytes, fsync=job.fsync, on_written=written
