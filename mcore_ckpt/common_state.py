@@ -30,7 +30,7 @@ _PENDING_SUFFIX = ".pending"
 
 
 def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Write the common state beside the checkpoint that is going to be saved; every rank calls it, the first one writes.
+    """Write the common state beside the checkpoint that is going to be saved; every rank calls it, the first writes.
 
     Where the directory holds a checkpoint already, the new state gets a name of its own, and takes the place of the
     old one only when the new checkpoint is published: an overwritten `common.pt` would spoil the old checkpoint.
@@ -81,10 +81,12 @@ def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | N
 
 
 def _index_decides(storage: LocalStorage, names: list[str]) -> bool:
-    """Whether the index has to be read to know where the common state is: usually it is in `common.pt`, and that is all.
+    """Whether the index has to be read to know where the common state is: most have only `common.pt`.
 
     An index of many ranks takes seconds to decode. That it names no `common_state` shows in its bytes.
     """
-    if COMMON_FILE not in names or any(name.startswith(COMMON_FILE) and name.endswith(_PENDING_SUFFIX) for name in names):
+    if COMMON_FILE not in names:
+        return True
+    if any(name.startswith(COMMON_FILE) and name.endswith(_PENDING_SUFFIX) for name in names):
         return True
     return COMMON_STATE_KEY.encode() in storage.read(METADATA_FILE)

@@ -18,7 +18,10 @@ from mcore_ckpt.errors import OptionError, UnsupportedMegatronError
 
 __all__ = ["main"]
 
-USAGE = "usage: python -m mcore_ckpt.launch SCRIPT [arguments ...]\n       python -m mcore_ckpt.launch -m MODULE [arguments ...]"
+USAGE = (
+    "usage: python -m mcore_ckpt.launch SCRIPT [arguments ...]\n"
+    "       python -m mcore_ckpt.launch -m MODULE [arguments ...]"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

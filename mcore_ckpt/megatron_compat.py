@@ -26,7 +26,13 @@ from torch.distributed.checkpoint import CheckpointException
 import mcore_ckpt
 from mcore_ckpt import common_state, megatron_queue
 from mcore_ckpt.errors import CheckpointError, SaveError, UnsupportedMegatronError
-from mcore_ckpt.megatron_patches import MODULES_NAMING_CUDA, Patches, serve_without_cuda
+from mcore_ckpt.megatron_patches import (
+    MODULES_CALLING_PRODUCT,
+    MODULES_NAMING_CUDA,
+    Patches,
+    serve_with_numpy_2,
+    serve_without_cuda,
+)
 from mcore_ckpt.ranks import coordination_group
 from mcore_ckpt.registry import get_strategy, registered_strategies
 
@@ -64,7 +70,7 @@ def megatron_module(name: str = "") -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (error.name == "megatron" or error.name == "megatron.core"):
             raise UnsupportedMegatronError(
-                "megatron-core is not installed, and this needs it (the reader, the writer and the mcore-ckpt command do "
+                "megatron-core is not installed, and this needs it (the reader, the writer and the command do "
                 "not). Install it with: pip install 'mcore-ckpt[megatron]'"
             ) from error
         raise UnsupportedMegatronError(
@@ -98,7 +104,7 @@ def _installed_version_text() -> str:
 
 
 def mapping() -> Any:
-    """Megatron's `dist_checkpointing.mapping` module: ShardedTensor, ShardedObject, ShardedBase, is_main_replica, ..."""
+    """Megatron's module `dist_checkpointing.mapping`: ShardedTensor, ShardedObject, ShardedBase and others."""
     return megatron_module("mapping")
 
 
@@ -161,9 +167,14 @@ def _closed_off(stock: type) -> type:
 
 
 @functools.cache
-def _in_all_trees(ours: type[Exception], theirs: type[Exception]) -> type[Exception]:
+def _in_all_trees(ours: Any, theirs: Any) -> Any:
     # Where a save or load fails on the ranks, stock Megatron lets DCP's exception through; its `__str__` says less.
-    members = {"__module__": ours.__module__, "__doc__": ours.__doc__, "__str__": ours.__str__, "_failures": {}}
+    members: dict[str, Any] = {
+        "__module__": ours.__module__,
+        "__doc__": ours.__doc__,
+        "__str__": ours.__str__,
+        "_failures": {},
+    }
     return type(ours.__name__, (ours, theirs, CheckpointException), members)
 
 
@@ -175,8 +186,8 @@ def as_megatron_error(error: Exception) -> Exception:
     """
     theirs = megatron_module("core").CheckpointingException
     if isinstance(error, theirs):
-        return error
-    cls = _in_all_trees(type(error), theirs)
+        return error  # type: ignore[no-any-return]
+    cls: Any = _in_all_trees(type(error), theirs)
     same = cls.__new__(cls, *error.args)
     same.__dict__.update(error.__dict__)
     if isinstance(error, OSError) and isinstance(same, OSError):
@@ -186,7 +197,8 @@ def as_megatron_error(error: Exception) -> Exception:
     same.__cause__ = error.__cause__
     same.__context__ = error.__context__
     same.__suppress_context__ = error.__suppress_context__
-    return same.with_traceback(error.__traceback__)
+    same.__traceback__ = error.__traceback__
+    return same  # type: ignore[no-any-return]
 
 
 def refuse_multi_storage_client() -> None:
@@ -310,6 +322,8 @@ def _replace_all(patches: Patches, version: tuple[int, int, int]) -> None:
     if version[:2] >= (0, 19):
         patches.replace(serialization, "load_common_state_dict", _load_common_state_dict)
     megatron_queue.replace_methods(patches, async_utils.AsyncCallsQueue, MegatronErrors)
+    if version[:2] <= (0, 15):
+        serve_with_numpy_2(patches, _existing(MODULES_CALLING_PRODUCT))
     serve_without_cuda(patches, _existing(MODULES_NAMING_CUDA))
 
 
@@ -368,7 +382,7 @@ def _remove_sharded_tensors(checkpoint_dir: Any, key_prefix: str) -> None:
 
 
 def _announce() -> None:
-    """Say once, on rank 0, what is in force; also where no logging has been set up, since a silent swap helps nobody."""
+    """Say on rank 0 what is in force; also where no logging has been set up, since a silent swap helps nobody."""
     if int(os.environ.get("RANK", "0")) != 0:
         return
     if logger.level == logging.NOTSET:

@@ -13,10 +13,18 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
-__all__ = ["MODULES_NAMING_CUDA", "Patches", "exchange_on_host", "serve_without_cuda"]
+__all__ = [
+    "MODULES_CALLING_PRODUCT",
+    "MODULES_NAMING_CUDA",
+    "Patches",
+    "exchange_on_host",
+    "serve_with_numpy_2",
+    "serve_without_cuda",
+]
 
 _ABSENT = object()
 
@@ -84,12 +92,43 @@ def _dotted(owner: Any, name: str) -> str:
 
 def _globals_holding(value: Any) -> Iterator[tuple[ModuleType, str]]:
     """Globals of other packages' modules that are `value`. Looks into dictionaries only, so nothing lazy is loaded."""
+    module: Any  # anything can be put into sys.modules
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] == "mcore_ckpt":
             continue
         for alias, held in list(vars(module).items()):
             if held is value:
                 yield module, alias
+
+
+# --- numpy 2 ----------------------------------------------------------------------------------------------------------
+
+
+MODULES_CALLING_PRODUCT = ("exchange_utils", "mapping", "validation")
+
+
+class _NumpyWithProduct(ModuleType):
+    """`numpy`, with the function that it lost in 2.0 and that `dist_checkpointing` of 0.12 to 0.15 calls."""
+
+    def __init__(self) -> None:
+        super().__init__("numpy", numpy.__doc__)
+        self.product = numpy.prod
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(numpy, name)
+
+
+def serve_with_numpy_2(patches: Patches, modules: Iterable[ModuleType]) -> None:
+    """Let modules that call `np.product` run with a numpy that has none; does nothing where it has one.
+
+    Args:
+        patches: takes the replacements.
+        modules: those of Megatron's modules that call it.
+    """
+    if not hasattr(numpy, "product"):
+        for module in modules:
+            if vars(module).get("np") is numpy:
+                patches.set(module, "np", _NumpyWithProduct())
 
 
 # --- no CUDA ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Megatron's async queue, served by ours: its methods, and the modules that its training code asks for by strategy name.
+"""Megatron's async queue, served by ours: its methods, and what its training code asks for by strategy name.
 
 The methods of the class are replaced, not the class: training code makes queues when it is imported, frameworks keep
 them as attributes, and all of them must be served. Each gets a queue of ours of its own at its first use.
@@ -20,12 +20,13 @@ from mcore_ckpt.megatron_patches import Patches
 __all__ = ["async_strategy_source", "replace_methods", "require_idle", "served_queue"]
 
 _ATTRIBUTE = "_mcore_ckpt_queue"
+_FIRST_INDEX = "_mcore_ckpt_first_index"
 _served: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def served_queue(queue: Any) -> AsyncCallsQueue:
     """The queue of ours that stands behind a queue of Megatron's; made at the first call."""
-    ours = vars(queue).get(_ATTRIBUTE)
+    ours: AsyncCallsQueue | None = vars(queue).get(_ATTRIBUTE)
     if ours is None:
         ours = AsyncCallsQueue(persistent=bool(getattr(queue, "persistent", False)))
         setattr(queue, _ATTRIBUTE, ours)
@@ -93,18 +94,18 @@ def replace_methods(patches: Patches, stock: Any, errors: type[AbstractContextMa
 
 def _first_index(queue: Any) -> int:
     """Index of the first call that ours serves: those that the stock methods served before have the lower ones."""
-    first = vars(queue).get("_mcore_ckpt_first_index")
+    first = vars(queue).get(_FIRST_INDEX)
     if first is None:
         first = max(int(queue.call_idx), -1) + 1
-        queue._mcore_ckpt_first_index = first
+        setattr(queue, _FIRST_INDEX, first)
     return int(first)
 
 
 def async_strategy_source(torch_strategies: ModuleType) -> Any:
     """A `get_async_strategy` (0.17 on) that serves `"nvrx"` with or without nvidia-resiliency-ext installed.
 
-    What it returns serves the formats that are not ours, too (`torch_dcp`, `fsdp_dtensor`): their writers are Megatron's
-    or NVRx's own; the queue is always ours.
+    What it returns serves the formats that are not ours, too (`torch_dcp`, `fsdp_dtensor`); the queue is always ours,
+    and so is the writer, unless NVRx brings one.
     """
     stock = torch_strategies.get_async_strategy
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import Enum
 
 import pytest
@@ -27,9 +26,8 @@ class Strategy:
 
 
 @pytest.fixture(autouse=True)
-def _own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(registry, "_factories", dict(registry._factories))  # noqa: SLF001
-    yield
+def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
 
 
 def test_a_class_gives_a_new_strategy_at_each_look_up() -> None:

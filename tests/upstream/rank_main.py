@@ -1,6 +1,6 @@
 """One rank of a run of Megatron's own tests: CPU shim, gloo with a deadline, `install()` if asked for, then pytest.
 
-Started by `run_megatron_tests.py`, never by hand. Each test's outcome goes into a file of JSON lines, one for each rank.
+Started by `run_megatron_tests.py`, never by hand. Each test's outcome goes into a file of JSON lines, one a rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHIM_VARIABLE = "MCORE_CKPT_TESTS_CPU_SHIM"
 
 
 def pretend_cuda() -> None:
-    """Run the shim, in this process and in workers that multiprocessing spawns from it, which import this file again."""
+    """Run the shim, in this process and in workers that multiprocessing spawns from it, that import this file."""
     path = os.environ[SHIM_VARIABLE]
     names = {"__name__": "cpu_shim"}
     exec(compile(Path(path).read_text(), path, "exec"), names)
@@ -119,9 +119,8 @@ def without_downloads() -> None:
 
 def without_transformer_engine() -> None:
     """Let comparisons with Transformer Engine's version say "too old" where there is none, instead of failing."""
-    from packaging.version import Version
-
     import megatron.core.utils as core_utils
+    from packaging.version import Version
 
     if core_utils.get_te_version() is None:
         core_utils.get_te_version = lambda: Version("0.0.0")

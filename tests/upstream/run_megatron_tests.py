@@ -13,6 +13,7 @@ again without the one at fault. A test has passed when it passed on every rank.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -97,10 +98,8 @@ def launch(run: Run, selected: list[str]) -> tuple[dict[str, list[dict[str, str]
             time.sleep(1)
             stacks = "\n".join(p.read_text()[-3000:] for p in sorted(shared.glob("*.stack")) if p.stat().st_size)
         for process in ranks:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
         logs = "\n".join(p.read_text()[-1500:] for p in sorted(shared.glob("*.log")))
         if not any(path.stat().st_size for path in shared.glob("*.jsonl")):
@@ -185,13 +184,14 @@ def run_file(run: Run, file: str, wanted: set[str] | None) -> dict[str, dict[str
 def compare(stock: Path, ours: Path) -> int:
     """Print a table of both runs; 1 if something passed with stock and not with ours."""
     before, after = json.loads(stock.read_text()), json.loads(ours.read_text())
-    lost = [test for test, v in before.items() if v["outcome"] == "passed" and after.get(test, {}).get("outcome") != "passed"]
+    was, now = ({test for test, v in side.items() if v["outcome"] == "passed"} for side in (before, after))
+    lost = sorted(was - now)
     files = sorted({test.split("::")[0] for test in before})
     print(f"{'file':70} {'passed: stock':>14} {'ours':>6} {'lost':>5}")
     for file in files:
         mine = [test for test in before if test.split("::")[0] == file]
-        passed = [sum(side.get(test, {}).get("outcome") == "passed" for test in mine) for side in (before, after)]
-        print(f"{file:70} {passed[0]:>14} {passed[1]:>6} {sum(test in lost for test in mine):>5}")
+        counts = [sum(test in side for test in mine) for side in (was, now, lost)]
+        print(f"{file:70} {counts[0]:>14} {counts[1]:>6} {counts[2]:>5}")
     for test in lost:
         entry = after.get(test, {"outcome": "not run", "text": ""})
         print(f"\n--- {test}: {entry['outcome']}\n{entry['text'][-2500:]}")
