@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ import torch
 from mcore_ckpt.container import NotRangeable, verify_records
 from mcore_ckpt.crc import crc32
 from mcore_ckpt.errors import ChecksumError, CorruptCheckpointError, LoadError
-from mcore_ckpt.fetch import ReadStats, naming
+from mcore_ckpt.fetch import OpenFiles, ReadStats, naming
 from mcore_ckpt.metadata import ObjectEntry, StoredItem
 from mcore_ckpt.options import LoadOptions
 from mcore_ckpt.placement import narrow
+from mcore_ckpt.ranges import Extent, coalesce
 from mcore_ckpt.read_requests import WantedItem
 from mcore_ckpt.storage.base import Storage
 
@@ -43,15 +45,29 @@ class ItemDecoder:
         self._stats = stats
         self._reasons: set[str] = set()
 
-    def object_bytes(self, entry: ObjectEntry) -> bytes:
-        """A stored object as `torch.save` made it.
+    def object_contents(self, entries: Iterable[ObjectEntry]) -> Iterator[tuple[ObjectEntry, bytes]]:
+        """Stored objects as `torch.save` made them, in order of the files; neighbours are read together.
 
         Raises:
             CorruptCheckpointError, ChecksumError, LoadError: naming the key, the file and the bytes.
         """
-        content = self._content(entry.fqn, entry.item)
-        self._stats.add(bytes_needed=len(content))
-        return content
+        extents = [
+            Extent(entry.item.file, entry.item.offset, entry.item.offset + entry.item.length, entry.item.length, entry)
+            for entry in entries
+        ]
+        extents.sort(key=lambda extent: (extent.file, extent.start))
+        files = OpenFiles(self._storage, self._options.direct_io)
+        options = self._options
+        try:
+            for span in coalesce(extents, window_bytes=options.window_bytes, max_gap_bytes=options.max_gap_bytes):
+                first: ObjectEntry = span.extents[0].owner
+                content = self._read(files, first.fqn, StoredItem(span.file, span.start, span.stop - span.start))
+                for extent in span.extents:
+                    stored = content[extent.start - span.start : extent.stop - span.start]
+                    yield extent.owner, self._checked(extent.owner.fqn, extent.owner.item, stored)
+                    self._stats.add(bytes_needed=len(stored))
+        finally:
+            files.close()
 
     def place_tensor(self, wanted: WantedItem, reason: str) -> None:
         """Decode a stored tensor and copy what is wanted of it; logged once for each kind of reason."""
@@ -61,7 +77,11 @@ class ItemDecoder:
             _logger.warning(
                 "%s is read with torch.load, whole and slowly, because %s; so are others like it", wanted.where, reason
             )
-        content = self._content(wanted.fqn, wanted.item)
+        files = OpenFiles(self._storage, self._options.direct_io)
+        try:
+            content = self._checked(wanted.fqn, wanted.item, self._read(files, wanted.fqn, wanted.item))
+        finally:
+            files.close()
         self._stats.add(fallbacks=1)
         try:
             loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -80,19 +100,24 @@ class ItemDecoder:
             for want in wanted.wants:
                 want.tensor.detach().copy_(narrow(loaded, want.box))
 
-    def _content(self, fqn: str, item: StoredItem) -> bytes:
-        where = f"{fqn} ({item.file}, bytes [{item.offset}, {item.offset + item.length}))"
+    def _read(self, files: OpenFiles, fqn: str, item: StoredItem) -> bytes:
         try:
-            stored = self._storage.read(item.file, item.offset, item.length)
+            with files.reader(item.file) as reader:
+                stored = reader.read(item.offset, item.length)
         except LoadError as error:
-            raise naming(error, where) from error
+            raise naming(error, _where(fqn, item)) from error
         self._stats.add(reads=1, bytes_read=len(stored))
+        return stored
+
+    def _checked(self, fqn: str, item: StoredItem, stored: bytes) -> bytes:
+        """The item's container: transforms undone, checksums compared."""
+        where = _where(fqn, item)
         content = _undo_transforms(stored, item.transforms, where) if item.transforms else stored
         if self._options.verify_crc:
-            self._verify(content, fqn, where)
+            self._verify(content, where)
         return content
 
-    def _verify(self, content: bytes, fqn: str, where: str) -> None:
+    def _verify(self, content: bytes, where: str) -> None:
         view = memoryview(content)
 
         def read(offset: int, length: int) -> bytes:
@@ -114,6 +139,10 @@ class ItemDecoder:
         except NotRangeable:
             return  # compressed records carry the CRC of what they decompress to; the decoder compares it
         self._stats.add(records_checked=checked)
+
+
+def _where(fqn: str, item: StoredItem) -> str:
+    return f"{fqn} ({item.file}, bytes [{item.offset}, {item.offset + item.length}))"
 
 
 def _undo_transforms(stored: bytes, transforms: tuple[str, ...], where: str) -> bytes:

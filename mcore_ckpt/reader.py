@@ -9,14 +9,15 @@ loads (the strategies, the optimizer's state, the offline commands) asks it for 
 from __future__ import annotations
 
 import io
+import math
 import os
 import uuid
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -26,6 +27,7 @@ from mcore_ckpt.boxes import Box
 from mcore_ckpt.errors import CorruptCheckpointError, KindMismatchError, LoadError, ShapeMismatchError
 from mcore_ckpt.fetch import OpenFiles, ReadStats, naming
 from mcore_ckpt.item_decoding import ItemDecoder
+from mcore_ckpt.item_location import ItemLocations
 from mcore_ckpt.metadata import CheckpointIndex, ObjectEntry, StoredChunk, read_index
 from mcore_ckpt.options import LoadOptions
 from mcore_ckpt.read_requests import (
@@ -40,7 +42,7 @@ from mcore_ckpt.read_requests import (
 )
 from mcore_ckpt.safe_pickle import load_object
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.tensor_reads import LocatedItems, TensorReads
+from mcore_ckpt.tensor_reads import TensorReads
 
 __all__ = ["FileSystemReader", "ReadRequest"]
 
@@ -70,7 +72,7 @@ class FileSystemReader(StorageReader):
         self._storage = LocalStorage(self.path)
         self._index: CheckpointIndex | None = None
         self._metadata: Metadata | None = None
-        self._located: LocatedItems = {}
+        self._located = ItemLocations()
         self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
         self._decoder = ItemDecoder(self._storage, self.options, self.stats)
         self.load_id = str(uuid.uuid4())
@@ -135,11 +137,11 @@ class FileSystemReader(StorageReader):
             MissingKeyError, KindMismatchError: no object is stored under that key.
             CorruptCheckpointError, ChecksumError: its bytes are not what was written.
         """
-        return self._object_bytes(self._object_entry(fqn))
+        return next(self._object_contents([self._object_entry(fqn)]))[1]
 
-    def _object_bytes(self, entry: ObjectEntry) -> bytes:
+    def _object_contents(self, entries: Iterable[ObjectEntry]) -> Iterator[tuple[ObjectEntry, bytes]]:
         try:
-            return self._decoder.object_bytes(entry)
+            yield from self._decoder.object_contents(entries)
         except LoadError as error:
             raise naming(error, str(self.path)) from error
 
@@ -156,14 +158,13 @@ class FileSystemReader(StorageReader):
         return load_object(content, self.options.allowed_classes, where=f"{fqn} in {self.path}")
 
     def read_objects(self, fqns: Iterable[str]) -> dict[str, Any]:
-        """Stored objects by key, several read at a time; raises as `read_object`."""
+        """Stored objects by key; those that lie together are read together. Raises as `read_object`."""
         keys = list(dict.fromkeys(fqns))
-        entries = [self._object_entry(fqn) for fqn in keys]
-        if len(keys) <= 1 or self.options.io_threads == 1:
-            return {fqn: self.read_object(fqn) for fqn in keys}
-        with ThreadPoolExecutor(self.options.io_threads, thread_name_prefix="mcore_ckpt-read") as pool:
-            contents = pool.map(self._object_bytes, entries)
-            return {fqn: self._unpickled(fqn, content) for fqn, content in zip(keys, contents, strict=True)}
+        loaded = {
+            entry.fqn: self._unpickled(entry.fqn, content)
+            for entry, content in self._object_contents(self._object_entry(fqn) for fqn in keys)
+        }
+        return {fqn: loaded[fqn] for fqn in keys}
 
     def _object_entry(self, fqn: str) -> ObjectEntry:
         entry = self.index.objects.get(fqn)
@@ -211,27 +212,57 @@ class FileSystemReader(StorageReader):
             ShapeMismatchError, DtypeMismatchError: a destination has another shape or dtype than what is stored.
             CorruptCheckpointError, ChecksumError, UnsafePickleError: stored bytes cannot be right, or not be trusted.
         """
-        wanted: WantedItems = {}
-        pending: list[tuple[ReadItem, torch.Tensor]] = []
+        objects: dict[str, list[ReadItem]] = {}
+        tensors: list[ReadItem] = []
         for read_item in plan.items:
             if read_item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(read_item, self._checked_object(read_item.storage_index.fqn))
+                objects.setdefault(read_item.storage_index.fqn, []).append(read_item)
             else:
+                tensors.append(read_item)
+        self._hand_over_objects(objects, planner)
+        # A planner may make a buffer for each destination and keep it until the commit (to dequantize from, say): those
+        # of a few items at a time must do.
+        batch_bytes = None if _destinations_are_in_place(planner) else 2 * self.options.buffer_bytes
+        for batch in self._batches(tensors, batch_bytes):
+            wanted: WantedItems = {}
+            pending: list[tuple[ReadItem, torch.Tensor]] = []
+            for read_item in batch:
                 tensor = planner.resolve_tensor(read_item)
                 self._want(wanted, read_item, tensor)
                 pending.append((read_item, tensor))
-        self._read(wanted)
-        for read_item, tensor in pending:
-            planner.commit_tensor(read_item, tensor)
+            self._read(wanted)
+            for read_item, tensor in pending:
+                planner.commit_tensor(read_item, tensor)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _checked_object(self, fqn: str) -> io.BytesIO:
-        """A stored object for a planner, which may unpickle without restraint: its pickle is tried here first."""
-        content = self.object_bytes(fqn)
-        self._unpickled(fqn, content)
-        return io.BytesIO(content)
+    def _hand_over_objects(self, objects: dict[str, list[ReadItem]], planner: LoadPlanner) -> None:
+        for entry, content in self._object_contents(self._object_entry(fqn) for fqn in objects):
+            # The planner may unpickle without restraint, as DCP's own does: the pickle is tried here first.
+            self._unpickled(entry.fqn, content)
+            for read_item in objects[entry.fqn]:
+                planner.load_bytes(read_item, io.BytesIO(content))
+
+    def _batches(self, tensors: list[ReadItem], batch_bytes: int | None) -> Iterator[list[ReadItem]]:
+        """Read items in order of the files, cut where their destinations take more than `batch_bytes` together."""
+        if batch_bytes is None:
+            yield tensors
+            return
+        placed = [(self._chunk_of(read_item), read_item) for read_item in tensors]
+        placed.sort(key=lambda pair: (pair[0].item.file, pair[0].item.offset))
+        batch: list[ReadItem] = []
+        total_bytes = 0
+        for _, read_item in placed:
+            entry = tensor_entry(read_item.storage_index.fqn, self.index)
+            item_bytes = math.prod(read_item.lengths) * stored_dtype(entry).itemsize
+            if batch and total_bytes + item_bytes > batch_bytes:
+                yield batch
+                batch, total_bytes = [], 0
+            batch.append(read_item)
+            total_bytes += item_bytes
+        if batch:
+            yield batch
 
     def _want(self, wanted: WantedItems, read_item: ReadItem, tensor: torch.Tensor) -> None:
         place = read_item.storage_index
@@ -239,7 +270,7 @@ class FileSystemReader(StorageReader):
         dtype = stored_dtype(entry)
         if tensor.dtype is not dtype and not self.options.allow_dtype_cast:
             raise dtype_mismatch(entry, tensor.dtype, self.index)
-        chunk = self._chunk(place.fqn, tuple(place.offset or ()))
+        chunk = self._chunk_of(read_item)
         box = Box(tuple(read_item.storage_offsets), tuple(read_item.lengths))
         if tuple(tensor.shape) != box.sizes:
             raise ShapeMismatchError(
@@ -248,10 +279,11 @@ class FileSystemReader(StorageReader):
             )
         want_chunk(wanted, entry, dtype, chunk, box, tensor)
 
-    def _chunk(self, fqn: str, offsets: tuple[int, ...]) -> StoredChunk:
+    def _chunk_of(self, read_item: ReadItem) -> StoredChunk:
+        fqn, offsets = read_item.storage_index.fqn, tuple(read_item.storage_index.offset or ())
         chunks = self._chunks.get(fqn)
         if chunks is None:
-            chunks = self._chunks[fqn] = {chunk.offsets: chunk for chunk in self.index.tensors[fqn].chunks}
+            chunks = self._chunks[fqn] = {chunk.offsets: chunk for chunk in tensor_entry(fqn, self.index).chunks}
         chunk = chunks.get(offsets)
         if chunk is None:
             raise CorruptCheckpointError(
@@ -259,3 +291,12 @@ class FileSystemReader(StorageReader):
                 f" {[list(known) for known in list(chunks)[:8]]}"
             )
         return chunk
+
+
+def _destinations_are_in_place(planner: LoadPlanner) -> bool:
+    """True if a planner's destinations are views of the state dict, as those of DCP's default planner are."""
+    kind = type(planner)
+    return isinstance(planner, DefaultLoadPlanner) and all(
+        getattr(kind, name) is getattr(DefaultLoadPlanner, name)
+        for name in ("resolve_tensor", "transform_tensor", "commit_tensor")
+    )

@@ -11,23 +11,25 @@ The CRC-32 of every record that is read whole is compared, in pieces where it is
 from __future__ import annotations
 
 import ctypes
+import heapq
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from mcore_ckpt.boxes import Box, runs
-from mcore_ckpt.container import LocatedTensor, NotRangeable, locate_tensor, locate_tensor_in
+from mcore_ckpt.container import LocatedTensor, NotRangeable, locate_tensor_in
 from mcore_ckpt.crc import crc32, crc32_combine
-from mcore_ckpt.errors import ChecksumError, CorruptCheckpointError, LoadError
+from mcore_ckpt.errors import ChecksumError, LoadError
 from mcore_ckpt.fetch import OpenFiles, ReadStats, in_parallel, naming, padded_range
+from mcore_ckpt.item_location import ItemLocations, check_located
 from mcore_ckpt.options import LoadOptions
-from mcore_ckpt.placement import HostBytes, ReadBuffer, Want, dtype_name, memory_at, place_box
+from mcore_ckpt.placement import HostBytes, ReadBuffer, Want, memory_at, place_box
 from mcore_ckpt.ranges import CHEAP_GAP_BYTES, MAX_WASTE, Extent, Piece, Span, cluster_boxes, coalesce, split_box
 from mcore_ckpt.read_requests import WantedItem
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader
 
-__all__ = ["LocatedItems", "TensorReads"]
+__all__ = ["TensorReads"]
 
 # Below, an item is read whole with its neighbours, and copied out of the buffer: a copy at memory speed costs less than
 # reads of its own for header and payload.
@@ -38,12 +40,6 @@ _DIRECT_PIECE_BYTES = 1024 * 1024
 
 # A packed item of which less is wanted is not read whole.
 _MOSTLY = 0.8
-
-# Items located by one task; each takes two small reads.
-_LOCATE_BATCH = 8
-
-LocatedItems = dict[tuple[str, int], LocatedTensor]
-"""Where payloads lie, by file and offset of the item: kept by a reader, so that headers are read once."""
 
 
 class _RecordSum:
@@ -106,7 +102,7 @@ class TensorReads:
         self,
         files: OpenFiles,
         options: LoadOptions,
-        located: LocatedItems,
+        located: ItemLocations,
         stats: ReadStats,
         decode: Callable[[WantedItem, str], None],
     ) -> None:
@@ -141,11 +137,10 @@ class TensorReads:
                 continue
             packed = self._is_packed(item.length, needed)
             rangeable.append((wanted, packed))
-            if not packed and (item.file, item.offset) not in self._located:
+            if not packed and wanted not in self._located:
                 unlocated.append(wanted)
         self._stats.add(bytes_needed=needed_bytes)
-        batches = (unlocated[at : at + _LOCATE_BATCH] for at in range(0, len(unlocated), _LOCATE_BATCH))
-        in_parallel(batches, self._locate_batch, self._threads)
+        self._unranged += self._located.locate(unlocated, self._files, self._stats, self._threads)
 
         spans = coalesce(
             self._extents(rangeable),
@@ -168,72 +163,52 @@ class TensorReads:
 
     def _extents(self, rangeable: Iterable[tuple[WantedItem, bool]]) -> Iterator[Extent]:
         for wanted, packed in rangeable:
-            item = wanted.chunk.item
-            file, start, length = item.file, item.offset, item.length
             if packed:
-                yield Extent(file, start, start + length, length, wanted)
-            elif located := self._located.get((file, start)):  # else it was found not to be rangeable
+                item = wanted.chunk.item
+                start, length = item.offset, item.length
+                yield Extent(item.file, start, start + length, length, wanted)
+            elif located := self._located.of(wanted):  # else it was found not to be rangeable
                 yield from self._piece_extents(wanted, located)
 
-    def _piece_extents(self, wanted: WantedItem, located: LocatedTensor) -> list[Extent]:
-        item, sizes, elem_bytes = wanted.item, wanted.chunk.sizes, wanted.dtype.itemsize
-        payload_start = item.offset + located.payload_offset
-        clusters = cluster_boxes(sizes, [want.box for want in wanted.wants])
+    def _piece_extents(self, wanted: WantedItem, located: LocatedTensor) -> Iterator[Extent]:
+        clusters = cluster_boxes(wanted.chunk.sizes, [want.box for want in wanted.wants])
         record = None
-        if self._options.verify_crc and located.crc32 is not None and clusters[0][0].sizes == sizes:
+        if self._options.verify_crc and located.crc32 is not None and clusters[0][0].sizes == wanted.chunk.sizes:
             record = _RecordSum(wanted.payload_bytes, located.crc32)
-        extents = []
-        for box, members in clusters:
-            wants = [wanted.wants[position] for position in members]
-            pieces = split_box(
-                sizes,
-                box,
-                elem_bytes,
-                window_bytes=self._options.window_bytes,
-                max_gap_bytes=self._options.max_gap_bytes,
+        payload_start = wanted.item.offset + located.payload_offset
+        if len(clusters) == 1:
+            return self._cluster_extents(wanted, payload_start, clusters[0][0], wanted.wants, record)
+        # Pieces of one cluster may lie between those of another.
+        return heapq.merge(
+            *(
+                self._cluster_extents(wanted, payload_start, box, [wanted.wants[at] for at in members], record)
+                for box, members in clusters
+            ),
+            key=lambda extent: extent.start,
+        )
+
+    def _cluster_extents(
+        self, wanted: WantedItem, payload_start: int, box: Box, wants: list[Want], record: _RecordSum | None
+    ) -> Iterator[Extent]:
+        options, elem_bytes = self._options, wanted.dtype.itemsize
+        for piece in split_box(
+            wanted.chunk.sizes,
+            box,
+            elem_bytes,
+            window_bytes=options.window_bytes,
+            max_gap_bytes=options.max_gap_bytes,
+        ):
+            wanted_bytes = math.prod(piece.box.sizes) * elem_bytes
+            contiguous = wanted_bytes == piece.stop - piece.start
+            address = _address(wants[0], piece.box, elem_bytes) if contiguous and len(wants) == 1 else 0
+            yield Extent(
+                wanted.item.file,
+                payload_start + piece.start,
+                payload_start + piece.stop,
+                wanted_bytes,
+                _PieceRead(wanted, payload_start, piece, wants, address, record),
+                alone=address != 0 and wanted_bytes >= _DIRECT_PIECE_BYTES,
             )
-            for piece in pieces:
-                wanted_bytes = math.prod(piece.box.sizes) * elem_bytes
-                contiguous = wanted_bytes == piece.stop - piece.start
-                address = _address(wants[0], piece.box, elem_bytes) if contiguous and len(wants) == 1 else 0
-                read = _PieceRead(wanted, payload_start, piece, wants, address, record)
-                extents.append(
-                    Extent(
-                        item.file,
-                        payload_start + piece.start,
-                        payload_start + piece.stop,
-                        wanted_bytes,
-                        read,
-                        alone=address != 0 and wanted_bytes >= _DIRECT_PIECE_BYTES,
-                    )
-                )
-        if len(clusters) > 1:
-            extents.sort(key=lambda extent: extent.start)
-        return extents
-
-    # ------------------------------------------------------------------------------------------------ where it lies
-
-    def _locate_batch(self, batch: list[WantedItem]) -> None:
-        for wanted in batch:
-            item = wanted.item
-            try:
-                with self._files.reader(item.file) as reader:
-                    reader.check_range(item.offset, item.length)
-                    located = locate_tensor(self._header_reader(reader, item.offset), item.length, wanted.where)
-                _check_located(wanted, located)
-            except NotRangeable as reason:
-                self._unranged.append((wanted, str(reason).removeprefix(f"{wanted.where}: ")))
-            except LoadError as error:
-                raise _naming(error, wanted) from error
-            else:
-                self._located[item.file, item.offset] = located
-
-    def _header_reader(self, reader: RangeReader, item_offset: int) -> Callable[[int, int], bytes]:
-        def read(offset: int, length: int) -> bytes:
-            self._stats.add(reads=1, bytes_read=length)
-            return reader.read(item_offset + offset, length)
-
-        return read
 
     # -------------------------------------------------------------------------------------------- reading and placing
 
@@ -295,7 +270,7 @@ class TensorReads:
         view = buffer.view[at : at + wanted.chunk.item.length]
         try:
             located = locate_tensor_in(view, wanted.fqn)
-            _check_located(wanted, located)
+            check_located(wanted, located)
         except NotRangeable as reason:
             self._unranged.append((wanted, str(reason).removeprefix(f"{wanted.fqn}: ")))
             return 0
@@ -345,16 +320,6 @@ def _address(want: Want, box: Box, elem_bytes: int) -> int:
     inside = Box(tuple(o - w for o, w in zip(box.offsets, want.box.offsets, strict=True)), box.sizes)
     destination = runs(want.box.sizes, inside, elem_bytes)
     return 0 if destination.counts else want.address + destination.first_byte
-
-
-def _check_located(wanted: WantedItem, located: LocatedTensor) -> None:
-    if located.shape != wanted.chunk.sizes or located.dtype != dtype_name(wanted.dtype):
-        raise CorruptCheckpointError(
-            f"the index says {dtype_name(wanted.dtype)} of shape {list(wanted.chunk.sizes)}, stored is {located.dtype}"
-            f" of shape {list(located.shape)}; index and data file do not belong together"
-        )
-    if located.payload_bytes != wanted.payload_bytes:
-        raise CorruptCheckpointError(f"expected {wanted.payload_bytes} bytes of elements, got {located.payload_bytes}")
 
 
 def _naming(error: LoadError, wanted: WantedItem) -> LoadError:

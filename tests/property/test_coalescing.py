@@ -84,7 +84,7 @@ def file_extents(draw: st.DrawFn) -> list[Extent]:
 
 
 @given(file_extents(), st.sampled_from([1, 65_536, 1_000_000]), st.sampled_from([0, 4096, 262_144]))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_every_extent_lies_in_one_span(extents: list[Extent], window_bytes: int, max_gap_bytes: int) -> None:
     spans = list(coalesce(extents, window_bytes=window_bytes, max_gap_bytes=max_gap_bytes))
     assert [extent for span in spans for extent in span.extents] == extents

@@ -1,4 +1,4 @@
-"""Checkpoints in any layout, written without the code under test, and hypothesis strategies for layouts."""
+"""Checkpoints in any layout, made of `torch.save` items, and hypothesis strategies for layouts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,21 @@ from hypothesis import strategies as st
 from mcore_ckpt.boxes import Box
 from mcore_ckpt.metadata import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.metadata_write import encode_metadata
+from mcore_ckpt.reader import FileSystemReader, ReadRequest
 
-__all__ = ["StoredTensor", "boxes_in", "stock_item", "tilings", "write_checkpoint"]
+__all__ = [
+    "StoredTensor",
+    "boxes_in",
+    "column_chunks",
+    "flip_byte",
+    "load_box",
+    "part",
+    "row_chunks",
+    "stock_item",
+    "tilings",
+    "whole",
+    "write_checkpoint",
+]
 
 
 class StoredTensor(NamedTuple):
@@ -102,3 +115,40 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...], max_boxes: int = 8) -> list
         )
         boxes[at : at + 1] = [first, second]
     return boxes
+
+
+def whole(tensor: torch.Tensor) -> StoredTensor:
+    """A tensor in one chunk."""
+    return StoredTensor(tensor, [Box((0,) * tensor.dim(), tuple(tensor.shape))])
+
+
+def column_chunks(tensor: torch.Tensor, parts: int) -> StoredTensor:
+    """A matrix cut along its rows, as a row-parallel weight is: each chunk has a part of every row."""
+    rows, width = tensor.shape
+    step = width // parts
+    return StoredTensor(tensor, [Box((0, at * step), (rows, step)) for at in range(parts)])
+
+
+def row_chunks(tensor: torch.Tensor, parts: int) -> StoredTensor:
+    """A matrix cut into groups of whole rows, as a column-parallel weight is."""
+    step = tensor.shape[0] // parts
+    return StoredTensor(tensor, [Box((at * step, 0), (step, tensor.shape[1])) for at in range(parts)])
+
+
+def load_box(reader: FileSystemReader, fqn: str, like: torch.Tensor, box: Box | None = None) -> torch.Tensor:
+    """A box of a stored tensor (all of it by default), in the dtype of `like`."""
+    box = Box((0,) * like.dim(), tuple(like.shape)) if box is None else box
+    destination = torch.zeros(box.sizes, dtype=like.dtype)
+    reader.read_items([ReadRequest(fqn, destination, *box)])
+    return destination
+
+
+def flip_byte(index: CheckpointIndex, fqn: str, *, at_fraction: float) -> tuple[Path, int]:
+    """Damage the item of a tensor's first chunk, at a fraction of its length."""
+    item = index.tensors[fqn].chunks[0].item
+    path = Path(index.path) / item.file
+    content = bytearray(path.read_bytes())
+    at = item.offset + int(item.length * at_fraction)
+    content[at] ^= 0x40
+    path.write_bytes(content)
+    return path, at

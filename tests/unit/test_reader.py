@@ -12,60 +12,30 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
 
 from mcore_ckpt import tensor_reads
 from mcore_ckpt.boxes import Box
 from mcore_ckpt.errors import (
     CheckpointNotFoundError,
     ChecksumError,
-    CorruptCheckpointError,
-    DtypeMismatchError,
-    KindMismatchError,
-    MissingKeyError,
-    ShapeMismatchError,
     UnsafePickleError,
 )
-from mcore_ckpt.metadata import CheckpointIndex
 from mcore_ckpt.options import LoadOptions
 from mcore_ckpt.placement import ReadBuffer
 from mcore_ckpt.reader import FileSystemReader, ReadRequest
-from tests.support.stored_layouts import StoredTensor, stock_item, write_checkpoint
+from tests.support.stored_layouts import (
+    column_chunks,
+    flip_byte,
+    load_box,
+    row_chunks,
+    stock_item,
+    whole,
+    write_checkpoint,
+)
 
 MIB = 1024 * 1024
-
-
-def whole(tensor: torch.Tensor) -> StoredTensor:
-    return StoredTensor(tensor, [Box((0,) * tensor.dim(), tuple(tensor.shape))])
-
-
-def columns(tensor: torch.Tensor, parts: int) -> StoredTensor:
-    rows, width = tensor.shape
-    step = width // parts
-    return StoredTensor(tensor, [Box((0, at * step), (rows, step)) for at in range(parts)])
-
-
-def rows(tensor: torch.Tensor, parts: int) -> StoredTensor:
-    step = tensor.shape[0] // parts
-    return StoredTensor(tensor, [Box((at * step, 0), (step, tensor.shape[1])) for at in range(parts)])
-
-
-def load(reader: FileSystemReader, fqn: str, like: torch.Tensor, box: Box | None = None) -> torch.Tensor:
-    box = Box((0,) * like.dim(), tuple(like.shape)) if box is None else box
-    destination = torch.zeros(box.sizes, dtype=like.dtype)
-    reader.read_items([ReadRequest(fqn, destination, *box)])
-    return destination
-
-
-def flip_byte(index: CheckpointIndex, fqn: str, *, back: float) -> tuple[Path, int]:
-    """Damage the item of a tensor's first chunk, at a fraction of its length."""
-    item = index.tensors[fqn].chunks[0].item
-    path = Path(index.path) / item.file
-    content = bytearray(path.read_bytes())
-    at = item.offset + int(item.length * back)
-    content[at] ^= 0x40
-    path.write_bytes(content)
-    return path, at
 
 
 # ------------------------------------------------------------------------------------------------------ through DCP
@@ -139,6 +109,33 @@ def test_dcp_load_of_dtensors(state: dict[str, Any], tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
+class Dequantizing(DefaultLoadPlanner):
+    """Makes a buffer for each destination, and keeps it until the commit."""
+
+    live_bytes = peak_bytes = 0
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        buffer = torch.empty(read_item.lengths)
+        self.live_bytes += buffer.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return buffer
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self.live_bytes -= tensor.nbytes
+        super().resolve_tensor(read_item).copy_(tensor * 2)
+
+
+def test_a_planner_with_buffers_of_its_own_holds_few_of_them_at_a_time(tmp_path: Path) -> None:
+    state = {f"w{number}": torch.randn(512, 1024) for number in range(12)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    loaded = {fqn: torch.zeros_like(tensor) for fqn, tensor in state.items()}
+    planner = Dequantizing()
+    reader = FileSystemReader(tmp_path, LoadOptions(window_bytes=MIB, buffer_bytes=2 * MIB))
+    dcp.load(loaded, storage_reader=reader, planner=planner, no_dist=True)
+    assert all(loaded[fqn].equal(tensor * 2) for fqn, tensor in state.items())
+    assert planner.peak_bytes <= 4 * MIB
+
+
 def test_metadata_and_index_are_read_once(state: dict[str, Any], tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     reader = FileSystemReader(tmp_path)
@@ -155,10 +152,10 @@ def test_reset_moves_to_another_checkpoint(tmp_path: Path) -> None:
     for number in (1, 2):
         write_checkpoint(tmp_path / str(number), {"w": whole(torch.full((4,), float(number)))})
     reader = FileSystemReader(str(tmp_path / "1"))
-    assert load(reader, "w", torch.zeros(4)).tolist() == [1.0] * 4
+    assert load_box(reader, "w", torch.zeros(4)).tolist() == [1.0] * 4
     reader.reset(tmp_path / "2")
     assert reader.checkpoint_id == tmp_path / "2"
-    assert load(reader, "w", torch.zeros(4)).tolist() == [2.0] * 4
+    assert load_box(reader, "w", torch.zeros(4)).tolist() == [2.0] * 4
 
 
 def test_checkpoint_ids_are_local_paths(tmp_path: Path) -> None:
@@ -185,11 +182,11 @@ def test_small_tensors_share_few_reads(tmp_path: Path) -> None:
 def test_halves_of_row_parallel_chunks_with_rows_worth_a_read(shape: tuple[int, int], tmp_path: Path) -> None:
     """4 -> 8: each new shard is half of every row of a stored chunk."""
     tensor = torch.randn(shape)
-    write_checkpoint(tmp_path, {"w": columns(tensor, 4)})
+    write_checkpoint(tmp_path, {"w": column_chunks(tensor, 4)})
     reader = FileSystemReader(tmp_path)
     half = shape[1] // 8
     box = Box((0, half), (shape[0], half))
-    assert load(reader, "w", tensor, box).equal(tensor[:, half : 2 * half])
+    assert load_box(reader, "w", tensor, box).equal(tensor[:, half : 2 * half])
     if half * 4 > 32 * 1024:
         assert reader.stats.bytes_read <= 1.1 * reader.stats.bytes_needed
     else:
@@ -199,22 +196,22 @@ def test_halves_of_row_parallel_chunks_with_rows_worth_a_read(shape: tuple[int, 
 def test_halves_of_short_rows_that_are_cached_are_copied_exactly(tmp_path: Path) -> None:
     """4 -> 8 with rows of 2 KB: far too short for a read each, and reading them all would be twice what is needed."""
     tensor = torch.randn(2048, 1024)
-    write_checkpoint(tmp_path, {"w": columns(tensor, 2)}, padding=[5])
+    write_checkpoint(tmp_path, {"w": column_chunks(tensor, 2)}, padding=[5])
     for path in tmp_path.iterdir():
         path.read_bytes()
     reader = FileSystemReader(tmp_path)
-    assert load(reader, "w", tensor, Box((0, 256), (2048, 256))).equal(tensor[:, 256:512])
+    assert load_box(reader, "w", tensor, Box((0, 256), (2048, 256))).equal(tensor[:, 256:512])
     assert reader.stats.bytes_read <= 1.1 * reader.stats.bytes_needed
     through_buffers = FileSystemReader(tmp_path, LoadOptions(direct_io="off"))
-    assert load(through_buffers, "w", tensor, Box((0, 256), (2048, 256))).equal(tensor[:, 256:512])
+    assert load_box(through_buffers, "w", tensor, Box((0, 256), (2048, 256))).equal(tensor[:, 256:512])
     assert through_buffers.stats.reads <= 4
 
 
 def test_halves_of_column_parallel_chunks_are_read_exactly(tmp_path: Path) -> None:
     tensor = torch.randn(1024, 1024)
-    write_checkpoint(tmp_path, {"w": rows(tensor, 4)})
+    write_checkpoint(tmp_path, {"w": row_chunks(tensor, 4)})
     reader = FileSystemReader(tmp_path)
-    assert load(reader, "w", tensor, Box((128, 0), (128, 1024))).equal(tensor[128:256])
+    assert load_box(reader, "w", tensor, Box((128, 0), (128, 1024))).equal(tensor[128:256])
     assert reader.stats.bytes_read <= 1.1 * reader.stats.bytes_needed
 
 
@@ -222,9 +219,9 @@ def test_headers_of_large_items_are_read_once_for_each_reader(tmp_path: Path) ->
     tensor = torch.randn(1024, 1024)
     write_checkpoint(tmp_path, {"w": whole(tensor)})
     reader = FileSystemReader(tmp_path)
-    load(reader, "w", tensor, Box((0, 0), (100, 1024)))
+    load_box(reader, "w", tensor, Box((0, 0), (100, 1024)))
     before = reader.stats.reads
-    load(reader, "w", tensor, Box((300, 0), (100, 1024)))
+    load_box(reader, "w", tensor, Box((300, 0), (100, 1024)))
     assert reader.stats.reads == before + 1
 
 
@@ -273,18 +270,18 @@ def test_read_buffers_stay_within_the_budget(tmp_path: Path, monkeypatch: pytest
 
 def test_files_are_closed_after_the_load_and_after_an_error(tmp_path: Path) -> None:
     tensor = torch.randn(512, 512)
-    index = write_checkpoint(tmp_path, {"w": rows(tensor, 4)}, files=4)
+    index = write_checkpoint(tmp_path, {"w": row_chunks(tensor, 4)}, files=4)
 
     def open_files() -> list[str]:
         links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
         return [os.readlink(link) for link in links if os.path.exists(link) and str(tmp_path) in os.readlink(link)]
 
     reader = FileSystemReader(tmp_path)
-    assert load(reader, "w", tensor).equal(tensor)
+    assert load_box(reader, "w", tensor).equal(tensor)
     assert open_files() == []
-    flip_byte(index, "w", back=0.5)
+    flip_byte(index, "w", at_fraction=0.5)
     with pytest.raises(ChecksumError):
-        load(FileSystemReader(tmp_path), "w", tensor)
+        load_box(FileSystemReader(tmp_path), "w", tensor)
     assert open_files() == []
 
 
@@ -301,7 +298,7 @@ def test_a_tensor_stored_with_strides_is_decoded_and_logged_once(
     reader = FileSystemReader(tmp_path)
     with caplog.at_level(logging.WARNING, logger="mcore_ckpt"):
         for fqn, tensor in tensors.items():
-            assert load(reader, fqn, tensor, Box((3, 2), (20, 11))).equal(tensor[3:23, 2:13])
+            assert load_box(reader, fqn, tensor, Box((3, 2), (20, 11))).equal(tensor[3:23, 2:13])
     assert reader.stats.fallbacks == 3
     assert len([record for record in caplog.records if "torch.load" in record.message]) == 1
 
@@ -321,7 +318,7 @@ def test_a_compressed_item_is_decoded(tmp_path: Path) -> None:
     tensor = torch.arange(100_000.0)
     write_checkpoint(tmp_path, {"w": whole(tensor)}, item_of=compressed_item)
     reader = FileSystemReader(tmp_path)
-    assert load(reader, "w", tensor).equal(tensor)
+    assert load_box(reader, "w", tensor).equal(tensor)
     assert reader.stats.fallbacks == 1
 
 
@@ -336,6 +333,14 @@ def test_objects_are_read_and_checked(tmp_path: Path) -> None:
     assert [value[0]["rank"] for value in loaded.values()] == [0, 1, 2, 3]
     assert reader.read_object("rng/shard_2_4")[0]["state"].tolist() == [0, 1, 2, 3]
     assert reader.stats.records_checked > 4
+
+
+def test_objects_that_lie_together_share_a_read(tmp_path: Path) -> None:
+    objects = {f"state/shard_{rank}_100": [rank] for rank in range(100)}
+    write_checkpoint(tmp_path, {}, objects)
+    reader = FileSystemReader(tmp_path)
+    assert reader.read_objects(objects) == objects
+    assert reader.stats.reads == 1
 
 
 class Intruder:
@@ -360,128 +365,3 @@ def test_a_damaged_object_is_refused(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(ChecksumError, match=r"extra.*__0_0\.distcp"):
         FileSystemReader(tmp_path).read_object("extra")
-
-
-# ----------------------------------------------------------------------------------------------------------- refusals
-
-
-@pytest.fixture
-def reader(tmp_path: Path) -> FileSystemReader:
-    write_checkpoint(
-        tmp_path,
-        {"decoder.layers.mlp.weight": rows(torch.randn(8, 4), 2), "large": whole(torch.randn(1024, 1024))},
-        {"decoder.extra": [1]},
-    )
-    return FileSystemReader(tmp_path)
-
-
-def test_a_missing_key_names_similar_ones(reader: FileSystemReader) -> None:
-    with pytest.raises(MissingKeyError, match=r"decoder\.layers\.mlp\.wieght.*decoder\.layers\.mlp\.weight"):
-        load(reader, "decoder.layers.mlp.wieght", torch.zeros(8, 4))
-    with pytest.raises(MissingKeyError, match="nothing_like_it"):
-        reader.read_object("nothing_like_it")
-
-
-def test_objects_and_tensors_are_not_mixed_up(reader: FileSystemReader) -> None:
-    with pytest.raises(KindMismatchError, match=r"decoder\.extra: a tensor is wanted"):
-        load(reader, "decoder.extra", torch.zeros(8, 4))
-    with pytest.raises(KindMismatchError, match="large: an object is wanted"):
-        reader.read_object("large")
-
-
-def test_dtypes_have_to_agree_unless_a_cast_is_allowed(reader: FileSystemReader) -> None:
-    destination = torch.zeros(1024, 1024, dtype=torch.bfloat16)
-    request = ReadRequest("large", destination, (0, 0), (1024, 1024))
-    with pytest.raises(DtypeMismatchError, match=r"large.*float32.*bfloat16.*allow_dtype_cast"):
-        reader.read_items([request])
-    FileSystemReader(reader.path, LoadOptions(allow_dtype_cast=True)).read_items([request])
-    assert destination.equal(load(reader, "large", torch.zeros(1024, 1024)).bfloat16())
-
-
-@pytest.mark.parametrize(
-    ("offsets", "sizes", "global_shape"),
-    [((0, 0), (9, 4), None), ((6, 0), (4, 4), None), ((0,), (8,), None), ((0, 0), (8, 4), (16, 4))],
-)
-def test_shapes_have_to_agree(
-    reader: FileSystemReader, offsets: tuple[int, ...], sizes: tuple[int, ...], global_shape: tuple[int, ...] | None
-) -> None:
-    request = ReadRequest("decoder.layers.mlp.weight", torch.zeros(sizes), offsets, sizes, global_shape)
-    with pytest.raises(ShapeMismatchError, match=r"decoder\.layers\.mlp\.weight.*\[8, 4\]"):
-        reader.read_items([request])
-
-
-def test_the_destination_has_to_have_the_shape_of_the_box(reader: FileSystemReader) -> None:
-    with pytest.raises(ShapeMismatchError, match=r"large.*\[4, 4\].*\[5, 4\]"):
-        reader.read_items([ReadRequest("large", torch.zeros(5, 4), (0, 0), (4, 4))])
-
-
-def test_a_partial_request_takes_the_overlap_and_leaves_the_rest(reader: FileSystemReader) -> None:
-    destination = torch.full((10, 4), 7.0)
-    request = ReadRequest("decoder.layers.mlp.weight", destination, (4, 0), (10, 4), allow_partial=True)
-    reader.read_items([request])
-    assert destination[:4].equal(load(reader, "decoder.layers.mlp.weight", torch.zeros(8, 4))[4:])
-    assert destination[4:].eq(7.0).all()
-
-
-def test_a_box_that_no_chunk_holds_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    tensor = torch.randn(8, 4)
-    write_checkpoint(tmp_path, {"w": StoredTensor(tensor, [Box((0, 0), (3, 4)), Box((5, 0), (3, 4))])})
-    reader = FileSystemReader(tmp_path)
-    with pytest.raises(CorruptCheckpointError, match=r"w: .*\[3, 0\]"):
-        load(reader, "w", tensor)
-    assert reader.stats.reads == 0
-    assert load(reader, "w", tensor, Box((5, 1), (2, 2))).equal(tensor[5:7, 1:3])
-
-
-def test_zero_elements_read_nothing(reader: FileSystemReader) -> None:
-    reader.read_items([ReadRequest("large", torch.zeros(0, 5), (3, 3), (0, 5))])
-    assert reader.stats.reads == 0
-
-
-# -------------------------------------------------------------------------------------------------- damaged checkpoints
-
-
-@pytest.mark.parametrize("shape", [(40, 40), (3000, 1024)])
-def test_damage_is_found_and_named(shape: tuple[int, int], tmp_path: Path) -> None:
-    tensor = torch.randn(shape)
-    index = write_checkpoint(tmp_path, {"v": whole(torch.randn(10)), "w": whole(tensor)})
-    path, at = flip_byte(index, "w", back=0.6)
-    options = LoadOptions(window_bytes=MIB)
-    with pytest.raises(ChecksumError) as raised:
-        load(FileSystemReader(tmp_path, options), "w", tensor)
-    message = str(raised.value)
-    assert "w at [0, 0]" in message
-    assert str(path.parent) in message
-    assert path.name in message
-    assert "CRC-32 0x" in message
-    assert "expected 0x" in message
-    start, stop = (int(part) for part in message.split("the bytes [")[1].split(")")[0].split(", "))
-    assert start <= at < stop
-    assert stop - start == tensor.nbytes
-    unchecked = load(FileSystemReader(tmp_path, LoadOptions(verify_crc=False)), "w", tensor)
-    assert (unchecked != tensor).sum() == 1
-
-
-@pytest.mark.parametrize("shape", [(40, 40), (3000, 1024)])
-@pytest.mark.parametrize("box", [None, Box((0, 1), (30, 7))])
-def test_a_truncated_file_is_named_with_the_key(shape: tuple[int, int], box: Box | None, tmp_path: Path) -> None:
-    tensor = torch.randn(shape)
-    write_checkpoint(tmp_path, {"w": whole(tensor)})
-    path = tmp_path / "__0_0.distcp"
-    os.truncate(path, path.stat().st_size - 10)
-    with pytest.raises(CorruptCheckpointError, match=r"w at \[0, 0\].*__0_0\.distcp"):
-        load(FileSystemReader(tmp_path), "w", tensor, box)
-
-
-def test_a_missing_data_file_is_named_with_the_key(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, {"w": whole(torch.zeros(4))})
-    (tmp_path / "__0_0.distcp").unlink()
-    with pytest.raises(CheckpointNotFoundError, match=r"w at \[0\].*__0_0\.distcp"):
-        load(FileSystemReader(tmp_path), "w", torch.zeros(4))
-
-
-@pytest.mark.parametrize("stored", [torch.zeros(4, 2), torch.zeros(2, 4, dtype=torch.int32), torch.zeros(3, 4)])
-def test_an_item_that_is_not_what_the_index_says_is_refused(stored: torch.Tensor, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, {"w": whole(torch.zeros(2, 4))}, item_of=lambda _: stock_item(stored))
-    with pytest.raises(CorruptCheckpointError, match=r"w at \[0, 0\].*float32 of shape \[2, 4\]"):
-        load(FileSystemReader(tmp_path), "w", torch.zeros(2, 4))
