@@ -34,6 +34,7 @@ class _Payloads:
         self.pointers = [t.data_ptr() if t.device.type == "cpu" and t.is_contiguous() else 0 for t in tensors]
         self._flat: tuple[int, torch.Tensor] | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._in_order: set[torch.device] = set()
 
     def copy(self, index: int, start: int, stop: int, address: int) -> None:
         """Copy bytes [start, stop) of tensor `index` to `address`; device copies are complete after `wait`."""
@@ -66,14 +67,17 @@ class _Payloads:
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # What the trainer has queued so far belongs to the state that is saved.
-        stream.wait_stream(torch.cuda.current_stream(device))
+        if device not in self._in_order:
+            # What the trainer has queued so far belongs to the state that is saved.
+            stream.wait_stream(torch.cuda.current_stream(device))
+            self._in_order.add(device)
         return stream
 
     def wait(self) -> None:
         """Wait for the device copies queued so far, and for nothing else on the device."""
-        for stream in self._streams.values():
-            stream.synchronize()
+        for device in self._in_order:
+            self._streams[device].synchronize()
+        self._in_order.clear()
 
 
 class BucketSource:

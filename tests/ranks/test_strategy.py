@@ -91,9 +91,7 @@ def save_on_rank(rank: int, path: Path, world: int, seed: int, ours: bool, optio
     from mcore_ckpt import TorchDistSaveStrategy
 
     strategy = (
-        TorchDistSaveStrategy(options=SaveOptions(**options))
-        if ours
-        else TorchDistSaveShardedStrategy("torch_dist", 1)
+        TorchDistSaveStrategy(options=SaveOptions(**options)) if ours else TorchDistSaveShardedStrategy("torch_dist", 1)
     )
     dist_checkpointing.save(state(rank, world, seed), str(path), strategy)
 
@@ -282,21 +280,19 @@ def bad_loads(rank: int, path: Path) -> dict[str, str]:
         wanted = good()
         if rank == 0:
             wanted["a"] = leaf
-        try:
+        with pytest.raises(CheckpointingException) as caught:
             dist_checkpointing.load(wanted, str(path), TorchDistLoadStrategy(), validate_access_integrity=False)
-        except CheckpointingException as error:
-            assert isinstance(error, expected), (name, error)
-            messages[name] = str(error)
+        assert isinstance(caught.value, expected), (name, caught.value)
+        messages[name] = str(caught.value)
     dist.barrier()
     victim = path / "__0_0.distcp"
     if rank == 0:
         os.truncate(victim, victim.stat().st_size - 200)
     dist.barrier()
-    try:
+    with pytest.raises(CheckpointingException) as caught:
         dist_checkpointing.load(good(), str(path), TorchDistLoadStrategy(), validate_access_integrity=False)
-    except CheckpointingException as error:
-        assert isinstance(error, mcore_ckpt.CorruptCheckpointError)
-        messages["truncated"] = str(error)
+    assert isinstance(caught.value, mcore_ckpt.CorruptCheckpointError)
+    messages["truncated"] = str(caught.value)
     return messages
 
 

@@ -90,8 +90,10 @@ def test_what_cannot_be_is_named(tmp_path: Path) -> None:
         load_sharded_optimizer_state({"w": torch.empty(3)}, tmp_path)
     dcp.save(trained(), checkpoint_id=tmp_path / "trained")
     for tensor, offset in ((torch.empty(40), 20), (torch.empty(9, 6), (0, 0))):
-        with pytest.raises(ShapeMismatchError, match="linear.weight"):
-            load_sharded_optimizer_state({"linear.weight": tensor}, tmp_path / "trained", offsets={"linear.weight": offset})
+        with pytest.raises(ShapeMismatchError, match=r"linear\.weight"):
+            load_sharded_optimizer_state(
+                {"linear.weight": tensor}, tmp_path / "trained", offsets={"linear.weight": offset}
+            )
 
 
 def dtensors(rank: int, path: Path, world: int, save: bool) -> None:
@@ -137,7 +139,9 @@ def megatron_optimizer(rank: int, path: Path) -> None:
         shard = ShardedTensor.from_rank_offsets
         return {
             "model": {"w": shard("decoder.w", torch.full((1000, 100), fill), (0, rank, 2))},
-            "optimizer": {"exp_avg": shard("optimizer.state.exp_avg.decoder.w", torch.full((9, 3), fill), (0, rank, 2))},
+            "optimizer": {
+                "exp_avg": shard("optimizer.state.exp_avg.decoder.w", torch.full((9, 3), fill), (0, rank, 2))
+            },
         }
 
     save(state(5.0), str(path), TorchDistSaveStrategy())

@@ -1,4 +1,4 @@
-"""The storage writer under plain torch.distributed.checkpoint: drop-in, replaced safely, and refused when results differ."""
+"""The storage writer under plain torch.distributed.checkpoint: a drop-in that replaces safely and checks results."""
 
 from __future__ import annotations
 
@@ -233,7 +233,9 @@ def test_the_separation_hint_prefixes_file_names(tmp_path: Path) -> None:
     state = {"model.a": torch.ones(3), "ema.b": torch.ones(4), "ema.c": torch.ones(5)}
     writer = FileSystemWriterAsync(tmp_path, separation_hint="ema", thread_count=2)
     dcp.save(state, storage_writer=writer)
-    files = {index.fqn: info.relative_path for index, info in FileSystemReader(tmp_path).read_metadata().storage_data.items()}
+    files = {
+        index.fqn: info.relative_path for index, info in FileSystemReader(tmp_path).read_metadata().storage_data.items()
+    }
     assert files["ema.b"].startswith("ema__0_")
     assert files["ema.c"].startswith("ema__0_")
     assert files["model.a"].startswith("__0_")
