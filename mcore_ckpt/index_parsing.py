@@ -9,7 +9,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mcore_ckpt.checkpoint_index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.errors import CorruptCheckpointError
@@ -72,13 +72,13 @@ def _unpickle(data: bytes, file: str) -> MetadataState:
         shortened = bytearray(data)
         shortened[cut : cut + 3] = b"ub."  # the rest stays, behind STOP, to fill the frame that was announced
         try:
-            state = loads(bytes(shortened), ALLOWED_GLOBALS, file)
+            state: Any = loads(bytes(shortened), ALLOWED_GLOBALS, file)
         except CorruptCheckpointError:
             state = None
         # Megatron 0.12 to 0.15 also wrote `mcore_data`, before the plans; where it is only behind them, nothing is cut.
         whole = type(state) is MetadataState and type(state.storage_data) is dict
         if whole and (state.mcore_data is not None or data.find(b"mcore_data", cut) < 0):
-            return state
+            return cast("MetadataState", state)
     state = loads(data, ALLOWED_GLOBALS, file)
     if type(state) is not MetadataState:
         raise CorruptCheckpointError(

@@ -20,7 +20,7 @@ import pickletools
 import re
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -75,12 +75,13 @@ def _check_memo(data: bytes, where: str) -> None:
     costs, and `pickletools` over the rare rest.
     """
     match, position, stream = _simple_opcodes().match, 0, io.BytesIO(data)
+    opcodes = {opcode.code: opcode for opcode in pickletools.opcodes}
     while True:
         run = match(data, position)
         if run is not None:
             position = run.end()
             continue
-        opcode = pickletools.code2op.get(chr(data[position])) if position < len(data) else None
+        opcode = opcodes.get(chr(data[position])) if position < len(data) else None
         if opcode is None:
             raise CorruptCheckpointError(
                 f"{where}: not a readable pickle: no opcode at byte {position} of {len(data)}. The file is truncated "
@@ -192,6 +193,7 @@ class Unavailable:
 
 
 _ANY_OBJECT = "a stored object"
+_NamedGlobal = tuple[Callable[..., Any], str]  # as torch's safe_globals takes them
 _resolved: dict[str, Any] = {}
 # torch keeps the classes that weights_only may build in a global set: two loads must not take each other's away.
 _globals_lock = threading.Lock()
@@ -260,7 +262,7 @@ def _load(stream: BinaryIO, extra_allowed: tuple[str, ...], where: str, import_c
 
 def _needed_globals(
     stream: BinaryIO, extra_allowed: tuple[str, ...], where: str, import_classes: bool
-) -> list[tuple[Any, str]]:
+) -> list[Callable[..., Any] | _NamedGlobal]:
     """What the pickle in `stream` names beyond torch's own list, as (object, name) for `safe_globals`.
 
     Pairs are used even where the name is the object's own: torch takes what it is given out of its list afterwards,
@@ -275,14 +277,16 @@ def _needed_globals(
         raise UnsafePickleError(
             f"{where}: contains {shown}, which is not among the classes that checkpoints may hold; nothing was loaded. "
             "If you trust the origin of this checkpoint, allow it with "
-            f"LoadOptions(allowed_classes=({', '.join(repr(name) for name in refused[:5])},))"
+            f"LoadOptions(allowed_classes=({', '.join(f'{name!r:.200}' for name in refused[:5])},))"
         )
-    found = [(_resolve(name, is_extra=name in extra_allowed, import_classes=import_classes), name) for name in names]
+    found: list[Callable[..., Any] | _NamedGlobal] = [
+        (_resolve(name, is_extra=name in extra_allowed, import_classes=import_classes), name) for name in names
+    ]
     if "numpy.dtype" in names or "numpy" in sys.modules:
         # The instances of numpy.dtype are of these classes, which no pickle names. That it is not among `names` may
         # mean that someone else has allowed it.
         dtypes = [f"numpy.dtypes.{kind}DType" for kind in _NUMPY_DTYPES]
-        found += [(_resolve(name, is_extra=False, import_classes=True), name) for name in dtypes]
+        found.extend((_resolve(name, is_extra=False, import_classes=True), name) for name in dtypes)
     return found
 
 
