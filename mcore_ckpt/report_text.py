@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["human_bytes", "human_count", "numbers", "table"]
+from mcore_ckpt.errors import OptionError
+
+__all__ = ["human_bytes", "human_count", "numbers", "parse_size", "table"]
 
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
@@ -17,6 +19,23 @@ def human_bytes(nbytes: int) -> str:
             return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
         value /= 1000
     raise AssertionError("unreachable: the last unit takes everything")
+
+
+_FACTORS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
+
+
+def parse_size(text: str, *, at_least: int = 1) -> int:
+    """Bytes from `512M`, `2G` or a plain number (binary units); raises `OptionError`."""
+    number, unit = text.strip().upper().removesuffix("B").removesuffix("I"), ""
+    if number and number[-1] in _FACTORS:
+        number, unit = number[:-1], number[-1:]
+    try:
+        value = int(float(number) * _FACTORS[unit])
+    except (ValueError, OverflowError):
+        value = -1
+    if value < at_least:
+        raise OptionError(f"size {text!r}: expected a number with K, M, G or T, and at least {human_bytes(at_least)}")
+    return value
 
 
 def human_count(count: int) -> str:

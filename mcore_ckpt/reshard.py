@@ -8,30 +8,14 @@ read. An interrupted run leaves `DST.partial` with a journal, and the same call 
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import shutil
-import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.commit import common_file_in_force
-from mcore_ckpt.errors import CheckpointExistsError, OptionError, SaveError
+from mcore_ckpt.errors import OptionError
 from mcore_ckpt.key_patterns import key_filter
-from mcore_ckpt.metadata import (
-    COMMON_FILE,
-    CONFIG_FILE,
-    INCOMPLETE_MARKER,
-    METADATA_FILE,
-    TRACKER_FILE,
-    CheckpointIndex,
-    parse_index,
-    read_index,
-)
-from mcore_ckpt.metadata_write import encode_metadata
+from mcore_ckpt.metadata import TRACKER_FILE, CheckpointIndex, read_index
 from mcore_ckpt.parallel_layout import (
     ParallelLayout,
     data_file_rank,
@@ -42,19 +26,15 @@ from mcore_ckpt.parallel_layout import (
 )
 from mcore_ckpt.partition import Partitioner, PartitionRule
 from mcore_ckpt.plain_state import read_plain_state
-from mcore_ckpt.progress import Progress
-from mcore_ckpt.reshard_check import check_all
-from mcore_ckpt.reshard_copy import copy_all
-from mcore_ckpt.reshard_journal import JOURNAL_FILE, Journal
 from mcore_ckpt.reshard_plan import ReshardPlan, TargetLayout, make_plan
+from mcore_ckpt.reshard_target import BuildOptions, build_target, carry_sidecars, refuse_target
 from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.stored_payloads import StoredPayloads
 
 __all__ = ["ReshardOptions", "ReshardReport", "plan_reshard", "reshard"]
 
 _GIB = 1024**3
 _FIXED_LAYOUTS = ("dp_reshardable", "dp_zero_gather_scatter")
-# What the interpreter, numpy and the index take before the first buffer.
-_BASE_BYTES = 256 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,36 +178,24 @@ def reshard(
     """
     src, dst = Path(source), Path(target)
     index = read_index(src)
-    _refuse_target(src, dst)
+    refuse_target(src, dst)
     plan = plan_reshard(index, options)
-    content = encode_metadata(plan.index)
-    partial = dst.with_name(dst.name + ".partial")
-    if options.restart and partial.exists():
-        shutil.rmtree(partial)
-    _make_directory(partial)
-    with Journal(partial, _fingerprint(src, index, content, options)) as journal:
-        resumed = bool(journal.done)
-        if not resumed:
-            _check_space(partial, sum(plan.sizes.values()))
-        total = sum(move.payload_bytes for moves in plan.work for move in moves)
-        started = time.monotonic()
-        with Progress("reshard", total, shown=progress) as bar:
-            copy_all(
-                plan,
-                index,
-                partial,
-                journal,
-                memory_bytes=max(64 * 1024**2, (options.memory_bytes - _BASE_BYTES) // 2),
-                advance=bar.advance,
+    with StoredPayloads(index) as payloads:
+        built = build_target(
+            payloads,
+            plan,
+            dst,
+            BuildOptions(
+                workers=options.workers,
+                verify=options.verify,
+                restart=options.restart,
                 move_files=options.move_files,
-            )
-        copied = time.monotonic()
-        if options.verify:
-            written = parse_index(content, str(partial))
-            with Progress("verify", total, shown=progress) as bar:
-                check_all(plan, index, written, journal, workers=options.workers, advance=bar.advance)
-        checked = time.monotonic()
-        _publish(src, index, dst, partial, plan, content)
+                memory_bytes=options.memory_bytes,
+            ),
+            carry=lambda partial: carry_sidecars(index, partial),
+            progress=progress,
+        )
+    _carry_tracker(src, dst)
     moves = plan.moves
     return ReshardReport(
         source=str(src),
@@ -239,83 +207,10 @@ def reshard(
         chunks=sum(len(move.boxes) for move in moves),
         guesses=sum(move.partition.guess for move in moves),
         verified=options.verify,
-        resumed=resumed,
-        copy_s=copied - started,
-        verify_s=checked - copied,
+        resumed=built.resumed,
+        copy_s=built.copy_s,
+        verify_s=built.verify_s,
     )
-
-
-def _refuse_target(source: Path, target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointExistsError(
-            f"{target}: there is something already; reshard never overwrites, choose another name"
-        )
-    here, there = source.resolve(), target.resolve()
-    if here == there or here in there.parents:
-        raise OptionError(f"{target}: lies inside the source {source}, which is never written to")
-
-
-def _make_directory(partial: Path) -> None:
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SaveError(f"{partial}: the directory cannot be made: {error.strerror}") from error
-
-
-def _fingerprint(source: Path, index: CheckpointIndex, content: bytes, options: ReshardOptions) -> str:
-    """Of everything that the bytes of the target depend on."""
-    files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
-    files |= {entry.item.file for entry in index.objects.values()}
-    found: dict[str, Any] = {"source": str(source.resolve()), "target": hashlib.sha256(content).hexdigest()}
-    for file in sorted(files):
-        stat = (source / file).stat()
-        found[file] = [stat.st_size, stat.st_mtime_ns]
-    found["metadata"] = hashlib.sha256((source / METADATA_FILE).read_bytes()).hexdigest()
-    layout = options.layout
-    found["layout"] = None if layout is None else asdict(layout)
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
-
-
-def _check_space(directory: Path, needed_bytes: int) -> None:
-    stat = os.statvfs(directory)
-    free = stat.f_bavail * stat.f_frsize
-    if free < needed_bytes:
-        raise SaveError(
-            f"{directory}: {needed_bytes} bytes are needed, {free} are free; free space, or choose another disk"
-        )
-
-
-def _publish(
-    source: Path, index: CheckpointIndex, target: Path, partial: Path, plan: ReshardPlan, content: bytes
-) -> None:
-    """Carry what is not data, write the index last, and let the target appear."""
-    storage = LocalStorage(partial)
-    data_files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
-    data_files |= {entry.item.file for entry in index.objects.values()}
-    common = common_file_in_force([path.name for path in source.iterdir()], index)
-    # integrity.json lists hashes of the source's files; the others are not parts of a finished checkpoint.
-    left_out = {METADATA_FILE, COMMON_FILE, INCOMPLETE_MARKER, "integrity.json", JOURNAL_FILE, *data_files}
-    for path in sorted(source.iterdir()):
-        if path.name in left_out or path.name.endswith((".pending", ".tmp", ".distcp")):
-            continue
-        if path.is_dir():
-            shutil.copytree(path, partial / path.name, dirs_exist_ok=True)
-        elif path.name != CONFIG_FILE:
-            storage.publish(path.name, path.read_bytes())
-    if common is not None:
-        storage.publish(COMMON_FILE, (source / common).read_bytes())
-    if (source / CONFIG_FILE).is_file():
-        storage.publish(CONFIG_FILE, (source / CONFIG_FILE).read_bytes())
-    storage.publish(METADATA_FILE, content)
-    storage.delete(JOURNAL_FILE)
-    try:
-        if target.is_dir():
-            target.rmdir()
-        partial.replace(target)
-    except OSError as error:
-        raise SaveError(f"{partial}: complete, but cannot be renamed to {target}: {error.strerror}") from error
-    LocalStorage(target.parent).sync_directory()
-    _carry_tracker(source, target)
 
 
 def _carry_tracker(source: Path, target: Path) -> None:

@@ -13,7 +13,7 @@ from mcore_ckpt.boxes import Box
 from mcore_ckpt.container import element_bytes
 from mcore_ckpt.errors import ChecksumError, CorruptCheckpointError
 from mcore_ckpt.fetch import in_parallel
-from mcore_ckpt.metadata import CheckpointIndex
+from mcore_ckpt.metadata import CheckpointIndex, TensorEntry
 from mcore_ckpt.regrid import CrcSink, Walk, blocks
 from mcore_ckpt.reshard_copy import expected_crcs
 from mcore_ckpt.reshard_journal import Journal
@@ -27,7 +27,7 @@ _WINDOW_BYTES = 4 * 1024 * 1024
 
 def check_all(
     plan: ReshardPlan,
-    source: CheckpointIndex,
+    given: StoredPayloads,
     target: CheckpointIndex,
     journal: Journal,
     *,
@@ -38,7 +38,7 @@ def check_all(
 
     Args:
         plan: what was to be done.
-        source: index of the source.
+        given: the source's tensors.
         target: index of the target, its path being where the files lie now.
         journal: holds CRC-32s that are stored nowhere else.
         workers: threads.
@@ -47,17 +47,19 @@ def check_all(
     Raises:
         ChecksumError, CorruptCheckpointError: the target is not what it should be.
     """
-    with StoredPayloads(source) as given, StoredPayloads(target) as written:
+    # Objects keep their keys; tensors may have been renamed.
+    names = {move.entry.fqn: move.target_fqn for moves in plan.work for move in moves}
+    with StoredPayloads(target) as written:
 
         def check(move: TensorMove) -> None:
-            _check_tensor(move, given, written, journal)
+            _check_tensor(move, written.index.tensors[names[move.entry.fqn]], given, written, journal)
             advance(move.payload_bytes)
 
         moves = [move for moves in plan.work for move in moves]
         moves.sort(key=lambda move: (move.files[0], move.offsets[0]) if move.files else ("", 0))
         in_parallel(moves, check, workers)
         for fqn, entry in target.objects.items():
-            item, origin = entry.item, source.objects[fqn].item
+            item, origin = entry.item, given.index.objects[fqn].item
             with written.files.reader(item.file) as copy, given.files.reader(origin.file) as original:
                 if copy.read(item.offset, item.length) != original.read(origin.offset, origin.length):
                     raise CorruptCheckpointError(
@@ -66,8 +68,9 @@ def check_all(
                     )
 
 
-def _check_tensor(move: TensorMove, given: StoredPayloads, written: StoredPayloads, journal: Journal) -> None:
-    entry = written.index.tensors[move.entry.fqn]
+def _check_tensor(
+    move: TensorMove, entry: TensorEntry, given: StoredPayloads, written: StoredPayloads, journal: Journal
+) -> None:
     stored = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
     expected = expected_crcs(given, move, journal)
     walk = Walk(element_bytes(entry.dtype))

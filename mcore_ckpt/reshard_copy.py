@@ -21,7 +21,6 @@ from mcore_ckpt.container import TensorTemplate, element_bytes
 from mcore_ckpt.dtype_cast import cast_floats
 from mcore_ckpt.errors import ChecksumError
 from mcore_ckpt.file_stream import FileStream, Streams, StreamSink, TargetFile, WriteBehind
-from mcore_ckpt.metadata import CheckpointIndex
 from mcore_ckpt.regrid import Block, Walk
 from mcore_ckpt.reshard_journal import Journal
 from mcore_ckpt.reshard_plan import ObjectMove, ReshardPlan, TensorMove
@@ -75,7 +74,7 @@ class _Run:
 
 def copy_all(
     plan: ReshardPlan,
-    source: CheckpointIndex,
+    payloads: StoredPayloads,
     directory: Path,
     journal: Journal,
     *,
@@ -87,7 +86,7 @@ def copy_all(
 
     Args:
         plan: what goes where.
-        source: index of the source.
+        payloads: the source's tensors.
         directory: where the files go.
         journal: what is done already is not done again.
         memory_bytes: for all buffers together.
@@ -99,16 +98,15 @@ def copy_all(
         SaveError: the target cannot be written.
     """
     workers = [w for w in range(len(plan.work)) if plan.work[w] or plan.objects[w]]
-    with StoredPayloads(source) as payloads:
-        run = _Run(plan, payloads, directory, journal, memory_bytes // max(1, len(workers)), advance, move_files)
-        with ThreadPoolExecutor(max(1, len(workers)), thread_name_prefix="mcore-ckpt-reshard") as pool:
-            futures = [pool.submit(_Worker(run, w).work) for w in workers]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                run.stop.set()
-                raise
+    run = _Run(plan, payloads, directory, journal, memory_bytes // max(1, len(workers)), advance, move_files)
+    with ThreadPoolExecutor(max(1, len(workers)), thread_name_prefix="mcore-ckpt-reshard") as pool:
+        futures = [pool.submit(_Worker(run, w).work) for w in workers]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            run.stop.set()
+            raise
 
 
 class _Worker:
@@ -265,8 +263,10 @@ class _Worker:
                 )
         for target, sink in zip(block.targets, sinks, strict=True):
             sink.stream.write(_tail(move.template(target), sink.crc32))
-            if sink.stream is not self._mains[move.files[target]]:
+            main = self._mains[move.files[target]]
+            if sink.stream is not main:
                 sink.stream.flush()
+                main.seek(sink.stream.position)
 
     def _item(self, streams: Streams, move: TensorMove, target: int) -> None:
         """A chunk without elements."""

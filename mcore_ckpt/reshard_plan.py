@@ -89,6 +89,7 @@ class TensorMove:
         dtype: at the target.
         boxes, ranks, files, offsets: of the target's chunks: what each holds, whose it is, where its item starts.
         blocks: positions of source and target chunks that belong together.
+        target_fqn: its key at the target.
     """
 
     entry: TensorEntry
@@ -99,6 +100,7 @@ class TensorMove:
     files: tuple[str, ...]
     offsets: tuple[int, ...]
     blocks: tuple[Block, ...]
+    target_fqn: str
 
     @property
     def source_boxes(self) -> list[Box]:
@@ -140,7 +142,7 @@ class ReshardPlan:
     def moves(self) -> list[TensorMove]:
         """All tensors, in the order of the source."""
         order = {fqn: n for n, fqn in enumerate(self.index.tensors)}
-        return sorted((move for moves in self.work for move in moves), key=lambda move: order[move.entry.fqn])
+        return sorted((move for moves in self.work for move in moves), key=lambda move: order[move.target_fqn])
 
 
 @dataclass(slots=True)
@@ -257,6 +259,7 @@ def make_plan(
     dtype: str | None = None,
     workers: int = 1,
     arguments: Mapping[str, Any] | None = None,
+    rename: Mapping[str, str] | None = None,
 ) -> ReshardPlan:
     """Plan the whole target.
 
@@ -269,6 +272,7 @@ def make_plan(
         dtype: floating-point tensors of the model are converted to it; the optimizer's stay as they are.
         workers: files for each rank, written in parallel.
         arguments: Megatron's, for the padded vocabulary.
+        rename: new keys of tensors; those that are not in it stay.
     """
     owners = _Owners(index, layout, like)
     tensors = list(index.tensors if keys is None else keys)
@@ -297,11 +301,12 @@ def make_plan(
     work: list[list[TensorMove]] = [[] for _ in range(workers)]
     for worker, share in enumerate(shares):
         for position in share:
-            work[worker].append(_lay_out(*drafts[position], worker, sizes))
+            name = (rename or {}).get(tensors[position], tensors[position])
+            work[worker].append(_lay_out(*drafts[position], worker, sizes, name))
     moves = {move.entry.fqn: move for moves in work for move in moves}
     target = CheckpointIndex(
         path=index.path,
-        tensors={fqn: _target_entry(moves[fqn]) for fqn in tensors},
+        tensors={moves[fqn].target_fqn: _target_entry(moves[fqn]) for fqn in tensors},
         objects={
             move.entry.fqn: ObjectEntry(
                 move.entry.fqn,
@@ -310,7 +315,7 @@ def make_plan(
             for move in objects[0]
         },
         planner_data=index.planner_data,
-        mcore_data={fqn: data for fqn, data in index.mcore_data.items() if fqn in moves},
+        mcore_data={moves[fqn].target_fqn: data for fqn, data in index.mcore_data.items() if fqn in moves},
         storage_meta=index.storage_meta,
         version=index.version,
     )
@@ -362,6 +367,7 @@ def _lay_out(
     ranks: Sequence[int],
     worker: int,
     sizes: dict[str, int],
+    target_fqn: str,
 ) -> TensorMove:
     """Give each target chunk its place, in the order in which it is going to be written."""
     found = tuple(blocks([Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks], boxes))
@@ -373,7 +379,9 @@ def _lay_out(
         template = tensor_template(dtype, boxes[target].sizes)
         offsets[target] = place(sizes.get(files[target], 0), template)
         sizes[files[target]] = offsets[target] + template.item_bytes
-    return TensorMove(entry, partition, dtype, tuple(boxes), tuple(ranks), tuple(files), tuple(offsets), found)
+    return TensorMove(
+        entry, partition, dtype, tuple(boxes), tuple(ranks), tuple(files), tuple(offsets), found, target_fqn
+    )
 
 
 def _target_entry(move: TensorMove) -> TensorEntry:
@@ -385,4 +393,4 @@ def _target_entry(move: TensorMove) -> TensorEntry:
         )
         for box, file, offset in zip(move.boxes, move.files, move.offsets, strict=True)
     )
-    return TensorEntry(move.entry.fqn, move.dtype, move.entry.shape, chunks, move.entry.requires_grad)
+    return TensorEntry(move.target_fqn, move.dtype, move.entry.shape, chunks, move.entry.requires_grad)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from types import TracebackType
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ class StoredPayload(NamedTuple):
     offset: int
     nbytes: int
     crc32: int | None
-    decoded: bytes | None = None
+    decoded: bytes | memoryview | None = None
 
 
 def chunk_name(entry: TensorEntry, chunk: StoredChunk) -> str:
@@ -59,10 +60,18 @@ class StoredPayloads:
         index: of the checkpoint.
         storage: its files; by default those in the index's path.
         direct: past the page cache (`LoadOptions.direct_io`).
+        stored_keys: where the index uses other keys than the checkpoint: the checkpoint's, by the index's.
     """
 
-    def __init__(self, index: CheckpointIndex, storage: Storage | None = None, direct: DirectIo = "auto") -> None:
+    def __init__(
+        self,
+        index: CheckpointIndex,
+        storage: Storage | None = None,
+        direct: DirectIo = "auto",
+        stored_keys: Mapping[str, str] | None = None,
+    ) -> None:
         self.index = index
+        self._stored_keys = stored_keys or {}
         self.storage = LocalStorage(index.path) if storage is None else storage
         self.files = OpenFiles(self.storage, direct)
         self._located: OrderedDict[tuple[str, tuple[int, ...]], StoredPayload] = OrderedDict()
@@ -120,7 +129,8 @@ class StoredPayloads:
 
         tensor = torch.empty(chunk.sizes, dtype=stored_dtype(entry))
         reader = FileSystemReader(self.index.path)
-        reader.read_items([ReadRequest(entry.fqn, tensor, chunk.offsets, chunk.sizes)])
+        key = self._stored_keys.get(entry.fqn, entry.fqn)
+        reader.read_items([ReadRequest(key, tensor, chunk.offsets, chunk.sizes)])
         content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
         return StoredPayload(where, chunk.item.file, 0, len(content), None, content)
 

@@ -91,10 +91,8 @@ def _tensor(checkpoint: Checkpoint, tensor: LazyTensor, arguments: argparse.Name
         "shape": tensor.shape,
         "chunks": len(tensor.chunks),
     }
-    lines = [
-        f"{tensor.fqn}: {tensor.dtype} {numbers(tensor.shape)}, {human_bytes(tensor.nbytes)} in "
-        f"{len(tensor.chunks)} chunks"
-    ]
+    size = f"{human_bytes(tensor.nbytes)} in {len(tensor.chunks)} chunks"
+    lines = [f"{tensor.fqn}: {tensor.dtype} {numbers(tensor.shape)}, {size}"]
     try:
         if arguments.npy:
             shape = _write_npy(checkpoint, tensor, index, arguments.npy)

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-_UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
@@ -83,6 +81,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
 def _options(arguments: argparse.Namespace) -> ReshardOptions:
     from mcore_ckpt.dtype_cast import DTYPE_NAMES
     from mcore_ckpt.partition import parse_rules
+    from mcore_ckpt.report_text import parse_size
     from mcore_ckpt.reshard import ReshardOptions
     from mcore_ckpt.reshard_plan import TargetLayout
 
@@ -110,19 +109,8 @@ def _options(arguments: argparse.Namespace) -> ReshardOptions:
         verify=arguments.verify,
         restart=arguments.restart,
         move_files=not arguments.no_file_copy,
-        memory_bytes=_size(arguments.memory),
+        memory_bytes=parse_size(arguments.memory, at_least=128 * 1024**2),
     )
-
-
-def _size(text: str) -> int:
-    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in _UNITS else (text, "")
-    try:
-        value = int(float(number) * _UNITS.get(unit, 1))
-    except ValueError:
-        value = 0
-    if value < 128 * 1024**2:
-        raise OptionError(f"--memory {text}: expected a size of at least 128M, such as 512M or 2G")
-    return value
 
 
 def _decision(move: TensorMove) -> dict[str, object]:

@@ -1,0 +1,56 @@
+"""`mcore-ckpt export`: a checkpoint as safetensors, torch files or a plain DCP checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mcore_ckpt.commands.outcome import Outcome
+from mcore_ckpt.errors import OptionError
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="directory of the checkpoint, or one with a tracker file"
+    )
+    parser.add_argument("directory", metavar="DIR", help="directory to make; must not exist yet")
+    parser.add_argument(
+        "--to", choices=["safetensors", "torch", "dcp"], default="safetensors", help="format (safetensors)"
+    )
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="largest file, e.g. 2G (5G; torch: 256M)")
+    parser.add_argument("--rename", metavar="RULES", help="file of lines: key pattern, replacement or `-` to drop")
+    parser.add_argument("--only", metavar="PATTERN", help="keys that match (shell pattern, or a part of the key)")
+    parser.add_argument("--drop", choices=["optimizer"], help="leave the optimizer's state out")
+    parser.add_argument("--dtype", metavar="TYPE", help="convert the model's floating-point tensors: bf16, fp16, fp32")
+
+
+def run(arguments: argparse.Namespace) -> Outcome:
+    """Export."""
+    from mcore_ckpt.dtype_cast import DTYPE_NAMES
+    from mcore_ckpt.export import ExportOptions, export_checkpoint
+    from mcore_ckpt.inspection import checkpoint_directory
+    from mcore_ckpt.key_rename import parse_rename_rules
+    from mcore_ckpt.report_text import human_bytes, parse_size
+
+    if arguments.dtype is not None and arguments.dtype not in DTYPE_NAMES:
+        raise OptionError(f"--dtype {arguments.dtype}: expected one of {', '.join(sorted(DTYPE_NAMES))}")
+    rules = parse_rename_rules(Path(arguments.rename).read_text(), arguments.rename) if arguments.rename else []
+    options = ExportOptions(
+        to=arguments.to,
+        max_shard_bytes=None if arguments.max_shard_size is None else parse_size(arguments.max_shard_size),
+        rename=tuple(rules),
+        only=arguments.only,
+        drop_optimizer=arguments.drop == "optimizer",
+        dtype=DTYPE_NAMES[arguments.dtype] if arguments.dtype else None,
+    )
+    source = checkpoint_directory(arguments.checkpoint)
+    report = export_checkpoint(source, arguments.directory, options, progress=False if arguments.quiet else None)
+    text = (
+        f"{report.target}: {report.tensors} tensors, {human_bytes(report.payload_bytes)} in {len(report.files)} files"
+    )
+    if report.left_out:
+        text += f"; {report.left_out} objects have no place in this format and were left out"
+    return Outcome(report, text)

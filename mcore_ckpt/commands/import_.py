@@ -1,0 +1,61 @@
+"""`mcore-ckpt import`: safetensors, torch files or a DCP checkpoint as a `torch_dist` checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mcore_ckpt.commands.outcome import Outcome
+from mcore_ckpt.errors import OptionError
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "source", metavar="SRC", help="directory of safetensors or torch files, one file, or a DCP checkpoint"
+    )
+    parser.add_argument("target", metavar="DST", help="directory to make; must not exist yet")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor parallel size (1)")
+    parser.add_argument("--pp", type=int, default=1, metavar="M", help="pipeline parallel size (1)")
+    parser.add_argument("--ep", type=int, default=1, metavar="K", help="expert parallel size (1)")
+    parser.add_argument("--rename", metavar="RULES", help="file of lines: key pattern, replacement or `-` to drop")
+    parser.add_argument("--rules", metavar="FILE", help="partition rules, as for reshard; they see the new keys")
+    parser.add_argument("--dtype", metavar="TYPE", help="convert floating-point tensors: bf16, fp16, fp32")
+    parser.add_argument("--common", metavar="FILE", help="common.pt to take along (an empty one)")
+    parser.add_argument("--workers", type=int, default=2, metavar="W", help="tensors in progress at once (2)")
+    parser.add_argument(
+        "--verify", action=argparse.BooleanOptionalAction, default=True, help="prove DST against SRC by checksum (on)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> Outcome:
+    """Import."""
+    from mcore_ckpt.dtype_cast import DTYPE_NAMES
+    from mcore_ckpt.import_ import ImportOptions, import_checkpoint
+    from mcore_ckpt.inspection import checkpoint_directory
+    from mcore_ckpt.key_rename import parse_rename_rules
+    from mcore_ckpt.partition import parse_rules
+    from mcore_ckpt.report_text import human_bytes
+    from mcore_ckpt.reshard_plan import TargetLayout
+
+    if arguments.dtype is not None and arguments.dtype not in DTYPE_NAMES:
+        raise OptionError(f"--dtype {arguments.dtype}: expected one of {', '.join(sorted(DTYPE_NAMES))}")
+    rename = parse_rename_rules(Path(arguments.rename).read_text(), arguments.rename) if arguments.rename else []
+    rules = parse_rules(Path(arguments.rules).read_text(), arguments.rules) if arguments.rules else []
+    options = ImportOptions(
+        layout=TargetLayout(arguments.tp, arguments.pp, arguments.ep),
+        rename=tuple(rename),
+        rules=tuple(rules),
+        dtype=DTYPE_NAMES[arguments.dtype] if arguments.dtype else None,
+        common=arguments.common,
+        workers=max(1, arguments.workers),
+        verify=arguments.verify,
+    )
+    source = checkpoint_directory(arguments.source)
+    report = import_checkpoint(source, arguments.target, options, progress=False if arguments.quiet else None)
+    text = f"{report.target}: {report.tensors} tensors, {human_bytes(report.payload_bytes)} from {report.format}"
+    if report.left_out:
+        text += f"; {report.left_out} entries that are no tensors were left out"
+    return Outcome(report, text)

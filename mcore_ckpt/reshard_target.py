@@ -1,0 +1,204 @@
+"""A planned target from the first byte to the moment it appears: temporary directory, journal, copy, check, publish.
+
+Everything happens in `TARGET.partial`. `.metadata` is written there last, and the rename to `TARGET` comes after all of
+it is durable and proved, so that nothing ever looks like a checkpoint and is none. What an interrupted run leaves is
+taken up by the next one with the same plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.commit import common_file_in_force
+from mcore_ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, OptionError, SaveError
+from mcore_ckpt.metadata import (
+    COMMON_FILE,
+    CONFIG_FILE,
+    INCOMPLETE_MARKER,
+    METADATA_FILE,
+    CheckpointIndex,
+    parse_index,
+)
+from mcore_ckpt.metadata_write import encode_metadata
+from mcore_ckpt.progress import Progress
+from mcore_ckpt.reshard_check import check_all
+from mcore_ckpt.reshard_copy import copy_all
+from mcore_ckpt.reshard_journal import JOURNAL_FILE, Journal
+from mcore_ckpt.reshard_plan import ReshardPlan
+from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.stored_payloads import StoredPayloads
+
+__all__ = ["BuildOptions", "Built", "build_target", "carry_sidecars", "partial_directory", "refuse_target"]
+
+# What the interpreter, numpy and the index take before the first buffer.
+_BASE_BYTES = 256 * 1024**2
+_MIN_BUFFER_BYTES = 64 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """How to build; see `ReshardOptions`."""
+
+    workers: int = 2
+    verify: bool = True
+    restart: bool = False
+    move_files: bool = True
+    memory_bytes: int = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What it took."""
+
+    resumed: bool
+    copy_s: float
+    verify_s: float
+
+
+def refuse_target(source: Path, target: Path) -> None:
+    """Raise unless `target` is free, and not inside the source."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointExistsError(
+            f"{target}: there is something already, and nothing is ever overwritten: choose another name"
+        )
+    here, there = source.resolve(), target.resolve()
+    if here == there or here in there.parents:
+        raise OptionError(f"{target}: lies inside the source {source}, which is never written to")
+
+
+def partial_directory(target: Path) -> Path:
+    """Where a target is built."""
+    return target.with_name(target.name + ".partial")
+
+
+def build_target(
+    payloads: StoredPayloads,
+    plan: ReshardPlan,
+    target: Path,
+    options: BuildOptions,
+    *,
+    carry: Callable[[Path], None],
+    progress: bool | None = False,
+) -> Built:
+    """Write, prove and publish a target.
+
+    Args:
+        payloads: the source.
+        plan: what goes where.
+        target: directory to make.
+        options: how.
+        carry: called with the temporary directory, to add what is not data, before `.metadata` is written.
+        progress: show bars; None: if standard error is a terminal.
+
+    Raises:
+        ChecksumError, CorruptCheckpointError: a damaged source, or a target that is not what was written.
+        OptionError: the temporary directory belongs to another plan.
+        SaveError: the target cannot be written; what is done is kept for the next run.
+    """
+    content = encode_metadata(plan.index)
+    partial = partial_directory(target)
+    if options.restart and partial.exists():
+        shutil.rmtree(partial)
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SaveError(f"{partial}: the directory cannot be made: {error.strerror}") from error
+    total = sum(move.payload_bytes for moves in plan.work for move in moves)
+    with Journal(partial, _fingerprint(payloads, plan, content)) as journal:
+        resumed = bool(journal.done)
+        if not resumed:
+            _check_space(partial, sum(plan.sizes.values()))
+        started = time.monotonic()
+        with Progress("copy", total, shown=progress) as bar:
+            buffer_bytes = max(_MIN_BUFFER_BYTES, (options.memory_bytes - _BASE_BYTES) // 2)
+            copy_all(
+                plan,
+                payloads,
+                partial,
+                journal,
+                memory_bytes=buffer_bytes,
+                advance=bar.advance,
+                move_files=options.move_files,
+            )
+        copied = time.monotonic()
+        if options.verify:
+            written = parse_index(content, str(partial))
+            with Progress("verify", total, shown=progress) as bar:
+                check_all(plan, payloads, written, journal, workers=options.workers, advance=bar.advance)
+        checked = time.monotonic()
+        carry(partial)
+        _publish(partial, target, content)
+    return Built(resumed, copied - started, checked - copied)
+
+
+def _fingerprint(payloads: StoredPayloads, plan: ReshardPlan, content: bytes) -> str:
+    """Of everything that the bytes of the target depend on: its layout, and the files that they come from."""
+    index, directory = payloads.index, Path(payloads.index.path)
+    files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
+    files |= {entry.item.file for entry in index.objects.values()}
+    found: dict[str, Any] = {
+        "source": str(directory.resolve()),
+        "target": hashlib.sha256(content).hexdigest(),
+        "keys": [[move.entry.fqn, move.target_fqn] for moves in plan.work for move in moves],
+    }
+    for file in sorted(files):
+        try:
+            stat = (directory / file).stat()
+        except OSError as error:
+            raise CheckpointNotFoundError(
+                f"{directory / file}: the index names this file, but it cannot be found ({error.strerror}); the "
+                f"checkpoint is incomplete, `mcore-ckpt verify {directory}` lists what is missing"
+            ) from error
+        found[file] = [stat.st_size, stat.st_mtime_ns]
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def _check_space(directory: Path, needed_bytes: int) -> None:
+    stat = os.statvfs(directory)
+    free = stat.f_bavail * stat.f_frsize
+    if free < needed_bytes:
+        raise SaveError(
+            f"{directory}: {needed_bytes} bytes are needed, {free} are free: free space, or choose another disk"
+        )
+
+
+def carry_sidecars(index: CheckpointIndex, partial: Path) -> None:
+    """Copy what lies beside the data and stays valid: common state, `metadata.json`, files of others (ModelOpt)."""
+    source, storage = Path(index.path), LocalStorage(partial)
+    data_files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
+    data_files |= {entry.item.file for entry in index.objects.values()}
+    common = common_file_in_force([path.name for path in source.iterdir()], index)
+    # integrity.json lists hashes of the source's files; the others are not parts of a finished checkpoint.
+    left_out = {METADATA_FILE, CONFIG_FILE, COMMON_FILE, INCOMPLETE_MARKER, "integrity.json", JOURNAL_FILE, *data_files}
+    for path in sorted(source.iterdir()):
+        if path.name in left_out or path.name.endswith((".pending", ".tmp", ".distcp")):
+            continue
+        if path.is_dir():
+            shutil.copytree(path, partial / path.name, dirs_exist_ok=True)
+        else:
+            storage.publish(path.name, path.read_bytes())
+    if common is not None:
+        storage.publish(COMMON_FILE, (source / common).read_bytes())
+    if (source / CONFIG_FILE).is_file():
+        storage.publish(CONFIG_FILE, (source / CONFIG_FILE).read_bytes())
+
+
+def _publish(partial: Path, target: Path, content: bytes) -> None:
+    storage = LocalStorage(partial)
+    storage.publish(METADATA_FILE, content)
+    storage.delete(JOURNAL_FILE)
+    try:
+        if target.is_dir():
+            target.rmdir()
+        partial.replace(target)
+    except OSError as error:
+        raise SaveError(f"{partial}: complete, but cannot be renamed to {target}: {error.strerror}") from error
+    LocalStorage(target.parent).sync_directory()
