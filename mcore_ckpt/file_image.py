@@ -204,6 +204,7 @@ class ImageWriter:
         through_windows: whether `write_image` copies into windows; None: if those lie in huge pages.
         fsync: make each file durable before it counts as finished.
         on_written: called with a number of bytes after each write, on an I/O thread.
+        deadline_s: seconds without progress after which the device counts as stuck (`WriteTimeoutError`); None: never.
     """
 
     def __init__(
@@ -215,9 +216,10 @@ class ImageWriter:
         fsync: bool = True,
         on_written: Callable[[int], None] | None = None,
         through_windows: bool | None = None,
+        deadline_s: float | None = None,
     ) -> None:
         self.results: list[ImageResult] = []
-        self._queue = PieceQueue(io_threads, on_written)
+        self._queue = PieceQueue(io_threads, on_written, deadline_s)
         self._pool = pool
         self._piece_bytes = piece_bytes
         self._fsync = fsync

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
+from mcore_ckpt.errors import WriteTimeoutError
 from mcore_ckpt.storage.base import RangeWriter
 from mcore_ckpt.storage.direct_io import aligned_buffer
 
@@ -59,7 +60,7 @@ class WindowPool:
 class FileInProgress:
     """One file in a `PieceQueue`, and what it took. Times are summed over threads, in seconds."""
 
-    __slots__ = ("closed", "fsync", "fsync_s", "pending", "size_bytes", "write_s", "writer")
+    __slots__ = ("closed", "finished", "fsync", "fsync_s", "pending", "size_bytes", "write_s", "writer")
 
     def __init__(self, writer: RangeWriter, size_bytes: int, fsync: bool) -> None:
         self.writer = writer
@@ -69,6 +70,7 @@ class FileInProgress:
         self.fsync_s = 0.0
         self.pending = 0
         self.closed = False
+        self.finished = False
 
 
 class PieceQueue:
@@ -77,9 +79,16 @@ class PieceQueue:
     Args:
         io_threads: writes in flight at once.
         on_written: called with the number of bytes after each write, on the thread that wrote; a sign of life.
+        deadline_s: seconds without any write or fsync ending, while the caller waits for one, after which the device
+            counts as stuck; None waits for ever.
     """
 
-    def __init__(self, io_threads: int = 2, on_written: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        io_threads: int = 2,
+        on_written: Callable[[int], None] | None = None,
+        deadline_s: float | None = None,
+    ) -> None:
         self._condition = threading.Condition()
         self._pieces: deque[tuple[FileInProgress, int, memoryview, Release | None]] = deque()
         self._to_finish: deque[FileInProgress] = deque()
@@ -88,6 +97,7 @@ class PieceQueue:
         self._stopping = False
         self._failure: BaseException | None = None
         self._on_written = on_written
+        self._deadline_s = deadline_s
         self._threads = [
             threading.Thread(target=self._work, name=f"mcore-ckpt-write-{i}", daemon=True) for i in range(io_threads)
         ]
@@ -115,6 +125,8 @@ class PieceQueue:
                 self._pieces.append((file, offset, piece, release))
                 self._condition.notify()
                 return
+            if release is not None:
+                release(piece)
         self._raise_failure()
 
     def close_file(self, file: FileInProgress) -> None:
@@ -135,7 +147,7 @@ class PieceQueue:
                 buffer = pool.take()
                 if buffer is not None:
                     return buffer
-                self._condition.wait()
+                self._wait_for_progress()
         self._raise_failure()
         raise AssertionError("unreachable: a failure was set")
 
@@ -143,11 +155,21 @@ class PieceQueue:
         """Return when every closed file is finished. Raises the first error of any thread."""
         with self._condition:
             while self._unfinished and self._failure is None:
-                self._condition.wait()
+                self._wait_for_progress()
         self._raise_failure()
 
+    def _wait_for_progress(self) -> None:
+        # Whatever ends notifies; the caller, who submits, is here and does not.
+        if not self._condition.wait(self._deadline_s) and self._failure is None:
+            names = ", ".join(file.writer.name for file in self._files if not file.finished)
+            self._failure = WriteTimeoutError(
+                f"{names}: no write has ended for {self._deadline_s} s (write_deadline_s); the device or the network "
+                "file system hangs, or the deadline is too short for it"
+            )
+            self._drop_waiting()
+
     def abort(self) -> None:
-        """Drop what waits, let writes in progress end, and remove all files of the queue."""
+        """Drop what waits, let writes in progress end (unless they are stuck), and remove all files of the queue."""
         with self._condition:
             if self._failure is None:
                 self._failure = RuntimeError("the writing was aborted")
@@ -164,9 +186,11 @@ class PieceQueue:
         with self._condition:
             self._stopping = True
             self._condition.notify_all()
+        # Threads that are stuck in the kernel cannot be waited for; they end by themselves if the device comes back.
+        timeout_s = 0.1 if isinstance(self._failure, WriteTimeoutError) else None
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join()
+                thread.join(timeout_s)
 
     def _drop_waiting(self) -> None:
         while self._pieces:
@@ -219,6 +243,7 @@ class PieceQueue:
         started = time.perf_counter()
         file.writer.finish(file.size_bytes, file.fsync)
         file.fsync_s = time.perf_counter() - started
+        file.finished = True
         with self._condition:
             self._unfinished -= 1
             self._condition.notify_all()

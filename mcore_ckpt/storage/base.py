@@ -140,7 +140,10 @@ class RangeWriter(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Close and remove the file, finished or not. Twice is harmless; raises nothing for a file that is gone."""
+        """Close and remove the file, finished or not. Twice is harmless; raises nothing for a file that is gone.
+
+        Does not wait for a `write` that hangs, nor closes the file under it.
+        """
 
 
 class Storage(ABC):

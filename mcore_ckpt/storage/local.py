@@ -206,7 +206,7 @@ def _write_all(fd: int, view: memoryview, offset: int, granule: int = 1) -> None
 
 
 class _LocalWriter(RangeWriter):
-    """A new file. `finish` and `abort` are for one thread, after the last `write` has returned."""
+    """A new file. `finish` is for one thread, after the last `write` has returned."""
 
     def __init__(self, path: str, size_bytes: int | None, direct: DirectIo) -> None:
         self.name = path
@@ -215,6 +215,7 @@ class _LocalWriter(RangeWriter):
         self._lock = threading.Lock()
         self._buffered_fd: int | None = None
         self._unsynced: deque[tuple[int, int]] = deque()
+        self._writes_in_progress = 0
         self._aborted = False
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)
         self._fd: int | None = fd
@@ -232,23 +233,34 @@ class _LocalWriter(RangeWriter):
     def write(self, offset: int, view: memoryview) -> None:
         view = memoryview(view).cast("B")
         try:
-            fd = self._open_fd()
-            if not self.direct:
-                self._write_buffered(fd, offset, view)
-                return
-            if offset % ALIGNMENT_BYTES == 0 and len(view) % ALIGNMENT_BYTES == 0:
-                try:
-                    _write_all(fd, view, offset, ALIGNMENT_BYTES)
-                    return
-                except OSError as error:
-                    if error.errno != errno.EINVAL or self._insist:
-                        raise
-            self._write_buffered(self._buffered(), offset, view)
+            with self._lock:
+                fd = self._open_fd()
+                self._writes_in_progress += 1
+            try:
+                self._write(fd, offset, view)
+            finally:
+                with self._lock:
+                    self._writes_in_progress -= 1
+                    if self._aborted and self._writes_in_progress == 0:
+                        self._close(suppress=True)
         except OSError as error:
             raise _save_error(f"writing bytes [{offset}, {offset + len(view)})", self.name, error) from error
 
+    def _write(self, fd: int, offset: int, view: memoryview) -> None:
+        if not self.direct:
+            self._write_buffered(fd, offset, view)
+            return
+        if offset % ALIGNMENT_BYTES == 0 and len(view) % ALIGNMENT_BYTES == 0:
+            try:
+                _write_all(fd, view, offset, ALIGNMENT_BYTES)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL or self._insist:
+                    raise
+        self._write_buffered(self._buffered(), offset, view)
+
     def _open_fd(self) -> int:
-        if self._fd is None:
+        if self._fd is None or self._aborted:
             raise OSError(errno.EBADF, "the file has been finished or aborted already")
         return self._fd
 
@@ -301,9 +313,11 @@ class _LocalWriter(RangeWriter):
             raise failure
 
     def abort(self) -> None:
-        if self._aborted:
-            return
-        self._aborted = True
-        self._close(suppress=True)
+        with self._lock:
+            if self._aborted:
+                return
+            self._aborted = True
+            if self._writes_in_progress == 0:
+                self._close(suppress=True)
         with contextlib.suppress(OSError):
             os.unlink(self.name)

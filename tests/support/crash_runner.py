@@ -212,12 +212,14 @@ def look(scenario: Scenario, directory: Path) -> int:
     """The seed of the checkpoint in a directory, `_ABSENT`, or `_BROKEN` for a mix or anything unreadable."""
 
     def work() -> int:
-        if not (directory / ".metadata").exists():
+        # Megatron writes `metadata.json` last, and takes a directory without it for no checkpoint; DCP does not know it.
+        needed = (".metadata",) if scenario.load is load_dcp else (".metadata", "metadata.json")
+        if not all((directory / name).exists() for name in needed):
             try:
                 scenario.load(directory)
             except (Exception, CheckpointException):  # noqa: BLE001  (Megatron or DCP may answer first, in their words)
                 return _ABSENT
-            print("a directory without .metadata was loaded")
+            print(f"a directory without all of {needed} was loaded")
             return _BROKEN
         found = scenario.load(directory)
         for seed in range(4):

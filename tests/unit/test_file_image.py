@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_ckpt.errors import SaveError
+from mcore_ckpt.errors import SaveError, WriteTimeoutError
 from mcore_ckpt.file_image import FileImage, ImageResult, ImageWriter, Window, plan_windows, write_image, write_windows
 from mcore_ckpt.image_writer import WindowPool
 from mcore_ckpt.storage import LocalStorage, RangeWriter
@@ -338,6 +338,44 @@ def test_a_file_is_finished_while_the_next_one_is_filled(storage: LocalStorage) 
         writer.write_windows(SlowFinish(), image, copy_from(bytes(image.size_bytes)))
         writer.write_windows(MemoryWriter(), image, fill_second)
     assert order == ["filling second", "finished first"]
+
+
+def test_a_stuck_device_is_noticed_by_the_deadline() -> None:
+    released = threading.Event()
+
+    class Stuck(MemoryWriter):
+        name = "stuck file"
+
+        def write(self, offset: int, view: memoryview) -> None:
+            assert released.wait(30)
+
+    image = make_image([9 * PAGE], [0])
+    pool = WindowPool(PAGE, 2)
+    started = time.monotonic()
+
+    def save() -> None:
+        with ImageWriter(pool=pool, deadline_s=0.2) as writer:
+            writer.write_windows(Stuck(), image, copy_from(bytes(image.size_bytes)))
+
+    with pytest.raises(WriteTimeoutError, match=r"stuck file: no write has ended for 0\.2 s"):
+        save()
+    assert time.monotonic() - started < 10
+    assert pool.take() is None, "a buffer that the device may still read from was given back"
+    released.set()
+    while writing_threads():
+        assert time.monotonic() - started < 30
+    assert pool.take() is not None
+
+
+def test_a_deadline_does_not_strike_while_things_move(storage: LocalStorage) -> None:
+    class Slow(MemoryWriter):
+        def write(self, offset: int, view: memoryview) -> None:
+            time.sleep(0.1)
+            super().write(offset, view)
+
+    image = make_image([20 * PAGE], [0])
+    with ImageWriter(pool=WindowPool(PAGE, 2), deadline_s=1.0) as writer:
+        writer.write_windows(Slow(), image, copy_from(bytes(image.size_bytes)))
 
 
 def test_a_view_that_is_too_small_is_refused(storage: LocalStorage, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import errno
 import os
 import pickle
 import resource
+import threading
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,34 @@ def test_a_write_that_gets_nowhere_is_an_error(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(SaveError, match="does not go on"):
         writer.write(0, aligned(b"x" * 4096))
     writer.abort()
+
+
+def test_abort_does_not_close_the_file_under_a_write_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path
+) -> None:
+    """The descriptor's number would go to another file, and the write would go on there."""
+    writing, released = threading.Event(), threading.Event()
+    before = open_fds()
+    real_pwrite = os.pwrite
+
+    def hang(fd: int, view: memoryview, offset: int) -> int:
+        writing.set()
+        assert released.wait(30)
+        return real_pwrite(fd, view, offset)
+
+    writer = local.open_writer("file")
+    monkeypatch.setattr(os, "pwrite", hang)
+    thread = threading.Thread(target=writer.write, args=(0, aligned(b"x" * 4096)))
+    thread.start()
+    assert writing.wait(30)
+    writer.abort()
+    assert list(tmp_path.iterdir()) == []
+    assert open_fds() != before
+    with pytest.raises(SaveError, match="finished or aborted"):
+        writer.write(0, aligned(b"y" * 4096))
+    released.set()
+    thread.join()
+    assert open_fds() == before
 
 
 @pytest.mark.parametrize("direct", ["auto", "off"])
