@@ -8,7 +8,9 @@ may be the rest of an older checkpoint, or be waiting under its pending name (se
 from __future__ import annotations
 
 import io
+import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,14 @@ import torch
 
 from mcore_ckpt.commit import PENDING_COMMON, common_file_in_force
 from mcore_ckpt.errors import CheckpointNotFoundError, SaveError
-from mcore_ckpt.metadata import COMMON_FILE, METADATA_FILE, object_key
+from mcore_ckpt.metadata import COMMON_FILE, CONFIG_FILE, METADATA_FILE, object_key
 from mcore_ckpt.options import LoadOptions
 from mcore_ckpt.ranks import coordination_group
 from mcore_ckpt.reader import FileSystemReader
 from mcore_ckpt.safe_pickle import load_object
 from mcore_ckpt.storage.local import LocalStorage
 
-__all__ = ["COMMON_STATE_KEY", "load_common", "save_common"]
+__all__ = ["COMMON_STATE_KEY", "load_common", "save_common", "save_config"]
 
 COMMON_STATE_KEY = object_key("common_state", (0,), (1,))
 _PENDING_SUFFIX = ".pending"
@@ -50,6 +52,25 @@ def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.Path
         storage.publish(PENDING_COMMON if storage.exists(METADATA_FILE) else COMMON_FILE, content.getvalue())
 
     coordination_group().run_on_coordinator("write the common state", write, wrap=SaveError)
+
+
+def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Write `metadata.json`; the first rank calls it, when the checkpoint has been published.
+
+    A checkpoint that replaces another needs the file that is there: so it is replaced by a rename, or, if it says the
+    same, not at all. Killed while it overwrites the file, a save would leave a checkpoint that nobody can load.
+
+    Args:
+        config: Megatron's `CheckpointingConfig`, a dataclass.
+        checkpoint_dir: directory of the checkpoint.
+
+    Raises:
+        SaveError: it cannot be written.
+    """
+    storage = LocalStorage(checkpoint_dir)
+    content = json.dumps(asdict(config)).encode()
+    if not storage.exists(CONFIG_FILE) or storage.read(CONFIG_FILE) != content:
+        storage.publish(CONFIG_FILE, content)
 
 
 def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | None = None) -> Any:

@@ -21,11 +21,10 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from torch.distributed.checkpoint import CheckpointException
-
 import mcore_ckpt
 from mcore_ckpt import common_state, megatron_queue
-from mcore_ckpt.errors import CheckpointError, SaveError, UnsupportedMegatronError
+from mcore_ckpt.errors import UnsupportedMegatronError
+from mcore_ckpt.megatron_errors import MegatronErrors, as_megatron_error
 from mcore_ckpt.megatron_patches import (
     MODULES_CALLING_PRODUCT,
     MODULES_NAMING_CUDA,
@@ -33,7 +32,6 @@ from mcore_ckpt.megatron_patches import (
     serve_with_numpy_2,
     serve_without_cuda,
 )
-from mcore_ckpt.ranks import coordination_group
 from mcore_ckpt.registry import get_strategy, registered_strategies
 
 __all__ = [
@@ -166,41 +164,6 @@ def _closed_off(stock: type) -> type:
     return type(stock.__name__, (stock,), members)
 
 
-@functools.cache
-def _in_all_trees(ours: Any, theirs: Any) -> Any:
-    # Where a save or load fails on the ranks, stock Megatron lets DCP's exception through; its `__str__` says less.
-    members: dict[str, Any] = {
-        "__module__": ours.__module__,
-        "__doc__": ours.__doc__,
-        "__str__": ours.__str__,
-        "_failures": {},
-    }
-    return type(ours.__name__, (ours, theirs, CheckpointException), members)
-
-
-def as_megatron_error(error: Exception) -> Exception:
-    """The same error, as an instance of Megatron's `CheckpointingException` and of DCP's `CheckpointException`, too.
-
-    Training code and tests written for Megatron catch one or the other; those written for this package catch its own
-    classes. Message, attributes, cause, notes and traceback are those of `error`.
-    """
-    theirs = megatron_module("core").CheckpointingException
-    if isinstance(error, theirs):
-        return error  # type: ignore[no-any-return]
-    cls: Any = _in_all_trees(type(error), theirs)
-    same = cls.__new__(cls, *error.args)
-    same.__dict__.update(error.__dict__)
-    if isinstance(error, OSError) and isinstance(same, OSError):
-        same.errno, same.strerror = error.errno, error.strerror
-        same.filename, same.filename2 = error.filename, error.filename2
-    same.args = error.args
-    same.__cause__ = error.__cause__
-    same.__context__ = error.__context__
-    same.__suppress_context__ = error.__suppress_context__
-    same.__traceback__ = error.__traceback__
-    return same  # type: ignore[no-any-return]
-
-
 def refuse_multi_storage_client() -> None:
     """Raise if `--enable-msc` is in force: its object stores cannot be reached through local file operations.
 
@@ -223,21 +186,6 @@ def refuse_multi_storage_client() -> None:
 
 # What install() has changed; None while it is not in force.
 _patches: Patches | None = None
-
-
-class MegatronErrors(contextlib.AbstractContextManager[None]):
-    """A context in which our exceptions leave as Megatron's, too, since its callers catch those."""
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, CheckpointError):
-            if isinstance(error, SaveError) and not _is_megatron_error(error) and coordination_group().is_coordinator:
-                # Rank 0's log is where people and scripts look for these words of Megatron's.
-                error.args = (f"Worker failure: {error}",)
-            raise as_megatron_error(error) from error.__cause__
-
-
-def _is_megatron_error(error: BaseException) -> bool:
-    return isinstance(error, megatron_module("core").CheckpointingException)
 
 
 def install() -> dict[str, Any]:
@@ -321,6 +269,7 @@ def _replace_all(patches: Patches, version: tuple[int, int, int]) -> None:
         patches.replace(torch_strategies, "get_async_strategy", megatron_queue.async_strategy_source(torch_strategies))
     if version[:2] >= (0, 19):
         patches.replace(serialization, "load_common_state_dict", _load_common_state_dict)
+    patches.replace(_required("core", "save_config"), "save_config", common_state.save_config)
     megatron_queue.replace_methods(patches, async_utils.AsyncCallsQueue, MegatronErrors)
     if version[:2] <= (0, 15):
         serve_with_numpy_2(patches, _existing(MODULES_CALLING_PRODUCT))
@@ -364,10 +313,8 @@ def _as_method(function: Any) -> Any:
 
 
 def _load_common(checkpoint_dir: Any) -> Any:
-    try:
+    with MegatronErrors():
         return common_state.load_common(checkpoint_dir)
-    except CheckpointError as error:
-        raise as_megatron_error(error) from error.__cause__
 
 
 def _load_common_state_dict(checkpoint_dir: Any) -> Any:

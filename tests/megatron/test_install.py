@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -317,6 +318,8 @@ def test_errors_are_megatrons_and_ours() -> None:
     assert isinstance(same.__cause__, FileNotFoundError)
     assert same.__traceback__ is not None
     assert as_megatron_error(same) is same
+    copied = pickle.loads(pickle.dumps(same))
+    assert (type(copied), str(copied)) == (type(same), str(same))
     lost = as_megatron_error(CheckpointNotFoundError(2, "no checkpoint", "/nowhere"))
     assert isinstance(lost, FileNotFoundError)
     assert lost.filename == "/nowhere"
