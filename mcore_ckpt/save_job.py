@@ -56,7 +56,13 @@ def write_in_line(
     """
     with (
         _window_pool(options.window_bytes) as pool,
-        ImageWriter(io_threads=options.io_threads, pool=pool, fsync=options.fsync, on_written=on_written) as images,
+        ImageWriter(
+            io_threads=options.io_threads,
+            pool=pool,
+            fsync=options.fsync,
+            on_written=on_written,
+            deadline_s=options.write_deadline_s,
+        ) as images,
     ):
         for source in sources:
             image = source.layout.image

@@ -212,7 +212,7 @@ def look(scenario: Scenario, directory: Path) -> int:
     """The seed of the checkpoint in a directory, `_ABSENT`, or `_BROKEN` for a mix or anything unreadable."""
 
     def work() -> int:
-        # Megatron writes `metadata.json` last, and takes a directory without it for no checkpoint; DCP does not know it.
+        # Megatron writes `metadata.json` last, and takes a directory without it for no checkpoint; DCP knows it not.
         needed = (".metadata",) if scenario.load is load_dcp else (".metadata", "metadata.json")
         if not all((directory / name).exists() for name in needed):
             try:
