@@ -225,6 +225,16 @@ def test_headers_of_large_items_are_read_once_for_each_reader(tmp_path: Path) ->
     assert reader.stats.reads == before + 1
 
 
+def test_headers_of_neighbours_are_read_together(tmp_path: Path) -> None:
+    tensors = {f"w{number}": torch.randn(600, 1024) for number in range(8)}
+    write_checkpoint(tmp_path, {fqn: whole(tensor) for fqn, tensor in tensors.items()})
+    reader = FileSystemReader(tmp_path)
+    destinations = {fqn: torch.zeros(2, 1024) for fqn in tensors}
+    reader.read_items([ReadRequest(fqn, tensor, (5, 0), (2, 1024)) for fqn, tensor in destinations.items()])
+    assert all(destinations[fqn].equal(tensor[5:7]) for fqn, tensor in tensors.items())
+    assert reader.stats.reads == 9 + 8
+
+
 def test_a_chunk_wanted_by_several_destinations_is_read_once(tmp_path: Path) -> None:
     tensor = torch.randn(2048, 1024)
     write_checkpoint(tmp_path, {"w": whole(tensor)})

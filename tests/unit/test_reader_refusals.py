@@ -130,6 +130,25 @@ def test_damage_is_found_and_named(shape: tuple[int, int], tmp_path: Path) -> No
     assert (unchecked != tensor).sum() == 1
 
 
+@pytest.mark.parametrize("rows", [3, 300])
+def test_no_flipped_bit_goes_unnoticed(rows: int, tmp_path: Path) -> None:
+    """Wherever a bit flips: the tensor is right, or the load fails with an error of ours."""
+    tensor = torch.randn(rows, 1024)
+    write_checkpoint(tmp_path, {"w": whole(tensor)})
+    path = tmp_path / "__0_0.distcp"
+    content = path.read_bytes()
+    ends = [*range(0, 1400, 7), *range(len(content) - 1400, len(content), 7)]
+    for at in [*ends, *range(1400, len(content) - 1400, len(content) // 20)]:
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        reader = FileSystemReader(tmp_path)
+        try:
+            assert load_box(reader, "w", tensor).equal(tensor), f"wrong values after a flip at byte {at}"
+        except CorruptCheckpointError as error:
+            assert "w at [0, 0]" in str(error)
+
+
 @pytest.mark.parametrize("shape", [(40, 40), (3000, 1024)])
 @pytest.mark.parametrize("box", [None, Box((0, 1), (30, 7))])
 def test_a_truncated_file_is_named_with_the_key(shape: tuple[int, int], box: Box | None, tmp_path: Path) -> None:
