@@ -15,6 +15,7 @@ from mcore_ckpt.checkpoint_index import CheckpointIndex, ObjectEntry, StoredChun
 from mcore_ckpt.errors import CorruptCheckpointError
 from mcore_ckpt.index_stand_ins import (
     ALLOWED_GLOBALS,
+    DTYPE_NAMES,
     BytesEntryState,
     ChunkState,
     DtypeName,
@@ -32,6 +33,7 @@ __all__ = ["file_name_problem", "no_garbage_collection", "parse_pickled_index"]
 
 _MAX_OFFSET = 2**63 - 1
 _MAX_DIMENSIONS = 64
+_DTYPES = {DtypeName(name): name for name in DTYPE_NAMES}  # stand-in -> one str for all entries
 _ZEROS = tuple((0,) * dimensions for dimensions in range(_MAX_DIMENSIONS + 1))
 
 
@@ -183,7 +185,7 @@ class _IndexBuilder:
                 self._problem(f"tensor {fqn!r}: no file holds the chunk at {list(offsets)} of sizes {list(sizes)}")
             else:
                 chunks.append(StoredChunk(offsets, sizes, item))
-        return TensorEntry(fqn, str(properties.dtype), shape, tuple(chunks), properties.requires_grad is True)
+        return TensorEntry(fqn, _DTYPES[properties.dtype], shape, tuple(chunks), properties.requires_grad is True)
 
     def _check_file_name(self, fqn: str, name: Any) -> None:
         if type(name) is not str:

@@ -61,7 +61,7 @@ def _simple_opcodes() -> re.Pattern[bytes]:
     short_texts = b"|".join(b"\\x%02x.{%d}" % (size, size) for size in range(128))
     integers = b"|".join(b"\\x%02x.{%d}" % (size, size) for size in range(9))
     return re.compile(
-        b"(?:[%b]+|[hKq\x80].|j....|J....|\x8c(?:%b)|M..|[G\x95].{8}|\x8a(?:%b)){1,200}"
+        b"(?:[hKq\x80].|[%b]+|j....|J....|\x8c(?:%b)|M..|[G\x95].{8}|\x8a(?:%b)){1,200}"
         % (re.escape(without_argument), short_texts, integers),
         re.DOTALL,
     )
