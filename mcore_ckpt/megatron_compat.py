@@ -272,8 +272,8 @@ def _replace_all(patches: Patches, version: tuple[int, int, int]) -> None:
     patches.replace(_required("core", "save_config"), "save_config", common_state.save_config)
     megatron_queue.replace_methods(patches, async_utils.AsyncCallsQueue, MegatronErrors)
     if version[:2] <= (0, 15):
-        serve_with_numpy_2(patches, _existing(MODULES_CALLING_PRODUCT))
-    serve_without_cuda(patches, _existing(MODULES_NAMING_CUDA))
+        serve_with_numpy_2(patches, existing_modules(MODULES_CALLING_PRODUCT))
+    serve_without_cuda(patches, existing_modules(MODULES_NAMING_CUDA))
 
 
 def _required(module_name: str, *names: str) -> Any:
@@ -288,7 +288,7 @@ def _required(module_name: str, *names: str) -> Any:
     return module
 
 
-def _existing(module_names: Iterable[str]) -> Iterator[ModuleType]:
+def existing_modules(module_names: Iterable[str]) -> Iterator[ModuleType]:
     """Those of Megatron's modules that can be imported: some need packages of their own, and are not in use then."""
     for name in module_names:
         with contextlib.suppress(ImportError):
