@@ -18,6 +18,7 @@ import torch
 
 from mcore_ckpt.boxes import Box, intersect
 from mcore_ckpt.container import element_bytes
+from mcore_ckpt.storage.direct_io import aligned_buffer
 
 __all__ = [
     "HostBytes",
@@ -145,11 +146,9 @@ class ReadBuffer(HostBytes):
             self._keep: object = block
             self.view = memory_at(self.address, size_bytes)
         else:
-            # Private: a plain anonymous mmap is shared with forked children.
-            memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            super().__init__(torch.frombuffer(memory, dtype=torch.uint8))
-            self._keep = memory
-            self.view = memoryview(memory)
+            self.view = aligned_buffer(size_bytes)[:size_bytes]
+            super().__init__(torch.frombuffer(self.view, dtype=torch.uint8))
+            self._keep = self.view
 
 
 def place_box(
