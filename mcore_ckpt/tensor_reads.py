@@ -201,13 +201,16 @@ class TensorReads:
             wanted_bytes = math.prod(piece.box.sizes) * elem_bytes
             contiguous = wanted_bytes == piece.stop - piece.start
             address = _address(wants[0], piece.box, elem_bytes) if contiguous and len(wants) == 1 else 0
+            # Long straight pieces need no buffer to share; pieces that are mostly gaps may be copied without a read.
+            straight = address != 0 and wanted_bytes >= _DIRECT_PIECE_BYTES
+            gappy = piece.stop - piece.start > (1 + MAX_WASTE) * wanted_bytes
             yield Extent(
                 wanted.item.file,
                 payload_start + piece.start,
                 payload_start + piece.stop,
                 wanted_bytes,
                 _PieceRead(wanted, payload_start, piece, wants, address, record),
-                alone=address != 0 and wanted_bytes >= _DIRECT_PIECE_BYTES,
+                alone=straight or gappy,
             )
 
     # -------------------------------------------------------------------------------------------- reading and placing
@@ -217,14 +220,14 @@ class TensorReads:
         owner = first.owner
         try:
             with self._files.reader(span.file) as reader:
-                if first.alone:
+                if first.alone and owner.address:
                     view = memory_at(owner.address, span.stop - span.start)
                     reader.read_into(span.start, view)
                     self._stats.add(reads=1, bytes_read=len(view))
                     self._sum_piece(owner, view)
                     return
                 reader.check_range(span.start, span.stop - span.start)
-                if self._copy_cached(reader, span):
+                if first.alone and self._copy_cached(reader, first):
                     return
                 buffer = self._buffer(span.stop - span.start)
                 start, stop = padded_range(span.start, span.stop, reader.size_bytes)
@@ -241,20 +244,14 @@ class TensorReads:
                 self._place_piece(buffer, extent.start - start, owner)
         self._stats.add(records_checked=checked)
 
-    def _copy_cached(self, reader: RangeReader, span: Span) -> bool:
-        """Copy the wanted bytes of a span with many gaps straight out of the page cache, if they are there."""
-        wanted_bytes = sum(extent.wanted_bytes for extent in span.extents)
-        if span.stop - span.start < (1 + MAX_WASTE) * wanted_bytes:
-            return False
-        if any(isinstance(extent.owner, WantedItem) for extent in span.extents):
-            return False
-        with reader.cached(span.start, span.stop - span.start) as address:
+    def _copy_cached(self, reader: RangeReader, extent: Extent) -> bool:
+        """Copy the wanted bytes of a piece that is mostly gaps straight out of the page cache, if they are there."""
+        length = extent.stop - extent.start
+        with reader.cached(extent.start, length) as address:
             if not address:
                 return False
-            memory = HostBytes.at(address, span.stop - span.start)
-            for extent in span.extents:
-                self._place_piece(memory, extent.start - span.start, extent.owner)
-        self._stats.add(reads=1, bytes_read=wanted_bytes)
+            self._place_piece(HostBytes.at(address, length), 0, extent.owner)
+        self._stats.add(reads=1, bytes_read=extent.wanted_bytes)
         return True
 
     def _buffer(self, needed_bytes: int) -> ReadBuffer:
