@@ -1,6 +1,6 @@
 """Kill the trainer, or the process that writes for it, at random moments of one save after the other into a directory.
 
-    python -m tests.support.kill_runner trainer|writer persistent|fork|cow|in_line ROUNDS DIRECTORY
+    python -m tests.support.kill_runner ROUNDS DIRECTORY trainer:persistent writer:cow ...   (VICTIM:WAY)
 
 After each kill the directory has to hold the old checkpoint or the new one, whole; a trainer whose writer was killed
 has to know within seconds, and no process may be left. The next round saves over what the last one left. As in
@@ -171,10 +171,12 @@ def run(victim: str, way: str, rounds: int, directory: Path) -> None:
         raise AssertionError("no kill hit a save")
 
 
-def main(victim: str, way: str, rounds: int, directory: Path) -> int:
+def main(rounds: int, directory: Path, pairs: list[str]) -> int:
     mcore_ckpt.install()
     try:
-        run(victim, way, rounds, directory)
+        for pair in pairs:
+            victim, way = pair.split(":")
+            run(victim, way, rounds, directory / pair)
     except AssertionError as error:
         print(f"FAILED: {error}")
         return 1
@@ -182,4 +184,4 @@ def main(victim: str, way: str, rounds: int, directory: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])))
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))

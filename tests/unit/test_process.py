@@ -338,12 +338,12 @@ def test_a_slow_write_with_progress_does_not(writer: PersistentWriter, stage: Sm
     storage = MisbehavingStorage(str(tmp_path), "slow")
     writer.warm_up()
     handle = writer.submit(
-        job(tmp_path, [image("a", 2 * _MIB)], storage=storage, deadline_s=1.0, piece_bytes=262144, io_threads=1),
+        job(tmp_path, [image("a", 2 * _MIB)], storage=storage, deadline_s=2.5, piece_bytes=131072, io_threads=1),
         stage.fd,
     )
     started_s = time.monotonic()
     handle.result()
-    assert time.monotonic() - started_s > 1.2, "longer than the deadline, but never without progress for so long"
+    assert time.monotonic() - started_s > 2.5, "longer than the deadline, but never without progress for so long"
 
 
 def test_a_job_can_be_called_off(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
@@ -363,6 +363,21 @@ def test_a_job_can_be_called_off(writer: PersistentWriter, stage: SmallStage, tm
     assert handle.abort(), "killed, since it does not listen"
     assert pid is not None
     assert not _is_running(pid)
+
+
+def test_control_c_ends_the_wait_and_not_the_writer(
+    writer: PersistentWriter, stage: SmallStage, tmp_path: Path
+) -> None:
+    slow = MisbehavingStorage(str(tmp_path), "slow")
+    handle = writer.submit(job(tmp_path, [image("a", 4 * _MIB)], storage=slow, piece_bytes=262144), stage.fd)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    started_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    assert time.monotonic() - started_s < 1.5
+    timer.join()
+    assert handle.result().files[0].file_name == "a"
 
 
 def test_a_handle_is_of_no_use_in_a_forked_process(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
@@ -564,12 +579,12 @@ def test_a_forked_child_without_progress_passes_its_deadline() -> None:
         stuck.result()
 
     def slow() -> str:
-        for _ in range(10):
+        for _ in range(12):
             time.sleep(0.2)
             report_progress(1)
         return "done"
 
-    assert ForkedWriter().submit(slow, "writing b", deadline_s=1.0).result() == "done"
+    assert ForkedWriter().submit(slow, "writing b", deadline_s=2.0).result() == "done"
 
 
 def test_a_forked_child_can_be_called_off() -> None:
