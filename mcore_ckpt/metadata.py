@@ -8,6 +8,7 @@ package), into one plain structure that the reader, the command and verify share
 from __future__ import annotations
 
 import json
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,15 +138,18 @@ def encode_config(backend: str = "torch_dist", version: int = 1) -> bytes:
 def _read_small_file(directory: Path, name: str, max_bytes: int) -> bytes:
     path = directory / name
     try:
+        status = path.stat()
+        # Looked at before it is opened: a pipe would block, and a device has no end.
+        if not stat.S_ISREG(status.st_mode):
+            raise LoadError(f"{path}: cannot be read: it is not a regular file")
+        if status.st_size > max_bytes:
+            raise CorruptCheckpointError(f"{path}: expected at most {max_bytes} bytes, the file has {status.st_size}")
         with path.open("rb") as stream:
-            data = stream.read(max_bytes + 1)
+            return stream.read(max_bytes)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(_not_found(directory, name)) from error
     except OSError as error:
         raise LoadError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if len(data) > max_bytes:
-        raise CorruptCheckpointError(f"{path}: expected at most {max_bytes} bytes, the file is larger")
-    return data
 
 
 def _not_found(directory: Path, name: str) -> str:
@@ -161,6 +165,11 @@ def _not_found(directory: Path, name: str) -> str:
         return (
             f"{directory}: holds no {name} itself, but checkpoints of {len(iterations)} iterations; "
             f"give one of them, for example {directory / iterations[-1]}"
+        )
+    if any(directory.glob("__*.metadata")):
+        return (
+            f"{directory}: holds no {name}, but metadata of single ranks: it was saved without collectives "
+            "(`dcp.save(use_collectives=False)`), which cannot be read as one checkpoint"
         )
     return (
         f"{directory}: holds no {name}, so there is no finished checkpoint in it. The save did not finish, "

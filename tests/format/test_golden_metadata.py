@@ -21,12 +21,13 @@ from mcore_ckpt.safe_pickle import load_object
 GOLDEN = Path(__file__).parent / "golden"
 ALL = sorted(path.name for path in GOLDEN.iterdir())
 MEGATRON = [name for name in ALL if name.startswith("megatron")]
+THROUGH_MEGATRON = [*MEGATRON, *(name for name in ALL if name.startswith("ours"))]
 FLATTENED = [name for name in MEGATRON if name < "megatron-0.16"]
 
 
 def test_the_list_is_complete() -> None:
     assert {"dcp-2.13.0", "dtensor-2.13.0", "megatron-0.12.3", "megatron-0.15.3", "megatron-0.16.1"} <= set(ALL)
-    assert "megatron-0.19.2" in ALL
+    assert {"megatron-0.19.2", "ours-0.1.0"} <= set(ALL)
 
 
 def expected(name: str) -> dict[str, Any]:
@@ -94,13 +95,16 @@ def test_index_of_torchs_classes_is_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MEGATRON)
-def test_megatron_keeps_its_plans_and_its_config(name: str) -> None:
-    index = read_index(GOLDEN / name)
-    assert index.has_local_plans
+def test_megatron_keeps_its_plans(name: str) -> None:
+    assert read_index(GOLDEN / name).has_local_plans
+
+
+@pytest.mark.parametrize("name", THROUGH_MEGATRON)
+def test_config_and_keys_are_megatrons(name: str) -> None:
     config = read_config(GOLDEN / name)
     assert config is not None
     assert (config.backend, config.version) == ("torch_dist", 1)
-    assert all(parse_object_key(fqn) for fqn in index.objects)
+    assert all(parse_object_key(fqn) for fqn in read_index(GOLDEN / name).objects)
 
 
 @pytest.mark.parametrize("name", MEGATRON)
@@ -128,7 +132,7 @@ def test_dcp_keeps_the_way_into_the_state_dict() -> None:
     assert not index.tensors["model.weight"].requires_grad
 
 
-@pytest.mark.parametrize("name", MEGATRON)
+@pytest.mark.parametrize("name", THROUGH_MEGATRON)
 def test_objects_load_safely(name: str) -> None:
     index = read_index(GOLDEN / name)
     for rank in range(2):
@@ -140,7 +144,7 @@ def test_objects_load_safely(name: str) -> None:
     assert random_states[0]["random_rng_state"][0] == 3
 
 
-@pytest.mark.parametrize("name", MEGATRON)
+@pytest.mark.parametrize("name", THROUGH_MEGATRON)
 def test_common_state_loads_safely(name: str) -> None:
     common = _common_state(read_index(GOLDEN / name), name)
     assert common["iteration"] == 7
@@ -149,7 +153,7 @@ def test_common_state_loads_safely(name: str) -> None:
     assert common["args"].save == Path("checkpoints")
 
 
-@pytest.mark.parametrize("name", MEGATRON)
+@pytest.mark.parametrize("name", THROUGH_MEGATRON)
 def test_common_state_loads_without_megatron(name: str) -> None:
     """Nothing is imported for looking at it: Megatron's classes are named instead."""
     common = _common_state(read_index(GOLDEN / name), name, import_classes=False)

@@ -79,10 +79,13 @@ class TestDamaged:
     def test_a_pickle_of_something_else(self, value: object) -> None:
         assert "expected a pickled torch.distributed.checkpoint Metadata" in str(refused(pickle.dumps(value)))
 
-    def test_unreadable_file(self, tmp_path: Path) -> None:
-        (tmp_path / ".metadata").mkdir()
-        with pytest.raises(LoadError, match=r"\.metadata: cannot be read: Is a directory"):
-            read_index(tmp_path)
+    def test_not_a_file(self, tmp_path: Path) -> None:
+        for number, make in enumerate([Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")]):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            make(directory / ".metadata")
+            with pytest.raises(LoadError, match=r"\.metadata: cannot be read: it is not a regular file"):
+                read_index(directory)
 
     def test_larger_than_any_index(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(metadata_module, "MAX_METADATA_BYTES", 1000)

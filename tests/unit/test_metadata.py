@@ -291,6 +291,11 @@ class TestNotFound:
         with pytest.raises(CheckpointNotFoundError, match="a save into it was interrupted"):
             read_index(tmp_path)
 
+    def test_metadata_of_single_ranks(self, tmp_path: Path) -> None:
+        (tmp_path / "__0.metadata").write_bytes(b"")
+        with pytest.raises(CheckpointNotFoundError, match="metadata of single ranks"):
+            read_index(tmp_path)
+
     def test_parent_of_checkpoints(self, tmp_path: Path) -> None:
         for name in ("iter_0000010", "iter_0000020"):
             (tmp_path / name).mkdir()
