@@ -109,10 +109,11 @@ def open_target(storage: Storage, options: SaveOptions) -> Target:
         old = _old_index(storage)
     _clean_up_after_failed_save(storage, names, old, replaces)
     names = storage.list()
-    numbers = [number for number in map(_file_number, names) if number is not None]
+    old_files = sorted(index_files(old)) if old else []
+    # Numbers that the old `.metadata` names count although their files are gone: what it names is removed in the end.
+    numbers = [number for number in map(_file_number, [*names, *old_files]) if number is not None]
     first_file = max(numbers, default=-1) + 1
     pending = PENDING_COMMON in names
-    old_files = sorted(index_files(old)) if old else []
     storage.publish(INCOMPLETE_MARKER, json.dumps({"first_file": first_file, "replaces": old_files}).encode())
     if pending:
         storage.rename(PENDING_COMMON, _numbered_pending(first_file))

@@ -148,3 +148,25 @@ def test_an_unreadable_old_checkpoint_is_replaced_but_its_files_stay(tmp_path: P
     second = save(tmp_path)
     assert {first, second} <= names(tmp_path)
     assert read_index(tmp_path).tensors.keys() == {second}
+
+
+def test_a_lost_file_of_the_old_checkpoint_does_not_cost_the_new_one(tmp_path: Path) -> None:
+    """Its name must not be given to a new file: what the old `.metadata` names is removed after the publish."""
+    old = save(tmp_path)
+    (tmp_path / old).unlink()
+    new = save(tmp_path)
+    assert new != old
+    assert (tmp_path / new).exists()
+    assert INCOMPLETE_MARKER not in names(tmp_path)
+
+
+def test_a_save_killed_after_its_publish_is_tidied_up_by_the_next(tmp_path: Path) -> None:
+    old = save(tmp_path)
+    storage = LocalStorage(tmp_path)
+    target = open_target(storage, OPTIONS)
+    killed = data_file_name(0, target.first_file)
+    (tmp_path / killed).write_bytes(b"data")
+    storage.publish(METADATA_FILE, metadata(killed))  # and no further
+    last = save(tmp_path)
+    assert {name for name in names(tmp_path) if name.endswith(".distcp")} == {last}
+    assert old != killed != last
