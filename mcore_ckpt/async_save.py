@@ -22,6 +22,7 @@ from mcore_ckpt.file_image import FileImage, ImageResult, ImageWriter, plan_wind
 from mcore_ckpt.job_handle import JobHandle
 from mcore_ckpt.options import SaveOptions
 from mcore_ckpt.process import ForkedWriter, shared_writer
+from mcore_ckpt.progress import WaitingBar
 from mcore_ckpt.save_job import check_results, write_in_line
 from mcore_ckpt.stage_pool import StageLease, lease_stage
 from mcore_ckpt.staging import BucketSource
@@ -33,6 +34,8 @@ __all__ = ["AsyncSave", "FailedSave", "SkippedSave", "WrittenSave", "start_writi
 _logger = logging.getLogger(__name__)
 # A ring of fewer windows would make the trainer and the device wait for each other.
 _LEAST_SLOTS = 2
+# How often a person who waits sees the bar move.
+_BAR_PERIOD_S = 0.2
 
 
 class AsyncSave(SaveCall):
@@ -49,15 +52,24 @@ class AsyncSave(SaveCall):
         self.on_failure = options.on_failure
         self.what = what
         self.on_abort: Callable[[], None] | None = None
+        self.written_between: tuple[float, float] | None = None
         self._handle = handle
         self._images = list(images)
         self._lease = lease
+        self._progress = WaitingBar(what, sum(image.size_bytes for image in images), options.progress)
 
     def poll(self) -> bool:
         return self._look(self._handle.poll())
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        return self._look(self._handle.wait(timeout_s))
+        with self._progress:
+            until_s = None if timeout_s is None else time.monotonic() + timeout_s
+            while True:
+                left_s = _BAR_PERIOD_S if until_s is None else min(_BAR_PERIOD_S, until_s - time.monotonic())
+                ended = self._handle.wait(max(0.0, left_s))
+                self._progress.show(self._handle.written_bytes())
+                if ended or (until_s is not None and time.monotonic() >= until_s):
+                    return self._look(ended)
 
     def _look(self, ended: bool) -> bool:
         if ended:
@@ -73,9 +85,10 @@ class AsyncSave(SaveCall):
         self._handle.wait()
         if self._lease is not None:
             self._lease.give_back()
-        written: Sequence[ImageResult] = self._handle.result().files
-        check_results(self._images, written)
-        return written
+        result: JobResult = self._handle.result()
+        check_results(self._images, result.files)
+        self.written_between = (result.started_s, result.finished_s)
+        return result.files
 
     def abort(self) -> None:
         memory_is_free = self._handle.abort()

@@ -222,8 +222,7 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     boxes: list[Box] = []
 
     def part_of_row(row: int, low: int, high: int) -> None:
-        for box in flat_boxes(shape[1:], low, high):
-            boxes.append(Box((row, *box.offsets), (1, *box.sizes)))
+        boxes.extend(Box((row, *box.offsets), (1, *box.sizes)) for box in flat_boxes(shape[1:], low, high))
 
     if first > last:  # inside one row
         part_of_row(last, start - last * row_elems, stop - last * row_elems)

@@ -48,6 +48,10 @@ class JobHandle(ABC):
     def watch(self) -> JobWatch:
         """What another process needs to see the job end."""
 
+    def written_bytes(self) -> int:
+        """How much has been written so far, as far as the worker tells; 0 where it does not."""
+        return 0
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """As `poll`, but waits up to `timeout_s` seconds for the end; None waits as long as it takes."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -124,6 +128,7 @@ class WriterJobHandle(JobHandle):
         self.error: CheckpointError | None = None
         self.windows_free = 0
         self._child = child
+        self._written_before = child.written_bytes()
         # Made here: in a forked process the descriptor is closed, and the process is not the owner.
         self._watch = JobWatch(child.pid, child.status_fd, number)
 
@@ -133,6 +138,9 @@ class WriterJobHandle(JobHandle):
         names = [file.image.file_name for file in self.job.files]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return f"{shown} into {self.job.storage}"
+
+    def written_bytes(self) -> int:
+        return max(0, self._child.written_bytes() - self._written_before)
 
     def poll(self) -> bool:
         if not self.done:

@@ -10,7 +10,7 @@ import threading
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "WaitingBar"]
 
 
 class Progress:
@@ -62,3 +62,30 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+class WaitingBar:
+    """A bar for work that another process does, shown while this one waits for it; a context manager, entered often.
+
+    Args:
+        what: a few words in front of the bar.
+        total_bytes: what 100% is.
+        wanted: False never shows it; True shows it if standard error is a terminal.
+    """
+
+    def __init__(self, what: str, total_bytes: int, wanted: bool) -> None:
+        self._progress = Progress(what, total_bytes, shown=wanted and sys.stderr.isatty())
+
+    def show(self, done_bytes: int) -> None:
+        """So much is done by now."""
+        self._progress.advance(max(0, done_bytes - self._progress.done_bytes))
+
+    def __enter__(self) -> WaitingBar:
+        self._progress.done_bytes = 0  # each entry draws a new bar, which `show` moves to where the work is
+        self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.__exit__(kind, error, traceback)

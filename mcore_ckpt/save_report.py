@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-__all__ = ["FileReport", "SaveReport"]
+__all__ = ["FileReport", "SaveReport", "Span", "write_trace"]
+
+_logger = logging.getLogger(__name__)
 
 _GB = 1e9
+
+
+class Span(NamedTuple):
+    """A phase of a save, in seconds on the clock of `time.monotonic()`, which all processes of a host share."""
+
+    name: str
+    start_s: float
+    stop_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.stop_s - self.start_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +48,7 @@ class SaveReport:
         directory: of the checkpoint.
         total_s: from the plan's beginning to the commit's end.
         phases_s: seconds of each phase: of the slowest rank for `plan`, `stage` and `write`; of the coordinator for
-            `gather` (waiting for all ranks' results) and `commit`.
+            `gather` (waiting for all ranks' results) and `commit`. `writer` is the work of a writer process.
         files: every rank's files.
     """
 
@@ -63,3 +82,42 @@ class SaveReport:
             straggler = f"; slowest file {slowest.file_name} of rank {slowest.rank} ({took_s:.3f} s)"
         size = f"{self.size_bytes / _GB:.3f} GB in {len(self.files)} files"
         return f"saved {size} to {self.directory} in {self.total_s:.3f} s ({phases}){straggler}"
+
+
+def write_trace(path: Path, save: str, rank: int, spans: Sequence[Span], files: Sequence[FileReport]) -> None:
+    """Write a trace that Chrome (`chrome://tracing`) and Perfetto show: this rank's phases.
+
+    Args:
+        path: directory for traces; made if need be.
+        save: directory of the checkpoint; its last part names the file, with the rank.
+        rank: shown as the process.
+        spans: phases, in any order.
+        files: what was written, attached to the phase of the writing.
+
+    A trace that cannot be written is only warned about: the checkpoint is published.
+    """
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},
+        {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "trainer"}},
+        {"ph": "M", "name": "thread_name", "pid": rank, "tid": 1, "args": {"name": "writer process"}},
+    ]
+    for span in spans:
+        writes = span.name in ("write", "writer")
+        events.append(
+            {
+                "ph": "X",
+                "cat": "save",
+                "name": span.name,
+                "pid": rank,
+                "tid": int(span.name == "writer"),
+                "ts": span.start_s * 1e6,
+                "dur": span.seconds * 1e6,
+                "args": {"files": [asdict(file) for file in files]} if writes else {"checkpoint": save},
+            }
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        name = f"{Path(save).name or 'save'}_rank{rank}.trace.json"
+        (path / name).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    except OSError as error:
+        _logger.warning("%s: the trace of a save cannot be written: %s", path, error)

@@ -15,14 +15,14 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from mcore_ckpt.async_calls import SaveCall
-from mcore_ckpt.async_save import SkippedSave, WrittenSave, start_writing
+from mcore_ckpt.async_save import AsyncSave, SkippedSave, WrittenSave, start_writing
 from mcore_ckpt.commit import Target, abandon, discard, open_target, publish
 from mcore_ckpt.dcp_plans import local_plans_as_dcp
 from mcore_ckpt.errors import PlanError, SaveError
@@ -35,7 +35,7 @@ from mcore_ckpt.rank_layout import PlacedObjects, RankLayout, TensorSpec, lay_ou
 from mcore_ckpt.ranks import RankGroup, reached_every_rank
 from mcore_ckpt.replaced_writer import write_through
 from mcore_ckpt.save_job import write_in_line
-from mcore_ckpt.save_report import FileReport, SaveReport
+from mcore_ckpt.save_report import FileReport, SaveReport, Span, write_trace
 from mcore_ckpt.stage_pool import is_busy
 from mcore_ckpt.staging import BucketSource
 from mcore_ckpt.storage.local import LocalStorage
@@ -100,8 +100,10 @@ class SaveTransaction:
         self._sources: list[BucketSource] = []
         self._results: Callable[[], Sequence[ImageResult]] | None = None
         self._write_buckets: Callable[[], list[ImageResult]] = self._write_sources
-        self._phases_s: dict[str, float] = {}
-        self._began = time.perf_counter()
+        self._spans: list[Span] = []
+        self._files: tuple[FileReport, ...] = ()
+        self._began = time.monotonic()
+        self._commits = False
 
     # -- plan ----------------------------------------------------------------------------------------------------
 
@@ -130,7 +132,7 @@ class SaveTransaction:
             PlanError: the ranks' shards do not make up the tensors; nothing was written.
             SaveError: the directory cannot be used.
         """
-        started = time.perf_counter()
+        started = time.monotonic()
         keys = [key for key, _ in objects]
         sizes = [len(data) for _, data in objects]
         known = self._structure.layout
@@ -178,7 +180,7 @@ class SaveTransaction:
                 self._layout.buckets, self._layout.members, self._placed.buckets, self._placed.offsets, strict=True
             )
         ]
-        self._phases_s["plan"] = time.perf_counter() - started
+        self._took("plan", started)
         replacement = replaced_bucket_writer()
         if replacement is not None:
             self.in_line_only = True
@@ -249,14 +251,14 @@ class SaveTransaction:
 
     def write_in_line(self) -> None:
         """Write this rank's files now. An error waits for `commit`, where every rank hears of it."""
-        started = time.perf_counter()
+        started = time.monotonic()
         outcome: list[ImageResult] | Exception
         try:
             outcome = self._write_buckets()
         except Exception as error:  # noqa: BLE001  (raised by `commit`, where the other ranks hear of it)
             outcome = error
         self._sources = []
-        self._phases_s["write"] = time.perf_counter() - started
+        self._took("write", started)
 
         def results() -> Sequence[ImageResult]:
             if isinstance(outcome, Exception):
@@ -269,11 +271,8 @@ class SaveTransaction:
         return write_in_line(self._storage, self._sources, self.options)
 
     def start(self) -> SaveCall:
-        """Take the snapshot and let a writer process go on alone; returns once the trainer may change its state.
-
-        An error waits for `commit`, where every rank hears of it.
-        """
-        started = time.perf_counter()
+        """Take the snapshot, let a writer process go on alone, and return. An error waits for `commit`."""
+        started = time.monotonic()
         if self.skipped:
             self.call = SkippedSave(str(self.directory))
             return self.call
@@ -282,29 +281,33 @@ class SaveTransaction:
             assert self._results is not None
             self.call = WrittenSave(self._results, self.options, str(self.directory))
             return self.call
-        writing = start_writing(self._storage, self._sources, self.options, str(self.directory))
-        writing.on_abort = self._abandon
+        # One bar on a terminal is enough: the coordinator's.
+        options = replace(self.options, progress=self.options.progress and self._group.is_coordinator)
+        writing = start_writing(self._storage, self._sources, options, str(self.directory))
+        writing.on_abort = self._abandon_uncommitted
         self._sources = []
         self._results = writing.results
         self.call = writing
-        self._phases_s["stage"] = time.perf_counter() - started
+        self._took("stage", started)
         return writing
 
     # -- commit --------------------------------------------------------------------------------------------------
 
-    def commit(self) -> SaveReport | None:
+    def commit(self) -> SaveReport:
         """Wait for this rank's writing, then publish the checkpoint; on every rank, or on none.
 
         Returns:
-            On the coordinator, what the save took.
+            What the save took: on the coordinator of all ranks, elsewhere of this rank.
 
         Raises:
             SaveError: any rank failed; the same on every rank. Nothing was published.
         """
-        started = time.perf_counter()
+        self._commits = True
+        started = time.monotonic()
         try:
             gathered = self._group.run_gather("write the data files", self._finished, wrap=SaveError)
-            waited = time.perf_counter()
+            waited = time.monotonic()
+            self._took("gather", started)
             self._group.run_on_coordinator("publish the checkpoint", lambda: self._publish(gathered), wrap=SaveError)
         except BaseException as error:
             # Only when every rank knows that nothing was published may files go; a lost contact says nothing.
@@ -312,20 +315,30 @@ class SaveTransaction:
                 self._abandon()
             self._release_directory()
             raise
+        self._took("commit", waited)
         self._release_directory()
-        if gathered is None:
-            return None
-        phases_s = {name: max(w.phases_s.get(name, 0.0) for w in gathered) for name in self._phases_s}
-        phases_s["gather"] = waited - started
-        phases_s["commit"] = time.perf_counter() - waited
-        report = SaveReport(
-            str(self.directory),
-            time.perf_counter() - self._began,
-            phases_s,
-            tuple(file for written in gathered for file in written.files),
-        )
-        _logger.info("%s", report)
+        report = self._report(gathered)
+        if self.options.trace_path is not None:
+            write_trace(Path(self.options.trace_path), str(self.directory), self._group.rank, self._spans, self._files)
+        if self.options.on_timings is not None:
+            self.options.on_timings({**report.as_dict(), "rank": self._group.rank})
+        if self._group.is_coordinator:
+            _logger.info("%s", report)
         return report
+
+    def _took(self, name: str, started_s: float) -> None:
+        self._spans.append(Span(name, started_s, time.monotonic()))
+
+    def _report(self, gathered: list[_Written] | None) -> SaveReport:
+        """On the coordinator of all ranks, the slowest rank's phases; elsewhere of this rank alone."""
+        phases_s = {span.name: span.seconds for span in self._spans}
+        files = self._files
+        if gathered is not None:
+            for written in gathered:
+                for name, seconds in written.phases_s.items():
+                    phases_s[name] = max(phases_s.get(name, 0.0), seconds)
+            files = tuple(file for written in gathered for file in written.files)
+        return SaveReport(str(self.directory), time.monotonic() - self._began, phases_s, files)
 
     def _finished(self) -> _Written:
         assert self._results is not None
@@ -344,7 +357,10 @@ class SaveTransaction:
             files.append(
                 FileReport(self._group.rank, result.file_name, result.size_bytes, result.write_s, result.fsync_s)
             )
-        return _Written(self._placed.entries, tuple(files), dict(self._phases_s))
+        self._files = tuple(files)
+        if isinstance(self.call, AsyncSave) and self.call.written_between is not None:
+            self._spans.append(Span("writer", *self.call.written_between))
+        return _Written(self._placed.entries, self._files, {span.name: span.seconds for span in self._spans})
 
     def _publish(self, gathered: list[_Written] | None) -> None:
         assert gathered is not None
@@ -375,6 +391,13 @@ class SaveTransaction:
         )
         common = any(key.startswith("common_state/") for key in objects)
         publish(self._storage, self._target, content, has_common_state=common)
+
+    def _abandon_uncommitted(self) -> None:
+        """The queue gives the save up. Once `commit` has begun, only that knows whether the files may go: a callback
+        that fails after the commit, or contact lost in the midst of it, must not take a published checkpoint apart.
+        """
+        if not self._commits:
+            self._abandon()
 
     def _abandon(self) -> None:
         """Remove what this rank wrote of a save that all ranks know has failed."""

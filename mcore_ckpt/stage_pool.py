@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mcore_ckpt.job_handle import JobHandle
 from mcore_ckpt.options import SaveOptions
+from mcore_ckpt.process import shared_writer
 from mcore_ckpt.staging import Stage, free_host_bytes
 
 __all__ = ["StageLease", "is_busy", "lease_stage", "warm_up_stage"]
@@ -100,11 +101,14 @@ def _budget_bytes(options: SaveOptions, stage: Stage) -> int:
 
 
 def warm_up_stage(nbytes: int, options: SaveOptions) -> None:
-    """Allocate and touch a stage of `nbytes` ahead of the first save, within the budget."""
+    """Allocate and touch a stage of `nbytes`, within the budget, and start the writer, ahead of the first save."""
     lease = lease_stage(nbytes, options)
     try:
         view = lease.stage.reserve(min(nbytes, lease.budget_bytes))
+        lease.stage.contents = None
         for offset in range(0, len(view), 4096):
             view[offset] = 0
+        if options.writer == "persistent":
+            shared_writer().warm_up(stage_fd=lease.stage.fd)
     finally:
         lease.give_back()

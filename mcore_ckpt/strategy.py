@@ -43,6 +43,7 @@ from mcore_ckpt.shards import (
     leaves,
     replace_leaves,
 )
+from mcore_ckpt.stage_pool import warm_up_stage
 
 __all__ = ["TorchDistLoadStrategy", "TorchDistSaveStrategy", "load_state_dict"]
 
@@ -125,6 +126,18 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
             transaction = self._prepare(sharded_state_dict, checkpoint_dir)
             transaction.write_in_line()
             transaction.commit()
+
+    def warm_up(self, sharded_state_dict: dict[str, Any]) -> None:
+        """Start the writer process and take the memory that an async save of this state needs, ahead of the first.
+
+        Args:
+            sharded_state_dict: as `async_save` will get it; nothing of it is read but sizes.
+        """
+        shards = [leaf for leaf in leaves(sharded_state_dict) if is_sharded_tensor(leaf) and is_main_replica(leaf)]
+        # Headers and alignment take a page for each tensor at most, objects a few.
+        nbytes = sum(leaf.data.nbytes + 4096 for leaf in shards) + 16 * 4096
+        with MegatronErrors():
+            warm_up_stage(nbytes, self.options)
 
     def _prepare(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, may_skip: bool = False

@@ -103,6 +103,10 @@ class WriterChild:
         self._inbox = Inbox(self._connection)
         _children.add(self)
 
+    def written_bytes(self) -> int:
+        """How much this process has written so far, all jobs together; 0 once it is gone."""
+        return 0 if self.dead else self._status.bytes_written
+
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def send(self, kind: int, content: Any, *fds: int) -> None:

@@ -399,3 +399,31 @@ def replaced(rank: int, path: Path) -> None:
 
 def test_a_second_save_into_a_directory_replaces_the_first(tmp_path: Path) -> None:
     run_ranks(replaced, 2, tmp_path)
+
+
+def warmed_up(rank: int, path: Path) -> None:
+    dist_checkpointing = megatron()
+    from mcore_ckpt import AsyncCallsQueue, TorchDistSaveStrategy
+    from mcore_ckpt.process import shared_writer
+
+    strategy = TorchDistSaveStrategy()
+    current = {"t": dist_checkpointing.ShardedTensor.from_rank_offsets("t", torch.ones(100_000))}
+    assert shared_writer().pid is None
+    strategy.warm_up(current)
+    pid = shared_writer().pid
+    assert pid is not None
+    queue = AsyncCallsQueue()
+    for step in range(50):
+        current["t"].data.fill_(step)
+        request = dist_checkpointing.save(current, str(path), strategy, async_sharded_save=True)
+        queue.schedule_async_request(request)
+        current["t"].data.fill_(-1)
+        queue.maybe_finalize_async_calls(blocking=True)
+        if step in (0, 1, 25, 49):
+            blank = {"t": dist_checkpointing.ShardedTensor.from_rank_offsets("t", torch.zeros(100_000))}
+            assert (dist_checkpointing.load(blank, str(path))["t"] == step).all(), "stale or torn bytes"
+    assert shared_writer().pid == pid, "the writer was not kept"
+
+
+def test_fifty_saves_with_one_warm_writer_hold_fresh_bytes(tmp_path: Path) -> None:
+    run_ranks(warmed_up, 1, tmp_path)
