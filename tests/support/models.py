@@ -19,7 +19,17 @@ from tests.support.cpu_megatron import pretend_cuda
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["DENSE", "GATED", "MOE_GROUPED", "MOE_SEQUENTIAL", "ModelShape", "Parallel", "Training", "build_training"]
+__all__ = [
+    "DENSE",
+    "GATED",
+    "MOE_GROUPED",
+    "MOE_SEQUENTIAL",
+    "ModelShape",
+    "Parallel",
+    "Training",
+    "build_training",
+    "megatron_version",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +111,9 @@ class Training:
         return losses
 
     def sharded_state_dict(self, is_loading: bool = False) -> dict[str, Any]:
-        """Model and optimizer as `dist_checkpointing.save` and `load` take them, optimizer fully reshardable."""
+        """Model and optimizer as `dist_checkpointing.save` and `load` take them, the optimizer reshardable in full."""
         model = self.model[0].module.sharded_state_dict()
-        optimizer = self.optimizer.sharded_state_dict(
-            model, is_loading=is_loading, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
-        )
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, **_optimizer_layout())
         return {
             "model": model,
             "optimizer": optimizer,
@@ -148,11 +156,12 @@ def build_training(shape: ModelShape, parallel: Parallel, seed: int = 1) -> Trai
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)
     dtype = getattr(torch, shape.dtype)
+    # Without Transformer Engine 0.12 takes this for an FP8 optimizer with too old an engine, though nothing is FP8.
+    _define("megatron.core.fp8_utils", "_quantize_param_shard_impl", lambda *_: None, below=(0, 13))
     extra: dict[str, Any] = {}
     if shape.experts:
         # 0.16 asks for this name without Transformer Engine, too, where it has never been defined.
-        moe_utils = import_module("megatron.core.transformer.moe.moe_utils")
-        vars(moe_utils).setdefault("te_general_gemm", None)
+        _define("megatron.core.transformer.moe.moe_utils", "te_general_gemm", None, only_if_missing=True)
         extra = {
             "num_moe_experts": shape.experts,
             "moe_router_topk": 2,
@@ -208,6 +217,29 @@ def build_training(shape: ModelShape, parallel: Parallel, seed: int = 1) -> Trai
         clip_grad=1.0,
     )
     return Training(shape, parallel, model, get_megatron_optimizer(optimizer_config, model))
+
+
+def megatron_version() -> tuple[int, int]:
+    """Major and minor version of the megatron-core that is imported."""
+    version = import_module("megatron.core.package_info")
+    return version.MAJOR, version.MINOR
+
+
+def _define(
+    module_name: str, name: str, value: Any, *, below: tuple[int, int] = (99, 0), only_if_missing: bool = False
+) -> None:
+    module = import_module(module_name)
+    if megatron_version() < below and not (only_if_missing and hasattr(module, name)):
+        setattr(module, name, value)
+
+
+def _optimizer_layout() -> dict[str, Any]:
+    """Arguments for an optimizer state that can be loaded under any other layout, as the training code gives them."""
+    if megatron_version() < (0, 13):
+        return {"sharding_type": "fully_sharded_model_space"}
+    layout = "fully_sharded_model_space" if megatron_version() < (0, 15) else "fully_reshardable"
+    # The optimizer of a model with experts is a chain of two: their keys must not depend on whether it is.
+    return {"metadata": {"distrib_optim_sharding_type": layout, "chained_optim_avoid_prefix": True}}
 
 
 def _forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:

@@ -10,7 +10,7 @@ The reference is the global tensors, put together from the shards by plain index
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,18 +27,32 @@ class _Shard:
     fqn: str
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-    data: torch.Tensor  # with as many dimensions as the global tensor
+    sizes: tuple[int, ...]  # of the box in the global tensor
+    flat: tuple[int, int] | None  # what of the flattened box is there, half-open, in elements; None: all
+    data: torch.Tensor  # flattened
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What belongs to this shard of a tensor of the global shape, flattened."""
+        start, stop = self.flat or (None, None)
+        return tensor[self._region].reshape(-1)[start:stop]
+
+    def put(self, tensor: torch.Tensor, values: Any) -> None:
+        """Set this shard's part of a tensor of the global shape."""
+        start, stop = self.flat or (None, None)
+        block = tensor[self._region].reshape(-1).clone()
+        block[start:stop] = values
+        tensor[self._region] = block.view(self.sizes)
 
     @property
-    def region(self) -> tuple[slice, ...]:
-        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.data.shape, strict=True))
+    def _region(self) -> tuple[slice, ...]:
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.sizes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What one rank found: `(fqn, offset, sizes)` of every shard it compared, and which of them differ."""
+    """What one rank found: the shards that it compared (without data), and fqns of those that differ."""
 
-    boxes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    compared: tuple[_Shard, ...]
     differing: tuple[str, ...]
 
 
@@ -85,18 +99,21 @@ def shards(state_dict: Any) -> Iterator[_Shard]:
     elif isinstance(state_dict, ShardedTensorFactory):
         yield from shards(state_dict.build())
     elif isinstance(state_dict, ShardedTensor):
-        data = state_dict.data.detach()
+        # Up to 0.15 an optimizer's shard may be a stretch of its flattened parameter.
+        flat = getattr(state_dict, "flattened_range", None)
         yield _Shard(
             state_dict.key,
             tuple(state_dict.global_shape),
             tuple(state_dict.global_offset),
-            data.reshape((1,) * state_dict.prepend_axis_num + tuple(data.shape)),
+            (1,) * state_dict.prepend_axis_num + tuple(state_dict.local_shape),
+            None if flat is None else (flat.start, flat.stop),
+            state_dict.data.detach().reshape(-1),
         )
 
 
 def write_reference(directory: Path, rank: int, state_dict: Any) -> None:
     """Keep a copy of this rank's shards in `directory`."""
-    own = [(shard.fqn, shard.global_shape, shard.offset, shard.data.clone()) for shard in shards(state_dict)]
+    own = [replace(shard, data=shard.data.clone()) for shard in shards(state_dict)]
     directory.mkdir(parents=True, exist_ok=True)
     torch.save(own, directory / f"rank{rank}.pt")
 
@@ -117,14 +134,14 @@ class Reference:
         tensors: dict[str, torch.Tensor] = {}
         filled: dict[str, torch.Tensor] = {}
         for path in sorted(directory.glob("rank*.pt")):
-            for shard in (_Shard(*fields) for fields in torch.load(path)):
+            for shard in torch.load(path, weights_only=False):
                 tensor = tensors.setdefault(shard.fqn, torch.zeros(shard.global_shape, dtype=shard.data.dtype))
                 seen = filled.setdefault(shard.fqn, torch.zeros(shard.global_shape, dtype=torch.bool))
-                if seen[shard.region].any():
-                    same = torch.equal(_bits(tensor[shard.region]), _bits(shard.data))
+                if shard.of(seen).any():
+                    same = torch.equal(_bits(shard.of(tensor)), _bits(shard.data))
                     assert same, f"{shard.fqn}: replicas differ at {shard.offset}"
-                tensor[shard.region] = shard.data
-                seen[shard.region] = True
+                shard.put(tensor, shard.data)
+                shard.put(seen, True)
         missing = [fqn for fqn, seen in filled.items() if not seen.all()]
         assert tensors, f"no reference in {directory}"
         assert not missing, f"no rank holds all of {missing}"
@@ -137,28 +154,27 @@ class Reference:
 
     def compare(self, state_dict: Any) -> Comparison:
         """Compare the shards of this rank's state dict with the reference."""
-        boxes, differing = [], []
-        for shard in shards(state_dict):
-            boxes.append((shard.fqn, shard.offset, tuple(shard.data.shape)))
+        return self._compare(shards(state_dict))
+
+    def compare_tensors(self, tensors: dict[str, torch.Tensor]) -> Comparison:
+        """Compare global tensors by fqn, as plain DCP loads them."""
+        return self._compare(
+            _Shard(fqn, tuple(t.shape), (0,) * t.dim(), tuple(t.shape), None, t.reshape(-1))
+            for fqn, t in tensors.items()
+        )
+
+    def _compare(self, found: Iterable[_Shard]) -> Comparison:
+        compared, differing = [], []
+        for shard in found:
+            compared.append(replace(shard, data=shard.data[:0]))
             expected = self.tensors.get(shard.fqn)
             if expected is not None and not (
                 tuple(expected.shape) == shard.global_shape
                 and expected.dtype == shard.data.dtype
-                and torch.equal(_bits(expected[shard.region]), _bits(shard.data))
+                and torch.equal(_bits(shard.of(expected)), _bits(shard.data))
             ):
                 differing.append(shard.fqn)
-        return Comparison(tuple(boxes), tuple(differing))
-
-    def compare_tensors(self, tensors: dict[str, torch.Tensor]) -> Comparison:
-        """Compare global tensors by fqn, as plain DCP loads them."""
-        boxes = [(fqn, (0,) * tensor.dim(), tuple(tensor.shape)) for fqn, tensor in tensors.items()]
-        differing = [
-            fqn
-            for fqn, tensor in tensors.items()
-            if (expected := self.tensors.get(fqn)) is not None
-            and not (expected.dtype == tensor.dtype and torch.equal(_bits(expected), _bits(tensor)))
-        ]
-        return Comparison(tuple(boxes), tuple(differing))
+        return Comparison(tuple(compared), tuple(differing))
 
     def verdict(self, comparisons: Iterable[Comparison]) -> Verdict:
         """Whether the comparisons of all ranks together cover the reference and found no difference."""
@@ -167,11 +183,11 @@ class Reference:
         unknown: set[str] = set()
         for comparison in comparisons:
             differing.update(comparison.differing)
-            for fqn, offset, sizes in comparison.boxes:
-                if fqn in covered:
-                    covered[fqn][tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))] = True
+            for shard in comparison.compared:
+                if shard.fqn in covered:
+                    shard.put(covered[shard.fqn], True)
                 else:
-                    unknown.add(fqn)
+                    unknown.add(shard.fqn)
         return Verdict(
             tensors=sum(bool(seen.any()) for seen in covered.values()),
             compared_bytes=sum(int(covered[fqn].sum()) * t.element_size() for fqn, t in self.tensors.items()),
