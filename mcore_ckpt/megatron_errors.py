@@ -42,8 +42,10 @@ def as_megatron_error(error: Exception) -> Exception:
     same: Exception = cls.__new__(cls, *error.args)
     same.__dict__.update(error.__dict__)
     if isinstance(error, OSError) and isinstance(same, OSError):
-        same.errno, same.strerror = error.errno, error.strerror
-        same.filename, same.filename2 = error.filename, error.filename2
+        for name in ("errno", "strerror", "filename", "filename2"):
+            # A file name that is set to None is shown as "None", in place of the message.
+            if (value := getattr(error, name)) is not None:
+                setattr(same, name, value)
     same.args = error.args
     same.__cause__ = error.__cause__
     same.__context__ = error.__context__

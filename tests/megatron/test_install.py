@@ -323,6 +323,7 @@ def test_errors_are_megatrons_and_ours() -> None:
     lost = as_megatron_error(CheckpointNotFoundError(2, "no checkpoint", "/nowhere"))
     assert isinstance(lost, FileNotFoundError)
     assert lost.filename == "/nowhere"
+    assert str(as_megatron_error(CheckpointNotFoundError("no checkpoint at /nowhere"))) == "no checkpoint at /nowhere"
 
 
 @pytest.mark.skipif(not HAS_REGISTRY, reason="this Megatron has no abstract strategies")
