@@ -25,6 +25,7 @@ __all__ = [
     "ReadBuffer",
     "Want",
     "address_of",
+    "alignment_for",
     "dtype_name",
     "memory_at",
     "narrow",
@@ -151,6 +152,23 @@ class ReadBuffer(HostBytes):
             self._keep = self.view
 
 
+def _takes_bits(tensor: torch.Tensor, stored_dtype: torch.dtype) -> bool:
+    """True if stored elements can be put into the tensor bit by bit."""
+    return (
+        tensor.dtype is stored_dtype and type(tensor) in _PLAIN_TYPES and not tensor.is_neg() and not tensor.is_conj()
+    )
+
+
+def alignment_for(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
+    """The alignment at which `place_box` can use bytes in memory as they are; at others it may have to copy them first.
+
+    Whole rows are copied as bytes; single elements, and those that are converted, have to be aligned as such.
+    """
+    if tensor.dim() and tensor.stride(-1) == 1 and _takes_bits(tensor, stored_dtype):
+        return 1
+    return stored_dtype.itemsize
+
+
 def place_box(
     memory: HostBytes,
     at: int,
@@ -188,12 +206,7 @@ def place_box(
         source = memory.address + at + first * elem_bytes
         ctypes.memmove(destination.data_ptr(), source, wanted_elems * elem_bytes)
         return
-    same_bits = (
-        destination.dtype is stored_dtype
-        and type(destination) in _PLAIN_TYPES
-        and not destination.is_neg()
-        and not destination.is_conj()
-    )
+    same_bits = _takes_bits(destination, stored_dtype)
     at += first * elem_bytes
     with torch.no_grad():
         if same_bits and overlap.sizes and destination.stride(-1) == 1:

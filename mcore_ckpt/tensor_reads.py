@@ -24,7 +24,7 @@ from mcore_ckpt.errors import ChecksumError, LoadError
 from mcore_ckpt.fetch import OpenFiles, ReadStats, in_parallel, naming, padded_range
 from mcore_ckpt.item_location import ItemLocations, check_located
 from mcore_ckpt.options import LoadOptions
-from mcore_ckpt.placement import HostBytes, ReadBuffer, Want, memory_at, place_box
+from mcore_ckpt.placement import HostBytes, ReadBuffer, Want, alignment_for, memory_at, place_box
 from mcore_ckpt.ranges import CHEAP_GAP_BYTES, MAX_WASTE, Extent, Piece, Span, cluster_boxes, coalesce, split_box
 from mcore_ckpt.read_requests import WantedItem
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader
@@ -40,6 +40,10 @@ _DIRECT_PIECE_BYTES = 1024 * 1024
 
 # A packed item of which less is wanted is not read whole.
 _MOSTLY = 0.8
+
+# Copies out of the page cache to a place a few bytes ahead, modulo the page, take four times as long on some CPUs (seen
+# on AMD EPYC: 3 GB/s for a shift of 1 to 16 bytes, 12 GB/s for none or for one of half a page).
+_FAR_SKEW = 2048
 
 
 class _RecordSum:
@@ -76,6 +80,7 @@ class _PieceRead(NamedTuple):
         piece: box and bytes of the payload.
         wants: destinations that overlap the piece.
         address: host memory that takes the piece's bytes just as they are; 0 if there is none.
+        alignment: the bytes have to lie on a multiple of this to be placed without a further copy.
         record: sum of the whole record, if all of it is read.
     """
 
@@ -84,6 +89,7 @@ class _PieceRead(NamedTuple):
     piece: Piece
     wants: list[Want]
     address: int
+    alignment: int
     record: _RecordSum | None
 
 
@@ -191,6 +197,7 @@ class TensorReads:
         self, wanted: WantedItem, payload_start: int, box: Box, wants: list[Want], record: _RecordSum | None
     ) -> Iterator[Extent]:
         options, elem_bytes = self._options, wanted.dtype.itemsize
+        alignment = max(alignment_for(want.tensor, wanted.dtype) for want in wants)
         for piece in split_box(
             wanted.chunk.sizes,
             box,
@@ -209,7 +216,7 @@ class TensorReads:
                 payload_start + piece.start,
                 payload_start + piece.stop,
                 wanted_bytes,
-                _PieceRead(wanted, payload_start, piece, wants, address, record),
+                _PieceRead(wanted, payload_start, piece, wants, address, alignment, record),
                 alone=straight or gappy,
             )
 
@@ -231,24 +238,26 @@ class TensorReads:
                     return
                 buffer = self._buffer(span.stop - span.start)
                 start, stop = padded_range(span.start, span.stop, reader.size_bytes)
-                reader.read_into(start, buffer.view[: stop - start])
+                skew = _skew(first, start)
+                reader.read_into(start, buffer.view[skew : skew + stop - start])
         except LoadError as error:
             raise _naming(error, owner if isinstance(owner, WantedItem) else owner.wanted) from error
         self._stats.add(reads=1, bytes_read=stop - start)
+        shift = skew - start
         checked = 0
         for extent in span.extents:
             owner = extent.owner
             if isinstance(owner, WantedItem):
-                checked += self._place_packed(buffer, extent.start - start, owner)
+                checked += self._place_packed(buffer, extent.start + shift, owner)
             else:
-                self._place_piece(buffer, extent.start - start, owner)
+                self._place_piece(buffer, extent.start + shift, owner)
         self._stats.add(records_checked=checked)
 
     def _copy_cached(self, reader: RangeReader, extent: Extent) -> bool:
         """Copy the wanted bytes of a piece that is mostly gaps straight out of the page cache, if they are there."""
         length = extent.stop - extent.start
         with reader.cached(extent.start, length) as address:
-            if not address:
+            if not address or address % extent.owner.alignment:
                 return False
             self._place_piece(HostBytes.at(address, length), 0, extent.owner)
         self._stats.add(reads=1, bytes_read=extent.wanted_bytes)
@@ -317,6 +326,13 @@ def _address(want: Want, box: Box, elem_bytes: int) -> int:
     inside = Box(tuple(o - w for o, w in zip(box.offsets, want.box.offsets, strict=True)), box.sizes)
     destination = runs(want.box.sizes, inside, elem_bytes)
     return 0 if destination.counts else want.address + destination.first_byte
+
+
+def _skew(first: Extent, start: int) -> int:
+    """How far into the buffer to read a span from `start` on, so that its first piece lies aligned there."""
+    owner = first.owner
+    skew = 0 if isinstance(owner, WantedItem) else -(first.start - start) % owner.alignment
+    return skew + _FAR_SKEW if skew else 0
 
 
 def _naming(error: LoadError, wanted: WantedItem) -> LoadError:
