@@ -8,10 +8,14 @@ Two doors, one for each kind of pickle in a checkpoint:
 
 `pickle.Unpickler` in C does the work of the first, so that a large index costs microseconds an entry; its only openings
 to the outside are `find_class` and `persistent_load`, and both are closed here.
+
+What is not prevented: a pickle can make either door take long, for example by nested tuples as the key of a dict, which
+are hashed without end. It cannot run, change or fetch anything meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import io
@@ -20,11 +24,13 @@ import pickletools
 import re
 import sys
 import threading
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from mcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, OptionError, UnsafePickleError
+from mcore_ckpt.zip_records import ItemBytes, read_directory
 
 __all__ = ["ALLOWED_OBJECT_CLASSES", "Unavailable", "load_object", "loads"]
 
@@ -239,6 +245,7 @@ def _load(stream: BinaryIO, extra_allowed: tuple[str, ...], where: str, import_c
 
     start = stream.tell()
     try:
+        _refuse_zip_bomb(stream, start, where)
         try:
             return torch.load(stream, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:
@@ -258,6 +265,36 @@ def _load(stream: BinaryIO, extra_allowed: tuple[str, ...], where: str, import_c
             f"{where}: cannot be read as a torch.save container of plain data ({type(error).__name__}: {reason:.300}). "
             "The bytes are damaged or incomplete; restore them from another copy, or load an earlier checkpoint."
         ) from error
+
+
+# torch.save never compresses; what others have compressed is inflated in memory, so up to this much, or ratio, only.
+_MAX_INFLATED_BYTES = 1024**3
+_MAX_INFLATION = 20
+
+
+def _refuse_zip_bomb(stream: BinaryIO, start: int, where: str) -> None:
+    """Refuse a container whose compressed records would fill the memory. Leaves the stream at `start`."""
+
+    def read(offset: int, length: int) -> bytes:
+        stream.seek(start + offset)
+        return stream.read(length)
+
+    container_bytes = stream.seek(0, io.SEEK_END) - start
+    try:
+        directory = read_directory(ItemBytes(read, container_bytes, where))
+        is_plain = all(record.method == 0 for record in directory.values())
+    except CorruptCheckpointError:
+        is_plain = False  # perhaps not even a zip archive, which torch.load reads as well: look closer
+    if not is_plain:
+        stream.seek(start)
+        with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(stream) as archive:
+            inflated_bytes = sum(record.file_size for record in archive.infolist())
+            if inflated_bytes > max(_MAX_INFLATED_BYTES, _MAX_INFLATION * container_bytes):
+                raise UnsafePickleError(
+                    f"{where}: {container_bytes} bytes would become {inflated_bytes} when inflated; torch.save never "
+                    "compresses. The file was made to do harm, or damaged; do not load it."
+                )
+    stream.seek(start)
 
 
 def _needed_globals(

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 
+from mcore_ckpt import safe_pickle
 from mcore_ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -200,6 +202,21 @@ class TestRefused:
             load_object(content, (name,))
 
 
+class TestCompressed:
+    """torch.save does not compress, but reads what was compressed afterwards."""
+
+    def test_moderately(self) -> None:
+        assert load_object(_renamed(saved({"a": [0] * 1000}), {}, zipfile.ZIP_DEFLATED)) == {"a": [0] * 1000}
+
+    def test_bomb(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        content = _renamed(saved(torch.zeros(1_000_000)), {}, zipfile.ZIP_DEFLATED)
+        assert len(content) < 10_000
+        assert load_object(content).shape == (1_000_000,)
+        monkeypatch.setattr(safe_pickle, "_MAX_INFLATED_BYTES", 1_000_000)
+        with pytest.raises(UnsafePickleError, match=r"would become 4\d{6} when inflated"):
+            load_object(content)
+
+
 class TestDamaged:
     CONTENT = saved([{"a": np.arange(3.0), "t": torch.arange(5.0)}, argparse.Namespace(x=1)])
 
@@ -308,12 +325,10 @@ def _global(name: str) -> bytes:
     return f"c{module}\n{kind}\n".encode()
 
 
-def _renamed(content: bytes, names: dict[bytes, bytes]) -> bytes:
+def _renamed(content: bytes, names: dict[bytes, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
     """The container with bytes replaced in its pickle."""
-    import zipfile
-
     out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w") as new:
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w", compression) as new:
         for record in old.infolist():
             data = old.read(record)
             if record.filename.endswith("/data.pkl"):
