@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -193,7 +193,10 @@ def _new_names(keys: Iterable[str], rules: Sequence[RenameRule], source: Path) -
 
 
 def _renamed(index: CheckpointIndex, names: dict[str, str]) -> CheckpointIndex:
-    tensors = {new: replace(index.tensors[old], fqn=new) for old, new in names.items()}
+    tensors = {}
+    for old, new in names.items():
+        entry = index.tensors[old]
+        tensors[new] = TensorEntry(new, entry.dtype, entry.shape, entry.chunks, entry.requires_grad)
     return CheckpointIndex(index.path, tensors, {})
 
 

@@ -111,8 +111,9 @@ _WHOLE = (
     r"linear_(?:q_down_proj|kv_down_proj)\.(?:weight|bias)",
 )
 _TABLE: tuple[tuple[re.Pattern[str], int | None], ...] = (
-    (re.compile(rf"(?:^|\.)(?:{'|'.join(_WHOLE)})$"), None),
+    # Columns first: Mamba divides its own norm, unlike all others.
     (re.compile(rf"(?:^|\.)(?:{'|'.join(_COLUMN)})$"), 0),
+    (re.compile(rf"(?:^|\.)(?:{'|'.join(_WHOLE)})$"), None),
     (re.compile(rf"(?:^|\.)(?:{'|'.join(_ROW)})$"), 1),
 )
 _GATED = re.compile(r"(?:^|\.)linear_fc1\.(?:weight|bias)\d*$")

@@ -1,0 +1,130 @@
+"""What inspect says is what was written, down to the byte."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_ckpt.cli import main
+from mcore_ckpt.inspection import describe_items, file_rows, summarize, tensor_rows
+from mcore_ckpt.metadata import read_index
+from tests.tools.model_like import model_tensors, write_model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("inspect") / "iter_0000007"
+    write_model(directory)
+    return directory
+
+
+def test_summary(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = summarize(checkpoint)
+    model = model_tensors(optimizer=False)
+    assert summary.iteration == 7
+    assert summary.written_by == "megatron"
+    assert (summary.tensors, summary.objects, summary.files, summary.ranks) == (len(model_tensors()), 2, 4, 2)
+    assert summary.model_elements == sum(tensor.numel() for tensor in model.values())
+    assert summary.model_bytes == sum(tensor.nbytes for tensor in model.values())
+    assert summary.optimizer_bytes == sum(t.nbytes for key, t in model_tensors().items() if key.startswith("optimizer"))
+    assert summary.optimizer == "fully_reshardable"
+    assert summary.layout.tp == 2
+    assert summary.trained_layout is not None
+    assert summary.arguments == {"tensor_model_parallel_size": 2, "swiglu": True}
+    assert {row.group for row in summary.groups} >= {"embedding", "attention", "mlp", "norm", "optimizer exp_avg"}
+    assert main(["inspect", str(checkpoint)]) == 0
+    shown = capsys.readouterr().out
+    for text in ("iteration", "fully_reshardable", "TP 2", "bfloat16", "attention"):
+        assert text in shown
+
+
+def test_items_are_where_they_are_said_to_be(checkpoint: Path) -> None:
+    """The byte ranges, read on their own, are the tensors and objects that the rows name."""
+    tensors = model_tensors()
+    rows = describe_items(read_index(checkpoint))
+    assert len(rows) > len(tensors)
+    for row in rows:
+        content = (checkpoint / row.file).read_bytes()[row.start : row.stop]
+        value = torch.load(io.BytesIO(content), weights_only=True)
+        if row.half == "bytes_data":
+            assert row.fqn.startswith("rng_state/shard_")
+            assert isinstance(value, list)
+            continue
+        assert row.offsets is not None
+        assert row.shape is not None
+        box = tuple(slice(start, start + size) for start, size in zip(row.offsets, row.shape, strict=True))
+        assert torch.equal(value, tensors[row.fqn][box])
+        assert str(value.dtype) == f"torch.{row.dtype}"
+
+
+def test_files_and_their_halves(checkpoint: Path) -> None:
+    rows = file_rows(read_index(checkpoint))
+    assert [(row.file, row.rank) for row in rows] == [(f"__{r}_{n}.distcp", r) for r in range(2) for n in range(2)]
+    for row in rows:
+        assert row.size_bytes == (checkpoint / row.file).stat().st_size
+        assert row.size_bytes == row.tensor_bytes + row.object_bytes + (row.unused_bytes or 0)
+    assert rows[0].objects == 1
+    assert rows[0].bytes_data == (0, rows[0].object_bytes)
+
+
+def test_patterns(checkpoint: Path) -> None:
+    index = read_index(checkpoint)
+    assert {row.fqn for row in tensor_rows(index, "layers.1.mlp")} == {
+        key for key in model_tensors() if "layers.1.mlp" in key
+    }
+    assert [row.fqn for row in tensor_rows(index, "output_layer.*")] == ["output_layer.weight"]
+    (row,) = tensor_rows(index, "decoder.layers.0.mlp.linear_fc1.weight*")
+    assert (row.grid, row.chunks, row.shape) == ((4, 1), 4, (64, 16))
+
+
+def test_a_directory_with_a_tracker(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (checkpoint.parent / "latest_checkpointed_iteration.txt").write_text("7\n")
+    assert main(["inspect", str(checkpoint.parent), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] == str(checkpoint)
+
+
+def test_a_missing_file_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path / "c")
+    (tmp_path / "c" / "__0_0.distcp").unlink()
+    assert main(["inspect", str(tmp_path / "c")]) == 0
+    assert "problem: __0_0.distcp" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "c"), "--files"]) == 0
+    assert "MISSING" in capsys.readouterr().out
+
+
+def test_plain_dcp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"model": {"w": torch.randn(4, 4)}, "step": 3}, checkpoint_id=tmp_path / "d", no_dist=True)
+    assert main(["inspect", str(tmp_path / "d"), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["written_by"], summary["tensors"], summary["objects"], summary["optimizer"]) == ("dcp", 1, 1, None)
+
+
+def test_arguments_of_any_class_are_shown_and_never_run(tmp_path: Path) -> None:
+    write_model(tmp_path / "c")
+    state = {"iteration": 3, "args": {"a": _Evil(), "b": torch.float32, "c": torch.zeros(2), "d": (1, 2)}}
+    torch.save(state, tmp_path / "c" / "common.pt")
+    _Evil.calls = 0
+    arguments = summarize(tmp_path / "c").arguments
+    assert _Evil.calls == 0
+    assert arguments["b"] == "torch.float32"
+    assert arguments["c"].startswith("<tensor of shape [2]")
+    assert arguments["d"] == [1, 2]
+    assert "_run" in arguments["a"]
+
+
+class _Evil:
+    calls = 0
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _run, ("ls",)
+
+
+def _run(command: str) -> str:
+    _Evil.calls += 1
+    return command

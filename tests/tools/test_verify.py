@@ -1,0 +1,232 @@
+"""Verify names what is wrong, with file and offset, and nothing else; another copy can mend it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_ckpt.cli import main
+from mcore_ckpt.metadata import CheckpointIndex, StoredChunk, StoredItem, TensorEntry, read_index
+from mcore_ckpt.metadata_write import encode_metadata
+from mcore_ckpt.repair import repair_checkpoint
+from mcore_ckpt.reshard import ReshardOptions, reshard
+from mcore_ckpt.reshard_plan import TargetLayout
+from mcore_ckpt.verify import verify_checkpoint
+from tests.tools.model_like import assert_same, model_tensors, read_all, write_model
+
+KEY = "decoder.layers.1.mlp.linear_fc1.weight"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    write_model(tmp_path / "ckpt")
+    return tmp_path / "ckpt"
+
+
+def item_of(directory: Path, key: str = KEY, chunk: int = 1) -> StoredItem:
+    return read_index(directory).tensors[key].chunks[chunk].item
+
+
+def flip(directory: Path, item: StoredItem, at: int, bit: int = 1) -> None:
+    path = directory / item.file
+    content = bytearray(path.read_bytes())
+    content[item.offset + at] ^= bit
+    path.write_bytes(content)
+
+
+def with_chunks(entry: TensorEntry, chunks: tuple[StoredChunk, ...]) -> TensorEntry:
+    return TensorEntry(entry.fqn, entry.dtype, entry.shape, chunks)
+
+
+def rewrite(directory: Path, index: CheckpointIndex) -> None:
+    (directory / ".metadata").write_bytes(encode_metadata(index))
+
+
+def test_a_whole_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = verify_checkpoint(checkpoint)
+    assert report.whole
+    index = read_index(checkpoint)
+    assert report.items == sum(len(entry.chunks) for entry in index.tensors.values()) + len(index.objects)
+    assert report.records >= 4 * report.items  # stock items of torch 2.13 have six or seven records
+    assert report.unchecked == 0
+    assert main(["verify", str(checkpoint)]) == 0
+    assert "whole" in capsys.readouterr().out
+
+
+def test_every_byte_of_an_item_counts(tmp_path: Path) -> None:
+    """A flipped bit is found, or lies where the format has room (padding, dates, versions) and changes nothing."""
+    tensors = {"w": torch.randn(8, 8)}
+    write_model(tmp_path / "c", tp=1, tensors=tensors, common=False)
+    item = item_of(tmp_path / "c", "w", 0)
+    path = tmp_path / "c" / item.file
+    original = path.read_bytes()
+    missed = 0
+    for at in range(0, item.length, 3):
+        flip(tmp_path / "c", item, at)
+        if verify_checkpoint(tmp_path / "c", workers=1).whole:
+            missed += 1
+            assert_same(read_all(tmp_path / "c"), tensors)
+        path.write_bytes(original)
+    assert missed < item.length / 3 / 3
+
+
+def test_a_damaged_payload_is_named_with_its_place(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    item = item_of(checkpoint)
+    flip(checkpoint, item, item.length // 2)
+    assert main(["verify", str(checkpoint), "--json"]) == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert (problem["kind"], problem["fqn"], problem["file"]) == ("checksum", KEY, item.file)
+    assert (problem["offset"], problem["length"]) == (item.offset, item.length)
+    assert main(["verify", str(checkpoint)]) == 1
+    shown = capsys.readouterr().out
+    assert "DAMAGED, 1 problems" in shown
+    assert item.file in shown
+
+
+def test_objects_are_checked_too(checkpoint: Path) -> None:
+    item = read_index(checkpoint).objects["rng_state/shard_0.1_1.2"].item
+    content = (checkpoint / item.file).read_bytes()[item.offset : item.offset + item.length]
+    flip(checkpoint, item, content.index(b"rank"))
+    (problem,) = verify_checkpoint(checkpoint).problems
+    assert problem.fqn == "rng_state/shard_0.1_1.2"
+
+
+def test_a_truncated_file(checkpoint: Path) -> None:
+    path = checkpoint / "__1_1.distcp"
+    cut = path.stat().st_size // 2
+    path.write_bytes(path.read_bytes()[:cut])
+    report = verify_checkpoint(checkpoint)
+    behind = [check for check in report.problems if check.offset is not None and check.offset + check.length > cut]
+    assert behind
+    assert len(behind) == len(report.problems)
+    assert all(problem.file == "__1_1.distcp" for problem in report.problems)
+
+
+def test_a_missing_file(checkpoint: Path) -> None:
+    (checkpoint / "__0_1.distcp").unlink()
+    report = verify_checkpoint(checkpoint)
+    assert {problem.kind for problem in report.problems} == {"file"}
+    assert {problem.file for problem in report.problems} == {"__0_1.distcp"}
+
+
+def test_a_damaged_index_is_damage_and_no_index_is_an_error(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = (checkpoint / ".metadata").read_bytes()
+    (checkpoint / ".metadata").write_bytes(content[: len(content) // 2])
+    assert main(["verify", str(checkpoint)]) == 1
+    (checkpoint / ".metadata").unlink()
+    assert main(["verify", str(checkpoint)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_missing_and_a_doubled_chunk(checkpoint: Path) -> None:
+    index = read_index(checkpoint)
+    entry = index.tensors[KEY]
+    index.tensors[KEY] = with_chunks(entry, entry.chunks[1:])
+    rewrite(checkpoint, index)
+    (problem,) = verify_checkpoint(checkpoint).problems
+    assert (problem.kind, problem.fqn) == ("structure", KEY)
+    assert "element [0, 0]" in problem.message
+    wide = StoredChunk((0, 0), entry.chunks[1].sizes, entry.chunks[1].item)
+    index.tensors[KEY] = with_chunks(entry, (*entry.chunks, wide))
+    rewrite(checkpoint, index)
+    assert any(problem.kind == "structure" for problem in verify_checkpoint(checkpoint).problems)
+
+
+def test_items_that_overlap(checkpoint: Path) -> None:
+    index = read_index(checkpoint)
+    entry = index.tensors[KEY]
+    other = entry.chunks[0].item
+    first = entry.chunks[0]
+    shifted = StoredChunk(first.offsets, first.sizes, StoredItem(other.file, other.offset - 8, other.length))
+    index.tensors[KEY] = with_chunks(entry, (shifted, *entry.chunks[1:]))
+    rewrite(checkpoint, index)
+    assert {problem.kind for problem in verify_checkpoint(checkpoint).problems} >= {"structure", "item"}
+
+
+def test_an_item_of_another_tensor(checkpoint: Path) -> None:
+    """The bytes are sound, but they are not what the index says."""
+    index = read_index(checkpoint)
+    entry = index.tensors[KEY]
+    other = index.tensors["output_layer.weight"].chunks[0].item
+    first = StoredChunk(entry.chunks[0].offsets, entry.chunks[0].sizes, other)
+    index.tensors[KEY] = with_chunks(entry, (first, *entry.chunks[1:]))
+    rewrite(checkpoint, index)
+    assert any("the index says" in problem.message for problem in verify_checkpoint(checkpoint).problems)
+
+
+def test_a_missing_shard_of_an_object(checkpoint: Path) -> None:
+    index = read_index(checkpoint)
+    del index.objects["rng_state/shard_0.1_1.2"]
+    rewrite(checkpoint, index)
+    (problem,) = verify_checkpoint(checkpoint).problems
+    assert "1 of the 2 shards" in problem.message
+
+
+def test_large_items_are_read_in_windows(tmp_path: Path) -> None:
+    tensors = {"big.weight": torch.randn(3000, 2000), "small.weight": torch.randn(3)}
+    write_model(tmp_path / "ckpt", tensors=tensors)
+    assert verify_checkpoint(tmp_path / "ckpt").whole
+    item = item_of(tmp_path / "ckpt", "big.weight", 0)
+    flip(tmp_path / "ckpt", item, item.length - 20_000)
+    (problem,) = verify_checkpoint(tmp_path / "ckpt").problems
+    assert problem.fqn == "big.weight"
+
+
+class TestRepair:
+    @pytest.fixture
+    def copy(self, checkpoint: Path) -> Path:
+        shutil.copytree(checkpoint, checkpoint.parent / "copy")
+        return checkpoint.parent / "copy"
+
+    @pytest.fixture
+    def resharded(self, checkpoint: Path) -> Path:
+        reshard(checkpoint, checkpoint.parent / "resharded", ReshardOptions(TargetLayout(1, 1)))
+        return checkpoint.parent / "resharded"
+
+    def test_from_a_copy(self, checkpoint: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        item = item_of(checkpoint)
+        flip(checkpoint, item, item.length // 2)
+        flip(checkpoint, item, item.length - 60)
+        assert main(["verify", str(checkpoint), "--repair-from", str(copy)]) == 0
+        assert f"repaired: {KEY}" in capsys.readouterr().out
+        assert_same(read_all(checkpoint), model_tensors())
+        assert (checkpoint / item.file).read_bytes() == (copy / item.file).read_bytes()
+
+    def test_from_another_sharding(self, checkpoint: Path, resharded: Path) -> None:
+        item = item_of(checkpoint)
+        flip(checkpoint, item, item.length // 2)
+        report = repair_checkpoint(verify_checkpoint(checkpoint), resharded)
+        assert report.whole
+        assert len(report.repaired) == 1
+        assert_same(read_all(checkpoint), model_tensors())
+
+    def test_a_missing_file_and_a_missing_index(self, checkpoint: Path, copy: Path) -> None:
+        (checkpoint / "__0_1.distcp").unlink()
+        (checkpoint / ".metadata").write_bytes(b"nothing")
+        report = repair_checkpoint(verify_checkpoint(checkpoint), copy)
+        assert report.whole, report.problems
+        assert_same(read_all(checkpoint), model_tensors())
+
+    def test_a_copy_of_other_values_is_not_believed(self, checkpoint: Path, tmp_path: Path) -> None:
+        write_model(tmp_path / "other", tp=1, tensors=model_tensors(seed=9))
+        item = item_of(checkpoint)
+        flip(checkpoint, item, item.length // 2)
+        damaged = (checkpoint / item.file).read_bytes()
+        report = repair_checkpoint(verify_checkpoint(checkpoint), tmp_path / "other")
+        assert [problem.fqn for problem in report.problems] == [KEY]
+        assert report.repaired == ()
+        assert (checkpoint / item.file).read_bytes() == damaged
+
+    def test_a_copy_that_is_damaged_there_too(self, checkpoint: Path, copy: Path) -> None:
+        item = item_of(checkpoint)
+        for directory in (checkpoint, copy):
+            flip(directory, item, item.length // 2)
+        report = repair_checkpoint(verify_checkpoint(checkpoint), copy)
+        assert len(report.problems) == 1
+        assert report.repaired == ()
