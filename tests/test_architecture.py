@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mcore_ckpt"
 LONGEST_FILE_LINES = 400
 # Where megatron-core may be named in an import; all else gets what it needs of it from there.
-KNOWS_MEGATRON = {"megatron_compat", "strategy"}
+KNOWS_MEGATRON = {"megatron_compat", "megatron_errors", "strategy"}
 # One row of the map: | layer | `file.py` | responsibility | torch |
 ROW = re.compile(r"^\| (\d) \| `([\w/]+)\.py` \| (.+?) \| (torch|-) \|$", re.MULTILINE)
 
@@ -148,7 +148,7 @@ def test_no_two_modules_import_each_other() -> None:
         visit(name, ())
 
 
-def test_megatron_is_imported_in_two_modules_only() -> None:
+def test_megatron_is_imported_in_few_modules_only() -> None:
     where = sorted(
         {
             f"{name}:{imported.line}"
