@@ -27,6 +27,7 @@ from mcore_ckpt.commit import Target, abandon, discard, open_target, publish
 from mcore_ckpt.dcp_plans import local_plans_as_dcp
 from mcore_ckpt.errors import PlanError, SaveError
 from mcore_ckpt.file_image import ImageResult
+from mcore_ckpt.flattened import noted_shapes
 from mcore_ckpt.local_plan import LocalPlan, index_tensors
 from mcore_ckpt.metadata import CheckpointIndex, ObjectEntry
 from mcore_ckpt.metadata_write import MetadataEncoder
@@ -93,6 +94,8 @@ class SaveTransaction:
         self.in_line_only = False
         self._group = group
         self._structure = structure
+        self._encoder: MetadataEncoder | None = None
+        self._plans: list[LocalPlan] | None = None
         self._storage = LocalStorage(directory)
         self._target: Target | None = None
         self._layout: RankLayout | None = None
@@ -166,7 +169,9 @@ class SaveTransaction:
             self._abandon()
             raise
         self._structure.reused = unchanged
+        # Kept here too: the next save may lay out anew before this one is committed.
         self._layout = self._structure.layout
+        self._encoder, self._plans = self._structure.encoder, self._structure.plans
         assert self._layout is not None
         assert self._placed is not None
         self._sources = [
@@ -206,7 +211,7 @@ class SaveTransaction:
     ) -> None:
         self._structure.layout = None
 
-        def plan() -> bytes:
+        def plan() -> tuple[bytes, dict[str, tuple[int, ...]]]:
             layout = lay_out_rank(
                 specs,
                 keys,
@@ -220,14 +225,20 @@ class SaveTransaction:
             if self._placed is None:
                 raise PlanError(f"no room for the objects {list(keys)[:5]} in the files planned for them")
             self._layout = layout
-            return layout.plan.encode()
+            own_shapes = {spec.key: spec.original_shape for spec in specs if spec.original_shape is not None}
+            return layout.plan.encode(), own_shapes
 
         encoded = self._group.run_gather("plan the save", plan, wrap=SaveError)
 
         def check() -> None:
             assert encoded is not None
-            plans = [LocalPlan.decode(data) for data in encoded]
-            index = CheckpointIndex(str(self.directory), index_tensors(plans), {})
+            plans = [LocalPlan.decode(data) for data, _ in encoded]
+            index = CheckpointIndex(
+                str(self.directory),
+                index_tensors(plans),
+                {},
+                mcore_data=noted_shapes(own_shapes for _, own_shapes in encoded),
+            )
             self._structure.encoder = MetadataEncoder(index)
             self._structure.plans = plans
 
@@ -365,17 +376,17 @@ class SaveTransaction:
     def _publish(self, gathered: list[_Written] | None) -> None:
         assert gathered is not None
         assert self._target is not None
-        assert self._structure.encoder is not None
+        assert self._encoder is not None
         objects: dict[str, ObjectEntry] = {}
         for rank, written in enumerate(gathered):
             for entry in written.objects:
                 if entry.fqn in objects:
                     raise PlanError(f"{entry.fqn}: rank {rank} writes an object that another rank has written, too")
                 objects[entry.fqn] = entry
-        assert self._structure.plans is not None
+        assert self._plans is not None
         planned = sorted(
             (name, size)
-            for plan in self._structure.plans
+            for plan in self._plans
             for name, size in zip(plan.files, plan.file_bytes, strict=True)
         )
         done = sorted((file.file_name, file.size_bytes) for written in gathered for file in written.files)
@@ -383,8 +394,8 @@ class SaveTransaction:
             raise SaveError(f"{self.directory}: the files planned are {planned}, the files written {done}")
         local_plans = None
         if self.options.keep_local_plans:
-            local_plans = local_plans_as_dcp(self._structure.plans, [[e.fqn for e in w.objects] for w in gathered])
-        content = self._structure.encoder.encode(
+            local_plans = local_plans_as_dcp(self._plans, [[e.fqn for e in w.objects] for w in gathered])
+        content = self._encoder.encode(
             objects,
             storage_meta={"checkpoint_id": str(self.directory), "save_id": str(uuid.uuid4())},
             local_plans=local_plans,
