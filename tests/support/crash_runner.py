@@ -1,10 +1,10 @@
 """Save again and again into a directory, each time with another thing going wrong, and look at what is left.
 
-    python -m tests.support.crash_runner SCENARIO DIRECTORY
+    python -m tests.support.crash_runner DIRECTORY SCENARIO...
 
-A process of its own for each scenario: it imports Megatron once, without starting a thread, and forks a child for each
-save and each look, so that a crash costs milliseconds. It writes to standard output what it tried, one line each, and
-ends with 1 at the first thing that must not be.
+A process of its own: it imports Megatron once, without starting a thread, and forks a child for each save and each
+look, so that a crash costs milliseconds. It writes to standard output what it tried, one line each, and ends with 1 at
+the first thing that must not be.
 
 A save is one of three: of Megatron, in line; of Megatron, asynchronously by the persistent writer; of
 `torch.distributed.checkpoint`. What is saved depends on a seed alone, so a mix of two checkpoints shows.
@@ -291,16 +291,19 @@ def _fresh_copy(scenario: Scenario, template: Path, directory: Path) -> Path:
     return directory
 
 
-def main(name: str, base: Path) -> int:
+def main(base: Path, *names: str) -> int:
     mcore_ckpt.install()
-    base.mkdir(parents=True, exist_ok=True)
-    try:
-        run(SCENARIOS[name], base)
-    except AssertionError as error:
-        print(f"FAILED: {error}")
-        return 1
+    for name in names:
+        print(f"== {name}")
+        (base / name).mkdir(parents=True, exist_ok=True)
+        try:
+            run(SCENARIOS[name], base / name)
+        except AssertionError as error:
+            print(f"FAILED: {name}: {error}")
+            return 1
+        shutil.rmtree(base / name)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))
