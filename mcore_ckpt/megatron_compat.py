@@ -45,6 +45,7 @@ __all__ = [
     "megatron_version",
     "refuse_multi_storage_client",
     "save_strategy_base",
+    "sharded_tensor_of",
     "uninstall",
 ]
 
@@ -104,6 +105,24 @@ def _installed_version_text() -> str:
 def mapping() -> Any:
     """Megatron's module `dist_checkpointing.mapping`: ShardedTensor, ShardedObject, ShardedBase and others."""
     return megatron_module("mapping")
+
+
+def sharded_tensor_of(key: str, original_shape: tuple[int, ...] | None, stored: Any) -> Any:
+    """A `ShardedTensor` without data that describes a stored tensor.
+
+    Args:
+        key: of the tensor.
+        original_shape: where it is stored as stretches of a flattened tensor, that tensor's global shape, in elements.
+        stored: a tensor on the meta device, of the stored shape and dtype.
+    """
+    cls = mapping().ShardedTensor
+    if original_shape is None:
+        return cls.from_rank_offsets(key, stored).without_data()
+    whole = stored.new_empty(original_shape)
+    if not hasattr(cls, "from_rank_offsets_flat"):  # from 0.16 on; ours loads it unflattened
+        return cls.from_rank_offsets(key, whole).without_data()
+    everything = slice(0, whole.numel())
+    return cls.from_rank_offsets_flat(key, whole.flatten(), whole.shape, flattened_range=everything).without_data()
 
 
 def async_request_class() -> Any:

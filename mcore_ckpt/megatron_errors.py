@@ -34,10 +34,10 @@ def as_megatron_error(error: Exception) -> Exception:
 
     Message, attributes, cause, notes and traceback are those of `error`. It pickles.
     """
-    theirs = _checkpointing_exception()
-    if isinstance(error, theirs):
-        return error
+    theirs: Any = _checkpointing_exception()
     kind: Any = type(error)
+    if issubclass(kind, theirs):
+        return error
     cls = _in_all_trees(kind, theirs)
     same: Exception = cls.__new__(cls, *error.args)
     same.__dict__.update(error.__dict__)

@@ -20,7 +20,10 @@ __all__ = ["PlacedObjects", "RankLayout", "TensorSpec", "lay_out_rank"]
 
 
 class TensorSpec(NamedTuple):
-    """One tensor to be written: box (`offsets`, `sizes`) of a global tensor of `shape`, in elements."""
+    """One tensor to be written: box (`offsets`, `sizes`) of a global tensor of `shape`, in elements.
+
+    `original_shape` is the parameter's own global shape where `shape` is that of a stored form (see `flattened`).
+    """
 
     key: str
     dtype: str
@@ -28,6 +31,7 @@ class TensorSpec(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     nbytes: int
+    original_shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import torch
 from mcore_ckpt.bucket_writer import dtype_name
 from mcore_ckpt.errors import KindMismatchError, LoadError, PlanError
 from mcore_ckpt.fetch import ReadStats
+from mcore_ckpt.flattened import original_shape, read_shards, stored_form
 from mcore_ckpt.megatron_compat import (
     MegatronErrors,
     async_request_class,
@@ -26,17 +27,17 @@ from mcore_ckpt.megatron_compat import (
     megatron_version,
     refuse_multi_storage_client,
     save_strategy_base,
+    sharded_tensor_of,
 )
 from mcore_ckpt.metadata import METADATA_FILE
 from mcore_ckpt.options import LoadOptions, SaveOptions
 from mcore_ckpt.planner import serialize_objects
 from mcore_ckpt.rank_layout import TensorSpec
 from mcore_ckpt.ranks import coordination_group
-from mcore_ckpt.reader import FileSystemReader, ReadRequest
+from mcore_ckpt.reader import FileSystemReader
 from mcore_ckpt.remove import remove_tensors
 from mcore_ckpt.save_transaction import SaveTransaction, Structure
 from mcore_ckpt.shards import (
-    box_sizes,
     is_main_replica,
     is_sharded_object,
     is_sharded_tensor,
@@ -157,14 +158,16 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
             tensor = leaf.data.detach()
             if tensor.is_conj() or tensor.is_neg():
                 tensor = tensor.resolve_conj().resolve_neg()
+            form = stored_form(leaf)
             specs.append(
                 TensorSpec(
                     leaf.key,
                     dtype_name(tensor.dtype),
-                    tuple(leaf.global_shape),
-                    tuple(leaf.global_offset),
-                    box_sizes(leaf),
+                    form.shape,
+                    form.offsets,
+                    form.sizes,
                     tensor.nbytes,
+                    form.original_shape,
                 )
             )
             tensors.append(tensor)
@@ -255,7 +258,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
 
     def _load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path) -> dict[str, Any]:
         reader = self._open(checkpoint_dir)
-        reader.read_items([_request(leaf) for leaf in leaves(sharded_state_dict) if is_sharded_tensor(leaf)])
+        read_shards(reader, [leaf for leaf in leaves(sharded_state_dict) if is_sharded_tensor(leaf)])
         objects = _ObjectsInTurn(reader)
         filled: dict[str, Any] = replace_leaves(
             sharded_state_dict, lambda leaf: objects.of(leaf) if is_sharded_object(leaf) else leaf.data
@@ -275,13 +278,12 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
     def load_tensors_metadata(self, checkpoint_dir: _Path, metadata: Any = None) -> dict[str, Any]:
         """What tensors the checkpoint holds: key -> Megatron `ShardedTensor` of the global shape, without data."""
         with MegatronErrors():
-            sharded_tensor = mapping().ShardedTensor
-            return {
-                key: sharded_tensor.from_rank_offsets(
-                    key, torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
-                ).without_data()
-                for key, entry in self._open(checkpoint_dir).index.tensors.items()
-            }
+            index = self._open(checkpoint_dir).index
+            found = {}
+            for key, entry in index.tensors.items():
+                stored = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+                found[key] = sharded_tensor_of(key, original_shape(index, key), stored)
+            return found
 
     def load_sharded_metadata(self, checkpoint_dir: _Path) -> dict[str, Any]:
         """What tensors and objects the checkpoint holds, as `load_tensors_metadata`; objects by their unique key."""
@@ -328,23 +330,6 @@ def _metadata_version(path: Path) -> tuple[int, ...]:
     except OSError:
         return ()
     return (status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-def _request(shard: Any) -> ReadRequest:
-    sizes = box_sizes(shard)
-    if shard.data is None:
-        shard.init_data("cpu", torch.zeros if shard.allow_shape_mismatch else torch.empty)
-    elif shard.allow_shape_mismatch:
-        # What the checkpoint does not hold of a padded tensor must not keep what was there before.
-        shard.data.detach().zero_()
-    return ReadRequest(
-        shard.key,
-        shard.data.detach().view(sizes) if shard.prepend_axis_num else shard.data.detach(),
-        tuple(shard.global_offset),
-        sizes,
-        None if shard.allow_shape_mismatch else tuple(shard.global_shape),
-        shard.allow_shape_mismatch,
-    )
 
 
 class _ObjectsInTurn:
