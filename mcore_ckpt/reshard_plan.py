@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mcore_ckpt.boxes import Box
@@ -282,6 +282,8 @@ def make_plan(
         entry = index.tensors[fqn]
         partition = partitioner.decide(fqn)
         count = layout.expert_tp if partition.expert else layout.tp
+        if count == 1:  # nothing is divided, so nothing hangs on the axis
+            partition = replace(partition, guess=False)
         boxes = divide(fqn, entry.shape, partition, count, vocabulary)
         out = dtype if dtype and entry.dtype in _FLOATING and not is_optimizer_key(fqn) else entry.dtype
         drafts.append((entry, partition, out, boxes, owners.of_chunks(entry, partition, boxes, out)))

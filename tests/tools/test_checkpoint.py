@@ -1,0 +1,177 @@
+"""`open_checkpoint` and `mcore-ckpt cat`: slices are what torch would give, and only what they need is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mcore_ckpt
+from mcore_ckpt.cli import main
+from mcore_ckpt.errors import KindMismatchError, MissingKeyError
+from tests.support.stored_layouts import StoredTensor, tilings, write_checkpoint
+from tests.tools.model_like import model_tensors, write_model
+
+KEY = "decoder.layers.0.mlp.linear_fc1.weight"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("open") / "ckpt"
+    write_model(directory)
+    return directory
+
+
+def test_a_checkpoint_is_a_mapping(path: Path) -> None:
+    with mcore_ckpt.open_checkpoint(path) as ckpt:
+        tensors = model_tensors()
+        assert set(ckpt.tensors) == set(tensors)
+        assert set(ckpt) == set(tensors) | set(ckpt.objects)
+        assert len(ckpt) == len(tensors) + 2
+        for key, tensor in tensors.items():
+            lazy = ckpt[key]
+            assert (lazy.shape, lazy.dtype) == (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            assert torch.equal(lazy.torch(), tensor)
+        assert ckpt["rng_state/shard_0.1_1.2"] == [{"rank": 1}]
+        assert ckpt.common_state()["iteration"] == 7
+        assert [row.file for row in ckpt.files] == [f"__{r}_{n}.distcp" for r in range(2) for n in range(2)]
+        assert ckpt.summary.tensors == len(tensors)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        np.s_[0:4, :],
+        np.s_[...],
+        np.s_[3],
+        np.s_[-1, 2:],
+        np.s_[..., -2],
+        np.s_[1:60:7, ::3],
+        np.s_[5:5],
+        np.s_[:, 15:3],
+        np.s_[20, 4],
+        np.s_[30:34, ...],
+    ],
+    ids=str,
+)
+def test_slices(path: Path, index: Any) -> None:
+    tensor = model_tensors()[KEY]
+    with mcore_ckpt.open_checkpoint(path) as ckpt:
+        found = ckpt[KEY][index]
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor[index])
+        assert np.array_equal(ckpt[KEY].numpy(index), tensor[index].float().numpy())
+        assert np.array_equal(ckpt[KEY].raw(index), tensor.view(torch.int16).numpy().view(np.uint16)[index])
+
+
+def test_what_is_no_slice(path: Path) -> None:
+    with mcore_ckpt.open_checkpoint(path) as ckpt:
+        for index in (np.s_[0, 0, 0], np.s_[64], np.s_[..., ...], np.s_[[1, 2]], np.s_[::-1], np.s_[None], np.s_[True]):
+            with pytest.raises(IndexError, match=KEY):
+                ckpt[KEY][index]
+
+
+def test_keys_that_are_not_there(path: Path) -> None:
+    with mcore_ckpt.open_checkpoint(path) as ckpt:
+        with pytest.raises(MissingKeyError, match="linear_fc1"):
+            ckpt["decoder.layers.0.mlp.linear_fc3.weight"]
+        with pytest.raises(KindMismatchError):
+            ckpt.objects[KEY]
+        with pytest.raises(KindMismatchError):
+            ckpt.tensors["rng_state/shard_0.1_1.2"]
+
+
+@given(data=st.data(), shape=st.lists(st.integers(1, 6), max_size=3).map(tuple))
+def test_any_box_of_any_tiling(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, shape: tuple[int, ...]
+) -> None:
+    directory = tmp_path_factory.mktemp("box")
+    tensor = torch.randn(shape, dtype=torch.float64)
+    write_checkpoint(directory / "c", {"t": StoredTensor(tensor, data.draw(tilings(shape)))})
+    index = tuple(slice(data.draw(st.integers(0, size)), data.draw(st.integers(0, size))) for size in shape)
+    with mcore_ckpt.open_checkpoint(directory / "c") as ckpt:
+        assert torch.equal(ckpt["t"][index], tensor[index])
+
+
+def test_a_slice_reads_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(2048, 2048)
+    write_model(tmp_path / "c", tp=1, tensors={"w": tensor})
+    from mcore_ckpt.stored_payloads import StoredPayloads
+
+    read: list[int] = []
+    original = StoredPayloads.read_into
+
+    def count(self: StoredPayloads, payload: Any, start: int, view: memoryview) -> None:
+        read.append(len(view))
+        original(self, payload, start, view)
+
+    monkeypatch.setattr(StoredPayloads, "read_into", count)
+    with mcore_ckpt.open_checkpoint(tmp_path / "c") as ckpt:
+        lazy = ckpt["w"]
+        assert not read
+        assert torch.equal(lazy[100:104, :], tensor[100:104])
+        assert sum(read) == 4 * 2048 * 4
+
+
+def test_dtypes_without_numpy(tmp_path: Path) -> None:
+    values = torch.tensor([[1.0, -2.5], [0.0, 448.0]])
+    dtypes = [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64, torch.bool, torch.complex64]
+    tensors = {f"t.{dtype}": values.to(dtype) for dtype in dtypes}
+    write_checkpoint(tmp_path / "c", {key: StoredTensor(t, [_whole(t)]) for key, t in tensors.items()})
+    with mcore_ckpt.open_checkpoint(tmp_path / "c") as ckpt:
+        for key, tensor in tensors.items():
+            assert ckpt[key].torch().dtype == tensor.dtype
+            expected = tensor.float() if tensor.dtype.itemsize < 4 and tensor.dtype.is_floating_point else tensor
+            assert np.array_equal(np.asarray(ckpt[key]), expected.numpy())
+
+
+def _whole(tensor: torch.Tensor) -> Any:
+    from mcore_ckpt.boxes import Box
+
+    return Box((0,) * tensor.dim(), tuple(tensor.shape))
+
+
+class TestCat:
+    def test_head_slice_and_stats(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        tensor = model_tensors()[KEY].float()
+        assert main(["cat", str(path), KEY, "--stats", "--slice", "0:2, :3", "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert np.array(shown["values"]) == pytest.approx(tensor[0:2, :3].numpy(), rel=1e-6)
+        stats = shown["stats"]
+        assert stats["elements"] == tensor.numel()
+        assert stats["minimum"] == pytest.approx(float(tensor.min()))
+        assert stats["mean"] == pytest.approx(float(tensor.double().mean()), rel=1e-6)
+        assert stats["std"] == pytest.approx(float(tensor.double().std(unbiased=False)), rel=1e-6)
+        assert stats["norm"] == pytest.approx(float(tensor.double().norm()), rel=1e-6)
+
+    def test_nans_and_infinities(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        write_model(tmp_path / "c", tp=1, tensors={"t": torch.tensor([1.0, float("nan"), float("inf"), 0.0])})
+        assert main(["cat", str(tmp_path / "c"), "t", "--stats", "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert (shown["stats"]["nans"], shown["stats"]["infinities"], shown["stats"]["zeros"]) == (1, 1, 1)
+        assert shown["values"] == [1.0, "nan", "inf", 0.0]
+
+    def test_npy(self, path: Path, tmp_path: Path) -> None:
+        tensor = model_tensors()[KEY].float().numpy()
+        assert main(["cat", str(path), KEY, "--npy", str(tmp_path / "whole.npy")]) == 0
+        assert np.array_equal(np.load(tmp_path / "whole.npy"), tensor)
+        assert main(["cat", str(path), KEY, "--npy", str(tmp_path / "part.npy"), "--slice", "3:5"]) == 0
+        assert np.array_equal(np.load(tmp_path / "part.npy"), tensor[3:5])
+
+    def test_an_object_and_a_part_of_a_key(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["cat", str(path), "shard_0.1", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["value"] == [{"rank": 1}]
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [["nothing"], ["linear_fc1"], [KEY, "--slice", "0,0,0"], [KEY, "--slice", "a:b"], [KEY, "--slice", "99"]],
+    )
+    def test_what_cannot_be_shown(self, path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["cat", str(path), *arguments]) == 2
+        assert capsys.readouterr().err.count("\n") == 1

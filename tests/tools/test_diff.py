@@ -1,0 +1,117 @@
+"""Diff: the same whatever the sharding, and by how much the rest differs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_ckpt.cli import main
+from mcore_ckpt.diff import TensorDiff, diff_checkpoints
+from tests.tools.model_like import model_tensors, write_model
+
+KEY = "decoder.layers.0.mlp.linear_fc1.weight"
+OTHER = "decoder.layers.1.self_attention.linear_proj.weight"
+
+
+def compare(tmp_path: Path, a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[str, TensorDiff]:
+    write_model(tmp_path / "a", tp=1, tensors=a)
+    write_model(tmp_path / "b", tp=2, tensors=b)
+    report = diff_checkpoints(tmp_path / "a", tmp_path / "b")
+    return {tensor.fqn: tensor for tensor in report.tensors}
+
+
+def test_identical_under_different_sharding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path / "a", tp=1)
+    write_model(tmp_path / "b", tp=4)
+    # The objects are one for each rank; everything else is the same.
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--only", "*weight"]) == 0
+    assert "identical" in capsys.readouterr().out
+    write_model(tmp_path / "c", tp=4)
+    assert main(["diff", str(tmp_path / "b"), str(tmp_path / "c")]) == 0
+
+
+def test_keys_on_one_side_objects_shapes_and_dtypes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = model_tensors()
+    other = dict(tensors)
+    del other["output_layer.weight"]
+    other["extra.weight"] = torch.zeros(2)
+    other[KEY] = tensors[KEY].float()
+    other[OTHER] = torch.zeros(16, 32)
+    write_model(tmp_path / "a", tp=2, tensors=tensors)
+    write_model(tmp_path / "b", tp=2, tensors=other)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["only_in_a"] == ["output_layer.weight"]
+    assert report["only_in_b"] == ["extra.weight"]
+    found = {row["key"]: row for row in report["tensors"]}
+    assert report["tensors"][0]["key"] == OTHER  # another shape differs most
+    assert found[OTHER]["values"] is None
+    assert (found[KEY]["dtype_b"], found[KEY]["values"]["differing"], found[KEY]["same"]) == ("float32", 0, False)
+    assert (report["objects_differ"], report["objects_same"]) == ([], 2)
+
+
+def test_values(tmp_path: Path) -> None:
+    a = model_tensors()
+    b = {key: value.clone() for key, value in a.items()}
+    b[KEY][3, 4] += 2.0
+    b[OTHER][0, 0] *= 1.5
+    found = compare(tmp_path, a, b)
+    values = found[KEY].values
+    assert values is not None
+    difference = (a[KEY].double() - b[KEY].double()).abs()
+    assert values.differing == 1
+    assert values.max_abs == pytest.approx(float(difference.max()))
+    scale = torch.maximum(a[KEY].double().abs(), b[KEY].double().abs())
+    assert values.max_rel == pytest.approx(float((difference / scale).max()))
+    assert [key for key, tensor in found.items() if not tensor.same] == list(found)[:2]
+    assert {*list(found)[:2]} == {KEY, OTHER}
+    assert all(tensor.values is not None and tensor.values.identical for key, tensor in found.items() if tensor.same)
+
+
+def test_nans_and_infinities(tmp_path: Path) -> None:
+    nan, inf = float("nan"), float("inf")
+    a = {"x": torch.tensor([nan, nan, inf, inf, 0.0, 1.0]), "y": torch.tensor([nan, 1.0])}
+    b = {"x": torch.tensor([nan, 2.0, inf, -inf, -0.0, 1.0]), "y": torch.tensor([nan, 1.0])}
+    found = compare(tmp_path, a, b)
+    x, y = found["x"].values, found["y"].values
+    assert x is not None
+    assert y is not None
+    assert (x.nans_a, x.nans_b, x.nan_mismatches, x.differing, x.max_abs) == (2, 1, 2, 2, 0.0)
+    assert not x.identical
+    assert (y.identical, y.nans_a, y.nans_b) == (True, 1, 1)
+
+
+def test_large_integers_are_compared_exactly(tmp_path: Path) -> None:
+    a = {"n": torch.tensor([2**62, 5])}
+    b = {"n": torch.tensor([2**62 + 1, 5])}
+    values = compare(tmp_path, a, b)["n"].values
+    assert values is not None
+    assert values.differing == 1
+
+
+def test_tolerance_and_keys_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path / "a", tp=1, tensors={"w": torch.ones(4)})
+    write_model(tmp_path / "b", tp=1, tensors={"w": torch.ones(4) + 1e-3})
+    arguments = ["diff", str(tmp_path / "a"), str(tmp_path / "b"), "-q"]
+    assert main(arguments) == 1
+    assert main([*arguments, "--atol", "0.01"]) == 0
+    assert main([*arguments, "--rtol", "0.0001"]) == 1
+    assert main([*arguments, "--keys"]) == 0
+    capsys.readouterr()
+
+
+def test_tensors_of_many_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mcore_ckpt import diff, tensor_stats
+
+    monkeypatch.setattr(diff, "SLAB_BYTES", 4096)
+    monkeypatch.setattr(diff, "_TASK_BYTES", 16384)
+    a = {"decoder.layers.0.mlp.linear_fc2.weight": torch.randn(64, 256)}
+    b = {key: value.clone() for key, value in a.items()}
+    b["decoder.layers.0.mlp.linear_fc2.weight"][63, 255] = 100.0
+    values = compare(tmp_path, a, b)["decoder.layers.0.mlp.linear_fc2.weight"].values
+    assert values is not None
+    assert (values.elements, values.differing) == (64 * 256, 1)
+    assert tensor_stats.SLAB_BYTES > 4096
