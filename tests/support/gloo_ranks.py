@@ -195,7 +195,7 @@ def _receive(
 ) -> RankOutcome:
     try:
         value, error, text = pickle.loads(connection.recv_bytes())
-    except (EOFError, ConnectionResetError):
+    except (EOFError, OSError):  # also: killed in the middle of its report
         process.join(timeout=5)
         code = process.exitcode
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
