@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mcore_ckpt.async_calls import SaveCall
+from mcore_ckpt.call_process import report_progress
 from mcore_ckpt.errors import OptionError, SaveError
 from mcore_ckpt.file_image import FileImage, ImageResult, ImageWriter, plan_windows
 from mcore_ckpt.job_handle import JobHandle
@@ -194,7 +195,8 @@ def _fork_cow(storage: Storage, sources: Sequence[BucketSource], options: SaveOp
         raise OptionError(
             'stage="cow" snapshots host memory by forking, and some tensors are on a device; use stage="copy"'
         )
-    handle = ForkedWriter().submit(_timed(lambda: write_in_line(storage, sources, options)), what)
+    write = _timed(lambda: write_in_line(storage, sources, options, report_progress))
+    handle = ForkedWriter().submit(write, what, options.write_deadline_s)
     return AsyncSave(handle, [source.layout.image for source in sources], None, options, what)
 
 
@@ -253,7 +255,10 @@ def _fork_staged(
         # Mapped anew: pages that are pinned for a device are not inherited by a forked child.
         view = stage.map_again()
         with ImageWriter(
-            io_threads=options.io_threads, piece_bytes=options.window_bytes, fsync=options.fsync
+            io_threads=options.io_threads,
+            piece_bytes=options.window_bytes,
+            fsync=options.fsync,
+            on_written=report_progress,
         ) as images:
             for file in files:
                 size_bytes = file.image.size_bytes
@@ -263,7 +268,7 @@ def _fork_staged(
                 )
         return images.results
 
-    return ForkedWriter().submit(_timed(write), what)
+    return ForkedWriter().submit(_timed(write), what, options.write_deadline_s)
 
 
 def _timed(write: Callable[[], Sequence[ImageResult]]) -> Callable[[], JobResult]:
@@ -307,9 +312,10 @@ def _stream(
                 source.fill(window.start, window.stop, view[slot : slot + window.stop - window.start])
                 handle.window_ready(number)
                 number += 1
-    except SaveError:
-        # The job has failed; its own error says why, and `results` will raise it.
-        if not handle.poll():
+    except BaseException as error:
+        # Where the job has failed, its own error says why, and `results` will raise it.
+        if not (isinstance(error, SaveError) and handle.poll()):
+            handle.abort()  # or it would wait for ever for windows that nobody fills
             raise
     blocked_s = time.perf_counter() - started
     _logger.warning(

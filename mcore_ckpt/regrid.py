@@ -59,6 +59,9 @@ class Block(NamedTuple):
 
 def blocks(sources: Sequence[Box], targets: Sequence[Box]) -> Iterator[Block]:
     """Split a tensor into independent blocks, in the order of their offsets. Boxes without elements are left out."""
+    if len(sources) == 1 and len(targets) == 1 and 0 not in sources[0].sizes:  # most tensors of most checkpoints
+        yield Block([0], [0])
+        return
     boxes = [*sources, *targets]
     count = len(sources)
 
@@ -173,6 +176,9 @@ class Walk:
         """
         sum_up = crc32 if summed else _no_sum
         crcs = [0] * len(sources)
+        if len(sources) == 1 and list(source_boxes) == list(target_boxes):
+            crcs[0] = self._straight(sources[0], 0, source_boxes[0], sinks[0], 0, sum_up)
+            return crcs
         for slab in slabs(bounding(target_boxes), self.elem_bytes, self.slab_bytes):
             given = [(n, part) for n, box in enumerate(source_boxes) if (part := intersect(box, slab)) is not None]
             taken = [(n, part) for n, box in enumerate(target_boxes) if (part := intersect(box, slab)) is not None]

@@ -7,6 +7,7 @@ pass over the target, and proves the data and the layout at once, from the targe
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from mcore_ckpt.boxes import Box
@@ -51,8 +52,13 @@ def check_all(
     names = {move.entry.fqn: move.target_fqn for moves in plan.work for move in moves}
     with StoredPayloads(target) as written:
 
+        threads = threading.local()
+
         def check(move: TensorMove) -> None:
-            _check_tensor(move, written.index.tensors[names[move.entry.fqn]], given, written, journal)
+            if not hasattr(threads, "window"):
+                threads.window = memoryview(bytearray(_WINDOW_BYTES))
+            entry = written.index.tensors[names[move.entry.fqn]]
+            _check_tensor(move, entry, given, written, journal, threads.window)
             advance(move.payload_bytes)
 
         moves = [move for moves in plan.work for move in moves]
@@ -69,12 +75,16 @@ def check_all(
 
 
 def _check_tensor(
-    move: TensorMove, entry: TensorEntry, given: StoredPayloads, written: StoredPayloads, journal: Journal
+    move: TensorMove,
+    entry: TensorEntry,
+    given: StoredPayloads,
+    written: StoredPayloads,
+    journal: Journal,
+    window: memoryview,
 ) -> None:
     stored = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
     expected = expected_crcs(given, move, journal)
     walk = Walk(element_bytes(entry.dtype))
-    window = memoryview(bytearray(_WINDOW_BYTES))
     source_boxes = move.source_boxes
     for block in blocks(stored, source_boxes):
         payloads = [written.locate(entry, entry.chunks[n]) for n in block.sources]

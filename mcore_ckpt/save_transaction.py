@@ -15,7 +15,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from mcore_ckpt.ranks import RankGroup, reached_every_rank
 from mcore_ckpt.replaced_writer import write_through
 from mcore_ckpt.save_job import write_in_line
 from mcore_ckpt.save_report import FileReport, SaveReport, Span, write_trace
+from mcore_ckpt.save_structure import Structure, Written
 from mcore_ckpt.stage_pool import is_busy
 from mcore_ckpt.staging import BucketSource
 from mcore_ckpt.storage.local import LocalStorage
@@ -45,32 +46,6 @@ from mcore_ckpt.writer import replaced_bucket_writer
 __all__ = ["SaveTransaction", "Structure"]
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Structure:
-    """What one strategy keeps between its saves.
-
-    Attributes:
-        layout: this rank's files.
-        encoder: on the coordinator, makes `.metadata`.
-        plans: on the coordinator, every rank's plan.
-        reused: the last save needed no planning.
-    """
-
-    layout: RankLayout | None = None
-    encoder: MetadataEncoder | None = None
-    plans: list[LocalPlan] | None = None
-    reused: bool = False
-
-
-@dataclass(slots=True)
-class _Written:
-    """What one rank tells the coordinator after its writing."""
-
-    objects: tuple[ObjectEntry, ...]
-    files: tuple[FileReport, ...]
-    phases_s: dict[str, float] = field(default_factory=dict)
 
 
 class SaveTransaction:
@@ -313,6 +288,8 @@ class SaveTransaction:
         Raises:
             SaveError: any rank failed; the same on every rank. Nothing was published.
         """
+        if self.skipped:
+            raise SaveError(f"{self.directory}: the save was skipped, the one before was still being written")
         self._commits = True
         started = time.monotonic()
         try:
@@ -340,7 +317,7 @@ class SaveTransaction:
     def _took(self, name: str, started_s: float) -> None:
         self._spans.append(Span(name, started_s, time.monotonic()))
 
-    def _report(self, gathered: list[_Written] | None) -> SaveReport:
+    def _report(self, gathered: list[Written] | None) -> SaveReport:
         """On the coordinator of all ranks, the slowest rank's phases; elsewhere of this rank alone."""
         phases_s = {span.name: span.seconds for span in self._spans}
         files = self._files
@@ -351,7 +328,7 @@ class SaveTransaction:
             files = tuple(file for written in gathered for file in written.files)
         return SaveReport(str(self.directory), time.monotonic() - self._began, phases_s, files)
 
-    def _finished(self) -> _Written:
+    def _finished(self) -> Written:
         assert self._results is not None
         assert self._layout is not None
         assert self._placed is not None
@@ -371,9 +348,9 @@ class SaveTransaction:
         self._files = tuple(files)
         if isinstance(self.call, AsyncSave) and self.call.written_between is not None:
             self._spans.append(Span("writer", *self.call.written_between))
-        return _Written(self._placed.entries, self._files, {span.name: span.seconds for span in self._spans})
+        return Written(self._placed.entries, self._files, {span.name: span.seconds for span in self._spans})
 
-    def _publish(self, gathered: list[_Written] | None) -> None:
+    def _publish(self, gathered: list[Written] | None) -> None:
         assert gathered is not None
         assert self._target is not None
         assert self._encoder is not None
@@ -385,9 +362,7 @@ class SaveTransaction:
                 objects[entry.fqn] = entry
         assert self._plans is not None
         planned = sorted(
-            (name, size)
-            for plan in self._plans
-            for name, size in zip(plan.files, plan.file_bytes, strict=True)
+            (name, size) for plan in self._plans for name, size in zip(plan.files, plan.file_bytes, strict=True)
         )
         done = sorted((file.file_name, file.size_bytes) for written in gathered for file in written.files)
         if planned != done:

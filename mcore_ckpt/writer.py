@@ -104,6 +104,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             window_bytes=min(options.window_bytes, max(1024 * 1024, copy_ahead_windows)),
             on_existing=options.on_existing if overwrite else "error",
         )
+        self.thread_count = self.options.thread_count
         self.single_file_per_rank = single_file_per_rank
         self.separation_hint = separation_hint
         self.extensions = tuple(_extensions or ())
@@ -113,11 +114,6 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self._use_collectives = True
         self._staged: Any = None
         self._set_path(path)
-
-    @property
-    def thread_count(self) -> int:
-        """Files that each rank writes, at most."""
-        return self.options.thread_count
 
     def _set_path(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
