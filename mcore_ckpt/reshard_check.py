@@ -51,7 +51,6 @@ def check_all(
     # Objects keep their keys; tensors may have been renamed.
     names = {move.entry.fqn: move.target_fqn for moves in plan.work for move in moves}
     with StoredPayloads(target) as written:
-
         threads = threading.local()
 
         def check(move: TensorMove) -> None:
