@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt.bucket_writer import dtype_name
+from mcore_ckpt.dcp_plans import plans_of_index
 from mcore_ckpt.errors import KindMismatchError, LoadError, PlanError
 from mcore_ckpt.fetch import ReadStats
 from mcore_ckpt.flattened import original_shape, read_shards, stored_form
@@ -184,7 +185,22 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
             may_skip=may_skip,
         )
         self.validated_cache_reuse = self._structure.reused
+        loaded_plans = getattr(self.cached_global_metadata, "all_local_plans", None)
+        if self.use_cached_ckpt_structure and loaded_plans and not self.validated_loaded_metadata_reuse:
+            group = coordination_group()
+            same = len(loaded_plans) == group.size and _same_tensors(loaded_plans[group.rank], specs)
+            self.validated_loaded_metadata_reuse = not group.any(not same)
         return transaction
+
+
+def _same_tensors(plan: Any, specs: list[TensorSpec]) -> bool:
+    """Whether a rank's plan of a loaded checkpoint has the tensors that the rank saves now."""
+    loaded = {
+        (item.index.fqn, tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+        for item in plan.items
+        if item.tensor_data is not None
+    }
+    return loaded == {(spec.key, spec.offsets, spec.sizes) for spec in specs}
 
 
 class _Commit:
@@ -231,7 +247,12 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
     @property
     def cached_global_metadata(self) -> Any:
         """DCP's `Metadata` of the checkpoint that was loaded last; None before the first load."""
-        return None if self._reader is None else self._reader.read_metadata()
+        if self._reader is None:
+            return None
+        metadata = self._reader.read_metadata()
+        if self._reader.index.has_local_plans and not hasattr(metadata, "all_local_plans"):
+            metadata.all_local_plans = plans_of_index(self._reader.index)  # type: ignore[attr-defined]
+        return metadata
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, *_: Any, **__: Any) -> dict[str, Any]:
         """Fill the sharded state dict's tensors from the checkpoint, reading only what this rank needs.
