@@ -19,7 +19,7 @@ from typing import Final
 from mcore_ckpt.boxes import Box
 from mcore_ckpt.container import TensorTemplate, element_bytes
 from mcore_ckpt.dtype_cast import cast_floats
-from mcore_ckpt.errors import ChecksumError
+from mcore_ckpt.errors import ChecksumError, SaveError
 from mcore_ckpt.file_stream import FileStream, Streams, StreamSink, TargetFile, WriteBehind
 from mcore_ckpt.regrid import Block, Walk
 from mcore_ckpt.reshard_journal import Journal
@@ -302,7 +302,17 @@ def _tail(template: TensorTemplate, value: int) -> bytes:
 
 
 def copy_file_bytes(source: str, start: int, target: TargetFile, at: int, nbytes: int) -> None:
-    """Let the kernel copy bytes from file to file; by reading and writing where it cannot."""
+    """Let the kernel copy bytes from file to file; by reading and writing where it cannot. Raises `SaveError`."""
+    try:
+        _copy_file_bytes(source, start, target, at, nbytes)
+    except OSError as error:
+        raise SaveError(
+            f"copying bytes [{start}, {start + nbytes}) of {source} to byte {at} of {target.path} failed: "
+            f"{error.strerror or error}; check space and devices, and run the command again"
+        ) from error
+
+
+def _copy_file_bytes(source: str, start: int, target: TargetFile, at: int, nbytes: int) -> None:
     fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
         done = 0

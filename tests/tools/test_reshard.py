@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -78,6 +79,32 @@ def test_the_same_tensors_under_another_layout(source: Path, tmp_path: Path, opt
     assert sorted(path.name for path in (tmp_path / "target").glob("*.distcp")) == sorted(
         read_files(tmp_path / "target")
     )
+
+
+@pytest.mark.parametrize("kernel_copies", [True, False])
+def test_payloads_that_stay_as_they_are_are_left_to_the_kernel(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_copies: bool
+) -> None:
+    from mcore_ckpt import reshard_copy
+
+    monkeypatch.setattr(reshard_copy, "_MIN_FILE_COPY_BYTES", 1)
+    copied: list[int] = []
+    original = os.copy_file_range
+
+    def copy(src: int, dst: int, count: int, offset_src: int, offset_dst: int) -> int:
+        copied.append(count)
+        if not kernel_copies:
+            raise OSError(errno.EXDEV, "another file system")
+        return original(src, dst, min(count, 100), offset_src, offset_dst)  # it may stop short
+
+    monkeypatch.setattr(os, "copy_file_range", copy)
+    reshard(source, tmp_path / "t", ReshardOptions(TargetLayout(2, 1)))
+    assert len(copied) > len(model_tensors())
+    assert_same(read_all(tmp_path / "t"), model_tensors())
+    assert verify_checkpoint(tmp_path / "t").whole
+    copied.clear()
+    reshard(source, tmp_path / "u", ReshardOptions(TargetLayout(2, 1), move_files=False))
+    assert not copied
 
 
 def read_files(directory: Path) -> set[str]:
