@@ -46,8 +46,9 @@ def stage() -> Iterator[SmallStage]:
 
 
 def _is_running(pid: int) -> bool:
+    # A leader is a zombie before its last thread is gone; only then can anybody be told of the process's end.
     try:
-        return b") Z" not in Path(f"/proc/{pid}/stat").read_bytes()
+        return b") Z" not in Path(f"/proc/{pid}/stat").read_bytes() or len(os.listdir(f"/proc/{pid}/task")) > 1
     except OSError:
         return False
 
