@@ -31,6 +31,8 @@ ROOT = HERE.parents[1]
 FOLDER = "tests/unit_tests/dist_checkpointing"
 EXPORTED = ("megatron", "tests/unit_tests", "gpt_builders.py", "model_provider.py")
 QUIET_S = 150.0  # a rank that reports nothing for so long hangs
+# What a test says that failed only because an earlier one had left its ranks out of step.
+BROKEN_GROUP = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,19 @@ def verdicts(reports: dict[str, list[dict[str, str]]], world_size: int) -> dict[
     return found
 
 
+def without_victims(outcomes: dict[str, dict[str, str]]) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """Set apart the tests that failed after another one, for no other reason than that it broke the process group."""
+    kept: dict[str, dict[str, str]] = {}
+    victims = []
+    for test, verdict in outcomes.items():
+        failed_before = any(v["outcome"] in ("failed", "hung") for v in kept.values())
+        if failed_before and verdict["outcome"] == "failed" and any(sign in verdict["text"] for sign in BROKEN_GROUP):
+            victims.append(test)
+        else:
+            kept[test] = verdict
+    return kept, victims
+
+
 def run_file(run: Run, file: str, wanted: set[str] | None) -> dict[str, dict[str, str]]:
     """All tests of one file, started again after a hang for those that did not get their turn."""
     found: dict[str, dict[str, str]] = {}
@@ -175,10 +190,12 @@ def run_file(run: Run, file: str, wanted: set[str] | None) -> dict[str, dict[str
             if not selected:
                 return found
         reports, culprit = launch(run, selected)
-        found.update({test: v for test, v in verdicts(reports, run.world_size).items() if v["outcome"] != "missing"})
-        if culprit is None:
+        outcomes, victims = without_victims(verdicts(reports, run.world_size))
+        found.update({test: v for test, v in outcomes.items() if v["outcome"] != "missing"})
+        if culprit is None and not victims:
             return found
-        excluded.append(culprit)
+        if culprit is not None:
+            excluded.append(culprit)
 
 
 def compare(stock: Path, ours: Path) -> int:
