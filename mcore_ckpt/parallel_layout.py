@@ -22,6 +22,7 @@ __all__ = [
 
 _DATA_FILE = re.compile(r"(?:^|[^0-9])__(\d+)_(\d+)\.distcp$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.[^0-9]")
 _ARGUMENTS = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -107,15 +108,17 @@ def _divisions(entry: TensorEntry) -> list[int]:
 
 
 def _pipeline_parallel(index: CheckpointIndex) -> int | None:
-    """Groups of layers that share no rank."""
+    """Groups of layers that share no rank. A key without a number stands for all layers, stacked along its first axis."""
     ranks_of_layer: dict[int, set[int]] = {}
     for fqn, entry in index.tensors.items():
-        layer = layer_number(fqn)
-        if layer is None or is_optimizer_key(fqn):
+        number = layer_number(fqn)
+        stacked = number is None and len(entry.shape) > 1 and _STACKED_LAYERS.search(fqn) is not None
+        if is_optimizer_key(fqn) or (number is None and not stacked):
             continue
         for chunk in entry.chunks:
             rank = data_file_rank(chunk.item.file)
             if rank is not None:
+                layer = chunk.offsets[0] if number is None else number
                 ranks_of_layer.setdefault(layer, set()).add(rank)
     groups: list[set[int]] = []
     for ranks in ranks_of_layer.values():

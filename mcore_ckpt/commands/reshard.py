@@ -133,7 +133,7 @@ def _decision(move: TensorMove) -> dict[str, object]:
 def _plan_document(plan: ReshardPlan) -> dict[str, object]:
     return {
         "layout": str(plan.layout),
-        "tensors": [_decision(move) for move in plan.moves],
+        "tensors": [_decision(move) for move in sorted(plan.moves, key=lambda move: move.target_fqn)],
         "files": plan.sizes,
         "notes": plan.notes,
     }
@@ -144,7 +144,7 @@ def _plan_text(plan: ReshardPlan) -> str:
 
     rows = []
     guesses = 0
-    for move in plan.moves:
+    for move in sorted(plan.moves, key=lambda move: move.target_fqn):
         partition = move.partition
         axis = "whole" if partition.axis is None else f"{partition.axis}" + (" x2" if partition.parts == 2 else "")
         guesses += partition.guess

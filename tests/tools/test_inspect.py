@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_ckpt.checkpoint_index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.cli import main
 from mcore_ckpt.inspection import describe_items, file_rows, summarize, tensor_rows
 from mcore_ckpt.metadata import read_index
+from mcore_ckpt.parallel_layout import layout_of_chunks
 from tests.tools.model_like import model_tensors, write_model
 
 
@@ -128,3 +130,32 @@ class _Evil:
 def _run(command: str) -> str:
     _Evil.calls += 1
     return command
+
+
+@pytest.mark.parametrize(
+    ("keys", "stacked"), [(["layers.mlp.weight"], True), ([f"layers.{n}.w" for n in range(4)], False)]
+)
+def test_pipeline_stages_show_whether_layers_are_numbered_or_stacked(keys: list[str], stacked: bool) -> None:
+    """Four layers, the first two written by ranks 0 and 1, the others by ranks 2 and 3."""
+    tensors = {}
+    for n, key in enumerate(keys):
+        boxes = [((layer, 0), (1, 8)) for layer in range(4)] if stacked else [((0, 0), (4, 8))]
+        chunks = []
+        for offsets, sizes in boxes:
+            layer = offsets[0] if stacked else n
+            item = StoredItem(f"__{2 * (layer // 2) + layer % 2}_0.distcp", 0, 64)
+            chunks.append(StoredChunk(offsets, sizes, item))
+        # What links ranks 0 with 1, and 2 with 3: a tensor that both hold a part of.
+        chunks += [
+            StoredChunk((c.offsets[0], 4), (c.sizes[0], 4), StoredItem(f"__{2 * (n // 2)}_1.distcp", 0, 64))
+            for c in (chunks if not stacked else [])
+        ]
+        tensors[key] = TensorEntry(key, "float32", (4, 8), tuple(chunks))
+    if stacked:
+        tensors["layers.norm.weight"] = TensorEntry(
+            "layers.norm.weight",
+            "float32",
+            (4, 8),
+            tuple(StoredChunk((n, 0), (1, 8), StoredItem(f"__{2 * (n // 2)}_1.distcp", 0, 64)) for n in range(4)),
+        )
+    assert layout_of_chunks(CheckpointIndex("/somewhere", tensors, {})).pp == 2
