@@ -108,7 +108,7 @@ def _divisions(entry: TensorEntry) -> list[int]:
 
 
 def _pipeline_parallel(index: CheckpointIndex) -> int | None:
-    """Groups of layers that share no rank. A key without a number stands for all layers, stacked along its first axis."""
+    """Groups of layers that share no rank. A key without a number holds all layers, stacked along its first axis."""
     ranks_of_layer: dict[int, set[int]] = {}
     for fqn, entry in index.tensors.items():
         number = layer_number(fqn)

@@ -132,30 +132,21 @@ def _run(command: str) -> str:
     return command
 
 
-@pytest.mark.parametrize(
-    ("keys", "stacked"), [(["layers.mlp.weight"], True), ([f"layers.{n}.w" for n in range(4)], False)]
-)
-def test_pipeline_stages_show_whether_layers_are_numbered_or_stacked(keys: list[str], stacked: bool) -> None:
-    """Four layers, the first two written by ranks 0 and 1, the others by ranks 2 and 3."""
-    tensors = {}
-    for n, key in enumerate(keys):
-        boxes = [((layer, 0), (1, 8)) for layer in range(4)] if stacked else [((0, 0), (4, 8))]
-        chunks = []
-        for offsets, sizes in boxes:
-            layer = offsets[0] if stacked else n
-            item = StoredItem(f"__{2 * (layer // 2) + layer % 2}_0.distcp", 0, 64)
-            chunks.append(StoredChunk(offsets, sizes, item))
-        # What links ranks 0 with 1, and 2 with 3: a tensor that both hold a part of.
-        chunks += [
-            StoredChunk((c.offsets[0], 4), (c.sizes[0], 4), StoredItem(f"__{2 * (n // 2)}_1.distcp", 0, 64))
-            for c in (chunks if not stacked else [])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_pipeline_stages_show_whether_layers_are_stacked_or_numbered(stacked: bool) -> None:
+    """Four layers at TP=2 x PP=2: the first two layers in files of ranks 0 and 1, the others in those of 2 and 3."""
+
+    def halves(layer: int, row: int, rows: int) -> list[StoredChunk]:
+        stage = layer // 2
+        return [
+            StoredChunk((row, 4 * half), (rows, 4), StoredItem(f"__{2 * stage + half}_0.distcp", 0, 64))
+            for half in range(2)
         ]
-        tensors[key] = TensorEntry(key, "float32", (4, 8), tuple(chunks))
+
     if stacked:
-        tensors["layers.norm.weight"] = TensorEntry(
-            "layers.norm.weight",
-            "float32",
-            (4, 8),
-            tuple(StoredChunk((n, 0), (1, 8), StoredItem(f"__{2 * (n // 2)}_1.distcp", 0, 64)) for n in range(4)),
-        )
+        key = "decoder.layers.mlp.weight"
+        chunks = {key: [chunk for layer in range(4) for chunk in halves(layer, layer, 1)]}
+    else:
+        chunks = {f"decoder.layers.{layer}.mlp.weight": halves(layer, 0, 4) for layer in range(4)}
+    tensors = {key: TensorEntry(key, "float32", (4, 8), tuple(each)) for key, each in chunks.items()}
     assert layout_of_chunks(CheckpointIndex("/somewhere", tensors, {})).pp == 2
