@@ -353,10 +353,14 @@ def _announce() -> None:
         return
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
-    if not logger.hasHandlers():
-        logger.addHandler(logging.StreamHandler())
+    # Only for this line: Megatron sets up logging later, and then every line of ours would come twice.
+    own = None if logger.hasHandlers() else logging.StreamHandler()
+    if own is not None:
+        logger.addHandler(own)
     logger.info(
         "mcore_ckpt %s: TorchDistSaveStrategy and TorchDistLoadStrategy are in force for megatron-core %s",
         mcore_ckpt.__version__,
         _installed_version_text(),
     )
+    if own is not None:
+        logger.removeHandler(own)

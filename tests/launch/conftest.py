@@ -1,0 +1,20 @@
+"""One folder for all launches of a session: those that several tests need are made once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.launch.pretrain import missing_reason
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where launches leave their logs, records and checkpoints."""
+    if missing_reason():
+        pytest.skip(missing_reason())
+    return tmp_path_factory.mktemp("launches")

@@ -1,0 +1,212 @@
+"""Lets an unchanged `pretrain_gpt.py` of Megatron-LM train on a machine without a GPU, and writes down what it does.
+
+Python imports this by itself in every process that has this folder on PYTHONPATH: the ranks of a launch, and what they
+spawn. Nothing happens until `megatron.core` is imported, so that the processes that need none of it stay as they are.
+
+Environment:
+    LAUNCH_RECORD: folder for `rank<N>.jsonl`, one line for each event; no recording where it is not set.
+    LAUNCH_KILL: `rank:event:iteration`; that rank ends itself by SIGKILL when it has recorded this event.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import signal
+import sys
+import time
+import types
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+
+_SUPPORT = Path(__file__).resolve().parents[2] / "support"
+
+
+def _record(event: str, **facts: Any) -> None:
+    folder = os.environ.get("LAUNCH_RECORD")
+    rank = os.environ.get("RANK", "none")
+    if folder:
+        with open(f"{folder}/rank{rank}.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps({"event": event, "time_s": time.time(), **facts}) + "\n")
+    if os.environ.get("LAUNCH_KILL") == f"{rank}:{event}:{facts.get('iteration')}":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _pretend_cuda() -> None:
+    # By its path: a checkout of Megatron-LM has a package named `tests`, too.
+    spec = importlib.util.spec_from_file_location("launch_cpu_megatron", _SUPPORT / "cpu_megatron.py")
+    assert spec is not None
+    assert spec.loader is not None
+    support = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(support)
+    support.pretend_cuda()
+    _keep_generator_from_data_loader()
+    extension = types.ModuleType("megatron.core.datasets.helpers_cpp")
+    vars(extension).update(build_sample_idx_int32=_sample_index, build_sample_idx_int64=_sample_index)
+    sys.modules[extension.__name__] = extension
+
+
+def _keep_generator_from_data_loader() -> None:
+    """A data loader takes its seed from the CPU's generator. Here dropout's, the GPU's, is the same one."""
+    import torch
+    from torch.utils.data import dataloader
+
+    begin = dataloader._BaseDataLoaderIter.__init__
+
+    def begin_without_a_trace(self: Any, *args: Any, **kwargs: Any) -> None:
+        state = torch.get_rng_state()
+        begin(self, *args, **kwargs)
+        torch.set_rng_state(state)
+
+    dataloader._BaseDataLoaderIter.__init__ = begin_without_a_trace  # type: ignore[method-assign]
+
+
+def _sample_index(
+    sizes: Any, documents: Any, sequence_length: int, epochs: int, epoch_tokens: int, drop_last: bool, extra: int
+) -> Any:
+    """Where each sample begins, `[samples + 1, 2]`: which document of the order, and which token of it.
+
+    What Megatron compiles in C++ when it starts: documents are laid end to end and cut into pieces of
+    `sequence_length` tokens, each of which reads `extra` tokens more.
+    """
+    import numpy
+
+    tokens = epochs * epoch_tokens - int(extra)
+    samples = tokens // sequence_length if drop_last else -(-tokens // sequence_length)
+    ends = numpy.cumsum(sizes[documents], dtype=numpy.int64)
+    starts = numpy.minimum(numpy.arange(samples + 1, dtype=numpy.int64) * sequence_length, tokens)
+    document = numpy.searchsorted(ends, starts, side="right")
+    offset = starts - numpy.where(document > 0, ends[document - 1], 0)
+    return numpy.stack([document, offset], axis=1).astype(documents.dtype)
+
+
+def _without_build(module: Any) -> None:
+    """No make, no nvcc: what they would build is replaced above, or not used on a CPU."""
+    for name in ("compile_helpers", "load"):
+        if hasattr(module, name):
+            setattr(module, name, lambda *_, **__: None)
+
+
+def _loads_float32(module: Any) -> None:
+    """Let the distributed optimizer load where the model is float32.
+
+    It copies into views of the parameters, which torch refuses while gradients are recorded. Under bfloat16, which
+    everybody uses on a GPU, it copies into tensors of its own.
+    """
+    import torch
+
+    optimizer = module.DistributedOptimizer
+    optimizer.load_state_dict = torch.no_grad()(optimizer.load_state_dict)
+
+
+def _record_losses(module: Any) -> None:
+    training_log = module.training_log
+
+    @functools.wraps(training_log)
+    def log(loss_dict: Any, total: Any, learning_rate: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
+        for value in loss_dict.values():
+            _record("loss", iteration=iteration, loss=float(value))
+        return training_log(loss_dict, total, learning_rate, iteration, *args, **kwargs)
+
+    module.training_log = log
+
+
+def _record_methods(owner: Any, names: Sequence[str], describe: Callable[..., dict[str, Any]]) -> None:
+    for name in names:
+        if name in vars(owner):
+            setattr(owner, name, _recorded(vars(owner)[name], f"{owner.__name__}.{name}", describe))
+
+
+def _iteration(text: object) -> dict[str, int]:
+    found = re.search(r"iter_(\d+)", str(text))
+    return {"iteration": int(found[1])} if found else {}
+
+
+def _recorded(original: Any, event: str, describe: Callable[..., dict[str, Any]]) -> Any:
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        facts = describe(self, args, result)
+        if facts:
+            _record(event, **facts)
+        return result
+
+    return call
+
+
+def _of_strategy(self: Any, args: tuple[Any, ...], _result: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = {"package": type(self).__module__.partition(".")[0], **_iteration(args[1:2])}
+    for name in ("use_cached_ckpt_structure", "validated_cache_reuse", "validated_loaded_metadata_reuse"):
+        if hasattr(self, name):
+            facts[name] = bool(getattr(self, name))
+    return facts
+
+
+def _record_strategies(module: Any) -> None:
+    for name in (
+        "TorchDistSaveShardedStrategy",
+        "TorchDistLoadShardedStrategy",
+        "TorchDistSaveStrategy",
+        "TorchDistLoadStrategy",
+    ):
+        if name in vars(module):
+            _record_methods(vars(module)[name], ("save", "async_save", "load"), _of_strategy)
+    if "_Commit" in vars(module):
+        _record_methods(module._Commit, ("__call__",), lambda self, *_: _iteration(self.save_call.what))
+
+
+def _record_queue(module: Any) -> None:
+    def scheduled(self: Any, args: tuple[Any, ...], result: Any) -> dict[str, Any]:
+        return {"package": type(self).__module__.partition(".")[0], "persistent": bool(self.persistent)}
+
+    def finalized(self: Any, args: tuple[Any, ...], result: Any) -> dict[str, Any]:
+        # Polled at every step: only what was finalized is worth a line.
+        return {"package": type(self).__module__.partition(".")[0], "calls": len(result)} if result else {}
+
+    queue = module.AsyncCallsQueue
+    _record_methods(queue, ("schedule_async_request",), scheduled)
+    _record_methods(queue, ("maybe_finalize_async_calls",), finalized)
+
+
+_AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
+    "megatron.core.datasets.utils": _without_build,
+    "megatron.legacy.fused_kernels": _without_build,
+    "megatron.core.optimizer.distrib_optimizer": _loads_float32,
+    "megatron.training.training": _record_losses,
+    "megatron.core.dist_checkpointing.strategies.torch": _record_strategies,
+    "megatron.core.dist_checkpointing.strategies.async_utils": _record_queue,
+    "mcore_ckpt.strategy": _record_strategies,
+    "mcore_ckpt.async_calls": _record_queue,
+}
+
+
+class _AroundImport(MetaPathFinder):
+    """Calls `_pretend_cuda` before `megatron.core` is imported, and `_AFTER_IMPORT` after the modules that it names."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname == "megatron.core":
+            _pretend_cuda()
+        if fullname not in _AFTER_IMPORT:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_change(module: Any) -> None:
+                execute(module)
+                _AFTER_IMPORT[fullname](module)
+
+            spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, _AroundImport())

@@ -1,0 +1,121 @@
+"""Launches whose saves fail or are killed: the tracker names a whole checkpoint; the next launch goes on from it."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.launch.pretrain import Launched, launch, tracked_iteration
+from tests.launch.variants import ASYNC, Variant, assert_whole, command_line, environment, trained
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.slow
+
+ASYNCHRONOUS = Variant("killed", (*ASYNC, "--use-distributed-optimizer"), interval=1)
+# Each save deletes the one before, by a finalize callback: one that failed must not.
+DELETING = ("--save-retain-interval", "99")
+
+
+def _run(variant: Variant, checkpoints: Path, place: Path, **how: object) -> Launched:
+    """A launch as a scheduler repeats it: it goes on from what is there, and saves to where that is."""
+    options = {**environment("ours", variant, place), **how.pop("variables", {})}  # type: ignore[dict-item]
+    folders = ["--save", str(checkpoints), "--load", str(checkpoints), "--save-interval", str(variant.interval)]
+    arguments = [*command_line("ours", variant), *folders, *how.pop("arguments", ())]  # type: ignore[misc]
+    return launch("ours", 2, arguments, place, options, **how)  # type: ignore[arg-type]
+
+
+def _assert_goes_on(run: Launched, launches: Path, after: int) -> None:
+    reference, _ = trained("ours", ASYNCHRONOUS, launches)
+    assert run.losses == {iteration: loss for iteration, loss in reference.losses.items() if iteration > after}
+
+
+def _iterations(checkpoints: Path) -> dict[int, Path]:
+    return {int(path.name.removeprefix("iter_")): path for path in checkpoints.glob("iter_*")}
+
+
+@pytest.mark.parametrize(
+    ("kill", "published"),
+    [
+        ("1:TorchDistSaveStrategy.async_save:4", False),
+        ("0:_Commit.__call__:4", True),
+        ("1:_Commit.__call__:4", True),
+    ],
+)
+def test_a_rank_killed_in_an_async_save(kill: str, published: bool, launches: Path, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    killed = _run(ASYNCHRONOUS, checkpoints, tmp_path / "killed", variables={"LAUNCH_KILL": kill}, expected_exit=None)
+    assert "SIGKILL" in killed.log
+    tracked = tracked_iteration(checkpoints)
+    assert tracked is not None
+    assert 1 <= tracked <= 4
+    assert tracked < 4 or published
+    assert_whole(checkpoints / f"iter_{tracked:07d}")
+    for path in _iterations(checkpoints).values():
+        if (path / ".metadata").exists():
+            assert_whole(path)
+    assert published == (checkpoints / "iter_0000004" / ".metadata").exists()
+
+    again = _run(ASYNCHRONOUS, checkpoints, tmp_path / "again")
+    assert f"at iteration {tracked}" in again.log
+    _assert_goes_on(again, launches, after=tracked)
+    assert tracked_iteration(checkpoints) == 6
+    for path in _iterations(checkpoints).values():
+        assert_whole(path)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 6 MB: room for one checkpoint and not for two."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+def test_a_full_disk_ends_the_launch_and_harms_nothing(
+    is_async: bool, small_disk: Path, launches: Path, tmp_path: Path
+) -> None:
+    # Three iterations apart: the first save is published before the second one takes up room.
+    arguments = (*ASYNCHRONOUS.arguments[0 if is_async else len(ASYNC) :], *DELETING)
+    variant = replace(ASYNCHRONOUS, arguments=arguments, interval=3)
+    checkpoints = small_disk / "checkpoints"
+    failed = _run(variant, checkpoints, tmp_path / "failed", expected_exit=None)
+    assert "No space left on device" in failed.log
+    assert _assert_one_checkpoint_is_there(checkpoints) == 3
+
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    again = _run(variant, checkpoints, tmp_path / "again")
+    _assert_goes_on(again, launches, after=3)
+    assert tracked_iteration(checkpoints) == 6
+    assert_whole(checkpoints / "iter_0000006")
+
+
+def test_a_full_disk_may_be_told_not_to_end_the_training(small_disk: Path, launches: Path, tmp_path: Path) -> None:
+    variant = replace(ASYNCHRONOUS, arguments=(*ASYNCHRONOUS.arguments, *DELETING))
+    checkpoints = small_disk / "checkpoints"
+    warned = _run(variant, checkpoints, tmp_path / "warned", variables={"MCORE_CKPT_ON_FAILURE": "warn"})
+    assert "No space left on device" in warned.log
+    _assert_goes_on(warned, launches, after=0)
+    # Two saves in flight may take each other's room; whichever is published first stays.
+    _assert_one_checkpoint_is_there(checkpoints)
+
+
+def _assert_one_checkpoint_is_there(checkpoints: Path) -> int:
+    """The tracker names it, no later save deleted it, and what failed does not look like a checkpoint."""
+    tracked = tracked_iteration(checkpoints)
+    assert tracked is not None
+    assert list(checkpoints.glob("iter_*/.metadata")) == [checkpoints / f"iter_{tracked:07d}" / ".metadata"]
+    assert_whole(checkpoints / f"iter_{tracked:07d}")
+    return tracked

@@ -1,0 +1,61 @@
+"""A launch that goes on under another division of the model than the one that saved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.launch.pretrain import Side, launch
+from tests.launch.variants import ASYNC, Variant, assert_ours_ran, resumed, trained
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.slow
+
+SIDES: tuple[Side, ...] = ("stock", "ours")
+_TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+# Without dropout: its random numbers depend on the layout. The last of two equal arguments counts.
+_NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
+RESHARDABLE = Variant(
+    "fully-reshardable",
+    (*ASYNC, *_NO_DROPOUT, "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable", _TP, "2"),
+)
+DATA_PARALLEL = Variant("dp-reshardable", (*ASYNC, *_NO_DROPOUT, "--use-distributed-optimizer"))
+LAYOUTS = {
+    "tp2": (RESHARDABLE, 2, (_TP, "2")),
+    "pp2": (RESHARDABLE, 2, (_TP, "1", _PP, "2")),
+    "dp2": (RESHARDABLE, 2, (_TP, "1", "--ckpt-fully-parallel-load")),
+    "tp2-pp2": (RESHARDABLE, 4, (_TP, "2", _PP, "2")),
+    "dp4": (DATA_PARALLEL, 4, ("--ckpt-fully-parallel-load",)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_goes_on_under_another_layout(name: str, launches: Path) -> None:
+    variant, ranks, layout = LAYOUTS[name]
+    ours, our_checkpoints = trained("ours", variant, launches)
+    stock, stock_checkpoints = trained("stock", variant, launches)
+    assert ours.losses == stock.losses
+    later = {iteration: loss for iteration, loss in ours.losses.items() if iteration > 3}
+
+    places = {side: launches / f"{variant.name}-{name}-{side}" for side in ("ours", "from-stock", "by-stock")}
+    on = resumed("ours", variant, our_checkpoints, places["ours"], ranks, layout)
+    by_stock = resumed("stock", variant, our_checkpoints, places["by-stock"], ranks, layout)
+    assert_ours_ran(on, variant, places["ours"], loaded=True)
+    # Another layout adds in another order: the same to the last bits, and for all who load to the very last.
+    assert on.losses == pytest.approx(later, rel=2e-6)
+    assert by_stock.losses == on.losses
+    if name == "pp2":
+        from_stock = resumed("ours", variant, stock_checkpoints, places["from-stock"], ranks, layout)
+        assert from_stock.losses == on.losses
+
+
+def test_optimizer_state_of_another_tensor_parallel_size_is_refused(launches: Path) -> None:
+    """`dp_reshardable`, the default of the launch, cannot change it; ours says so as stock does, and trains nothing."""
+    _, checkpoints = trained("ours", DATA_PARALLEL, launches)
+    arguments = [*DATA_PARALLEL.arguments, _TP, "2", "--load", str(checkpoints), "--ckpt-step", "3"]
+    for side in SIDES:
+        refused = launch(side, 2, arguments, launches / f"refused-{side}", expected_exit=None)
+        assert not refused.named("loss")

@@ -1,0 +1,91 @@
+"""Megatron-LM's own `pretrain_gpt.py`, launched: it saves, ends, and goes on as if it had never ended.
+
+Each variant is trained for six iterations with stock Megatron and with ours, saving on the way; new launches go on from
+iteration 3, ours from what stock saved and the other way round, too. Their losses are equal to the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.launch.pretrain import launch, tracked_iteration
+from tests.launch.variants import ASYNC, Variant, assert_ours_ran, assert_whole, resumed, trained
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.slow
+
+_DISTRIBUTED = "--use-distributed-optimizer"
+VARIANTS = [
+    Variant("plain"),
+    Variant("async", (*ASYNC, "--tensor-model-parallel-size", "2")),
+    Variant("distributed-optimizer", (_DISTRIBUTED, "--no-ckpt-fully-parallel-save", "--bf16")),
+    Variant("fully-parallel", (_DISTRIBUTED, "--ckpt-fully-parallel-save", "--ckpt-fully-parallel-load")),
+    Variant(
+        "constant-structure",
+        (*ASYNC, _DISTRIBUTED, "--ckpt-fully-parallel-load", "--ckpt-assume-constant-structure"),
+        interval=1,
+    ),
+    Variant(
+        "pipeline-async-bf16",
+        (*ASYNC, _DISTRIBUTED, "--pipeline-model-parallel-size", "2", "--bf16"),
+        interval=1,
+        exchanged=False,
+    ),
+    Variant(
+        "options-from-environment",
+        (*ASYNC, _DISTRIBUTED),
+        interval=1,
+        options={
+            "MCORE_CKPT_WRITER": "fork",
+            "MCORE_CKPT_STAGE": "cow",
+            "MCORE_CKPT_THREAD_COUNT": "1",
+            "MCORE_CKPT_DIRECT_IO": "off",
+            "MCORE_CKPT_MAX_IN_FLIGHT": "2",
+        },
+        exchanged=False,
+    ),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_goes_on_as_if_it_had_never_ended(variant: Variant, launches: Path) -> None:
+    stock, stock_checkpoints = trained("stock", variant, launches)
+    ours, our_checkpoints = trained("ours", variant, launches)
+    assert not any("mcore_ckpt" in used for used in stock.strategies())
+    assert_ours_ran(ours, variant, our_checkpoints.parent, loaded=False)
+    assert sorted(ours.losses) == [1, 2, 3, 4, 5, 6]
+    assert ours.losses == stock.losses, "saving must not change training"
+    assert tracked_iteration(our_checkpoints) == 6
+    assert_whole(our_checkpoints / "iter_0000003")
+
+    later = {iteration: loss for iteration, loss in ours.losses.items() if iteration > 3}
+    places = {name: launches / f"{variant.name}-{name}" for name in ("ours-on", "ours-from-stock", "stock-from-ours")}
+    on = resumed("ours", variant, our_checkpoints, places["ours-on"])
+    assert on.losses == later
+    assert_ours_ran(on, variant, places["ours-on"], loaded=True)
+    if variant.exchanged:
+        from_stock = resumed("ours", variant, stock_checkpoints, places["ours-from-stock"])
+        assert from_stock.losses == later
+        assert_ours_ran(from_stock, variant, places["ours-from-stock"], loaded=True)
+        by_stock = resumed("stock", variant, our_checkpoints, places["stock-from-ours"])
+        assert by_stock.losses == later
+        assert not any("mcore_ckpt" in used for used in by_stock.strategies())
+
+    thread_count = int(variant.options.get("MCORE_CKPT_THREAD_COUNT", "2"))
+    files = {path.name for path in (our_checkpoints / "iter_0000003").glob("*.distcp")}
+    assert files == {f"__{rank}_{thread}.distcp" for rank in range(2) for thread in range(thread_count)}
+    if variant.keeps_structure:
+        saves = [event for event in ours.events[0] if event["event"] == "TorchDistSaveStrategy.async_save"]
+        assert all(event["use_cached_ckpt_structure"] for event in saves)
+        assert [event["validated_cache_reuse"] for event in saves] == [False, True, True, True, True, True]
+        assert all(e["validated_loaded_metadata_reuse"] for e in on.named("TorchDistSaveStrategy.async_save"))
+
+
+def test_an_option_that_cannot_be_is_refused_before_training(launches: Path) -> None:
+    refused = launch("ours", 2, [], launches / "refused", {"MCORE_CKPT_WRITER": "carrier-pigeon"}, expected_exit=None)
+    assert "writer='carrier-pigeon': expected one of 'persistent', 'fork'" in refused.log
+    assert not refused.named("loss")

@@ -1,0 +1,118 @@
+"""What the launches are: variants of one training, run to its end or gone on with, and what must be true of each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING
+
+from mcore_ckpt.verify import verify_checkpoint
+from tests.launch.pretrain import Launched, Side, launch, megatron_lm
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["ASYNC", "Variant", "assert_ours_ran", "assert_whole", "command_line", "environment", "resumed", "trained"]
+
+ASYNC = ("--async-save", "--use-persistent-ckpt-worker")
+_KEEPS_STRUCTURE = "--ckpt-assume-constant-structure"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Arguments of a training of six iterations on two ranks, and what they ought to bring about.
+
+    Attributes:
+        name: of the test.
+        arguments: beside those of all launches.
+        interval: iterations from save to save.
+        options: `MCORE_CKPT_*` variables.
+        exchanged: stock goes on from what ours saved, and ours from what stock saved, too.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    interval: int = 3
+    options: dict[str, str] = field(default_factory=dict, hash=False)
+    exchanged: bool = True
+
+    @property
+    def is_async(self) -> bool:
+        return "--async-save" in self.arguments
+
+    @property
+    def keeps_structure(self) -> bool:
+        return _KEEPS_STRUCTURE in self.arguments
+
+
+@cache
+def _has_async_strategies() -> bool:
+    """Whether this Megatron has `--async-strategy`: 0.16 has not."""
+    return "--async-strategy" in (megatron_lm() / "megatron/training/arguments.py").read_text() or (
+        "async_strategy" in (megatron_lm() / "megatron/training/async_utils.py").read_text()
+    )
+
+
+def command_line(side: Side, variant: Variant) -> list[str]:
+    """The variant's arguments. Stock needs nvidia-resiliency-ext for its default strategy; ours serves it without."""
+    other_strategy = side == "stock" and variant.is_async and _has_async_strategies()
+    return [*variant.arguments, *(("--async-strategy", "mcore") if other_strategy else ())]
+
+
+def environment(side: Side, variant: Variant, place: Path) -> dict[str, str]:
+    """The variant's options; the traces of its saves go to `place / "traces"`."""
+    return {**variant.options, "MCORE_CKPT_TRACE_PATH": str(place / "traces")} if side == "ours" else {}
+
+
+@cache
+def trained(side: Side, variant: Variant, folder: Path) -> tuple[Launched, Path]:
+    """The launch that never stops, and where it saved; made once for each side, variant and folder."""
+    place = folder / f"{variant.name}-{side}"
+    saving = ["--save", str(place / "checkpoints"), "--save-interval", str(variant.interval)]
+    run = launch(side, 2, [*command_line(side, variant), *saving], place / "run", environment(side, variant, place))
+    return run, place / "checkpoints"
+
+
+def resumed(
+    side: Side, variant: Variant, checkpoints: Path, place: Path, ranks: int = 2, layout: tuple[str, ...] = ()
+) -> Launched:
+    """A new launch that goes on from iteration 3, and saves under `place`.
+
+    Args:
+        layout: arguments that replace those of the variant that say how the model is divided.
+    """
+    arguments = [*command_line(side, variant), *layout, "--load", str(checkpoints), "--ckpt-step", "3"]
+    if side == "stock" and _has_async_strategies():
+        # It needs nvidia-resiliency-ext: the launch does not hand `--async-strategy mcore` on to the load.
+        arguments = [argument for argument in arguments if argument != _KEEPS_STRUCTURE]
+    arguments += ["--save", str(place / "checkpoints"), "--save-interval", str(variant.interval)]
+    return launch(side, ranks, arguments, place / "run", environment(side, variant, place))
+
+
+def assert_ours_ran(run: Launched, variant: Variant, place: Path, *, loaded: bool) -> None:
+    """Our strategies did it, said so once, and saved beside the training if they were asked to."""
+    saving = "async_save" if variant.is_async else "save"
+    assert run.strategies() == {f"mcore_ckpt.{saving}", *(["mcore_ckpt.load"] if loaded else [])}
+    announced = [line for line in run.log.splitlines() if "are in force for megatron-core" in line]
+    assert len(announced) == 1, announced
+    assert "TorchDistSaveStrategy and TorchDistLoadStrategy" in announced[0]
+    saves = {event["iteration"] for event in run.named(f"TorchDistSaveStrategy.{saving}")}
+    assert max(saves) == 6
+    for iteration in saves:
+        trace = json.loads((place / "traces" / f"iter_{iteration:07d}_rank0.trace.json").read_text())["traceEvents"]
+        by_writer = [event for event in trace if event["ph"] == "X" and event["tid"] == 1]
+        assert [bool(event["args"]["files"]) for event in by_writer] == [True] * variant.is_async, trace
+    if variant.is_async:
+        for rank in run.events:
+            scheduled = [event for event in rank if event["event"] == "AsyncCallsQueue.schedule_async_request"]
+            finalized = [event for event in rank if event["event"] == "AsyncCallsQueue.maybe_finalize_async_calls"]
+            assert len([event for event in scheduled if event["package"] == "mcore_ckpt"]) == len(saves)
+            assert sum(event["calls"] for event in finalized if event["package"] == "mcore_ckpt") == len(saves)
+            assert {event["iteration"] for event in rank if event["event"] == "_Commit.__call__"} == saves
+
+
+def assert_whole(checkpoint: Path) -> None:
+    """Every byte of it proves right."""
+    report = verify_checkpoint(checkpoint)
+    assert report.whole, [problem.message for problem in report.problems[:5]]
