@@ -166,6 +166,7 @@ class AsyncCallsQueue:
         mp_mode: str = "spawn",
         cpu_priority: int | None = 10,
         io_priority: int | None = None,
+        cpu_shm_mode: bool = False,
         **others: Any,
     ) -> None:
         """Start the byte writer ahead of the first save. Functions of others get a worker when the first one comes.
@@ -175,6 +176,8 @@ class AsyncCallsQueue:
             mp_mode: how Megatron would start its worker; ours is a bare interpreter always.
             cpu_priority: nice value of the writer.
             io_priority: its I/O scheduling class (1 real time, 2 best effort, 3 idle).
+            cpu_shm_mode: accepted by name, since newer launch code looks for it in the signature; our stage is in
+                shared memory always.
             others: what other implementations take here.
         """
         AsyncCallsQueue._priority = (cpu_priority, io_priority)

@@ -142,13 +142,16 @@ def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_sta
 def _tidy_up(storage: Storage, target: Target, has_common_state: bool) -> None:
     names = storage.list()
     pending = _numbered_pending(target.first_file)
-    if pending in names:
+    # Megatron sums up the files after the save: what is there now are the sums of another checkpoint.
+    stale = [_INTEGRITY_FILE]
+    if has_common_state:
+        # Left by an older version, or by a save of it that was killed; readers of 0.19 would prefer it.
+        stale += [pending, COMMON_FILE]
+    elif pending in names:
         storage.rename(pending, COMMON_FILE)
-    if target.replaces:
-        if _INTEGRITY_FILE in names:
-            storage.delete(_INTEGRITY_FILE)
-        if has_common_state and COMMON_FILE in names:
-            storage.delete(COMMON_FILE)
+    for name in stale:
+        if name in names:
+            storage.delete(name)
     for name in target.old_files:
         storage.delete(name)
     storage.delete(INCOMPLETE_MARKER)
@@ -182,14 +185,14 @@ def common_file_in_force(names: Iterable[str], index: CheckpointIndex) -> str | 
 
     A crash right after the publish can leave the new common state under its pending name.
     """
+    if any(key.startswith(_COMMON_STATE_KEY) for key in index.objects):
+        return None
     last = max((n for n in map(_file_number, index_files(index)) if n is not None), default=-1)
     names = list(names)
     for name in names:
         match = _PENDING_NUMBERED.match(name)
         if match and int(match.group(1)) <= last:
             return name
-    if any(key.startswith(_COMMON_STATE_KEY) for key in index.objects):
-        return None
     return COMMON_FILE if COMMON_FILE in names else None
 
 

@@ -48,8 +48,9 @@ def box_sizes(shard: Any) -> tuple[int, ...]:
     """
     if getattr(shard, "flattened_range", None) is not None:
         raise PlanError(
-            f"{shard.key}: flattened_range={shard.flattened_range} is not supported; choose an optimizer sharding type"
-            " that keeps the model's shapes (fully_reshardable) or flat buckets (dp_reshardable)"
+            f"{shard.key}: flattened_range={shard.flattened_range} is a stretch, and plain DCP plans boxes;"
+            " save and load it with Megatron's dist_checkpointing after mcore_ckpt.install(), or choose an optimizer"
+            " sharding type that keeps the model's shapes (fully_reshardable) or flat buckets (dp_reshardable)"
         )
     prepended: int = shard.prepend_axis_num
     return (1,) * prepended + tuple(shard.local_shape)

@@ -1,0 +1,378 @@
+"""Traps around what a launch does beside saving and loading: queues, companions of a checkpoint, start and restart."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_ckpt import SaveError
+from tests.megatron.failure_traps import touch
+from tests.megatron.trap_ranks import check, installed, made, names, state
+
+__all__ = ["LAUNCHES"]
+
+
+def foreign_requests_share_the_queue_of_a_persistent_worker(rank: int, directory: Path) -> None:
+    """The next with Megatron's `--use-persistent-ckpt-worker`."""
+    foreign_requests_share_the_queue(rank, directory, persistent=True)
+
+
+def foreign_requests_share_the_queue(rank: int, directory: Path, persistent: bool = False) -> None:
+    """Functions of others run, apart from ours; callbacks that Megatron moves to another request still commit."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+
+    target = made(directory / "checkpoint")
+    queue = AsyncCallsQueue(persistent)
+    order: list[str] = []
+    save = dist_checkpointing.save(state(1), target, async_sharded_save=True)
+    save.add_finalize_fn(lambda: order.append("save"))
+    # 0.19 flushes logits like this: the save's callbacks run when the flush is done, too.
+    flush = AsyncRequest(
+        async_fn=touch, async_fn_args=(str(directory / f"logits-{rank}"),), finalize_fns=save.finalize_fns.copy()
+    )
+    save.finalize_fns.clear()
+    flush.add_finalize_fn(lambda: order.append("flush"))
+    callbacks_only = AsyncRequest(async_fn=None, async_fn_args=(), finalize_fns=[lambda: order.append("nothing")])
+    for request in (save, flush, callbacks_only):
+        queue.schedule_async_request(request)
+    assert queue.get_num_unfinalized_calls() == 3
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1, 2]
+    queue.close()
+    assert order == ["save", "flush", "nothing"]
+    assert (directory / f"logits-{rank}").read_text() != str(os.getpid())
+    check(dist_checkpointing.load(state(0), target), 1)
+
+
+def stale_companions_do_not_survive(rank: int, directory: Path) -> None:
+    """An older checkpoint's `common.pt` and `integrity.json` are not those of the checkpoint that replaced it."""
+    dist_checkpointing = installed()
+    from mcore_ckpt.megatron_compat import megatron_version
+
+    target = made(directory)
+    dist_checkpointing.save(state(1), target)
+    if rank == 0:
+        torch.save({"common": {"iteration": -1}}, directory / "common.pt")
+        (directory / "integrity.json").write_text("{}")
+    dist.barrier()
+    if megatron_version() >= (0, 19):
+        # What .metadata names belongs to the checkpoint; the file is a remnant.
+        assert dist_checkpointing.load_common_state_dict(target)["common"] == {"iteration": 1}
+    dist_checkpointing.save(state(2), target)
+    assert "integrity.json" not in names(target)
+    assert ("common.pt" in names(target)) == (megatron_version() < (0, 19))
+    assert dist_checkpointing.load_common_state_dict(target)["common"] == {"iteration": 2}
+    check(dist_checkpointing.load(state(0), target), 2)
+
+
+def a_remnant_of_a_killed_save_is_nobodys_common_state(rank: int, directory: Path) -> None:
+    """Killed before its sharded part began, a save leaves `common.pt.pending`, or `common.pt` if it was the first."""
+    dist_checkpointing = installed()
+    from mcore_ckpt.megatron_compat import megatron_version
+
+    target = made(directory / "second")
+    dist_checkpointing.save(state(1), target)
+    first = made(directory / "first")
+    if rank == 0:
+        torch.save({"common": {"iteration": -1}}, Path(target) / "common.pt.pending")
+        torch.save({"common": {"iteration": -1}}, Path(first) / "common.pt")
+    dist.barrier()
+    assert dist_checkpointing.load_common_state_dict(target)["common"] == {"iteration": 1}
+    check(dist_checkpointing.load(state(0), target), 1)
+    for killed in (target, first):
+        dist_checkpointing.save(state(2), killed)
+        assert not [name for name in names(killed) if "pending" in name]
+        assert ("common.pt" in names(killed)) == (megatron_version() < (0, 19))
+        assert dist_checkpointing.load_common_state_dict(killed)["common"] == {"iteration": 2}
+        check(dist_checkpointing.load(state(0), killed), 2)
+
+
+def files_of_others_stay(rank: int, directory: Path) -> None:
+    """ModelOpt and others save under the same directory; only what the old `.metadata` names is ours to remove."""
+    dist_checkpointing = installed()
+    target = made(directory)
+    dist_checkpointing.save(state(1), target)
+    others = [
+        "modelopt_state/common.pt",
+        "tokenizer.json",
+        "__9_9.distcp.note",
+        "notes__0_0.txt",
+        "foreign__0_77.distcp",
+    ]
+    if rank == 0:
+        for name in others:
+            (directory / name).parent.mkdir(exist_ok=True)
+            (directory / name).write_text(name)
+    dist.barrier()
+    for fill in (2, 3):
+        dist_checkpointing.save(state(fill), target)
+    for name in others:
+        assert (directory / name).read_text() == name
+    check(dist_checkpointing.load(state(0), target), 3)
+
+
+def queues_made_before_install_are_served(rank: int, directory: Path) -> None:
+    """Training code makes its queue when it is imported."""
+    warnings.simplefilter("ignore")
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    old = AsyncCallsQueue()
+    stock = AsyncCallsQueue.schedule_async_request
+    import mcore_ckpt
+
+    dist_checkpointing = installed()
+    from mcore_ckpt.megatron_queue import served_queue
+
+    target = made(directory)
+    for fill, queue in ((1, old), (2, AsyncCallsQueue(persistent=True))):
+        request = dist_checkpointing.save(state(fill), target, async_sharded_save=True)
+        index = queue.schedule_async_request(request)
+        assert isinstance(served_queue(queue), mcore_ckpt.AsyncCallsQueue)
+        with pytest.raises(SaveError, match="not finalized"):
+            mcore_ckpt.uninstall()
+        assert queue.maybe_finalize_async_calls(blocking=True) == [index]
+        check(dist_checkpointing.load(state(0), target), fill)
+        queue.close()
+    mcore_ckpt.uninstall()
+    assert AsyncCallsQueue.schedule_async_request is stock
+
+
+def a_persistent_worker_is_started_and_reset(rank: int, directory: Path) -> None:
+    """What the launch does before training, and when a run is restarted in its processes."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from mcore_ckpt.megatron_compat import megatron_version
+
+    target = made(directory)
+    imported_early = filesystem_async._results_queue  # the launch imports the name once, and sees no later queue
+    for fill in (1, 2):
+        queue_class = start_persistent_worker(rank, megatron_version())
+        queue = queue_class(persistent=True)
+        queue.schedule_async_request(dist_checkpointing.save(state(fill), target, async_sharded_save=True))
+        queue.maybe_finalize_async_calls(blocking=True)
+        check(dist_checkpointing.load(state(0), target), fill)
+        queue.schedule_async_request(dist_checkpointing.save(state(9), target, async_sharded_save=True))
+        queue.close(abort=True)
+        for results_queue in (imported_early, filesystem_async._results_queue):
+            if results_queue is not None:
+                results_queue._manager.shutdown()
+        if megatron_version() >= (0, 17):
+            clear_metadata_cache()
+        dist.barrier()
+        check(dist_checkpointing.load(state(0), target), fill)
+
+
+def start_persistent_worker(rank: int, version: tuple[int, int, int]) -> Any:
+    """As the launch of that version does it; the class of the queue to use."""
+    from megatron.core.dist_checkpointing.strategies import async_utils
+
+    if version < (0, 17):
+        return async_utils.AsyncCallsQueue
+    from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
+
+    name, modules = get_async_strategy("nvrx")
+    queue_class, get_write_results_queue = modules["AsyncCallsQueue"], modules["get_write_results_queue"]
+    # The launch of 0.18 refuses to start where it does not find these names in the signatures.
+    assert name == "nvrx"
+    assert "cpu_shm_mode" in inspect.signature(queue_class.__init__).parameters
+    assert "cpu_shm_mode" in inspect.signature(queue_class.warmup_persistent_caller).parameters
+    assert "mp_mode" in inspect.signature(get_write_results_queue).parameters
+    queue_class(persistent=True, cpu_shm_mode=True)
+    queue_class.warmup_persistent_caller(rank, cpu_priority=10, io_priority=3, cpu_shm_mode=True)
+    get_write_results_queue(mp_mode="fork")
+    return queue_class
+
+
+def clear_metadata_cache() -> None:
+    from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
+
+    get_async_strategy("nvrx", "CachedMetadataFileSystemReader")[1].clear_metadata_cache()
+
+
+def abort_and_restart(rank: int, directory: Path) -> None:
+    """In-process restart: the queue is aborted, the process group goes, another comes, and saving goes on."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    target = made(directory)
+    dist_checkpointing.save(state(1), target)
+    queue = AsyncCallsQueue(persistent=True)
+    queue.schedule_async_request(dist_checkpointing.save(state(2), target, async_sharded_save=True))
+    queue.close(abort=True)
+    store = dist.distributed_c10d._get_default_store()
+    size = dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    again = dist.PrefixStore("restarted", store)
+    dist.init_process_group("gloo", store=again, rank=rank, world_size=size)
+    check(dist_checkpointing.load(state(0), target), 1)
+    queue = AsyncCallsQueue(persistent=True)
+    queue.schedule_async_request(dist_checkpointing.save(state(3), target, async_sharded_save=True))
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    check(dist_checkpointing.load(state(0), target), 3)
+
+
+def some_ranks_load_alone(rank: int, directory: Path) -> None:
+    """0.19 loads on a subset of ranks: the others are elsewhere, and must not be waited for."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from mcore_ckpt.megatron_compat import megatron_version
+
+    if megatron_version() < (0, 19):
+        return
+    target = made(directory)
+    dist_checkpointing.save(state(1), target)
+    alone = dist.new_group([0])
+    if rank == 0:
+        wanted = {"replica": ShardedTensor.from_rank_offsets("replica", torch.zeros(100))}
+        loaded = dist_checkpointing.load(wanted, target, process_group=alone)
+        assert torch.equal(loaded["replica"], torch.arange(100.0))
+    dist.barrier()
+
+
+def wrappers_work_without_cuda(rank: int, directory: Path) -> None:
+    """The fully-parallel wrappers name CUDA devices outright."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing.serialization import (
+        get_default_load_sharded_strategy,
+        get_default_save_sharded_strategy,
+    )
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelLoadStrategyWrapper,
+        FullyParallelSaveStrategyWrapper,
+    )
+
+    assert not torch.cuda.is_available()
+    target = made(directory)
+    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), None, True)
+    for fill in (1, 2):
+        dist_checkpointing.save(state(fill), target, strategy)
+    request = dist_checkpointing.save(state(3), target, strategy, async_sharded_save=True)
+    request.execute_sync()
+    for algorithm in ("broadcast", "gather_rounds", "gather_object"):
+        loading = FullyParallelLoadStrategyWrapper(
+            get_default_load_sharded_strategy(target), None, exchange_algo=algorithm
+        )
+        check(dist_checkpointing.load(state(0), target, loading), 3)
+    written_by = {name.split("_")[2] for name in names(target) if name.startswith("__")}
+    assert written_by == {"0", "1"}, "the replica was not shared out"
+
+
+def what_the_launch_sets_and_reads(rank: int, directory: Path) -> None:
+    """The attributes, arguments and functions that training code of 0.12 to 0.19 uses beside save and load."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing.strategies import async_utils
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+
+    from mcore_ckpt.megatron_compat import megatron_version
+
+    newer = {"cpu_shm_mode": True} if megatron_version() >= (0, 18) else {}
+    strategy = strategies.TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=3, **newer)
+    strategy.use_cached_ckpt_structure = True
+    strategy.cached_global_metadata = None
+    strategy.thread_count = 1
+    strategy.separation_hint = None
+    context = {"save_strategy": strategy}
+    for fill in (1, 2, 3):
+        target = made(directory / f"iter_{fill:07d}")
+        request = dist_checkpointing.save(state(fill), target, context["save_strategy"], async_sharded_save=True)
+        request.execute_sync()
+        assert strategy.validated_cache_reuse == (fill > 1)
+
+    options = {} if megatron_version() < (0, 17) else {"cache_metadata": True}
+    if megatron_version() >= (0, 19):
+        options.update(stream_ckpt_dequant=True, checkpoint_name=target)
+    loading = strategies.TorchDistLoadShardedStrategy(**options)
+    # If this were true, Megatron would leave dequantization to the planner.
+    assert not getattr(loading, "stream_ckpt_dequant", False)
+    check(dist_checkpointing.load(state(0), target, loading), 3)
+    assert loading.cached_global_metadata is not None
+    resumed = strategies.TorchDistSaveShardedStrategy("torch_dist", 1)
+    resumed.use_cached_ckpt_structure = True
+    resumed.cached_global_metadata = loading.cached_global_metadata
+    elsewhere = made(directory / "second")
+    dist_checkpointing.save(state(4), elsewhere, resumed)
+    check(dist_checkpointing.load(state(0), elsewhere), 4)
+
+    if megatron_version() < (0, 17):
+        return
+    for third in ("mcore", "nvrx"):  # neither needs nvidia-resiliency-ext
+        third_target = made(directory / third)
+        request = dist_checkpointing.save(state(5), third_target, async_sharded_save=True, async_strategy=third)
+        queue_class = strategies.get_async_strategy(third, "AsyncCallsQueue")[1]
+        queue_class.warmup_persistent_caller(rank, cpu_priority=10, io_priority=None)
+        strategies.get_async_strategy(third)[1]["get_write_results_queue"](mp_mode="fork")
+        queue = queue_class(persistent=True)
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
+        queue.close()
+        check(dist_checkpointing.load(state(0), third_target), 5)
+        strategies.get_async_strategy(third, "CachedMetadataFileSystemReader")[1].clear_metadata_cache()
+    async_utils.AsyncCallsQueue.warmup_persistent_caller(rank, mp_mode="spawn")
+
+
+def other_formats_use_the_queue(rank: int, directory: Path) -> None:
+    """`torch_dcp` and `fsdp_dtensor` take their writer and planning from `get_async_strategy`, and our queue."""
+    installed()
+    import torch.distributed.checkpoint as dcp
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+
+    from mcore_ckpt.megatron_compat import megatron_version
+
+    if megatron_version() < (0, 17):
+        return
+    target = made(directory)
+    for third in ("mcore", "nvrx"):
+        modules = strategies.get_async_strategy(third)[1]
+        writer = modules["FileSystemWriterAsync"](target, thread_count=2, use_msc=False)
+        planned = modules["save_state_dict_async_plan"](
+            {"weight": torch.full((5,), 7.0), "step": 3},
+            writer,
+            None,
+            0,
+            planner=dcp.DefaultSavePlanner(),
+            enable_cache=False,
+        )
+        save_fn, preload_fn, save_args = writer.get_save_function_and_args()
+        request = modules["AsyncRequest"](
+            save_fn,
+            save_args,
+            [partial(modules["save_state_dict_async_finalize"], *planned)],
+            async_fn_kwargs={},
+            preload_fn=preload_fn,
+        )
+        queue = modules["AsyncCallsQueue"](persistent=False)
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+        queue.close()
+        found = {"weight": torch.zeros(5), "step": 0}
+        dcp.load(found, storage_reader=dcp.FileSystemReader(target))
+        assert torch.equal(found["weight"], torch.full((5,), 7.0))
+        assert found["step"] == 3
+
+
+LAUNCHES = [
+    queues_made_before_install_are_served,  # first: it begins without install()
+    foreign_requests_share_the_queue,
+    foreign_requests_share_the_queue_of_a_persistent_worker,
+    stale_companions_do_not_survive,
+    a_remnant_of_a_killed_save_is_nobodys_common_state,
+    files_of_others_stay,
+    wrappers_work_without_cuda,
+    what_the_launch_sets_and_reads,
+    other_formats_use_the_queue,
+    some_ranks_load_alone,
+    a_persistent_worker_is_started_and_reset,
+    abort_and_restart,  # last: it replaces the process group
+]
