@@ -128,7 +128,7 @@ def save(who: str, kind: str, state: dict[str, Any], checkpoint: str) -> None:
 
     strategy = None
     if kind == "parallel":
-        strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist", 1), None, True)
+        strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), None, True)
     if who == "stock" or kind == "plain":
         dist_checkpointing.save(state, checkpoint, strategy)
         return

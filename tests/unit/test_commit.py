@@ -142,6 +142,23 @@ def test_a_stale_common_file_and_a_stale_manifest_go_with_the_old_checkpoint(tmp
     assert common_file_in_force(names(tmp_path), read_index(tmp_path)) is None
 
 
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_common_file_of_a_killed_save_is_not_put_beside_a_common_state_object(tmp_path: Path, replaces: bool) -> None:
+    """A save of an older version was killed; the next is of a version that keeps the common state in the data files."""
+    if replaces:
+        save(tmp_path, b"old version's")
+    (tmp_path / (PENDING_COMMON if replaces else COMMON_FILE)).write_bytes(b"killed save's")
+    storage = LocalStorage(tmp_path)
+    target = open_target(storage, OPTIONS)
+    name = data_file_name(0, target.first_file)
+    (tmp_path / name).write_bytes(b"data")
+    content = metadata(name, objects=("common_state/shard_0_1",))
+    storage.publish(METADATA_FILE, content)  # and killed again: what the file holds must not be taken for its state
+    assert common_file_in_force(names(tmp_path), read_index(tmp_path)) is None
+    publish(storage, target, content, has_common_state=True)
+    assert names(tmp_path) == {name, METADATA_FILE}
+
+
 def test_an_unreadable_old_checkpoint_is_replaced_but_its_files_stay(tmp_path: Path) -> None:
     first = save(tmp_path)
     (tmp_path / METADATA_FILE).write_bytes(b"\x80\x04not a pickle")
