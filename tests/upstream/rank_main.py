@@ -1,12 +1,15 @@
-"""One rank of a run of Megatron's own tests: CPU shim, gloo with a deadline, `install()` if asked for, then pytest.
+"""The ranks of a run of Megatron's own tests: CPU shim, gloo with a deadline, `install()` if asked for, then pytest.
 
-Started by `run_megatron_tests.py`, never by hand. Each test's outcome goes into a file of JSON lines, one a rank.
+Started by `run_megatron_tests.py`, never by hand. Each test's outcome goes into a file of JSON lines, one a rank. The
+ranks are forked from one process that has imported everything: on a small machine imports would be most of the time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -17,6 +20,13 @@ from pathlib import Path
 from typing import Any
 
 COLLECTIVE_DEADLINE_S = 60
+# What most of the tests import.
+IMPORTED_ONCE = (
+    "megatron.core.dist_checkpointing",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.training.checkpointing",
+)
 SHIM_VARIABLE = "MCORE_CKPT_TESTS_CPU_SHIM"
 
 
@@ -126,16 +136,31 @@ def without_transformer_engine() -> None:
         core_utils.get_te_version = lambda: Version("0.0.0")
 
 
+def run_rank(rank: int, options: argparse.Namespace) -> int:
+    """What one rank does, in a process of its own."""
+    folder: Path = options.folder
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1, file=open(folder / f"{rank}.stack", "w"), all_threads=True)  # noqa: SIM115
+    import pytest
+
+    # The tests share a directory two levels above what pytest gives them.
+    arguments = [*options.pytest_args, f"--basetemp={folder / f'base-{rank}'}"]
+    plugins = ["-p", "no:cacheprovider", "-p", "no:randomly"]
+    return int(pytest.main(["-q", *plugins, *arguments], plugins=[Outcomes(folder / f"{rank}.jsonl")]))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", choices=("stock", "ours"), required=True)
-    parser.add_argument("--outcomes", type=Path, required=True)
-    parser.add_argument("--stacks", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--repo", type=Path, required=True)
     parser.add_argument("pytest_args", nargs="+")
     options = parser.parse_args()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks the ranks for their stacks
 
-    faulthandler.register(signal.SIGUSR1, file=open(options.stacks, "w"), all_threads=True)  # noqa: SIM115
     # Both trees have a top-level package called `tests`; here it is Megatron's.
     sys.path.insert(0, str(options.repo))
     pretend_cuda()
@@ -147,19 +172,23 @@ def main() -> int:
         import mcore_ckpt
 
         mcore_ckpt.install()
-    import pytest
-
+    for name in ("pytest", *IMPORTED_ONCE):
+        with contextlib.suppress(ImportError):  # whether a test can be imported is for the test to say
+            importlib.import_module(name)
     os.chdir(options.repo)
-    return int(
-        pytest.main(
-            ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", *options.pytest_args],
-            plugins=[Outcomes(options.outcomes)],
-        )
-    )
+    ranks = []
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                code = run_rank(rank, options)
+            finally:
+                sys.stdout.flush()
+                os._exit(code)  # no rank may wait for a peer in a destructor
+        ranks.append(pid)
+    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 255 for pid in ranks)
 
 
 if __name__ == "__main__":
-    sys.stdout.flush()
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # no rank may wait for a peer in a destructor
+    sys.exit(main())

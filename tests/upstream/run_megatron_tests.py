@@ -66,55 +66,45 @@ def launch(run: Run, selected: list[str]) -> tuple[dict[str, list[dict[str, str]
         port = probe.getsockname()[1]
         probe.close()
         shared = Path(folder)
-        ranks = []
-        for rank in range(run.world_size):
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(run.world_size),
-                "LOCAL_WORLD_SIZE": str(run.world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "PYTHONPATH": run.python_path,
-                "TMPDIR": folder,
-                "MCORE_CKPT_TESTS_CPU_SHIM": str(run.shim),
-            }
-            command = [run.python, "-W", "ignore", str(HERE / "rank_main.py"), "--strategy", run.strategy]
-            command += ["--outcomes", str(shared / f"{rank}.jsonl"), "--stacks", str(shared / f"{rank}.stack")]
-            command += ["--repo", str(run.tree), "--", *selected]
-            # The tests share a directory two levels above what pytest gives them.
-            command += [f"--basetemp={shared / f'base-{rank}'}"]
-            log = open(shared / f"{rank}.log", "w")  # noqa: SIM115
-            ranks.append(
-                subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=folder)
+        environment = {
+            **os.environ,
+            "WORLD_SIZE": str(run.world_size),
+            "LOCAL_WORLD_SIZE": str(run.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": run.python_path,
+            "TMPDIR": folder,
+            "MCORE_CKPT_TESTS_CPU_SHIM": str(run.shim),
+        }
+        command = [run.python, "-W", "ignore", str(HERE / "rank_main.py"), "--strategy", run.strategy]
+        command += ["--folder", folder, "--repo", str(run.tree), "--", *selected]
+        with open(shared / "main.log", "w") as log:
+            ranks = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=folder
             )
         stopped = _wait(ranks, shared, run.limit_s)
         stacks = ""
-        if stopped:
-            for process in ranks:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGUSR1)
-            time.sleep(1)
-            stacks = "\n".join(p.read_text()[-3000:] for p in sorted(shared.glob("*.stack")) if p.stat().st_size)
-        for process in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        with contextlib.suppress(ProcessLookupError):  # ranks may outlive the process that forked them
+            if stopped:
+                os.killpg(ranks.pid, signal.SIGUSR1)
+                time.sleep(1)
+                stacks = "\n".join(p.read_text()[-3000:] for p in sorted(shared.glob("*.stack")) if p.stat().st_size)
+            os.killpg(ranks.pid, signal.SIGKILL)
+        ranks.wait()
         logs = "\n".join(p.read_text()[-1500:] for p in sorted(shared.glob("*.log")))
         if not any(path.stat().st_size for path in shared.glob("*.jsonl")):
             raise SystemExit(f"no rank ran a test; their last words:\n{logs}")
         return _collect(shared, run.world_size, stacks or logs)
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], shared: Path, limit_s: float) -> bool:
-    """Wait for all ranks; True if some had to be stopped."""
+def _wait(ranks: subprocess.Popen[bytes], shared: Path, limit_s: float) -> bool:
+    """Wait for all ranks; True if they have to be stopped."""
     started_s = time.monotonic()
     newest_s = started_s
     sizes: dict[Path, int] = {}
-    while any(process.poll() is None for process in ranks):
+    while ranks.poll() is None:
         time.sleep(0.5)
         now_s = time.monotonic()
         current = {path: path.stat().st_size for path in shared.glob("*.jsonl")}
