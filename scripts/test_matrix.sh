@@ -4,8 +4,8 @@
 #   scripts/test_matrix.sh [--only VERSION]... [--keep DIRECTORY] [pytest arguments ...]
 #
 # One environment for each Python; a megatron-core is 2 MB of Python, so each version lies in a folder of its own that
-# is put first on the path. Checkpoints and reports lie in DIRECTORY, if it is given; what is there already is not made
-# again, so that an interrupted run can be taken up.
+# is put first on the path. Checkpoints and reports lie in DIRECTORY, if it is given; what is there already is not written
+# or read again, so that an interrupted run can be taken up.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -78,9 +78,7 @@ for version in "${present[@]}"; do
     fi
 done
 for version in "${present[@]}"; do
-    if [ ! -f "$directory/read-by-$version.json" ]; then
-        under "$version" -m tests.matrix.version_job read "$directory" || failed+=("$version, reading")
-    fi
+    under "$version" -m tests.matrix.version_job read "$directory" || failed+=("$version, reading")
 done
 if [ ${#present[@]} -gt 0 ]; then
     MCORE_CKPT_MATRIX="$directory" under "${present[0]}" -m pytest -m matrix "$@" tests/matrix || failed+=("reports")
