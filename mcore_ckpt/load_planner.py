@@ -162,6 +162,8 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
             value.seek(0)
             super().load_bytes(read_item, value)
             return
+        if not isinstance(loaded, list):
+            raise KindMismatchError(f"{key}: expected the list in which Megatron stores objects, got {type(loaded)}")
         if len(loaded) != len(shards):
             raise KindMismatchError(f"{key}: {len(shards)} objects are wanted, the checkpoint holds {len(loaded)}")
         for shard, data in zip(shards, loaded, strict=True):

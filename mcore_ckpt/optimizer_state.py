@@ -28,6 +28,9 @@ from mcore_ckpt.shards import leaves
 
 __all__ = ["load_sharded_optimizer_state"]
 
+# Parameter groups of an optimizer are a handful; a list in a state dict has no more entries than a checkpoint has keys.
+_MAX_LIST = 10_000_000
+
 
 def load_sharded_optimizer_state(
     state_dict: Mapping[str, Any],
@@ -187,17 +190,28 @@ def _place(tree: dict[str, Any], path: Sequence[Any], value: Any) -> None:
     for here, following in pairwise(path):
         empty: Any = [] if isinstance(following, int) else {}
         if isinstance(here, int):
-            while len(node) <= here:
-                node.append(None)
+            _make_room(node, here, path)
             if node[here] is None:
                 node[here] = empty
             node = node[here]
-        else:
+        elif isinstance(node, dict):
             node = node.setdefault(here, empty)
+        else:
+            raise _contradiction(path)
     last = path[-1]
     if isinstance(last, int):
-        while len(node) <= last:
-            node.append(None)
-    if isinstance(node, list) != isinstance(last, int):
-        raise LoadError(f"{'.'.join(map(str, path))}: the checkpoint's key contradicts the other keys' structure")
+        _make_room(node, last, path)
+    elif not isinstance(node, dict):
+        raise _contradiction(path)
     node[last] = value
+
+
+def _make_room(node: Any, position: int, path: Sequence[Any]) -> None:
+    """Lengthen a list until it has that position, which a file has named: within reason."""
+    if not isinstance(node, list) or not 0 <= position < _MAX_LIST:
+        raise _contradiction(path)
+    node.extend([None] * (position + 1 - len(node)))
+
+
+def _contradiction(path: Sequence[Any]) -> LoadError:
+    return LoadError(f"{'.'.join(map(str, path))}: the checkpoint's key contradicts the other keys' structure")

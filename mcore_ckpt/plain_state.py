@@ -8,15 +8,17 @@ Tensors and other objects come out as `Opaque`. To load the state for use, take 
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.commit import common_file_in_force
 from mcore_ckpt.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.metadata import CheckpointIndex, ObjectEntry, StoredItem, object_key
+from mcore_ckpt.safe_pickle import check_memo
 
 __all__ = ["Opaque", "plain", "read_plain_object", "read_plain_state"]
 
@@ -127,6 +129,7 @@ def _read_archive(content: bytes, where: str) -> Any:
             if archive.getinfo(name).file_size > _MAX_PICKLE_BYTES:
                 raise CorruptCheckpointError(f"{where}: its pickle unpacks to more than {_MAX_PICKLE_BYTES} bytes")
             pickled = archive.read(name)
+        check_memo(pickled, where)
         return _StandInUnpickler(io.BytesIO(pickled)).load()
     except CorruptCheckpointError:
         raise
@@ -143,21 +146,29 @@ def _as_dict(value: Any, where: str) -> dict[str, Any]:
     return {str(key): plain(part) for key, part in value.items()}
 
 
-def plain(value: Any, depth: int = 0) -> Any:
+# A few bytes of pickle can nest one list in itself many times over; no common state has that many values.
+_MAX_VALUES = 1_000_000
+
+
+def plain(value: Any) -> Any:
     """`value` for showing and for JSON: containers, numbers and strings; namespaces as dicts, the rest as text."""
+    return _plain(value, 0, itertools.count())
+
+
+def _plain(value: Any, depth: int, counter: Iterator[int]) -> Any:
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
-    if depth > 20:
+    if depth > 20 or next(counter) > _MAX_VALUES:
         return "..."
     if isinstance(value, Mapping):
-        return {str(key): plain(part, depth + 1) for key, part in value.items()}
+        return {str(key): _plain(part, depth + 1, counter) for key, part in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(part, depth + 1) for part in value]
+        return [_plain(part, depth + 1, counter) for part in value]
     if isinstance(value, Opaque):
         if value.name in ("argparse.Namespace", "types.SimpleNamespace") and isinstance(value.state, dict):
-            return plain(value.state, depth + 1)
+            return _plain(value.state, depth + 1, counter)
         if value.name == "torch._utils._rebuild_tensor_v2" and len(value.arguments) > 2:
-            return f"<tensor of shape {plain(value.arguments[2])}>"
+            return f"<tensor of shape {_plain(value.arguments[2], depth + 1, counter)}>"
         simple = [part for part in value.arguments if isinstance(part, (str, int, float))]
         return f"<{value.name}{' ' + repr(simple[0]) if simple else ''}>"
     if isinstance(value, type):  # a dtype or the like, named and not called

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from mcore_ckpt.boxes import Box
+from mcore_ckpt.boxes import Box, covers
 from mcore_ckpt.errors import CorruptCheckpointError, KindMismatchError, LoadError, ShapeMismatchError
 from mcore_ckpt.fetch import OpenFiles, ReadStats, naming
 from mcore_ckpt.item_decoding import ItemDecoder
@@ -283,7 +283,15 @@ class FileSystemReader(StorageReader):
         fqn, offsets = read_item.storage_index.fqn, tuple(read_item.storage_index.offset or ())
         chunks = self._chunks.get(fqn)
         if chunks is None:
-            chunks = self._chunks[fqn] = {chunk.offsets: chunk for chunk in tensor_entry(fqn, self.index).chunks}
+            entry = tensor_entry(fqn, self.index)
+            # DCP plans the overlaps that it finds: where a chunk is missing, the destination would stay as it was.
+            problem = covers(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
+            if problem:
+                raise CorruptCheckpointError(
+                    f"{fqn}: the stored chunks do not make up the tensor: {problem}. The save of {self.path} did not"
+                    " finish or its index is damaged; load an earlier checkpoint"
+                )
+            chunks = self._chunks[fqn] = {chunk.offsets: chunk for chunk in entry.chunks}
         chunk = chunks.get(offsets)
         if chunk is None:
             raise CorruptCheckpointError(

@@ -32,7 +32,7 @@ from typing import Any, BinaryIO, NoReturn
 from mcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, OptionError, UnsafePickleError
 from mcore_ckpt.zip_records import ItemBytes, read_directory
 
-__all__ = ["ALLOWED_OBJECT_CLASSES", "Unavailable", "load_object", "loads"]
+__all__ = ["ALLOWED_OBJECT_CLASSES", "Unavailable", "check_memo", "load_object", "loads", "refuse_zip_bomb"]
 
 
 class _Restricted(pickle.Unpickler):
@@ -73,7 +73,7 @@ def _simple_opcodes() -> re.Pattern[bytes]:
     )
 
 
-def _check_memo(data: bytes, where: str) -> None:
+def check_memo(data: bytes, where: str) -> None:
     """Refuse a pickle that numbers memoized objects beyond its own length.
 
     The C unpickler keeps the memo in an array: one crafted LONG_BINPUT of six bytes makes it fill 64 GB. Finding that
@@ -122,7 +122,7 @@ def loads(data: bytes, allowed: Mapping[tuple[str, str], Any], where: str) -> An
         CorruptCheckpointError: the bytes are no pickle, are truncated, or build something that cannot be.
     """
     try:
-        _check_memo(data, where)
+        check_memo(data, where)
         return _Restricted(data, allowed, where).load()
     except UnsafePickleError:
         raise
@@ -245,7 +245,7 @@ def _load(stream: BinaryIO, extra_allowed: tuple[str, ...], where: str, import_c
 
     start = stream.tell()
     try:
-        _refuse_zip_bomb(stream, start, where)
+        refuse_zip_bomb(stream, start, where)
         try:
             return torch.load(stream, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:
@@ -272,7 +272,7 @@ _MAX_INFLATED_BYTES = 1024**3
 _MAX_INFLATION = 20
 
 
-def _refuse_zip_bomb(stream: BinaryIO, start: int, where: str) -> None:
+def refuse_zip_bomb(stream: BinaryIO, start: int, where: str) -> None:
     """Refuse a container whose compressed records would fill the memory. Leaves the stream at `start`."""
 
     def read(offset: int, length: int) -> bytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from mcore_ckpt.errors import (
     KindMismatchError,
     MissingKeyError,
     ShapeMismatchError,
+    UnsafePickleError,
 )
 from mcore_ckpt.options import LoadOptions
 from mcore_ckpt.reader import FileSystemReader, ReadRequest
@@ -175,3 +178,51 @@ def test_an_item_that_is_not_what_the_index_says_is_refused(stored: torch.Tensor
     write_checkpoint(tmp_path, {"w": whole(torch.zeros(2, 4))}, item_of=lambda _: stock_item(stored))
     with pytest.raises(CorruptCheckpointError, match=r"w at \[0, 0\].*float32 of shape \[2, 4\]"):
         load_box(FileSystemReader(tmp_path), "w", torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("boxes", [[(0, 8)], [(0, 8), (8, 8), (12, 4)]], ids=["missing", "twice"])
+def test_dcp_does_not_leave_a_part_of_a_tensor_as_it_was(tmp_path: Path, boxes: list[tuple[int, int]]) -> None:
+    """DCP plans the overlaps that it finds, and asks no further."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    stored = StoredTensor(torch.randn(16, 4), [Box((start, 0), (size, 4)) for start, size in boxes])
+    write_checkpoint(tmp_path, {"w": stored})
+    with pytest.raises(CheckpointException, match="do not make up the tensor"):
+        dcp.load({"w": torch.zeros(16, 4)}, storage_reader=FileSystemReader(tmp_path), no_dist=True)
+
+
+def deflated(item: bytes, *, damaged: bool = False, inflated_bytes: int = 0) -> bytes:
+    """A `torch.save` archive packed again by somebody who compresses; perhaps with a payload of so many zeros."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(item)) as given, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as taken:
+        for name in given.namelist():
+            content = bytes(inflated_bytes) if inflated_bytes and name.endswith("data/0") else given.read(name)
+            taken.writestr(name, content)
+    content = bytearray(packed.getvalue())
+    if damaged:
+        at = content.rindex(b"data/0")
+        content[content.rindex(b"PK\x01\x02", 0, at) + 16] ^= 1
+    return bytes(content)
+
+
+def test_compressed_records_are_held_against_their_checksums(tmp_path: Path) -> None:
+    tensor = torch.randn(16, 4)
+    sound, damaged = deflated(stock_item(tensor)), deflated(stock_item(tensor), damaged=True)
+    write_checkpoint(tmp_path / "a", {"w": whole(tensor)}, item_of=lambda _: sound)
+    assert torch.equal(load_box(FileSystemReader(tmp_path / "a"), "w", tensor), tensor)
+    write_checkpoint(tmp_path / "b", {"w": whole(tensor)}, item_of=lambda _: damaged)
+    with pytest.raises(ChecksumError, match="data/0"):
+        load_box(FileSystemReader(tmp_path / "b"), "w", tensor)
+
+
+@pytest.mark.parametrize("verify_crc", [True, False])
+def test_a_tensor_that_inflates_without_bounds_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify_crc: bool
+) -> None:
+    monkeypatch.setattr("mcore_ckpt.safe_pickle._MAX_INFLATED_BYTES", MIB)
+    bomb = deflated(stock_item(torch.zeros(4)), inflated_bytes=8 * MIB)
+    write_checkpoint(tmp_path, {"w": whole(torch.zeros(4))}, item_of=lambda _: bomb)
+    reader = FileSystemReader(tmp_path, LoadOptions(verify_crc=verify_crc))
+    with pytest.raises(UnsafePickleError, match="inflated"):
+        reader.read_items([ReadRequest("w", torch.zeros(4), (0,), (4,))])
