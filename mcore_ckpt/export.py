@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,12 +32,13 @@ from mcore_ckpt.reshard_plan import TargetLayout, make_plan
 from mcore_ckpt.reshard_target import BuildOptions, build_target, partial_directory, refuse_target
 from mcore_ckpt.safetensors_files import safetensors_header
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.stored_payloads import PayloadSource, StoredPayloads
+from mcore_ckpt.stored_payloads import PayloadSource, StoredPayloads, check_tiled
 
 __all__ = ["ExportOptions", "ExportReport", "export_checkpoint"]
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 _BUFFER_BYTES = 8 * 1024**2
+_EXPORTED_FILE = re.compile(r"(?:model|pytorch_model)[-.].*(?:safetensors|bin|index\.json|tmp)")
 
 Format = Literal["safetensors", "torch", "dcp"]
 
@@ -106,6 +108,7 @@ def export_checkpoint(
     names = rename_keys(keys, options.rename)
     if not names:
         raise OptionError(f"{source}: no tensor is left to export; `mcore-ckpt inspect --tensors` lists the keys")
+    check_tiled(index, names)
     exported = [
         _Exported(name, index.tensors[key], _out_dtype(index.tensors[key], options.dtype))
         for key, name in names.items()
@@ -113,13 +116,7 @@ def export_checkpoint(
     with StoredPayloads(index) as payloads:
         if options.to == "dcp":
             return _export_dcp(payloads, target, names, options, progress)
-        partial = partial_directory(target)
-        if partial.exists():
-            shutil.rmtree(partial)
-        try:
-            partial.mkdir(parents=True)
-        except OSError as error:
-            raise SaveError(f"{partial}: the directory cannot be made: {error.strerror}") from error
+        partial = _make_partial(target)
         limit = options.max_shard_bytes or (5 * 1000**3 if options.to == "safetensors" else 256 * 1000**2)
         shards = _shards(exported, limit)
         total = sum(tensor.nbytes for tensor in exported)
@@ -133,6 +130,24 @@ def export_checkpoint(
             _write_weight_map(partial, options.to, files, shards, total)
     _appear(partial, target)
     return ExportReport(str(target), options.to, tuple(files), len(exported), total, len(index.objects))
+
+
+def _make_partial(target: Path) -> Path:
+    """An empty temporary directory; what an earlier export has left in it is removed, what anybody else has is not."""
+    partial = partial_directory(target)
+    if partial.exists():
+        foreign = [path.name for path in partial.iterdir() if not _EXPORTED_FILE.fullmatch(path.name)]
+        if foreign:
+            raise OptionError(
+                f"{partial}: holds {min(foreign)}, which no export has left there (an unfinished reshard?); finish or "
+                "remove that, or export to another name"
+            )
+        shutil.rmtree(partial)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise SaveError(f"{partial}: the directory cannot be made: {error.strerror}") from error
+    return partial
 
 
 def _out_dtype(entry: TensorEntry, dtype: str | None) -> str:

@@ -30,7 +30,7 @@ from mcore_ckpt.reshard_plan import TargetLayout, make_plan
 from mcore_ckpt.reshard_target import BuildOptions, build_target, refuse_target
 from mcore_ckpt.safetensors_files import RawTensor, read_safetensors
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.stored_payloads import StoredPayloads
+from mcore_ckpt.stored_payloads import StoredPayloads, check_tiled
 
 __all__ = ["ImportOptions", "ImportReport", "import_checkpoint"]
 
@@ -66,7 +66,7 @@ class ImportOptions:
 
 @dataclass(frozen=True, slots=True)
 class ImportReport:
-    """What was made; `left_out` are entries of a torch file that are no tensors."""
+    """What was made; `left_out` are objects of a DCP checkpoint, or entries of a torch file, that are no tensors."""
 
     source: str
     target: str
@@ -132,8 +132,9 @@ def _open(source: Path, rename: Sequence[RenameRule]) -> tuple[Format, StoredPay
     if source.is_dir() and (source / METADATA_FILE).exists():
         index = read_index(source)
         names = _new_names(index.tensors, rename, source)
+        check_tiled(index, names)
         stored_keys = {new: old for old, new in names.items()}
-        return "dcp", StoredPayloads(_renamed(index, names), stored_keys=stored_keys), 0
+        return "dcp", StoredPayloads(_renamed(index, names), stored_keys=stored_keys), len(index.objects)
     directory = source if source.is_dir() else source.parent
     files = _files(source)
     if files[0].endswith(".safetensors"):

@@ -15,7 +15,7 @@ from typing import Any
 
 from mcore_ckpt.errors import OptionError
 from mcore_ckpt.key_patterns import key_filter
-from mcore_ckpt.metadata import TRACKER_FILE, CheckpointIndex, read_index
+from mcore_ckpt.metadata import TRACKER_FILE, CheckpointIndex, object_key, read_index
 from mcore_ckpt.parallel_layout import (
     ParallelLayout,
     data_file_rank,
@@ -29,11 +29,12 @@ from mcore_ckpt.plain_state import read_plain_state
 from mcore_ckpt.reshard_plan import ReshardPlan, TargetLayout, make_plan
 from mcore_ckpt.reshard_target import BuildOptions, build_target, carry_sidecars, refuse_target
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.stored_payloads import StoredPayloads
+from mcore_ckpt.stored_payloads import StoredPayloads, check_tiled
 
 __all__ = ["ReshardOptions", "ReshardReport", "plan_reshard", "reshard"]
 
 _GIB = 1024**3
+_COMMON_OBJECT = object_key("common_state", (0,), (1,))
 _FIXED_LAYOUTS = ("dp_reshardable", "dp_zero_gather_scatter")
 
 
@@ -94,6 +95,7 @@ def plan_reshard(source: CheckpointIndex, options: ReshardOptions) -> ReshardPla
     Raises:
         OptionError: the layout cannot be, or the optimizer's state cannot follow it.
         CheckpointNotFoundError, CorruptCheckpointError: `like` is no readable checkpoint.
+        CorruptCheckpointError: chunks of the source are missing, or overlap.
     """
     common = read_plain_state(source)
     arguments = common.get("args")
@@ -110,6 +112,9 @@ def plan_reshard(source: CheckpointIndex, options: ReshardOptions) -> ReshardPla
         raise OptionError(
             f"{source.path}: no key matches --only {options.only!r}; `mcore-ckpt inspect --tensors` lists them"
         )
+    # The common state is carried whatever the pattern, whether it is an object or a file of its own.
+    objects += [key for key in source.objects if key == _COMMON_OBJECT and key not in objects]
+    check_tiled(source, keep)
     if any(is_optimizer_key(key) for key in keep):
         _refuse_fixed_optimizer(source, common, layout)
     partitioner = Partitioner(source, like=like, rules=options.rules, arguments=arguments, exact_like=exact)

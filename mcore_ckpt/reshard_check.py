@@ -69,7 +69,7 @@ def check_all(
                 if copy.read(item.offset, item.length) != original.read(origin.offset, origin.length):
                     raise CorruptCheckpointError(
                         f"{fqn}: bytes [{item.offset}, {item.offset + item.length}) of {copy.name} differ from the "
-                        "source's item; run the command again with --restart"
+                        "source's item; check the device, then run the command again"
                     )
 
 
@@ -109,5 +109,5 @@ def _wrong(where: str, expected: int | None, got: int) -> ChecksumError:
     shown = "none" if expected is None else f"{expected:#010x}"
     return ChecksumError(
         f"{where}: has CRC-32 {got:#010x}, expected {shown}: what was written is not what is on the disk. Check the "
-        "device, then run the command again with --restart"
+        "device and the source (`mcore-ckpt verify`), then run the command again"
     )

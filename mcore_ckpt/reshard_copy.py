@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,8 @@ _PIECE_BYTES: Final = 1024 * 1024
 # Below this, a system call of its own costs more than reading and writing the bytes.
 _MIN_FILE_COPY_BYTES: Final = 4 * 1024 * 1024
 _MAX_PADDING_BYTES: Final = 64 * 1024
+# File descriptors for all but the target's data files.
+_OTHER_FILES: Final = 256
 
 
 class CastSource:
@@ -98,6 +101,7 @@ def copy_all(
         SaveError: the target cannot be written.
     """
     workers = [w for w in range(len(plan.work)) if plan.work[w] or plan.objects[w]]
+    _allow_open_files(2 * len(plan.sizes) + _OTHER_FILES)
     run = _Run(plan, payloads, directory, journal, memory_bytes // max(1, len(workers)), advance, move_files)
     with ThreadPoolExecutor(max(1, len(workers)), thread_name_prefix="mcore-ckpt-reshard") as pool:
         futures = [pool.submit(_Worker(run, w).work) for w in workers]
@@ -107,6 +111,14 @@ def copy_all(
         except BaseException:
             run.stop.set()
             raise
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise the process's own limit, where the system allows it: a thousand target ranks are a thousand files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class _Worker:

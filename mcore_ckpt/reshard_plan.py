@@ -27,6 +27,7 @@ __all__ = ["ObjectMove", "ReshardPlan", "TargetLayout", "TensorMove", "make_plan
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 _LAST_STAGE = re.compile(r"(?:^|\.)(?:output_layer|lm_head|final_layernorm|final_norm|ln_f|mtp)(?:\.|$)")
+_NUMBERED_EXPERT = re.compile(r"\.experts\.(?:local_experts\.)?(\d+)\.")
 # The objects of a bucket come first; a little room behind them keeps tensors on pages of their own.
 _PAGE_BYTES = 4096
 
@@ -153,6 +154,7 @@ class _Owners:
     layout: TargetLayout
     like: CheckpointIndex | None
     layer_counts: dict[str, int] = field(default_factory=dict)
+    expert_counts: dict[str, int] = field(default_factory=dict)
     loads: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -161,6 +163,9 @@ class _Owners:
             if number is not None:
                 prefix = _layers_prefix(fqn)
                 self.layer_counts[prefix] = max(self.layer_counts.get(prefix, 0), number + 1)
+            if expert := _NUMBERED_EXPERT.search(fqn):
+                prefix = fqn[: expert.start()]
+                self.expert_counts[prefix] = max(self.expert_counts.get(prefix, 0), int(expert.group(1)) + 1)
 
     def stage(self, fqn: str, stacked_layer: int | None, stacked_layers: int) -> int:
         """The pipeline stage of a layer, or of what stands before or behind all layers."""
@@ -219,16 +224,10 @@ class _Owners:
         return [ranks.get(box.offsets, 0) % self.layout.ranks for box in boxes]
 
     def _expert_of_key(self, fqn: str) -> int:
-        found = re.search(r"\.experts\.(?:local_experts\.)?(\d+)\.", fqn)
+        found = _NUMBERED_EXPERT.search(fqn)
         if found is None:
             return 0
-        prefix = fqn[: found.start()]
-        count = 1 + max(
-            int(other.group(1))
-            for key in self.index.tensors
-            if key.startswith(prefix) and (other := re.search(r"\.experts\.(?:local_experts\.)?(\d+)\.", key))
-        )
-        return int(found.group(1)) * self.layout.ep // count
+        return int(found.group(1)) * self.layout.ep // self.expert_counts[fqn[: found.start()]]
 
     def of_object(self, entry: ObjectEntry) -> int:
         """Objects of a layer go where the layer goes; others to the rank that had them, if there still is one."""

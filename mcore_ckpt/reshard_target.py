@@ -7,18 +7,25 @@ taken up by the next one with the same plan.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.commit import common_file_in_force
-from mcore_ckpt.errors import CheckpointExistsError, CheckpointNotFoundError, OptionError, SaveError
+from mcore_ckpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    OptionError,
+    SaveError,
+)
 from mcore_ckpt.metadata import (
     COMMON_FILE,
     CONFIG_FILE,
@@ -41,6 +48,7 @@ __all__ = ["BuildOptions", "Built", "build_target", "carry_sidecars", "partial_d
 # What the interpreter, numpy and the index take before the first buffer.
 _BASE_BYTES = 256 * 1024**2
 _MIN_BUFFER_BYTES = 64 * 1024**2
+_COPY_BYTES = 4 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +123,7 @@ def build_target(
     with Journal(partial, _fingerprint(payloads, plan, content)) as journal:
         resumed = bool(journal.done)
         if not resumed:
-            _check_space(partial, sum(plan.sizes.values()))
+            _check_space(partial, plan.sizes)
         started = time.monotonic()
         with Progress("copy", total, shown=progress) as bar:
             buffer_bytes = max(_MIN_BUFFER_BYTES, (options.memory_bytes - _BASE_BYTES) // 2)
@@ -131,8 +139,12 @@ def build_target(
         copied = time.monotonic()
         if options.verify:
             written = parse_index(content, str(partial))
-            with Progress("verify", total, shown=progress) as bar:
-                check_all(plan, payloads, written, journal, workers=options.workers, advance=bar.advance)
+            try:
+                with Progress("verify", total, shown=progress) as bar:
+                    check_all(plan, payloads, written, journal, workers=options.workers, advance=bar.advance)
+            except CorruptCheckpointError:
+                journal.forget()  # what was written is not to be taken up by the next run
+                raise
         checked = time.monotonic()
         carry(partial)
         _publish(partial, target, content)
@@ -161,7 +173,12 @@ def _fingerprint(payloads: StoredPayloads, plan: ReshardPlan, content: bytes) ->
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
-def _check_space(directory: Path, needed_bytes: int) -> None:
+def _check_space(directory: Path, sizes: Mapping[str, int]) -> None:
+    """Raise `SaveError` unless the files fit; what an earlier run has reserved for them already counts for them."""
+    needed_bytes = sum(sizes.values())
+    for name, size in sizes.items():
+        with contextlib.suppress(FileNotFoundError):
+            needed_bytes -= min(size, (directory / name).stat().st_blocks * 512)
     stat = os.statvfs(directory)
     free = stat.f_bavail * stat.f_frsize
     if free < needed_bytes:
@@ -181,14 +198,27 @@ def carry_sidecars(index: CheckpointIndex, partial: Path) -> None:
     for path in sorted(source.iterdir()):
         if path.name in left_out or path.name.endswith((".pending", ".tmp", ".distcp")):
             continue
+        if not path.is_dir() and not path.is_file():
+            continue  # a dangling link, a pipe: nothing that could be carried
         if path.is_dir():
             shutil.copytree(path, partial / path.name, dirs_exist_ok=True)
         else:
-            storage.publish(path.name, path.read_bytes())
+            _carry_file(path, partial / path.name)
     if common is not None:
-        storage.publish(COMMON_FILE, (source / common).read_bytes())
+        _carry_file(source / common, partial / COMMON_FILE)
     if (source / CONFIG_FILE).is_file():
         storage.publish(CONFIG_FILE, (source / CONFIG_FILE).read_bytes())
+
+
+def _carry_file(source: Path, target: Path) -> None:
+    """Copy a file of any size, durably; nothing else appears under that name before `.metadata` does."""
+    try:
+        with source.open("rb") as given, target.open("wb") as taken:
+            shutil.copyfileobj(given, taken, _COPY_BYTES)
+            taken.flush()
+            os.fsync(taken.fileno())
+    except OSError as error:
+        raise SaveError(f"{source}: cannot be copied to {target}: {error.strerror or error}") from error
 
 
 def _publish(partial: Path, target: Path, content: bytes) -> None:

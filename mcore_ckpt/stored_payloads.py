@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from mcore_ckpt.boxes import Box, covers
 from mcore_ckpt.container import LocatedTensor, NotRangeable, element_bytes, locate_tensor
 from mcore_ckpt.errors import CorruptCheckpointError
 from mcore_ckpt.fetch import OpenFiles
@@ -21,10 +22,15 @@ from mcore_ckpt.options import DirectIo
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.local import LocalStorage
 
-__all__ = ["PayloadSource", "StoredPayload", "StoredPayloads", "check_located", "chunk_name"]
+if TYPE_CHECKING:
+    from mcore_ckpt.reader import FileSystemReader
+
+__all__ = ["PayloadSource", "StoredPayload", "StoredPayloads", "check_located", "check_tiled", "chunk_name"]
 
 
 _MAX_LOCATED = 4096
+# More than any deflated record can grow: an item that is to hold more elements than this many times its bytes does not.
+_MAX_INFLATION = 1100
 
 
 class StoredPayload(NamedTuple):
@@ -76,6 +82,7 @@ class StoredPayloads:
         self.files = OpenFiles(self.storage, direct)
         self._located: OrderedDict[tuple[str, tuple[int, ...]], StoredPayload] = OrderedDict()
         self._lock = threading.Lock()
+        self._reader: FileSystemReader | None = None
 
     def locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
         """Find the elements of a chunk; asked again soon, it answers from memory.
@@ -128,7 +135,9 @@ class StoredPayloads:
         from mcore_ckpt.reader import FileSystemReader
 
         tensor = torch.empty(chunk.sizes, dtype=stored_dtype(entry))
-        reader = FileSystemReader(self.index.path)
+        with self._lock:
+            # One for all items: it reads the index, which may take as long as an item.
+            reader = self._reader = self._reader or FileSystemReader(self.index.path)
         key = self._stored_keys.get(entry.fqn, entry.fqn)
         reader.read_items([ReadRequest(key, tensor, chunk.offsets, chunk.sizes)])
         content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -159,6 +168,31 @@ class PayloadSource:
     def read_into(self, start: int, view: memoryview) -> None:
         """Bytes from `start` on."""
         self._payloads.read_into(self._payload, start, view)
+
+
+def check_tiled(index: CheckpointIndex, keys: Iterable[str]) -> None:
+    """Raise `CorruptCheckpointError` unless the stored chunks hold each element of these tensors exactly once.
+
+    What copies tensors as a whole relies on it: where a chunk is missing there would be nothing to copy, and nothing
+    afterwards that does not fit. Chunks that are too large for their items are refused here as well, before anything
+    is planned for shapes that nobody has stored.
+    """
+    for key in keys:
+        entry = index.tensors[key]
+        problem = covers(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
+        if problem and (entry.chunks or math.prod(entry.shape)):
+            raise CorruptCheckpointError(
+                f"{key}: the chunks that {index.path} stores do not make up the tensor: {problem}. Its save did not "
+                f"finish or its index is damaged; `mcore-ckpt verify {index.path}` lists all such tensors. Nothing was "
+                "written"
+            )
+        for chunk in entry.chunks:
+            nbytes, item = math.prod(chunk.sizes) * element_bytes(entry.dtype), chunk.item
+            if not item.transforms and nbytes > _MAX_INFLATION * item.length:
+                raise CorruptCheckpointError(
+                    f"{chunk_name(entry, chunk)}: {nbytes} bytes of elements cannot lie in {item.length} bytes; the "
+                    f"index of {index.path} is damaged. Nothing was written"
+                )
 
 
 def check_located(found: LocatedTensor, entry: TensorEntry, chunk: StoredChunk, where: str) -> None:

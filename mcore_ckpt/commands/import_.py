@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", metavar="TYPE", help="convert floating-point tensors: bf16, fp16, fp32")
     parser.add_argument("--common", metavar="FILE", help="common.pt to take along (an empty one)")
     parser.add_argument("--workers", type=int, default=2, metavar="W", help="tensors in progress at once (2)")
+    parser.add_argument("--memory", default="1G", metavar="SIZE", help="memory to stay within, e.g. 512M (1G)")
     parser.add_argument(
         "--verify", action=argparse.BooleanOptionalAction, default=True, help="prove DST against SRC by checksum (on)"
     )
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.inspection import checkpoint_directory
     from mcore_ckpt.key_rename import parse_rename_rules
     from mcore_ckpt.partition import parse_rules
-    from mcore_ckpt.report_text import human_bytes
+    from mcore_ckpt.report_text import human_bytes, parse_size
     from mcore_ckpt.reshard_plan import TargetLayout
 
     if arguments.dtype is not None and arguments.dtype not in DTYPE_NAMES:
@@ -52,6 +53,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         common=arguments.common,
         workers=max(1, arguments.workers),
         verify=arguments.verify,
+        memory_bytes=parse_size(arguments.memory, at_least=128 * 1024**2),
     )
     source = checkpoint_directory(arguments.source)
     report = import_checkpoint(source, arguments.target, options, progress=False if arguments.quiet else None)

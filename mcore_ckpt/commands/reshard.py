@@ -92,6 +92,8 @@ def _options(arguments: argparse.Namespace) -> ReshardOptions:
         layout = TargetLayout(arguments.tp, arguments.pp, arguments.ep, arguments.etp, arguments.dp)
     elif arguments.like is None:
         raise OptionError("no target layout: give --tp N --pp M, or --like CKPT")
+    elif arguments.ep != 1 or arguments.etp is not None or arguments.dp is not None:
+        raise OptionError("--ep, --etp and --dp need --tp and --pp: --like alone takes its layout over as it is")
     if arguments.dtype is not None and arguments.dtype not in DTYPE_NAMES:
         raise OptionError(f"--dtype {arguments.dtype}: expected one of {', '.join(sorted(DTYPE_NAMES))}")
     if arguments.workers < 1:

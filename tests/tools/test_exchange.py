@@ -198,6 +198,15 @@ class TestRefusals:
         expected = {"a.b": tensors["a"]["b"].contiguous(), "a.c.d": tensors["a"]["c"]["d"]}  # type: ignore[index]
         assert_same(read_all(tmp_path / "t"), expected)
 
+    def test_a_directory_of_somebody_else_is_left_alone(self, checkpoint: Path, tmp_path: Path) -> None:
+        (tmp_path / "e.partial").mkdir()
+        (tmp_path / "e.partial" / ".reshard_journal").write_text("hours of work")
+        with pytest.raises(OptionError, match="reshard_journal"):
+            export_checkpoint(checkpoint, tmp_path / "e", ExportOptions("safetensors"))
+        assert (tmp_path / "e.partial" / ".reshard_journal").exists()
+        (tmp_path / "e.partial" / ".reshard_journal").rename(tmp_path / "e.partial" / "model.safetensors")
+        export_checkpoint(checkpoint, tmp_path / "e", ExportOptions("safetensors"))
+
     def test_a_damaged_source_is_not_exported(self, tmp_path: Path) -> None:
         index = write_model(tmp_path / "c")
         item = index.tensors["output_layer.weight"].chunks[0].item

@@ -6,10 +6,12 @@ import errno
 import hashlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +20,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_ckpt.boxes import Box
 from mcore_ckpt.cli import main
 from mcore_ckpt.errors import CheckpointExistsError, ChecksumError, CorruptCheckpointError, OptionError, SaveError
-from mcore_ckpt.metadata import read_index
+from mcore_ckpt.metadata import StoredChunk, TensorEntry, read_index
+from mcore_ckpt.metadata_write import encode_metadata
 from mcore_ckpt.parallel_layout import data_file_rank
 from mcore_ckpt.partition import parse_rules
 from mcore_ckpt.reshard import ReshardOptions, reshard
@@ -443,9 +447,78 @@ def test_a_target_that_is_not_what_was_written_does_not_appear(
         path.write_bytes(content)
 
     monkeypatch.setattr(reshard_target, "copy_all", copy_and_damage)
-    with pytest.raises(CorruptCheckpointError, match="--restart"):
+    with pytest.raises(CorruptCheckpointError, match="run the command again"):
         reshard(source, tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
     assert not (tmp_path / "t").exists()
     monkeypatch.undo()
-    reshard(source, tmp_path / "t", ReshardOptions(TargetLayout(1, 1), restart=True))
+    assert not reshard(source, tmp_path / "t", ReshardOptions(TargetLayout(1, 1))).resumed
     assert_same(read_all(tmp_path / "t"), model_tensors())
+
+
+@pytest.mark.parametrize("boxes", [[(0, 8)], [(0, 8), (8, 8), (12, 4)]], ids=["missing", "twice"])
+def test_chunks_that_do_not_make_up_their_tensor_are_not_carried(
+    tmp_path: Path, boxes: list[tuple[int, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing afterwards would notice: the target's own chunks would be whole."""
+    tensor = torch.arange(64.0).reshape(16, 4)
+    stored = StoredTensor(tensor, [Box((start, 0), (size, 4)) for start, size in boxes])
+    write_checkpoint(tmp_path / "s", {"w": stored})
+    for command in (
+        ["reshard", str(tmp_path / "s"), str(tmp_path / "t"), "--tp", "1", "--pp", "1"],
+        ["export", str(tmp_path / "s"), str(tmp_path / "t")],
+        ["export", str(tmp_path / "s"), str(tmp_path / "t"), "--to", "dcp"],
+        ["import", str(tmp_path / "s"), str(tmp_path / "t")],
+    ):
+        assert main(command) == 2
+        assert "do not make up the tensor" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+def test_a_shape_that_nobody_can_have_stored_is_refused_before_it_is_planned(tmp_path: Path) -> None:
+    index = write_checkpoint(tmp_path / "s", {"decoder.layers.w": StoredTensor(torch.zeros(4), [Box((0,), (4,))])})
+    item = index.tensors["decoder.layers.w"].chunks[0].item
+    huge = TensorEntry("decoder.layers.w", "int8", (2**50, 2), (StoredChunk((0, 0), (2**50, 2), item),))
+    (tmp_path / "s" / ".metadata").write_bytes(encode_metadata(replace(index, tensors={huge.fqn: huge})))
+    with pytest.raises(CorruptCheckpointError, match="cannot lie in"):
+        reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
+
+
+def test_a_common_state_among_the_objects_is_carried_whatever_the_pattern(tmp_path: Path) -> None:
+    tensors = {"w": StoredTensor(torch.ones(4), [Box((0,), (4,))])}
+    write_checkpoint(tmp_path / "s", tensors, {"common_state/shard_0_1": [{"iteration": 7}], "rng/shard_0_1": [1]})
+    reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1), only="w"))
+    assert list(read_index(tmp_path / "t").objects) == ["common_state/shard_0_1"]
+
+
+def test_space_that_an_interrupted_run_has_reserved_is_not_asked_for_twice(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mcore_ckpt import reshard_target
+
+    reshard(source, tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
+    (tmp_path / "t").rename(tmp_path / "t.partial")
+    (tmp_path / "t.partial" / ".metadata").unlink()
+
+    class Full:
+        f_bavail, f_frsize = 4, 4096  # what is not yet allocated (ragged ends) fits into this
+
+    monkeypatch.setattr(reshard_target.os, "statvfs", lambda _: Full)
+    reshard(source, tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
+    assert_same(read_all(tmp_path / "t"), model_tensors())
+    with pytest.raises(SaveError, match="bytes are needed"):
+        reshard(source, tmp_path / "u", ReshardOptions(TargetLayout(1, 1)))
+
+
+def test_more_files_than_the_process_may_open(tmp_path: Path) -> None:
+    """The usual limit is 1024; a mixture of experts for a thousand ranks needs more."""
+    tensors = {f"w{n}": StoredTensor(torch.arange(64.0).reshape(32, 2), [Box((0, 0), (32, 2))]) for n in range(2)}
+    write_checkpoint(tmp_path / "s", tensors)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
+        reshard(
+            tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(32, 1), rules=tuple(parse_rules("w 0", "r")))
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert_same(read_all(tmp_path / "t"), {key: stored.tensor for key, stored in tensors.items()})
