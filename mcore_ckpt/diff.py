@@ -52,6 +52,8 @@ class TensorDiff:
             return (math.inf, math.inf, math.inf)
         if self.values is None:
             return (0.0, 0.0, 0.0 if self.dtype_a == self.dtype_b else 1.0)
+        if not self.values.measured:
+            return (float(self.values.differing), 0.0, 0.0)
         return (float(self.values.nan_mismatches), self.values.max_rel, self.values.max_abs)
 
 
@@ -117,7 +119,11 @@ def diff_checkpoints(
                 in_parallel(_tasks(left, comparable), compare.task, workers)
             for key, difference in compare.results().items():
                 tensor = found[key]
-                within = not difference.nan_mismatches and (difference.max_abs <= atol or difference.max_rel <= rtol)
+                within = not difference.differing or (
+                    difference.measured
+                    and not difference.nan_mismatches
+                    and (difference.max_abs <= atol or difference.max_rel <= rtol)
+                )
                 found[key] = TensorDiff(
                     key, tensor.dtype_a, tensor.dtype_b, tensor.shape_a, tensor.shape_b, difference, within
                 )
@@ -212,6 +218,7 @@ def _sum(parts: list[Difference]) -> Difference:
         sum(part.nans_a for part in parts),
         sum(part.nans_b for part in parts),
         all(part.identical for part in parts),
+        all(part.measured for part in parts),
     )
 
 

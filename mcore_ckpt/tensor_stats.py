@@ -155,6 +155,7 @@ class Difference:
         nan_mismatches: elements of which one is a NaN or infinite, and the other is something else.
         nans_a, nans_b: NaNs on either side.
         identical: every bit is the same.
+        measured: `max_abs` and `max_rel` say by how much elements differ; False for dtypes that are no numbers.
     """
 
     elements: int
@@ -165,6 +166,7 @@ class Difference:
     nans_a: int
     nans_b: int
     identical: bool
+    measured: bool = True
 
 
 class Differences:
@@ -175,6 +177,7 @@ class Differences:
         self._elements = self._differing = self._mismatches = self._nans_a = self._nans_b = 0
         self._max_abs = self._max_rel = 0.0
         self._identical = dtype_a == dtype_b
+        self._measured = True
 
     def add(self, a: memoryview, b: memoryview) -> None:
         """Compare the same box of both."""
@@ -187,7 +190,8 @@ class Differences:
         left, right = as_numbers(a, self._dtypes[0]), as_numbers(b, self._dtypes[1])
         if left is None or right is None:  # no numbers: only their bits can be compared
             self._elements += len(a) // elem_bytes
-            self._differing += int(np.count_nonzero(np.frombuffer(a, np.uint8) != np.frombuffer(b, np.uint8)))
+            self._differing += _differing_elements(a, b, elem_bytes, element_bytes(self._dtypes[1]))
+            self._measured = False
             return
         self._elements += left.size
         for x, y in zip(_batches(left), _batches(right), strict=True):
@@ -208,7 +212,8 @@ class Differences:
     def _compare(self, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> None:
         wide = np.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else np.float64
         a, b = x.astype(wide), y.astype(wide)
-        if x.dtype.kind in "iu" and y.dtype.kind in "iu" and x.dtype == y.dtype:
+        exact_ints = x.dtype.kind in "iu" and x.dtype == y.dtype
+        if exact_ints:
             same = x == y  # 64-bit integers are not exact in double precision
         else:
             same = a == b
@@ -222,7 +227,13 @@ class Differences:
         self._mismatches += int(np.count_nonzero(unequal & ~finite))
         chosen = unequal & finite
         if chosen.any():
-            distance = np.abs(a[chosen] - b[chosen])
+            if exact_ints:
+                high, low = np.maximum(x, y)[chosen], np.minimum(x, y)[chosen]
+                # Modulo 2**64 the difference is right whatever the sign, and never too large.
+                distance = (high.astype(np.uint64) - low.astype(np.uint64)).astype(np.float64)
+            else:
+                with np.errstate(over="ignore"):
+                    distance = np.abs(a[chosen] - b[chosen])
             scale = np.maximum(np.abs(a[chosen]), np.abs(b[chosen]))
             self._max_abs = max(self._max_abs, float(distance.max()))
             with np.errstate(all="ignore"):
@@ -239,7 +250,16 @@ class Differences:
             self._nans_a,
             self._nans_b,
             self._identical,
+            self._measured,
         )
+
+
+def _differing_elements(a: memoryview, b: memoryview, a_bytes: int, b_bytes: int) -> int:
+    """How many elements have other bits; all of them, if they have other widths."""
+    if a_bytes != b_bytes:
+        return len(a) // a_bytes
+    unequal = np.frombuffer(a, np.uint8) != np.frombuffer(b, np.uint8)
+    return int(np.count_nonzero(unequal.reshape(-1, a_bytes).any(axis=1)))
 
 
 @lru_cache(maxsize=1)

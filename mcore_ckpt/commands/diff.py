@@ -96,8 +96,8 @@ def _row(tensor: TensorDiff) -> tuple[object, ...]:
     return (
         tensor.fqn,
         _what(tensor),
-        f"{values.max_abs:.3g}",
-        f"{values.max_rel:.3g}",
+        f"{values.max_abs:.3g}" if values.measured else "-",
+        f"{values.max_rel:.3g}" if values.measured else "-",
         f"{values.differing}/{values.elements}",
         values.nan_mismatches,
         f"{values.nans_a}/{values.nans_b}",

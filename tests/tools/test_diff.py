@@ -8,12 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_ckpt.boxes import Box
 from mcore_ckpt.cli import main
+from mcore_ckpt.container import encode_tensor
 from mcore_ckpt.diff import TensorDiff, diff_checkpoints
+from tests.support.stored_layouts import StoredTensor, write_checkpoint
 from tests.tools.model_like import model_tensors, write_model
 
 KEY = "decoder.layers.0.mlp.linear_fc1.weight"
 OTHER = "decoder.layers.1.self_attention.linear_proj.weight"
+
+
+def own_item(tensor: torch.Tensor) -> bytes:
+    """An item as this package writes it, of any dtype."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return encode_tensor(dtype, tuple(tensor.shape), tensor.view(torch.uint8).numpy().tobytes())
 
 
 def compare(tmp_path: Path, a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[str, TensorDiff]:
@@ -87,9 +96,35 @@ def test_nans_and_infinities(tmp_path: Path) -> None:
 def test_large_integers_are_compared_exactly(tmp_path: Path) -> None:
     a = {"n": torch.tensor([2**62, 5])}
     b = {"n": torch.tensor([2**62 + 1, 5])}
-    values = compare(tmp_path, a, b)["n"].values
+    found = compare(tmp_path, a, b)["n"]
+    assert found.values is not None
+    assert (found.values.differing, found.values.max_abs, found.same) == (1, 1.0, False)
+    extremes = {"n": torch.tensor([2**63 - 1, 5])}, {"n": torch.tensor([-(2**63), 5])}
+    values = compare(tmp_path / "x", *extremes)["n"].values
     assert values is not None
-    assert values.differing == 1
+    assert values.max_abs == 2.0**64
+
+
+def test_what_is_no_number_differs_by_its_bits(tmp_path: Path) -> None:
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        pytest.skip("this torch has no packed 4-bit floats")
+    a, b = ({"n": torch.tensor([1, 2, last], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)} for last in (3, 4))
+    for name, tensors in (("a", a), ("b", b), ("c", a)):
+        write_checkpoint(tmp_path / name, {"n": StoredTensor(tensors["n"], [Box((0,), (3,))])}, item_of=own_item)
+    report = diff_checkpoints(tmp_path / "a", tmp_path / "b", atol=1.0, rtol=1.0)
+    assert not report.identical
+    values = report.tensors[0].values
+    assert values is not None
+    assert (values.elements, values.differing, values.measured) == (3, 1, False)
+    assert diff_checkpoints(tmp_path / "a", tmp_path / "c").identical
+
+
+def test_differences_beyond_double_precision_are_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    huge = torch.tensor([1.5e308], dtype=torch.float64)
+    write_model(tmp_path / "a", tp=1, tensors={"w": huge})
+    write_model(tmp_path / "b", tp=1, tensors={"w": -huge})
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["tensors"][0]["values"]["max_abs"] == "inf"
 
 
 def test_tolerance_and_keys_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
