@@ -45,9 +45,8 @@ def repair_checkpoint(report: VerifyReport, other: str | Path, *, progress: bool
         try:
             index = read_index(directory)
         except CorruptCheckpointError:
-            LocalStorage(directory).publish(METADATA_FILE, (copy / METADATA_FILE).read_bytes())
+            report = _take_index(directory, copy, progress)
             repaired.append(METADATA_FILE)
-            report = verify_checkpoint(directory, progress=progress)
             index = read_index(directory)
     else:
         index = read_index(directory, strict=False)
@@ -73,6 +72,26 @@ def repair_checkpoint(report: VerifyReport, other: str | Path, *, progress: bool
         again.unchecked,
         tuple(name for name in repaired if not any(name in message for message in still_wrong)),
     )
+
+
+def _take_index(directory: Path, copy: Path, progress: bool | None) -> VerifyReport:
+    """Replace a damaged index by the copy's, if that describes the files here: a resharded copy's does not.
+
+    Raises:
+        CorruptCheckpointError: it does not; the damaged one is in its place again.
+    """
+    storage = LocalStorage(directory)
+    damaged = storage.read(METADATA_FILE)
+    storage.publish(METADATA_FILE, (copy / METADATA_FILE).read_bytes())
+    report = verify_checkpoint(directory, progress=progress)
+    wrong = sum(problem.kind in ("item", "structure") for problem in report.problems)
+    if wrong * 2 > report.items:
+        storage.publish(METADATA_FILE, damaged)
+        raise CorruptCheckpointError(
+            f"{copy}: its index does not describe the files of {directory}: {wrong} items are not where it says. Take "
+            "a copy under the same sharding; nothing was changed"
+        )
+    return report
 
 
 def _damaged_bytes(report: VerifyReport) -> int:

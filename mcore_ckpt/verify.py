@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from mcore_ckpt.boxes import Box, covers
+from mcore_ckpt.commit import common_file_in_force
 from mcore_ckpt.container import LocatedTensor, NotRangeable, locate_tensor, locate_tensor_in, verify_records
 from mcore_ckpt.crc import crc32
 from mcore_ckpt.errors import ChecksumError, CorruptCheckpointError, LoadError
 from mcore_ckpt.fetch import OpenFiles, in_parallel
 from mcore_ckpt.metadata import (
+    COMMON_FILE,
     METADATA_FILE,
     CheckpointIndex,
     StoredChunk,
@@ -43,6 +45,7 @@ __all__ = ["ItemCheck", "Problem", "VerifyReport", "check_item", "verify_checkpo
 
 _WINDOW_BYTES = 8 * 1024 * 1024
 _MAX_GAP_BYTES = 256 * 1024
+_COMMON_STATE = "common_state"  # where it is no file of its own, the key of the object that holds it
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +142,9 @@ def verify_checkpoint(path: str | Path, *, workers: int = 2, progress: bool | No
         problems += _object_problems(index)
 
     storage = LocalStorage(directory)
-    readable, file_problems = _items_in_files(index, storage)
-    problems += file_problems
+    common, common_problems = _common_state(directory, index, storage, megatron)
+    readable, file_problems = _items_in_files(index, storage, common)
+    problems += common_problems + file_problems
     checker = _Checker(storage)
     spans = list(_spans(readable))
     with Progress("verify", sum(span.stop - span.start for span in spans), shown=progress) as bar:
@@ -179,9 +183,27 @@ def _object_problems(index: CheckpointIndex) -> Iterator[Problem]:
             yield Problem("structure", message, fqn=key)
 
 
-def _items_in_files(index: CheckpointIndex, storage: Storage) -> tuple[list[ItemCheck], list[Problem]]:
+def _common_state(
+    directory: Path, index: CheckpointIndex, storage: Storage, megatron: bool
+) -> tuple[list[ItemCheck], list[Problem]]:
+    """The file of the common state, an archive like any item, whose checksums nobody else compares either."""
+    file = common_file_in_force([path.name for path in directory.iterdir()], index)
+    if file is not None:
+        try:
+            return [ItemCheck(_COMMON_STATE, StoredItem(file, 0, storage.size(file)))], []
+        except LoadError as error:
+            return [], [Problem("file", str(error), file=file)]
+    if not megatron or any(fqn.startswith(f"{_COMMON_STATE}/") for fqn in index.objects):
+        return [], []
+    message = f"{directory / COMMON_FILE}: missing, and no object {_COMMON_STATE}: Megatron-Core cannot load it so"
+    return [], [Problem("file", message, file=COMMON_FILE)]
+
+
+def _items_in_files(
+    index: CheckpointIndex, storage: Storage, more: list[ItemCheck]
+) -> tuple[list[ItemCheck], list[Problem]]:
     """Items that lie inside their files, by file and offset; and what is wrong with the others."""
-    checks = [
+    checks = more + [
         ItemCheck(fqn, chunk.item, entry, chunk) for fqn, entry in index.tensors.items() for chunk in entry.chunks
     ]
     checks += [ItemCheck(fqn, entry.item) for fqn, entry in index.objects.items()]

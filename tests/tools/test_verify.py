@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mcore_ckpt.cli import main
+from mcore_ckpt.errors import CorruptCheckpointError
 from mcore_ckpt.metadata import CheckpointIndex, StoredChunk, StoredItem, TensorEntry, read_index
 from mcore_ckpt.metadata_write import encode_metadata
 from mcore_ckpt.repair import repair_checkpoint
@@ -50,7 +51,8 @@ def test_a_whole_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixture[str]
     report = verify_checkpoint(checkpoint)
     assert report.whole
     index = read_index(checkpoint)
-    assert report.items == sum(len(entry.chunks) for entry in index.tensors.values()) + len(index.objects)
+    common = 1
+    assert report.items == sum(len(entry.chunks) for entry in index.tensors.values()) + len(index.objects) + common
     assert report.records >= 4 * report.items  # stock items of torch 2.13 have six or seven records
     assert report.unchecked == 0
     assert main(["verify", str(checkpoint)]) == 0
@@ -213,6 +215,14 @@ class TestRepair:
         assert report.whole, report.problems
         assert_same(read_all(checkpoint), model_tensors())
 
+    def test_the_index_of_another_sharding_does_not_replace_a_damaged_one(
+        self, checkpoint: Path, resharded: Path
+    ) -> None:
+        (checkpoint / ".metadata").write_bytes(b"\x80\x04damaged")
+        with pytest.raises(CorruptCheckpointError, match="does not describe the files"):
+            repair_checkpoint(verify_checkpoint(checkpoint), resharded)
+        assert (checkpoint / ".metadata").read_bytes() == b"\x80\x04damaged"
+
     def test_a_copy_of_other_values_is_not_believed(self, checkpoint: Path, tmp_path: Path) -> None:
         write_model(tmp_path / "other", tp=1, tensors=model_tensors(seed=9))
         item = item_of(checkpoint)
@@ -230,3 +240,26 @@ class TestRepair:
         report = repair_checkpoint(verify_checkpoint(checkpoint), copy)
         assert len(report.problems) == 1
         assert report.repaired == ()
+
+
+class TestCommonState:
+    def test_its_checksums_are_compared(self, checkpoint: Path) -> None:
+        path = checkpoint / "common.pt"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 3] ^= 1
+        path.write_bytes(content)
+        (problem,) = verify_checkpoint(checkpoint).problems
+        assert (problem.kind, problem.file) in (("checksum", "common.pt"), ("item", "common.pt"))
+        path.write_bytes(content[:200])
+        (problem,) = verify_checkpoint(checkpoint).problems
+        assert (problem.kind, problem.file) == ("item", "common.pt")
+
+    def test_megatron_cannot_load_without_it(self, checkpoint: Path, tmp_path: Path) -> None:
+        (checkpoint / "common.pt").unlink()
+        (problem,) = verify_checkpoint(checkpoint).problems
+        assert (problem.kind, problem.file) == ("file", "common.pt")
+        write_model(tmp_path / "copy")
+        assert repair_checkpoint(verify_checkpoint(checkpoint), tmp_path / "copy").whole
+        (checkpoint / "common.pt").unlink()
+        (checkpoint / "metadata.json").unlink()  # plain DCP has none
+        assert verify_checkpoint(checkpoint).whole
