@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, TextIO
 
 from mcore_ckpt.commands.outcome import FAILED, Outcome
 from mcore_ckpt.errors import CheckpointError
@@ -66,26 +67,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = import_module(f"mcore_ckpt.commands.{_COMMANDS[arguments.command][0]}").run
         outcome: Outcome = run(arguments)
-        _show(outcome, as_json=arguments.json)
+        try:
+            _show(outcome, as_json=arguments.json)
+        except BrokenPipeError:
+            # Whoever read our output has seen enough (`| head`); Python would complain once more while it shuts down.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return outcome.code
-    except BrokenPipeError:
-        # Whoever read our output has seen enough (`| head`); Python would complain once more while it shuts down.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt:
         print("mcore-ckpt: interrupted", file=sys.stderr)
         return 130
     except (CheckpointError, OSError, MemoryError) as error:
         if arguments.debug:
             raise
-        print(f"mcore-ckpt: {_one_line(error)}", file=sys.stderr)
+        print(f"mcore-ckpt: {_printable(_one_line(error), sys.stderr)}", file=sys.stderr)
         return FAILED
     except Exception as error:
         if arguments.debug:
             raise
         print(
-            f"mcore-ckpt: {type(error).__name__}: {_one_line(error)} (this should not happen: run again with --debug "
-            "and report what it shows)",
+            f"mcore-ckpt: {type(error).__name__}: {_printable(_one_line(error), sys.stderr)} (this should not happen: "
+            "run again with --debug and report what it shows)",
             file=sys.stderr,
         )
         return FAILED
@@ -96,12 +97,35 @@ def _one_line(error: BaseException) -> str:
     return text or type(error).__name__
 
 
+# Keys and arguments come from files that nobody vouches for: in a terminal, control characters of theirs would act.
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def _printable(text: str, stream: TextIO) -> str:
+    """`text` without control characters, and without what the stream's encoding does not have."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.translate(_CONTROL).encode(encoding, "backslashreplace").decode(encoding)
+
+
 def _show(outcome: Outcome, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(outcome.document, default=_jsonable, allow_nan=False))
+        try:
+            text = json.dumps(outcome.document, default=_jsonable, allow_nan=False)
+        except ValueError:  # JSON has no NaN and no infinities
+            text = json.dumps(_without_nan(json.loads(json.dumps(outcome.document, default=_jsonable))))
+        print(text)
     elif outcome.text:
-        print(outcome.text)
+        print(_printable(outcome.text, sys.stdout))
     sys.stdout.flush()
+
+
+def _without_nan(value: Any) -> Any:
+    """The same with `"nan"`, `"inf"` and `"-inf"` as text."""
+    if isinstance(value, dict):
+        return {key: _without_nan(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _jsonable(value: Any) -> Any:

@@ -6,6 +6,7 @@ Each `*_rows` function gives one view, as plain rows for a table, for JSON, or f
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -169,8 +170,8 @@ def checkpoint_directory(path: str | Path) -> Path:
     tracker = directory / TRACKER_FILE
     if not (directory / METADATA_FILE).exists() and tracker.is_file():
         text = tracker.read_text(errors="replace").strip()
-        name = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else text
-        if name in ("release",) or name.startswith("iter_"):
+        name = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() and len(text) < 20 else text
+        if name == "release" or re.fullmatch(r"iter_\w+", name):  # and not a path that leads elsewhere
             return directory / name
     return directory
 

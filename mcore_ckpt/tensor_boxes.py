@@ -10,7 +10,8 @@ from numpy.lib.stride_tricks import as_strided
 
 from mcore_ckpt.boxes import Box, covers, intersect
 from mcore_ckpt.container import element_bytes
-from mcore_ckpt.errors import CorruptCheckpointError
+from mcore_ckpt.crc import crc32
+from mcore_ckpt.errors import ChecksumError, CorruptCheckpointError
 from mcore_ckpt.metadata import TensorEntry
 from mcore_ckpt.ranges import Piece, split_box
 from mcore_ckpt.regrid import carrier
@@ -39,6 +40,7 @@ def read_box(
         out: memory to fill; by default new.
 
     Raises:
+        ChecksumError: a chunk that is wanted as a whole is damaged.
         CorruptCheckpointError: the stored chunks do not hold every element of the box exactly once, or are damaged.
         LoadError: they cannot be read.
     """
@@ -60,31 +62,44 @@ def read_box(
         payload = payloads.locate(entry, chunk)
         if part == box and part.sizes == chunk.sizes:
             payloads.read_into(payload, 0, memory)
+            _check_sum(payload, crc32(memory[:nbytes]))
             continue
         inside = _relative(part, chunk.offsets)
+        whole, value = part.sizes == chunk.sizes, 0  # the pieces of a whole chunk follow one another without gaps
         for piece in split_box(
             chunk.sizes, inside, elem_bytes, window_bytes=_WINDOW_BYTES, max_gap_bytes=_MAX_GAP_BYTES
         ):
-            elements = _read_piece(payloads, payload, piece, chunk.sizes, elem_bytes)
+            content = memoryview(bytearray(piece.stop - piece.start))
+            payloads.read_into(payload, piece.start, content)
+            value = crc32(content, value) if whole else 0
+            elements = _elements(content, piece, chunk.sizes, elem_bytes)
             start = [
                 inner + base - first
                 for inner, base, first in zip(piece.box.offsets, chunk.offsets, box.offsets, strict=True)
             ]
             assert target is not None
             target[tuple(slice(at, at + size) for at, size in zip(start, piece.box.sizes, strict=True))] = elements
+        if whole:
+            _check_sum(payload, value)
     return memory
+
+
+def _check_sum(payload: StoredPayload, value: int) -> None:
+    if payload.crc32 is not None and payload.crc32 != value:
+        raise ChecksumError(
+            f"{payload.where}: its elements have CRC-32 {value:#010x}, expected {payload.crc32:#010x}: the file was "
+            "damaged after it was written; take another copy"
+        )
 
 
 def _relative(box: Box, origin: Sequence[int]) -> Box:
     return Box(tuple(offset - base for offset, base in zip(box.offsets, origin, strict=True)), box.sizes)
 
 
-def _read_piece(
-    payloads: StoredPayloads, payload: StoredPayload, piece: Piece, chunk_sizes: Sequence[int], elem_bytes: int
+def _elements(
+    content: memoryview, piece: Piece, chunk_sizes: Sequence[int], elem_bytes: int
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
     """The elements of a piece, as a strided view of the bytes from its first to its last element."""
-    content = memoryview(bytearray(piece.stop - piece.start))
-    payloads.read_into(payload, piece.start, content)
     strides = [elem_bytes] * len(chunk_sizes)
     for axis in range(len(chunk_sizes) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * chunk_sizes[axis + 1]

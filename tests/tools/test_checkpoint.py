@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mcore_ckpt
+from mcore_ckpt.boxes import Box
+from mcore_ckpt.checkpoint import open_checkpoint
 from mcore_ckpt.cli import main
-from mcore_ckpt.errors import KindMismatchError, MissingKeyError
+from mcore_ckpt.errors import ChecksumError, KindMismatchError, MissingKeyError
 from tests.support.stored_layouts import StoredTensor, tilings, write_checkpoint
 from tests.tools.model_like import model_tensors, write_model
 
@@ -175,3 +177,21 @@ class TestCat:
     def test_what_cannot_be_shown(self, path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["cat", str(path), *arguments]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_chunk_that_is_read_as_a_whole_is_held_against_its_checksum(tmp_path: Path) -> None:
+    """Bytes that are wrong do not pass for a tensor: not whole, not as two chunks, and not in a torch file."""
+    tensor = torch.arange(64.0).reshape(8, 8)
+    columns = [Box((0, 0), (8, 4)), Box((0, 4), (8, 4))]
+    for name, boxes in (("one", [Box((0, 0), (8, 8))]), ("two", columns)):
+        index = write_checkpoint(tmp_path / name, {"w": StoredTensor(tensor, boxes)})
+        item = index.tensors["w"].chunks[-1].item
+        path = tmp_path / name / item.file
+        content = bytearray(path.read_bytes())
+        at = content.index(tensor[7, -4:].numpy().tobytes())
+        content[at] ^= 1
+        path.write_bytes(content)
+        with open_checkpoint(tmp_path / name) as checkpoint, pytest.raises(ChecksumError, match="w at"):
+            checkpoint["w"].torch()
+        assert main(["export", str(tmp_path / name), str(tmp_path / "e"), "--to", "torch"]) == 2
+        assert not (tmp_path / "e").exists()

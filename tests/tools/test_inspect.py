@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 
 from mcore_ckpt.checkpoint_index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.cli import main
-from mcore_ckpt.inspection import describe_items, file_rows, summarize, tensor_rows
+from mcore_ckpt.errors import UnsafePickleError
+from mcore_ckpt.inspection import checkpoint_directory, describe_items, file_rows, summarize, tensor_rows
 from mcore_ckpt.metadata import read_index
 from mcore_ckpt.parallel_layout import layout_of_chunks
 from tests.tools.model_like import model_tensors, write_model
@@ -118,6 +120,27 @@ def test_arguments_of_any_class_are_shown_and_never_run(tmp_path: Path) -> None:
     assert arguments["c"].startswith("<tensor of shape [2]")
     assert arguments["d"] == [1, 2]
     assert "_run" in arguments["a"]
+
+
+def test_a_common_state_that_would_fill_the_memory_is_cut(tmp_path: Path) -> None:
+    nested: list[object] = [1]
+    for _ in range(12):
+        nested = [nested] * 10
+    write_model(tmp_path / "c")
+    torch.save({"iteration": 3, "args": {"x": nested}}, tmp_path / "c" / "common.pt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mcore_ckpt.plain_state._MAX_VALUES", 1000)
+        assert summarize(tmp_path / "c").iteration == 3
+    with zipfile.ZipFile(tmp_path / "c" / "common.pt", "w") as archive:
+        archive.writestr("common/data.pkl", b"\x80\x02}r\xff\xff\xff\xff.")  # an object numbered 2**32 - 1
+    with pytest.raises(UnsafePickleError):
+        summarize(tmp_path / "c")
+
+
+@pytest.mark.parametrize("text", ["iter_/../../elsewhere", "/etc", "9" * 5000])
+def test_a_tracker_does_not_lead_out_of_its_directory(tmp_path: Path, text: str) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    assert checkpoint_directory(tmp_path) == tmp_path
 
 
 class _Evil:

@@ -167,3 +167,26 @@ def test_scripts_reshard_is_the_command(checkpoint: Path, tmp_path: Path) -> Non
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "r" / ".metadata").exists()
+
+
+def test_the_exit_code_does_not_depend_on_who_reads(tmp_path: Path) -> None:
+    write_model(tmp_path / "c", tp=1)
+    (tmp_path / "c" / "__0_0.distcp").unlink()
+    command = f"{sys.executable} -m mcore_ckpt verify {tmp_path / 'c'} | true; echo ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert (ended.stderr, ended.stdout.splitlines()[-1]) == ("", "1")
+
+
+def test_keys_cannot_act_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    evil = "\x1b[31mred\x9b2J\ud800"
+    write_model(tmp_path / "c", tp=1, tensors={evil: torch.zeros(2)})
+    assert main(["inspect", str(tmp_path / "c"), "--tensors"]) == 0
+    shown = capsys.readouterr().out
+    assert "\\x1b[31mred\\x9b2J\\ud800" in shown
+    assert "\x1b" not in shown
+    assert main(["cat", str(tmp_path / "c"), "\x1b[0m"]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "c"), "--tensors", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors"][0]["fqn"] == evil
