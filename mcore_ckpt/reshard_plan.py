@@ -194,7 +194,7 @@ class _Owners:
         ranks = []
         for box in boxes:
             layer = None if stacked.layer is None else box.offsets[stacked.layer]
-            stage = self.stage(entry.fqn, layer, entry.shape[0])
+            stage = self.stage(entry.fqn, layer, 0 if layer is None else entry.shape[0])
             tensor_rank = 0
             if partition.axis is not None and len(along) > partition.parts:
                 tensor_rank = min(position[box.offsets[partition.axis]] % per_part, tensor_ranks - 1)

@@ -522,3 +522,25 @@ def test_more_files_than_the_process_may_open(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert_same(read_all(tmp_path / "t"), {key: stored.tensor for key, stored in tensors.items()})
+
+
+def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
+    """The step count of DCP's optimizers is a tensor without axes."""
+    tensors = {
+        "optim.state.w.step": torch.tensor(3.5),
+        "decoder.layers.0.flag": torch.tensor(True),
+        "mlp.experts.experts.amax": torch.tensor(1.0),
+        "w": torch.arange(12.0).reshape(6, 2),
+        "none": torch.empty(0, 4),
+    }
+    stored = {
+        key: StoredTensor(tensor, [Box((0,) * tensor.dim(), tuple(tensor.shape))]) for key, tensor in tensors.items()
+    }
+    write_checkpoint(tmp_path / "s", stored)
+    for name, layout in (("a", TargetLayout(1, 1)), ("b", TargetLayout(4, 2, ep=2, dp=4))):
+        reshard(tmp_path / "s", tmp_path / name, ReshardOptions(layout))
+        assert_same(read_all(tmp_path / name), tensors)
+        assert verify_checkpoint(tmp_path / name).whole
+    assert main(["export", str(tmp_path / "s"), str(tmp_path / "e"), "--to", "dcp"]) == 0
+    assert main(["import", str(tmp_path / "e"), str(tmp_path / "i")]) == 0
+    assert_same(read_all(tmp_path / "i"), tensors)
