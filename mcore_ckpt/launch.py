@@ -8,6 +8,7 @@ would run it; `-m package.module` runs a module. Options come from `MCORE_CKPT_*
 
 from __future__ import annotations
 
+import logging
 import runpy
 import sys
 import types
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from mcore_ckpt.megatron_compat import install
 
         install()
+        if logging.getLogger("mcore_ckpt").level == logging.NOTSET:  # one line for each save, once Megatron logs at all
+            logging.getLogger("mcore_ckpt").setLevel(logging.INFO)
     except (OptionError, UnsupportedMegatronError) as error:
         print(f"mcore_ckpt.launch: {error}", file=sys.stderr)  # noqa: T201
         return 2

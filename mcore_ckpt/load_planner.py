@@ -122,7 +122,7 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         stored = self._stored_tensor(shard.key)
         if not shard.allow_shape_mismatch:
             self._check_shape(stored, shard.key, tuple(shard.global_shape))
-        self._check_dtype(stored, shard.key, shard.dtype)
+            self._check_dtype(stored, shard.key, shard.dtype)  # what may differ in shape is converted, too
         if shard.data is None:
             shard.init_data("cpu", torch.zeros if shard.allow_shape_mismatch else torch.empty)
         elif shard.allow_shape_mismatch:

@@ -351,9 +351,10 @@ def _announce() -> None:
     """Say on rank 0 what is in force; also where no logging has been set up, since a silent swap helps nobody."""
     if int(os.environ.get("RANK", "0")) != 0:
         return
-    if logger.level == logging.NOTSET:
+    # Only for this line: how much is logged later, and where, is for the program to say.
+    level = logger.level
+    if level == logging.NOTSET:
         logger.setLevel(logging.INFO)
-    # Only for this line: Megatron sets up logging later, and then every line of ours would come twice.
     own = None if logger.hasHandlers() else logging.StreamHandler()
     if own is not None:
         logger.addHandler(own)
@@ -364,3 +365,4 @@ def _announce() -> None:
     )
     if own is not None:
         logger.removeHandler(own)
+    logger.setLevel(level)

@@ -54,7 +54,8 @@ class ReadRequest(NamedTuple):
         offsets: first element of the box in the global tensor.
         sizes: shape of the box, in elements.
         global_shape: shape that the global tensor must have; None: any that the box fits into.
-        allow_partial: load what is stored of the box and leave the rest of the destination alone.
+        allow_partial: load what is stored of the box, converted if the dtypes differ, and leave the rest of the
+            destination alone (Megatron's `allow_shape_mismatch`: a vocabulary padded otherwise).
     """
 
     fqn: str
@@ -161,7 +162,7 @@ def wanted_items(requests: Iterable[ReadRequest], index: CheckpointIndex, *, all
     Raises:
         MissingKeyError, KindMismatchError: no tensor under that key.
         ShapeMismatchError: the global shape differs, the box does not lie in it, or the destination has another shape.
-        DtypeMismatchError: the dtypes differ and `allow_dtype_cast` is off.
+        DtypeMismatchError: the dtypes differ, `allow_dtype_cast` is off and the request does not allow partial loads.
         CorruptCheckpointError: no stored chunk, or more than one, holds some element of the box.
     """
     wanted: WantedItems = {}
@@ -193,7 +194,7 @@ def _want_all(
         fqn, tensor, offsets, sizes = request[:4]
         entry = index.tensors.get(fqn) or tensor_entry(fqn, index)
         dtype = _known_dtype(entry.dtype) or stored_dtype(entry)
-        if tensor.dtype is not dtype and not allow_dtype_cast:
+        if tensor.dtype is not dtype and not (allow_dtype_cast or request.allow_partial):
             raise dtype_mismatch(entry, tensor.dtype, index)
         _check_shape(request, entry, index)
         chunks: Sequence[StoredChunk] = entry.chunks

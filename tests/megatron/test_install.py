@@ -358,6 +358,13 @@ sys.exit(7)
 """
 
 
+def test_install_leaves_logging_to_the_program() -> None:
+    code = "import logging, mcore_ckpt; mcore_ckpt.install(); print(logging.getLogger('mcore_ckpt').isEnabledFor(20))"
+    done = python("-c", code)
+    assert done.stdout.split() == ["False"], done.stderr
+    assert done.stderr.count("in force") == 1
+
+
 def test_launch_runs_a_script_as_python_would(tmp_path: Path) -> None:
     (tmp_path / "neighbour.py").touch()
     script = tmp_path / "train.py"

@@ -87,11 +87,13 @@ def test_the_destination_has_to_have_the_shape_of_the_box(reader: FileSystemRead
 
 
 def test_a_partial_request_takes_the_overlap_and_leaves_the_rest(reader: FileSystemReader) -> None:
-    destination = torch.full((10, 4), 7.0)
-    request = ReadRequest("decoder.layers.mlp.weight", destination, (4, 0), (10, 4), allow_partial=True)
-    reader.read_items([request])
-    assert destination[:4].equal(load_box(reader, "decoder.layers.mlp.weight", torch.zeros(8, 4))[4:])
-    assert destination[4:].eq(7.0).all()
+    stored = load_box(reader, "decoder.layers.mlp.weight", torch.zeros(8, 4))
+    for dtype in (torch.float32, torch.bfloat16):
+        destination = torch.full((10, 4), 7.0, dtype=dtype)
+        request = ReadRequest("decoder.layers.mlp.weight", destination, (4, 0), (10, 4), allow_partial=True)
+        reader.read_items([request])
+        assert destination[:4].equal(stored[4:].to(dtype))
+        assert destination[4:].eq(7.0).all()
 
 
 def test_a_box_that_no_chunk_holds_is_refused_before_anything_is_read(tmp_path: Path) -> None:
