@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.state import Shard
+from mcore_ckpt.storage.base import align_up
+from mcore_ckpt.storage.direct_io import aligned_buffer
 
 __all__ = ["ADAPTERS", "Adapter"]
 
@@ -45,26 +46,24 @@ class Adapter:
         """Begin an asynchronous save; the function returned finalizes it (waits if told to) and says if it is done."""
         raise NotImplementedError
 
-    def bytes_read(self) -> int | None:
-        """Bytes read by the last load, if the adapter can tell."""
-        return None
-
 
 class Raw(Adapter):
-    """The device: the same number of bytes by O_DIRECT in 8 MB pieces, one file a rank."""
+    """The device: the same number of bytes by O_DIRECT in 8 MB pieces, one file a rank.
+
+    The buffer lies in huge pages where there are some, as those of this package do: a device is faster from them.
+    """
 
     name = "raw"
 
     def __init__(self) -> None:
-        self._buffer = mmap.mmap(-1, _PIECE_BYTES)
-        self._buffer.write(os.urandom(_PIECE_BYTES))
+        self._buffer = aligned_buffer(_PIECE_BYTES)
+        self._buffer[:] = os.urandom(_PIECE_BYTES)
 
     def save(self, state: list[Shard], path: Path) -> None:
         size = sum(shard.tensor.nbytes for shard in state)
         fd = os.open(path / f"raw{dist.get_rank()}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_DIRECT)
         for offset in range(0, size, _PIECE_BYTES):
-            count = -(-min(_PIECE_BYTES, size - offset) // 4096) * 4096
-            os.pwrite(fd, memoryview(self._buffer)[:count], offset)
+            os.pwrite(fd, self._buffer[: align_up(min(_PIECE_BYTES, size - offset))], offset)
         os.fsync(fd)
         os.close(fd)
 
@@ -74,14 +73,13 @@ class Raw(Adapter):
         files = sorted(file for file in path.iterdir() if file.stat().st_size > 1024 * 1024)
         total = sum(file.stat().st_size for file in files)
         rank, world = dist.get_rank(), dist.get_world_size()
-        view = memoryview(self._buffer)
         for file in files:
-            share = min(1.0, wanted * world / total) * file.stat().st_size / world
+            share = align_up(int(min(1.0, wanted * world / total) * file.stat().st_size / world))
             start = int(rank * file.stat().st_size / world) // 4096 * 4096
             fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
             done = 0
             while done < share:
-                count = os.preadv(fd, [view], start + done)
+                count = os.preadv(fd, [self._buffer[: min(_PIECE_BYTES, share - done)]], start + done)
                 if count <= 0:
                     break
                 done += count
@@ -98,7 +96,6 @@ class Ours(Adapter):
         from mcore_ckpt import AsyncCallsQueue, TorchDistLoadStrategy, TorchDistSaveStrategy
 
         self._save, self._load, self._queue = TorchDistSaveStrategy(), TorchDistLoadStrategy, AsyncCallsQueue()
-        self._loader: Any = None
 
     def prepare(self, shards: list[Shard]) -> Any:
         return _megatron_state(shards)
@@ -107,11 +104,7 @@ class Ours(Adapter):
         _checkpointing().save(dict(state), str(path), self._save, validate_access_integrity=False)
 
     def load(self, state: Any, path: Path) -> None:
-        self._loader = self._load()
-        _checkpointing().load(dict(state), str(path), self._loader, validate_access_integrity=False)
-
-    def bytes_read(self) -> int | None:
-        return int(self._loader.stats.bytes_read) if self._loader is not None else None
+        _checkpointing().load(dict(state), str(path), self._load(), validate_access_integrity=False)
 
     def start(self, state: Any, path: Path) -> Callable[[bool], bool]:
         request = _checkpointing().save(

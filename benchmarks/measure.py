@@ -12,7 +12,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
-__all__ = ["Cost", "drop_page_cache", "peak_extra_bytes", "slowest", "timed", "warm_page_cache"]
+__all__ = ["Cost", "drop_page_cache", "peak_extra_bytes", "slowest", "timed", "total", "warm_page_cache"]
 
 Cost = dict[str, float]
 
@@ -24,7 +24,8 @@ def slowest(seconds: float) -> float:
     return float(value)
 
 
-def _total(value: float) -> float:
+def total(value: float) -> float:
+    """The sum over all ranks."""
     tensor = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(tensor)
     return float(tensor)
@@ -44,14 +45,20 @@ def _cpu_s() -> float:
     return float(spent)
 
 
+def _device_bytes() -> float:
+    """Bytes that this process has had read from devices, read-ahead included."""
+    return float(psutil.Process().io_counters().read_bytes)
+
+
 def timed(work: Callable[[], Any]) -> Cost:
-    """Run `work` on all ranks at once: seconds until the slowest is done, and CPU seconds of all."""
+    """Run `work` on all ranks at once: seconds until the slowest is done; CPU seconds and bytes from devices of all."""
     dist.barrier()
-    cpu_before = _cpu_s()
+    cpu_before, bytes_before = _cpu_s(), _device_bytes()
     started = time.perf_counter()
     work()
     took_s = time.perf_counter() - started
-    return {"s": slowest(took_s), "cpu_s": _total(_cpu_s() - cpu_before)}
+    cpu_s, device_bytes = _cpu_s() - cpu_before, _device_bytes() - bytes_before
+    return {"s": slowest(took_s), "cpu_s": total(cpu_s), "device_bytes": total(device_bytes)}
 
 
 def drop_page_cache(path: Path) -> None:

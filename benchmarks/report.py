@@ -30,9 +30,18 @@ def table(results: dict[str, Samples]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(results: dict[str, Samples], out: Path) -> None:
-    """Write `bench.json`, `bench.md` and `bench.png` into `out`, and print the table."""
+def write(results: dict[str, Samples], out: Path, *, add: bool = False) -> None:
+    """Write `bench.json`, `bench.md` and `bench.png` into `out`, and print the table.
+
+    Args:
+        results: samples by work.
+        out: directory; made if need be.
+        add: keep what `bench.json` has already, but for figures that are measured anew.
+    """
     out.mkdir(parents=True, exist_ok=True)
+    if add and (out / "bench.json").exists():
+        earlier: dict[str, Samples] = json.loads((out / "bench.json").read_text())["results"]
+        results = earlier | {work: earlier.get(work, {}) | samples for work, samples in results.items()}
     facts: dict[str, Any] = {"python": sys.version.split()[0], "machine": platform.machine(), "results": results}
     (out / "bench.json").write_text(json.dumps(facts, indent=1))
     text = table(results)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.adapters import ADAPTERS, Adapter
-from benchmarks.measure import Cost, drop_page_cache, peak_extra_bytes, slowest, timed, warm_page_cache
+from benchmarks.measure import Cost, drop_page_cache, peak_extra_bytes, slowest, timed, total, warm_page_cache
 from benchmarks.state import Shard, build, check, fill, kinds
 
 __all__ = ["Samples", "async_saves", "first_save", "loads", "saves", "write_once"]
@@ -115,7 +115,6 @@ def loads(
     pairs: Sequence[tuple[str, str]],
     rounds: int,
     only: str = "",
-    cold: bool = True,
 ) -> Samples:
     """Loads of the checkpoints that `write_once` made; every one is compared bit for bit.
 
@@ -127,14 +126,13 @@ def loads(
         pairs: (reader, writer): adapter that loads, adapter that wrote.
         rounds: how many of each.
         only: load keys that begin with this.
-        cold: also with the page cache dropped.
     """
     kind = kinds(size_bytes)[kind_name]
     adapters = _start(sorted({reader for reader, _ in pairs}))
     shards = build(kind, dist.get_world_size(), rank, only)
-    needed = sum(shard.tensor.nbytes for shard in shards)
+    needed_by_all = total(sum(shard.tensor.nbytes for shard in shards))
     samples: Samples = {}
-    for temperature in ("cold", "warm") if cold else ("warm",):
+    for temperature in ("cold", "warm"):
         for turn in range(rounds):
             for (reader, writer), adapter in _rotated({pair: adapters[pair[0]] for pair in pairs}, turn):
                 if reader == "raw" and temperature == "warm":
@@ -149,9 +147,8 @@ def loads(
                 _note(samples, f"load {temperature} cpu s", label, cost["cpu_s"])
                 if reader != "raw":
                     check(shards)
-                read = adapter.bytes_read()
-                if read is not None:
-                    _note(samples, "bytes read / needed", label, slowest(read / needed))
+                if temperature == "cold":
+                    _note(samples, "bytes from the device / needed", label, cost["device_bytes"] / needed_by_all)
     for (reader, writer), adapter in {pair: adapters[pair[0]] for pair in pairs}.items():
         if reader == writer and reader != "raw":
             state = adapter.prepare(shards)

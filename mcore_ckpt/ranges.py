@@ -77,6 +77,7 @@ def coalesce(extents: Iterable[Extent], *, window_bytes: int, max_gap_bytes: int
     Yields:
         Spans in the order of the extents. Every extent lies in exactly one.
     """
+    cheap_gap_bytes = min(CHEAP_GAP_BYTES, max_gap_bytes)
     file, start, stop = "", 0, 0
     wanted_bytes = wasted_bytes = 0
     members: list[Extent] = []
@@ -90,7 +91,7 @@ def coalesce(extents: Iterable[Extent], *, window_bytes: int, max_gap_bytes: int
             and extent.start >= start
             and max(stop, extent.stop) - start <= window_bytes
             and (
-                gap_bytes <= 0
+                gap_bytes <= cheap_gap_bytes
                 or _worth_reading(gap_bytes, wasted_bytes, wanted_bytes + extent.wanted_bytes, max_gap_bytes)
             )
         )

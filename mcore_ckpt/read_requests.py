@@ -198,9 +198,11 @@ def _want_all(
             raise dtype_mismatch(entry, tensor.dtype, index)
         _check_shape(request, entry, index)
         chunks: Sequence[StoredChunk] = entry.chunks
-        if len(chunks) == 1 and chunks[0].sizes == sizes and chunks[0].offsets == offsets:
-            want_chunk(wanted, entry, dtype, chunks[0], _whole_box(sizes), tensor)
-            continue
+        if len(chunks) <= _FEW_CHUNKS:
+            chunk = _only_chunk(chunks, offsets, sizes)
+            if chunk is not None:
+                want_chunk(wanted, entry, dtype, chunk, _whole_box(sizes), tensor)
+                continue
         box = Box(tuple(offsets), tuple(sizes))
         if len(chunks) > _FEW_CHUNKS:
             lookup = lookups.get(fqn)
@@ -208,6 +210,23 @@ def _want_all(
                 lookup = lookups[fqn] = _ChunkLookup(entry)
             chunks = lookup.overlapping(box)
         _want_box(wanted, request, box, entry, dtype, chunks, index)
+
+
+def _only_chunk(chunks: Sequence[StoredChunk], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> StoredChunk | None:
+    """The chunk that is just this box, if no other one overlaps it: what a load under the layout of the save wants."""
+    found = None
+    for chunk in chunks:
+        if chunk.offsets == offsets and chunk.sizes == sizes:
+            if found is not None:
+                return None
+            found = chunk
+            continue
+        for start, size, other_start, other_size in zip(offsets, sizes, chunk.offsets, chunk.sizes):  # noqa: B905
+            if start + size <= other_start or other_start + other_size <= start:
+                break
+        else:
+            return None
+    return found
 
 
 def _want_box(

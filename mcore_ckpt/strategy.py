@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -279,8 +280,10 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
 
     def _load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path) -> dict[str, Any]:
         reader = self._open(checkpoint_dir)
-        read_shards(reader, [leaf for leaf in leaves(sharded_state_dict) if is_sharded_tensor(leaf)])
-        objects = _ObjectsInTurn(reader)
+        wanted = list(leaves(sharded_state_dict))
+        read_shards(reader, [leaf for leaf in wanted if is_sharded_tensor(leaf)])
+        keys = [leaf.unique_key for leaf in wanted if is_sharded_object(leaf)]
+        objects = _ObjectsInTurn(reader.read_objects(keys))
         filled: dict[str, Any] = replace_leaves(
             sharded_state_dict, lambda leaf: objects.of(leaf) if is_sharded_object(leaf) else leaf.data
         )
@@ -356,16 +359,12 @@ def _metadata_version(path: Path) -> tuple[int, ...]:
 class _ObjectsInTurn:
     """Objects that were saved together under one key are handed out one by one, in their order."""
 
-    def __init__(self, reader: FileSystemReader) -> None:
-        self._reader = reader
-        self._lists: dict[str, list[Any]] = {}
+    def __init__(self, stored: Mapping[str, Any]) -> None:
+        self._lists = {key: value if isinstance(value, list) else [value] for key, value in stored.items()}
         self._next: dict[str, int] = {}
 
     def of(self, leaf: Any) -> Any:
         key = leaf.unique_key
-        if key not in self._lists:
-            stored = self._reader.read_object(key)
-            self._lists[key] = stored if isinstance(stored, list) else [stored]
         values = self._lists[key]
         position = self._next.get(key, 0)
         self._next[key] = position + 1

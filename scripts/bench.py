@@ -2,6 +2,7 @@
 
     make bench                                  everything, about 20 minutes on two cores
     make bench ARGS="--only small --rounds 3"   part of it
+    make bench ARGS="--only small --loads --add"  part of that, added to what earlier parts have left in `--out`
 
 Results go to `--out` (JSON, a table in Markdown, a plot). Only ratios travel between machines.
 """
@@ -44,11 +45,16 @@ def _run(arguments: argparse.Namespace, base: Path) -> dict[str, scenarios.Sampl
         values: list[scenarios.Samples] = run_ranks(work, count, base, *rest, deadline_s=_DEADLINE_S)
         return values[0]
 
+    def saves_and_loads(kind: str) -> scenarios.Samples:
+        samples: scenarios.Samples = {}
+        if arguments.saves:
+            samples |= ranks(2, scenarios.saves, kind, size, _EVERYBODY, rounds)
+        if arguments.loads:
+            samples |= ranks(2, _write_and_load, kind, size, _pairs(), rounds)
+        return samples
+
     if wanted("dense"):
-        results["dense, 2 ranks"] = {
-            **ranks(2, scenarios.saves, "dense", size, _EVERYBODY, rounds),
-            **ranks(2, _write_and_load, "dense", size, _pairs(), rounds, "", True),
-        }
+        results["dense, 2 ranks"] = saves_and_loads("dense")
     if wanted("first"):
         first: scenarios.Samples = {}
         for name in _WRITERS:
@@ -58,10 +64,7 @@ def _run(arguments: argparse.Namespace, base: Path) -> dict[str, scenarios.Sampl
                         first.setdefault(figure, {}).setdefault(each, []).extend(values)
         results["dense, first save of a process"] = first
     if wanted("small"):
-        results["20,000 tensors of 4-64 KB, 2 ranks"] = {
-            **ranks(2, scenarios.saves, "small", size, _EVERYBODY, rounds),
-            **ranks(2, _write_and_load, "small", size, _pairs(), rounds, "", True),
-        }
+        results["20,000 tensors of 4-64 KB, 2 ranks"] = saves_and_loads("small")
     if wanted("reshard"):
         ranks(4, scenarios.write_once, "dense", size, _WRITERS)
         results["resharding, 4 -> 1"] = ranks(1, scenarios.loads, "dense", size, _pairs(), rounds)
@@ -69,7 +72,7 @@ def _run(arguments: argparse.Namespace, base: Path) -> dict[str, scenarios.Sampl
             1, scenarios.loads, "dense", size, _pairs(), rounds, "decoder.layers.1."
         )
         ranks(4, scenarios.write_once, "rows", size, _WRITERS)
-        results["resharding along rows, 4 -> 8"] = ranks(8, scenarios.loads, "rows", size, _pairs(), rounds, "", False)
+        results["resharding along rows, 4 -> 8"] = ranks(8, scenarios.loads, "rows", size, _pairs(), rounds)
     if wanted("async"):
         for kind in ("dense", "small"):
             results[f"async, {kind}, 2 ranks"] = ranks(2, scenarios.async_saves, kind, size, _WRITERS, rounds)
@@ -77,10 +80,10 @@ def _run(arguments: argparse.Namespace, base: Path) -> dict[str, scenarios.Sampl
 
 
 def _write_and_load(
-    rank: int, base: Path, kind: str, size: int, pairs: object, rounds: int, only: str, cold: bool
-) -> object:
+    rank: int, base: Path, kind: str, size: int, pairs: list[tuple[str, str]], rounds: int
+) -> scenarios.Samples:
     scenarios.write_once(rank, base, kind, size, _WRITERS)
-    return scenarios.loads(rank, base, kind, size, pairs, rounds, only, cold)  # type: ignore[arg-type]
+    return scenarios.loads(rank, base, kind, size, pairs, rounds)
 
 
 def main() -> int:
@@ -89,15 +92,20 @@ def main() -> int:
     parser.add_argument("--gb", type=float, default=1.0, help="size of the dense state, in 1e9 bytes (default: 1)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each (default: 5)")
     parser.add_argument("--only", nargs="*", choices=("dense", "first", "small", "reshard", "async"), default=[])
+    parser.add_argument("--saves", action="store_true", help="saves only (of dense and small)")
+    parser.add_argument("--loads", action="store_true", help="loads only (of dense and small)")
+    parser.add_argument("--add", action="store_true", help="keep what earlier runs have left in --out beside this one")
     parser.add_argument("--dir", type=Path, default=None, help="where to write; the file system that is measured")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="where results go")
     arguments = parser.parse_args()
+    if not arguments.saves and not arguments.loads:
+        arguments.saves = arguments.loads = True
     base = Path(tempfile.mkdtemp(prefix="mcore_ckpt_bench_", dir=arguments.dir or ROOT))
     try:
         results = _run(arguments, base)
     finally:
         shutil.rmtree(base, ignore_errors=True)
-    report.write(results, arguments.out)
+    report.write(results, arguments.out, add=arguments.add)
     return 0
 
 

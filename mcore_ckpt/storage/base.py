@@ -78,6 +78,12 @@ class RangeReader(ABC):
         self.read_into(offset, memoryview(buffer))
         return bytes(buffer)
 
+    def read_shared(self, offset: int, view: memoryview) -> None:
+        """As `read_into`, of bytes that other processes of this machine are likely to want, too: they stay at hand for
+        them where there is a place for that.
+        """
+        self.read_into(offset, view)
+
     @contextmanager
     def cached(self, offset: int, length: int) -> Iterator[int]:
         """Memory that holds bytes `[offset, offset + length)` already, so that they need not be read to be copied.

@@ -107,6 +107,17 @@ class LocalReader(RangeReader):
             return None
 
     def read_into(self, offset: int, view: memoryview) -> None:
+        self._read(offset, view, shared=False)
+
+    def read_shared(self, offset: int, view: memoryview) -> None:
+        """Through the page cache, from where the next process gets them; the device is asked for all at once, as the
+        kernel's own read-ahead is too short to keep it busy.
+        """
+        if self._fd is not None and not self._insist:
+            direct_io.expect(self._fd, offset, len(view))
+        self._read(offset, view, shared=not self._insist)
+
+    def _read(self, offset: int, view: memoryview, shared: bool) -> None:
         view = view.cast("B")
         self.check_range(offset, len(view))
         if self._fd is None:
@@ -117,7 +128,7 @@ class LocalReader(RangeReader):
                 start = offset + done
                 # Pieces end on multiples of their size, so that the ones after the first are aligned in the file.
                 piece = view[done : done + _PIECE_BYTES - start % _PIECE_BYTES]
-                if self._wants_direct(start, len(piece)):
+                if not shared and self._wants_direct(start, len(piece)):
                     self._read_direct(start, piece)
                 else:
                     self._read_buffered(self._fd, start, piece)

@@ -62,6 +62,21 @@ def test_cold_reads_do_not_fill_the_page_cache_and_warm_ones_use_it(local: Local
         assert reader.read(0, 4 * MIB) == content
 
 
+@pytest.mark.parametrize("direct", ["auto", "on", "off"])
+def test_shared_reads_stay_in_the_page_cache(direct: DirectIo, local: LocalStorage, tmp_path: Path) -> None:
+    if not has_direct_io(tmp_path):
+        pytest.skip("this file system has no O_DIRECT")
+    content = random_bytes(4 * MIB)
+    writer = local.open_writer("file")
+    writer.write(0, aligned(content))
+    writer.finish(4 * MIB)
+    buffer = bytearray(2 * MIB)
+    with local.open_reader("file", direct=direct) as reader:
+        reader.read_shared(MIB + 5, memoryview(buffer))
+    assert buffer == content[MIB + 5 : 3 * MIB + 5]
+    assert cached_pages(tmp_path / "file") == 0 if direct == "on" else cached_pages(tmp_path / "file") >= 512
+
+
 def test_direct_on_insists(monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path) -> None:
     monkeypatch.setattr(direct_io, "enable", lambda fd: False)
     with pytest.raises(SaveError, match='O_DIRECT, which direct_io="on" insists on'):

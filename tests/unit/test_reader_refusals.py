@@ -135,6 +135,20 @@ def test_damage_is_found_and_named(shape: tuple[int, int], tmp_path: Path) -> No
     assert (unchecked != tensor).sum() == 1
 
 
+def test_damage_is_found_in_one_of_many_alike(tmp_path: Path) -> None:
+    tensors = {f"w{i}": torch.randn(20, 30) for i in range(9)}
+    index = write_checkpoint(tmp_path, {key: whole(tensor) for key, tensor in tensors.items()})
+    flip_byte(index, "w5", at_fraction=0.6)
+    loaded = {key: torch.zeros(20, 30) for key in tensors}
+    requests = [ReadRequest(key, tensor, (0, 0), (20, 30)) for key, tensor in loaded.items()]
+    with pytest.raises(ChecksumError, match=r"w5 at \[0, 0\].*expected 0x"):
+        FileSystemReader(tmp_path, LoadOptions(io_threads=1)).read_items(requests)
+    unchecked = FileSystemReader(tmp_path, LoadOptions(verify_crc=False))
+    unchecked.read_items(requests)
+    assert [key for key in tensors if not torch.equal(loaded[key], tensors[key])] == ["w5"]
+    assert unchecked.stats.records_checked == 0
+
+
 @pytest.mark.parametrize("rows", [3, 300])
 def test_no_flipped_bit_goes_unnoticed(rows: int, tmp_path: Path) -> None:
     """Wherever a bit flips: the tensor is right, or the load fails with an error of ours."""
