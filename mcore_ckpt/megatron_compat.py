@@ -32,6 +32,7 @@ from mcore_ckpt.megatron_patches import (
     serve_with_numpy_2,
     serve_without_cuda,
 )
+from mcore_ckpt.options import LoadOptions, SaveOptions
 from mcore_ckpt.registry import get_strategy, registered_strategies
 
 __all__ = [
@@ -221,11 +222,15 @@ def install() -> dict[str, Any]:
         What was replaced: dotted name -> Megatron's own object.
 
     Raises:
+        OptionError: a `MCORE_CKPT_*` variable has a value that cannot be.
         UnsupportedMegatronError: megatron-core is missing, too old, or lacks a name that has to be replaced. Nothing
             is changed then: a job never runs half on stock code.
     """
     global _patches
     if _patches is None:
+        # A value that cannot be is refused here: the first save may be hours away.
+        SaveOptions.from_environment()
+        LoadOptions.from_environment()
         version = megatron_version()
         if version[:2] > _NEWEST:
             logger.warning(

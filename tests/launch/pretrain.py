@@ -115,7 +115,8 @@ def launch(
         script = ["-m", "mcore_ckpt.launch", *script]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [*script, *ARGUMENTS, *arguments]
-    path = [str(SITE), str(megatron_lm()), *os.environ.get("MEGATRON_LM_PATH", "").split(":"), str(ROOT)]
+    # Not the checkout: that is found because the script lies in it, with ours as without.
+    path = [str(SITE), *os.environ.get("MEGATRON_LM_PATH", "").split(":"), str(ROOT)]
     variables = {
         **os.environ,
         "PYTHONPATH": ":".join(part for part in path if part),

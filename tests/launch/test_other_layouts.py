@@ -58,4 +58,5 @@ def test_optimizer_state_of_another_tensor_parallel_size_is_refused(launches: Pa
     arguments = [*DATA_PARALLEL.arguments, _TP, "2", "--load", str(checkpoints), "--ckpt-step", "3"]
     for side in SIDES:
         refused = launch(side, 2, arguments, launches / f"refused-{side}", expected_exit=None)
+        assert "(TP, PP) mismatch after resume" in refused.log
         assert not refused.named("loss")
