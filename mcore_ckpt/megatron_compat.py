@@ -150,6 +150,13 @@ def load_strategy_base() -> Any:
     return _closed_off(stock_class("TorchDistLoadShardedStrategy"))
 
 
+def replaced_load_planner() -> Any:
+    """Megatron's `MCoreLoadPlanner` if somebody has replaced its `create_local_plan`, otherwise None."""
+    planner = getattr(megatron_module("strategies.torch"), "MCoreLoadPlanner", None)
+    method = getattr(planner, "create_local_plan", None)
+    return None if getattr(method, "__qualname__", "") == "MCoreLoadPlanner.create_local_plan" else planner
+
+
 def stock_class(name: str) -> Any:
     """Megatron's own class of that name in `strategies.torch`, also while `install()` has put ours in its place."""
     module = megatron_module("strategies.torch")

@@ -28,6 +28,7 @@ from mcore_ckpt.megatron_compat import (
     megatron_module,
     megatron_version,
     refuse_multi_storage_client,
+    replaced_load_planner,
     save_strategy_base,
     sharded_tensor_of,
 )
@@ -38,6 +39,7 @@ from mcore_ckpt.rank_layout import TensorSpec
 from mcore_ckpt.ranks import coordination_group
 from mcore_ckpt.reader import FileSystemReader
 from mcore_ckpt.remove import remove_tensors
+from mcore_ckpt.replaced_planner import read_through
 from mcore_ckpt.save_transaction import SaveTransaction, Structure
 from mcore_ckpt.shards import (
     is_main_replica,
@@ -281,7 +283,12 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
     def _load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path) -> dict[str, Any]:
         reader = self._open(checkpoint_dir)
         wanted = list(leaves(sharded_state_dict))
-        read_shards(reader, [leaf for leaf in wanted if is_sharded_tensor(leaf)])
+        shards = [leaf for leaf in wanted if is_sharded_tensor(leaf)]
+        replaced = replaced_load_planner()
+        if replaced is None or any(getattr(shard, "flattened_range", None) is not None for shard in shards):
+            read_shards(reader, shards)
+        else:
+            read_through(replaced, reader, shards)
         keys = [leaf.unique_key for leaf in wanted if is_sharded_object(leaf)]
         objects = _ObjectsInTurn(reader.read_objects(keys))
         filled: dict[str, Any] = replace_leaves(

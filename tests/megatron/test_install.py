@@ -383,3 +383,48 @@ def test_launch_says_what_it_lacks(tmp_path: Path, arguments: list[str], said: s
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+REPLACED_PLANNER = """
+import tempfile
+from pathlib import Path
+from unittest import mock
+import torch, torch.distributed as dist
+import mcore_ckpt
+mcore_ckpt.install()
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, load, save
+from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
+
+def state(make):
+    whole, halves = ShardedTensor.from_rank_offsets, [(0, i, 2) for i in range(2)]
+    return {"whole": whole("whole", make(8, 6)), "halves": [whole("halves", make(1, 6), half) for half in halves],
+            "object": ShardedObject("object", {"x": 1}, (1,), (0,))}
+
+directory = Path(tempfile.mkdtemp())
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+saved = state(torch.randn)
+save(saved, directory)
+plans = []
+original = MCoreLoadPlanner.create_local_plan
+
+def spy(planner):
+    plan = original(planner)
+    plans.append([(item.dest_index.fqn, planner.metadata.storage_data[item.storage_index].relative_path)
+                  for item in plan.items])
+    return plan
+
+with mock.patch.object(MCoreLoadPlanner, "create_local_plan", spy):
+    loaded = load(state(torch.zeros), directory)
+load(state(torch.zeros), directory)
+(plan,) = plans
+assert sorted(fqn for fqn, _ in plan) == ["halves", "halves", "whole"], plan
+assert all(file.endswith(".distcp") for _, file in plan), plan
+assert loaded["whole"].equal(saved["whole"].data)
+assert all(half.equal(was.data) for half, was in zip(loaded["halves"], saved["halves"]))
+assert loaded["object"] == {"x": 1}
+"""
+
+
+def test_a_load_planner_that_somebody_has_replaced_is_asked_for_its_plan() -> None:
+    done = python("-W", "ignore", "-c", REPLACED_PLANNER)
+    assert done.returncode == 0, done.stderr
