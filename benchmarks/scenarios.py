@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from benchmarks.adapters import ADAPTERS, Adapter
 from benchmarks.measure import Cost, drop_page_cache, peak_extra_bytes, slowest, timed, total, warm_page_cache
 from benchmarks.state import Shard, build, check, fill, kinds
 
-__all__ = ["Samples", "async_saves", "first_save", "loads", "saves", "write_once"]
+__all__ = ["Samples", "async_saves", "first_load", "first_save", "loads", "saves", "write_once"]
 
 # figure -> adapter -> one value for each round
 Samples = dict[str, dict[str, list[float]]]
@@ -82,9 +82,33 @@ def first_save(rank: int, base: Path, kind_name: str, size_bytes: int, name: str
     for each in ("raw", name, "raw"):
         state = adapters[each].prepare(shards)
         path = _fresh(base / each)
-        cost = timed(partial(adapters[each].save, state, path))
+        cost: Cost = {}
+        peak = peak_extra_bytes(partial(_timed_into, cost, partial(adapters[each].save, state, path)))
         _note(samples, f"first save s ({name})", each, cost["s"])
+        if each == name:
+            _note(samples, "first save peak extra MB", name, peak / 1e6)
     return samples
+
+
+def first_load(rank: int, base: Path, kind_name: str, size_bytes: int, name: str) -> Samples:
+    """The first load of a process, cold, of what `first_save` left; compared bit for bit."""
+    adapter = _start([name])[name]
+    shards = build(kinds(size_bytes)[kind_name], dist.get_world_size(), rank)
+    _wipe(shards)
+    state = adapter.prepare(shards)
+    path = base / name
+    if rank == 0 and name == "dcp":
+        _add_megatron_files(path)
+    drop_page_cache(path)
+    peak = peak_extra_bytes(partial(adapter.load, state, path))
+    check(shards)
+    samples: Samples = {}
+    _note(samples, "first load peak extra MB", name, peak / 1e6)
+    return samples
+
+
+def _timed_into(cost: Cost, work: Callable[[], Any]) -> None:
+    cost.update(timed(work))
 
 
 def write_once(rank: int, base: Path, kind_name: str, size_bytes: int, names: Sequence[str]) -> None:

@@ -59,10 +59,11 @@ def _run(arguments: argparse.Namespace, base: Path) -> dict[str, scenarios.Sampl
         first: scenarios.Samples = {}
         for name in _WRITERS:
             for _ in range(max(1, rounds // 2)):
-                for figure, by_name in ranks(2, scenarios.first_save, "dense", size, name).items():
-                    for each, values in by_name.items():
-                        first.setdefault(figure, {}).setdefault(each, []).extend(values)
-        results["dense, first save of a process"] = first
+                for measured in (scenarios.first_save, scenarios.first_load):
+                    for figure, by_name in ranks(2, measured, "dense", size, name).items():
+                        for each, values in by_name.items():
+                            first.setdefault(figure, {}).setdefault(each, []).extend(values)
+        results["dense, first save and load of a process"] = first
     if wanted("small"):
         results["20,000 tensors of 4-64 KB, 2 ranks"] = saves_and_loads("small")
     if wanted("reshard"):
