@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,9 @@ class Adapter:
     def start(self, state: Any, path: Path) -> Callable[[bool], bool]:
         """Begin an asynchronous save; the function returned finalizes it (waits if told to) and says if it is done."""
         raise NotImplementedError
+
+    def warm_up(self, state: Any) -> None:
+        """Do ahead of the first asynchronous save what can be done then; nothing where there is no such call."""
 
 
 class Raw(Adapter):
@@ -91,11 +94,17 @@ class Ours(Adapter):
 
     name = "mcore_ckpt"
     can_async = True
+    save_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
-        from mcore_ckpt import AsyncCallsQueue, TorchDistLoadStrategy, TorchDistSaveStrategy
+        from mcore_ckpt import AsyncCallsQueue, TorchDistLoadStrategy
 
-        self._save, self._load, self._queue = TorchDistSaveStrategy(), TorchDistLoadStrategy, AsyncCallsQueue()
+        self._save, self._load, self._queue = self._strategy(), TorchDistLoadStrategy, AsyncCallsQueue()
+
+    def _strategy(self) -> Any:
+        from mcore_ckpt import SaveOptions, TorchDistSaveStrategy
+
+        return TorchDistSaveStrategy(options=SaveOptions(**self.save_options))
 
     def prepare(self, shards: list[Shard]) -> Any:
         return _megatron_state(shards)
@@ -112,6 +121,26 @@ class Ours(Adapter):
         )
         self._queue.schedule_async_request(request)
         return lambda blocking: bool(self._queue.maybe_finalize_async_calls(blocking=blocking))
+
+    def warm_up(self, state: Any) -> None:
+        self._save.warm_up(state)
+
+
+class OursCow(Ours):
+    """Nothing is copied: the forked child's memory is the snapshot."""
+
+    name = "mcore_ckpt cow"
+    save_options: ClassVar[dict[str, Any]] = {"writer": "fork", "stage": "cow"}
+
+
+class OursReplanned(Ours):
+    """Every save by a strategy that has not seen the structure before, so that all of it is planned."""
+
+    name = "mcore_ckpt replanned"
+
+    def start(self, state: Any, path: Path) -> Callable[[bool], bool]:
+        self._save = self._strategy()
+        return super().start(state, path)
 
 
 class Megatron(Adapter):
@@ -194,7 +223,7 @@ class Dcp(Adapter):
         return finalize
 
 
-ADAPTERS: dict[str, type[Adapter]] = {cls.name: cls for cls in (Raw, Ours, Megatron, Dcp)}
+ADAPTERS: dict[str, type[Adapter]] = {cls.name: cls for cls in (Raw, Ours, OursCow, OursReplanned, Megatron, Dcp)}
 
 
 def _checkpointing() -> Any:

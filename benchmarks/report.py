@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scenarios import Samples
+from benchmarks.rounds import Samples
 
 __all__ = ["table", "write"]
 

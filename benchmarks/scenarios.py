@@ -3,44 +3,23 @@
 from __future__ import annotations
 
 import json
-import shutil
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.adapters import ADAPTERS, Adapter
-from benchmarks.measure import Cost, drop_page_cache, peak_extra_bytes, slowest, timed, total, warm_page_cache
-from benchmarks.state import Shard, build, check, fill, kinds
+from benchmarks.measure import drop_page_cache, peak_extra_bytes, timed, total, warm_page_cache
+from benchmarks.rounds import Samples
+from benchmarks.rounds import fresh as _fresh
+from benchmarks.rounds import make_adapters as _start
+from benchmarks.rounds import note as _note
+from benchmarks.rounds import rotated as _rotated
+from benchmarks.rounds import wipe as _wipe
+from benchmarks.state import build, check, fill, kinds
 
-__all__ = ["Samples", "async_saves", "first_load", "first_save", "loads", "saves", "write_once"]
-
-# figure -> adapter -> one value for each round
-Samples = dict[str, dict[str, list[float]]]
-
-
-def _start(names: Sequence[str]) -> dict[str, Adapter]:
-    from tests.support.cpu_megatron import pretend_cuda
-
-    pretend_cuda()  # stock Megatron names CUDA devices outright
-    return {name: ADAPTERS[name]() for name in names}
-
-
-def _fresh(path: Path) -> Path:
-    """An empty directory, made by rank 0."""
-    if dist.get_rank() == 0:
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
-    dist.barrier()
-    return path
-
-
-def _note(samples: Samples, figure: str, name: str, value: float) -> None:
-    samples.setdefault(figure, {}).setdefault(name, []).append(value)
+__all__ = ["first_load", "first_save", "loads", "saves", "write_once"]
 
 
 def _size_bytes(path: Path) -> int:
@@ -179,74 +158,3 @@ def loads(
             peak = peak_extra_bytes(partial(adapter.load, state, base / writer))
             _note(samples, "load peak extra MB", reader, peak / 1e6)
     return samples
-
-
-def async_saves(rank: int, base: Path, kind_name: str, size_bytes: int, names: Sequence[str], rounds: int) -> Samples:
-    """Asynchronous saves: blocking time, what the trainer's next pass costs, time to the commit, finalization."""
-    kind = kinds(size_bytes)[kind_name]
-    adapters = _start([*names, "raw"])
-    shards = build(kind, dist.get_world_size(), rank)
-    copies = [shard.tensor.clone() for shard in shards]
-    samples: Samples = {}
-    for turn in range(rounds + 1):
-        for name, adapter in _rotated(adapters, turn):
-            path = _fresh(base / name)
-            if name == "raw":
-                _note(samples, "commit s", name, timed(partial(adapter.save, shards, path))["s"])
-                copy_s = timed(lambda: [c.copy_(s.tensor) for c, s in zip(copies, shards, strict=True)])["s"]
-                _note(samples, "memcpy s", name, copy_s)
-                continue
-            cost = _one_async_save(adapter, shards, path, turn)
-            for figure, value in cost.items():
-                _note(samples, figure if turn else f"first {figure}", name, value)
-    return samples
-
-
-def _one_async_save(adapter: Adapter, shards: list[Shard], path: Path, step: int) -> Cost:
-    fill(shards, step)
-    _touch(shards)
-    normal = min(timed(lambda: _touch(shards))["s"] for _ in range(3))
-    fill(shards, step)
-    state = adapter.prepare(shards)
-    dist.barrier()
-    started = time.perf_counter()
-    finalize = adapter.start(state, path)
-    blocking_s = slowest(time.perf_counter() - started)
-    touched_s = timed(lambda: _touch(shards))["s"]
-    finalize_s = 0.0
-    while True:
-        polled = time.perf_counter()
-        done = finalize(False)
-        finalize_s = time.perf_counter() - polled
-        if slowest(0.0 if done else 1.0) == 0.0:
-            break
-        time.sleep(0.005)
-    commit_s = slowest(time.perf_counter() - started)
-    loaded = [shard._replace(tensor=shard.tensor.clone()) for shard in shards]
-    _wipe(loaded)
-    adapter.load(adapter.prepare(loaded), path)
-    check(loaded, step)  # the state at the call, whatever the trainer did to it afterwards
-    return {
-        "blocking s": blocking_s,
-        "next pass / normal": touched_s / normal,
-        "commit s": commit_s,
-        "finalize s": slowest(finalize_s),
-    }
-
-
-def _touch(shards: list[Shard]) -> None:
-    """The trainer's next pass over its memory: writes to every page."""
-    for shard in shards:
-        shard.tensor.add_(1.0)
-
-
-def _wipe(shards: list[Shard]) -> None:
-    for shard in shards:
-        shard.tensor.fill_(-1.0)
-
-
-def _rotated(items: dict[Any, Adapter], turn: int) -> list[tuple[Any, Adapter]]:
-    """The items, beginning with another one in each round, so that none always follows the same neighbour."""
-    listed = list(items.items())
-    shift = turn % len(listed)
-    return listed[shift:] + listed[:shift]

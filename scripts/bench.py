@@ -20,11 +20,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import report, scenarios  # noqa: E402  (found by the line above)
+from benchmarks import async_saves, report, scenarios  # noqa: E402  (found by the line above)
+from benchmarks.rounds import Samples  # noqa: E402
 from tests.support.gloo_ranks import run_ranks  # noqa: E402
 
 _EVERYBODY = ("raw", "mcore_ckpt", "megatron", "dcp")
 _WRITERS = ("mcore_ckpt", "megatron", "dcp")
+_ASYNC = ("mcore_ckpt", "mcore_ckpt cow", "mcore_ckpt replanned", "megatron", "dcp")
 _DEADLINE_S = 1800.0
 
 
@@ -34,19 +36,19 @@ def _pairs() -> list[tuple[str, str]]:
     return [("raw", "mcore_ckpt"), *same, ("mcore_ckpt", "megatron"), ("mcore_ckpt", "dcp")]
 
 
-def _run(arguments: argparse.Namespace, base: Path) -> dict[str, scenarios.Samples]:
+def _run(arguments: argparse.Namespace, base: Path) -> dict[str, Samples]:
     size, rounds = int(arguments.gb * 1e9), arguments.rounds
-    results: dict[str, scenarios.Samples] = {}
+    results: dict[str, Samples] = {}
 
     def wanted(name: str) -> bool:
         return not arguments.only or name in arguments.only
 
-    def ranks(count: int, work: Callable[..., Any], *rest: object) -> scenarios.Samples:
-        values: list[scenarios.Samples] = run_ranks(work, count, base, *rest, deadline_s=_DEADLINE_S)
+    def ranks(count: int, work: Callable[..., Any], *rest: object) -> Samples:
+        values: list[Samples] = run_ranks(work, count, base, *rest, deadline_s=_DEADLINE_S)
         return values[0]
 
-    def saves_and_loads(kind: str) -> scenarios.Samples:
-        samples: scenarios.Samples = {}
+    def saves_and_loads(kind: str) -> Samples:
+        samples: Samples = {}
         if arguments.saves:
             samples |= ranks(2, scenarios.saves, kind, size, _EVERYBODY, rounds)
         if arguments.loads:
@@ -56,13 +58,11 @@ def _run(arguments: argparse.Namespace, base: Path) -> dict[str, scenarios.Sampl
     if wanted("dense"):
         results["dense, 2 ranks"] = saves_and_loads("dense")
     if wanted("first"):
-        first: scenarios.Samples = {}
+        first: Samples = {}
         for name in _WRITERS:
             for _ in range(max(1, rounds // 2)):
                 for measured in (scenarios.first_save, scenarios.first_load):
-                    for figure, by_name in ranks(2, measured, "dense", size, name).items():
-                        for each, values in by_name.items():
-                            first.setdefault(figure, {}).setdefault(each, []).extend(values)
+                    _merge(first, ranks(2, measured, "dense", size, name))
         results["dense, first save and load of a process"] = first
     if wanted("small"):
         results["20,000 tensors of 4-64 KB, 2 ranks"] = saves_and_loads("small")
@@ -75,14 +75,24 @@ def _run(arguments: argparse.Namespace, base: Path) -> dict[str, scenarios.Sampl
         ranks(4, scenarios.write_once, "rows", size, _WRITERS)
         results["resharding along rows, 4 -> 8"] = ranks(8, scenarios.loads, "rows", size, _pairs(), rounds)
     if wanted("async"):
-        for kind in ("dense", "small"):
-            results[f"async, {kind}, 2 ranks"] = ranks(2, scenarios.async_saves, kind, size, _WRITERS, rounds)
+        for kind in arguments.kinds:
+            names = [name for name in _ASYNC if not arguments.adapters or name in arguments.adapters]
+            work = f"async, {kind}, 2 ranks"
+            results[work] = ranks(2, async_saves.async_saves, kind, size, names, rounds)
+            for name, warm_up in [(name, False) for name in _WRITERS if name in names] + [("mcore_ckpt", True)]:
+                for _ in range(max(1, rounds // 3)):
+                    first_async = ranks(2, async_saves.first_async_save, kind, size, name, warm_up)
+                    _merge(results[work], first_async)
     return results
 
 
-def _write_and_load(
-    rank: int, base: Path, kind: str, size: int, pairs: list[tuple[str, str]], rounds: int
-) -> scenarios.Samples:
+def _merge(into: Samples, more: Samples) -> None:
+    for figure, by_name in more.items():
+        for name, values in by_name.items():
+            into.setdefault(figure, {}).setdefault(name, []).extend(values)
+
+
+def _write_and_load(rank: int, base: Path, kind: str, size: int, pairs: list[tuple[str, str]], rounds: int) -> Samples:
     scenarios.write_once(rank, base, kind, size, _WRITERS)
     return scenarios.loads(rank, base, kind, size, pairs, rounds)
 
@@ -96,6 +106,8 @@ def main() -> int:
     parser.add_argument("--saves", action="store_true", help="saves only (of dense and small)")
     parser.add_argument("--loads", action="store_true", help="loads only (of dense and small)")
     parser.add_argument("--add", action="store_true", help="keep what earlier runs have left in --out beside this one")
+    parser.add_argument("--adapters", nargs="*", choices=_ASYNC, default=[], help="of those, in the async rows only")
+    parser.add_argument("--kinds", nargs="*", choices=("dense", "small"), default=["dense", "small"], help="likewise")
     parser.add_argument("--dir", type=Path, default=None, help="where to write; the file system that is measured")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="where results go")
     arguments = parser.parse_args()
