@@ -21,7 +21,14 @@ from typing import Any, Final
 from mcore_ckpt.errors import CheckpointError, SaveError, WriterDiedError, WriteTimeoutError
 from mcore_ckpt.failures import FailureReport, describe, remote_cause, same_class
 from mcore_ckpt.job_handle import JobHandle, JobWatch
-from mcore_ckpt.sentinel import Sentinel, exit_text, exit_with_parent, wait_readable
+from mcore_ckpt.sentinel import (
+    Sentinel,
+    exit_text,
+    exit_with_parent,
+    kernel_can_watch,
+    lower_priority,
+    wait_readable,
+)
 from mcore_ckpt.writer_messages import StatusPage
 
 __all__ = ["Call", "ForkedCall", "report_progress"]
@@ -69,6 +76,7 @@ class ForkedCall(Call):
         name: str,
         expendable: bool = False,
         deadline_s: float | None = None,
+        cpu_priority: int | None = None,
     ) -> None:
         """Fork and return.
 
@@ -80,6 +88,7 @@ class ForkedCall(Call):
             expendable: if this process exits before the child, the child is ended rather than waited for. Such a child
                 cannot have children of its own by multiprocessing.
             deadline_s: seconds without `report_progress` in the child after which it is killed; None waits for ever.
+            cpu_priority: nice value of the child; None keeps this process's.
 
         Raises:
             SaveError: the process cannot be forked.
@@ -92,7 +101,7 @@ class ForkedCall(Call):
         self._receiver, sender = multiprocessing.Pipe(duplex=False)
         self._process = multiprocessing.get_context("fork").Process(
             target=_run_forked,
-            args=(self._owner_pid, sender, self._status, fn, args, kwargs),
+            args=(self._owner_pid, kernel_can_watch(), cpu_priority, sender, self._status, fn, args, kwargs),
             name=name,
             daemon=expendable,
         )
@@ -203,6 +212,8 @@ def report_progress(nbytes: int) -> None:
 
 def _run_forked(
     parent_pid: int,
+    kernel_watches: bool,
+    cpu_priority: int | None,
     sender: mp_connection.Connection,
     status: StatusPage | None,
     fn: Callable[..., Any],
@@ -212,7 +223,8 @@ def _run_forked(
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what a Ctrl-C ends
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler, if it has one, is not meant for this process
-    exit_with_parent(parent_pid)
+    exit_with_parent(parent_pid, kernel_watches)
+    lower_priority(cpu_priority, None)
     global _status  # this process has one call
     _status = status
     try:

@@ -22,7 +22,7 @@ from typing import Any, Final
 from mcore_ckpt.call_process import Call
 from mcore_ckpt.failures import describe
 from mcore_ckpt.job_handle import JobHandle, JobWatch
-from mcore_ckpt.sentinel import Sentinel, exit_with_parent, lower_priority, wait_readable
+from mcore_ckpt.sentinel import Sentinel, exit_with_parent, kernel_can_watch, lower_priority, wait_readable
 
 __all__ = ["CallWorker"]
 
@@ -128,7 +128,7 @@ class _Worker:
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
             target=_worker_main,
-            args=(theirs, self._owner_pid, _cuda_device(), cpu_priority, io_priority),
+            args=(theirs, self._owner_pid, kernel_can_watch(), _cuda_device(), cpu_priority, io_priority),
             name="mcore-ckpt-calls",
         )
         self._process.start()
@@ -214,13 +214,14 @@ def _cuda_device() -> int | None:
 def _worker_main(
     connection: mp_connection.Connection,
     parent_pid: int,
+    kernel_watches: bool,
     cuda_device: int | None,
     cpu_priority: int | None,
     io_priority: int | None,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lower_priority(cpu_priority, io_priority)
-    exit_with_parent(parent_pid)
+    exit_with_parent(parent_pid, kernel_watches)
     if cuda_device is not None:
         import torch
 

@@ -41,6 +41,8 @@ __all__ = [
 
 _START_DEADLINE_S: Final = 60.0
 _START_PERIOD_S: Final = 0.002
+# As Megatron's own persistent worker: where cores are scarce, training's next step goes first.
+_NICE: Final = 10
 _job_numbers = itertools.count(1)
 
 
@@ -130,7 +132,7 @@ class PersistentWriter:
             return self._child
 
 
-_shared = PersistentWriter()
+_shared = PersistentWriter(cpu_priority=_NICE)
 
 
 def shared_writer() -> PersistentWriter:
@@ -162,4 +164,4 @@ class ForkedWriter:
         Raises:
             SaveError: the process cannot be forked.
         """
-        return ForkedCall(fn, (), {}, name=what, expendable=True, deadline_s=deadline_s)
+        return ForkedCall(fn, (), {}, name=what, expendable=True, deadline_s=deadline_s, cpu_priority=_NICE)

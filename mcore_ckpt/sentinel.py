@@ -16,7 +16,16 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["Sentinel", "exit_text", "exit_with_parent", "lower_priority", "until_parent_is_gone", "wait_readable"]
+__all__ = [
+    "Sentinel",
+    "die_with_parent",
+    "exit_text",
+    "exit_with_parent",
+    "kernel_can_watch",
+    "lower_priority",
+    "until_parent_is_gone",
+    "wait_readable",
+]
 
 # Without a pidfd (a kernel before 5.3, a sandbox) a process's end is looked for this often.
 _NO_PIDFD_PERIOD_S: Final = 0.05
@@ -24,6 +33,7 @@ _NO_PIDFD_PARENT_PERIOD_S: Final = 0.25
 _SYS_IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS: Final = 1
 _IOPRIO_CLASS_SHIFT: Final = 13
+_PR_SET_PDEATHSIG: Final = 1
 
 
 def exit_text(code: int | None) -> str:
@@ -85,8 +95,37 @@ def until_parent_is_gone(parent_pid: int, fd: int = -1, on_readable: Callable[[]
             return
 
 
-def exit_with_parent(parent_pid: int) -> None:
-    """Start a thread that ends this process as soon as its parent is gone, however the parent ended."""
+def kernel_can_watch() -> bool:
+    """Whether a child that this thread starts may ask the kernel to be killed with its parent.
+
+    What the kernel calls the parent is the thread that started the child. The main thread lasts as long as its process;
+    the child of another one would be killed as soon as that thread had ended, in the middle of a save.
+    """
+    return threading.current_thread() is threading.main_thread()
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when its parent ends: that reaches one that is stopped or hangs, too.
+
+    Only for a child whose parent said that it `kernel_can_watch`. Beside it, a thread that watches the parent is still
+    needed: the request is lost when credentials change, and no other kernel has it.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent_pid:  # it ended before the request was made
+        os._exit(0)
+
+
+def exit_with_parent(parent_pid: int, kernel_watches: bool = False) -> None:
+    """Start a thread that ends this process as soon as its parent is gone, however the parent ended.
+
+    Args:
+        parent_pid: who the parent is.
+        kernel_watches: what `kernel_can_watch` said in the thread that started this process.
+    """
+    if kernel_watches:
+        die_with_parent(parent_pid)
 
     def watch() -> None:
         until_parent_is_gone(parent_pid)

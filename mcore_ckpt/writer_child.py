@@ -18,7 +18,7 @@ from typing import Any, Final
 from mcore_ckpt.errors import SaveError, WriterDiedError, WriteTimeoutError
 from mcore_ckpt.failures import FailureReport, remote_cause, same_class
 from mcore_ckpt.job_handle import WriterJobHandle
-from mcore_ckpt.sentinel import Sentinel, exit_text, wait_readable
+from mcore_ckpt.sentinel import Sentinel, exit_text, kernel_can_watch, wait_readable
 from mcore_ckpt.writer_messages import (
     DONE,
     FORGET_STAGE,
@@ -48,7 +48,7 @@ _PROGRAM: Final = """\
 import sys
 sys.path += [path for path in {path!r} if path not in sys.path]
 from mcore_ckpt.writer_process import main
-main({control_fd}, {status_fd}, {parent_pid}, {cpu_priority}, {io_priority})
+main({control_fd}, {status_fd}, {parent_pid}, {kernel_watches}, {cpu_priority}, {io_priority})
 """
 
 
@@ -86,6 +86,7 @@ class WriterChild:
             control_fd=theirs.fileno(),
             status_fd=self.status_fd,
             parent_pid=os.getpid(),
+            kernel_watches=kernel_can_watch(),
             cpu_priority=cpu_priority,
             io_priority=io_priority,
         )

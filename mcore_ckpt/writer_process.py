@@ -21,7 +21,7 @@ from typing import Any, Final
 from mcore_ckpt.failures import FailureReport, describe
 from mcore_ckpt.file_image import Fill, ImageWriter, Window
 from mcore_ckpt.image_writer import WindowPool
-from mcore_ckpt.sentinel import lower_priority, until_parent_is_gone
+from mcore_ckpt.sentinel import die_with_parent, lower_priority, until_parent_is_gone
 from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.writer_messages import (
     CANCEL,
@@ -203,16 +203,26 @@ class _Writer:
         return fill
 
 
-def main(control_fd: int, status_fd: int, parent_pid: int, cpu_priority: int | None, io_priority: int | None) -> None:
+def main(
+    control_fd: int,
+    status_fd: int,
+    parent_pid: int,
+    kernel_watches: bool,
+    cpu_priority: int | None,
+    io_priority: int | None,
+) -> None:
     """Run the writer process until its trainer says stop or is gone.
 
     Args:
         control_fd: this end of the control socket.
         status_fd: the shared status page.
         parent_pid: the trainer.
+        kernel_watches: the kernel may be asked to kill this process when the trainer ends.
         cpu_priority: nice value to take, None to keep the trainer's.
         io_priority: I/O scheduling class to take (1 real time, 2 best effort, 3 idle), None to keep.
     """
+    if kernel_watches:
+        die_with_parent(parent_pid)
     faulthandler.enable(all_threads=False)  # a dump of threads that still run can crash, and hide the first signal
     # The trainer decides when the writer ends: a Ctrl-C, or a scheduler's SIGTERM to all processes of a job, must not
     # take away the writer that the trainer's last save needs.

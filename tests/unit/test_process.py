@@ -533,6 +533,41 @@ def test_no_writer_survives_its_trainer(kind: str, ending: str, tmp_path: Path) 
             os.killpg(trainer.pid, signal.SIGKILL)  # the process that stands for the data loader's
 
 
+@pytest.mark.parametrize("kind", ["persistent", "fork"])
+def test_a_writer_that_is_stopped_does_not_survive_its_trainer_either(kind: str, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(_TRAINER), str(tmp_path), kind, "SIGKILL"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=_REPOSITORY,
+        text=True,
+        start_new_session=True,
+    ) as trainer:
+        assert trainer.stdout is not None
+        pid = int(trainer.stdout.readline())
+        try:
+            time.sleep(0.2)  # a forked child asks for the kernel's help as its first step
+            os.kill(pid, signal.SIGSTOP)
+            trainer.kill()
+            trainer.wait(10)
+            _wait_until_gone(pid, 1.0)
+        finally:
+            os.killpg(trainer.pid, signal.SIGKILL)
+
+
+def test_a_writer_started_by_a_thread_outlives_the_thread(stage: SmallStage, tmp_path: Path) -> None:
+    writer = PersistentWriter()
+    thread = threading.Thread(target=writer.warm_up)
+    thread.start()
+    thread.join()
+    pid = writer.pid
+    assert pid is not None
+    time.sleep(0.1)
+    assert writer.pid == pid
+    writer.submit(job(tmp_path, [image("a", 100)]), stage.fd).result()
+    writer.close()
+
+
 def test_the_shared_writer_is_one() -> None:
     assert shared_writer() is shared_writer()
 
