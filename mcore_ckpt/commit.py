@@ -167,14 +167,20 @@ def discard(storage: Storage, files: Iterable[str]) -> None:
         _logger.warning("%s: could not remove the files of a failed save: %s", storage, error)
 
 
-def abandon(storage: Storage, target: Target) -> None:
+def abandon(storage: Storage, target: Target, *, others_clean_up: bool = True) -> None:
     """Coordinator: put the directory back as it was before `open_target`.
 
     Where there is no checkpoint the marker stays, and says that what lies there is not one.
+
+    Args:
+        storage: the checkpoint's directory.
+        target: what `open_target` found.
+        others_clean_up: every other rank is known to remove its files. If one may have been killed, the marker stays,
+            by which the next save finds what is left.
     """
     try:
         storage.delete(_numbered_pending(target.first_file))
-        if target.replaces:
+        if target.replaces and others_clean_up:
             storage.delete(INCOMPLETE_MARKER)
     except (SaveError, OSError) as error:
         _logger.warning("%s: could not clean up after a failed save: %s", storage, error)

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from mcore_ckpt.async_calls import SaveCall
-from mcore_ckpt.async_save import AsyncSave, SkippedSave, WrittenSave, start_writing
+from mcore_ckpt.async_save import AsyncSave, SkippedSave, WrittenSave, log_choice, start_writing
 from mcore_ckpt.commit import Target, abandon, discard, open_target, publish
 from mcore_ckpt.dcp_plans import local_plans_as_dcp
 from mcore_ckpt.errors import PlanError, SaveError
@@ -116,7 +116,8 @@ class SaveTransaction:
         known = self._structure.layout
         if may_skip and self.options.when_busy == "skip":
             # Asked before anything is touched: a save that is left out leaves no trace in its directory.
-            self.skipped = self._group.any(is_busy(self.options))
+            nbytes = sum(spec.nbytes for spec in specs) + sum(sizes)
+            self.skipped = self._group.any(is_busy(nbytes, self.options))
             if self.skipped:
                 return
 
@@ -267,6 +268,8 @@ class SaveTransaction:
             assert self._results is not None
             self.call = WrittenSave(self._results, self.options, str(self.directory))
             return self.call
+        if self._group.is_coordinator:
+            log_choice(self._sources, self.options)
         # One bar on a terminal is enough: the coordinator's.
         options = replace(self.options, progress=self.options.progress and self._group.is_coordinator)
         writing = start_writing(self._storage, self._sources, options, str(self.directory))
@@ -274,7 +277,8 @@ class SaveTransaction:
         self._sources = []
         self._results = writing.results
         self.call = writing
-        self._took("stage", started)
+        handed_over = writing.handed_over or (time.monotonic(), time.monotonic())
+        self._spans += [Span("stage", started, handed_over[0]), Span("hand-over", *handed_over)]
         return writing
 
     # -- commit --------------------------------------------------------------------------------------------------
@@ -383,12 +387,12 @@ class SaveTransaction:
         that fails after the commit, or contact lost in the midst of it, must not take a published checkpoint apart.
         """
         if not self._commits:
-            self._abandon()
+            self._abandon(others_clean_up=self._group.size == 1)  # a queue may also be closed on one rank alone
 
-    def _abandon(self) -> None:
-        """Remove what this rank wrote of a save that all ranks know has failed."""
+    def _abandon(self, others_clean_up: bool = True) -> None:
+        """Remove what this rank wrote of a save that has failed."""
         if self._layout is not None:
             discard(self._storage, [bucket.file_name for bucket in self._layout.buckets])
         if self._target is not None:
-            abandon(self._storage, self._target)
+            abandon(self._storage, self._target, others_clean_up=others_clean_up)
         self._release_directory()

@@ -58,11 +58,14 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def sharded_state_dict(seed: int) -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
     state: dict[str, Any] = {
-        key: ShardedTensor.from_rank_offsets(key, tensor, replica_id=0) for key, tensor in tensors(seed).items()
+        key: ShardedTensor.from_rank_offsets(key, tensor, replica_id=rank) for key, tensor in tensors(seed).items()
     }
+    part = tensors(seed)["large"].chunk(world)[rank]
+    state["large"] = ShardedTensor.from_rank_offsets("large", part, (0, rank, world))
     # Objects of another length each time: they must not move the tensors.
-    state["object"] = ShardedObject("object", {"seed": seed, "text": "x" * (100 * seed)}, (1,), (0,))
+    state["object"] = ShardedObject("object", {"seed": seed, "text": "x" * (100 * seed)}, (1,), (0,), rank)
     state["iteration"] = seed  # the common state
     return state
 

@@ -1,10 +1,11 @@
 """Kill the trainer, or the process that writes for it, at random moments of one save after the other into a directory.
 
-    python -m tests.support.kill_runner ROUNDS DIRECTORY trainer:persistent writer:cow ...   (VICTIM:WAY)
+    python -m tests.support.kill_runner ROUNDS DIRECTORY trainer:persistent writer:cow:2 ...   (VICTIM:WAY[:RANKS])
 
-After each kill the directory has to hold the old checkpoint or the new one, whole; a trainer whose writer was killed
-has to know within seconds, and no process may be left. The next round saves over what the last one left. As in
-`crash_runner`, this process imports Megatron once and forks a trainer for each save.
+After each kill the directory has to hold the old checkpoint or the new one, whole; all trainers that still live have to
+know within seconds, and no process may be left. The next round saves over what the last one left. As in `crash_runner`,
+this process imports Megatron once and forks the trainers, one for each rank, for each save. Whom and when it strikes
+follows from the arguments alone.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 import mcore_ckpt
-from mcore_ckpt.errors import WriterDiedError
+from mcore_ckpt.errors import SaveError, WriterDiedError
 from tests.support import crash_runner
 
 _SAVED, _REFUSED, _BROKEN = 0, 3, 101
@@ -41,21 +44,44 @@ _WAYS: dict[str, dict[str, Any]] = {
 _WRITING_SHARE = {"persistent": 0.6, "fork": 0.1, "cow": 0.1}
 
 
-def _start_save(way: str, seed: int, directory: Path) -> int:
-    """Fork a trainer that saves; its process id."""
+def _start_save(way: str, seed: int, directory: Path, ranks: int, struck: str) -> list[int]:
+    """Fork trainers that save; their process ids, by rank, once they have found each other."""
     sys.stdout.flush()
-    child = os.fork()
-    if child:
-        return child
+    meeting = tempfile.mkdtemp(prefix="mcore-ckpt-kills-")
+    ready, ready_here = os.pipe()
+    trainers = []
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            os.close(ready)
+            _save(way, seed, directory, rank, ranks, f"{meeting}/store", ready_here, struck)
+        trainers.append(child)
+    os.close(ready_here)
+    for _ in trainers:
+        os.read(ready, 1)
+    os.close(ready)
+    shutil.rmtree(meeting, ignore_errors=True)
+    return trainers
+
+
+def _save(way: str, seed: int, directory: Path, rank: int, ranks: int, store: str, ready: int, struck: str) -> NoReturn:
     code = _BROKEN
     try:
         crash_runner.OPTIONS = replace(crash_runner.OPTIONS, **_WAYS[way])
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+        os.write(ready, b".")
+        os.close(ready)
         save = crash_runner.save_in_line if way == "in_line" else crash_runner.save_asynchronously
         save(seed, directory)
         code = _SAVED
     except WriterDiedError as error:
         code = _REFUSED if "SIGKILL" in str(error) else _BROKEN
+    except (SaveError, RuntimeError) as error:
+        # Another rank's trainer was killed; Megatron's own collectives say that in gloo's words.
+        lost = "lost contact" in str(error) or "peer" in str(error)
+        code = _REFUSED if lost and struck == "trainer" and ranks > 1 else _BROKEN
+        if code == _BROKEN:
+            traceback.print_exc()
     except BaseException:  # noqa: BLE001  (the child must not return into the parent's code)
         traceback.print_exc()
     finally:
@@ -79,79 +105,102 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def _wait(pid: int, within_s: float) -> int | None:
-    """Exit code of a child, or None at the deadline; the child is killed then."""
-    until_s = time.monotonic() + within_s
-    while time.monotonic() < until_s:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
+def _wait(pids: list[int], within_s: float) -> dict[int, tuple[int | None, float]]:
+    """Of each child its exit code, None if it had to be killed at the deadline, and how long it took, in seconds."""
+    began_s = time.monotonic()
+    ended: dict[int, tuple[int | None, float]] = {}
+    while len(ended) < len(pids):
+        took_s = time.monotonic() - began_s
+        for pid in set(pids) - set(ended):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                ended[pid] = (os.waitstatus_to_exitcode(status), took_s)
+            elif took_s > within_s:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                ended[pid] = (None, took_s)
         time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return None
+    return ended
 
 
-def _strike(victim: str, way: str, seed: int, directory: Path, after_s: float) -> str:
-    """One save with one kill: `"saved"`, `"refused"` or `"killed"`. Writers are struck so long after they appeared."""
-    trainer = _start_save(way, seed, directory)
+def _save_whole(way: str, seed: int, directory: Path, ranks: int) -> bool:
+    ended = _wait(_start_save(way, seed, directory, ranks, "nobody"), 120)
+    return all(code == _SAVED for code, _ in ended.values())
+
+
+def _strike(
+    victim: str, way: str, seed: int, directory: Path, after_s: float, ranks: int, rank: int
+) -> tuple[str, float]:
+    """One save with one kill on one rank: `"saved"`, `"refused"` or `"killed"`, and when the last trainer knew.
+
+    Writers are struck so long after they appeared.
+    """
+    trainers = _start_save(way, seed, directory, ranks, victim)
+    trainer = trainers[rank]
     until_s = time.monotonic() + after_s
+    writers: set[int] = set()
     others: set[int] = set()
     while time.monotonic() < until_s and _is_running(trainer):
-        appeared = not others
-        others |= _children(trainer)
-        if victim == "writer" and not others:
+        appeared = not writers
+        writers |= _children(trainer)
+        if victim == "writer" and not writers:
             until_s = time.monotonic() + after_s
         elif victim == "writer" and appeared:
             until_s = time.monotonic() + after_s * _WRITING_SHARE[way]
         time.sleep(0.0005)
-    others |= _children(trainer)
+    writers |= _children(trainer)
+    others = writers.union(*map(_children, trainers))
     with contextlib.suppress(ProcessLookupError):
         if victim == "trainer":
             os.kill(trainer, signal.SIGKILL)
-        for writer in others if victim == "writer" else ():
+        for writer in writers if victim == "writer" else ():
             os.kill(writer, signal.SIGKILL)
-    struck_s = time.monotonic()
-    code = _wait(trainer, 60.0)
-    took_s = time.monotonic() - struck_s
-    if code is None:
-        raise AssertionError("the trainer hangs")
-    if code == _REFUSED and took_s > _KNOWS_WITHIN_S:
-        raise AssertionError(f"the trainer knew only after {took_s:.1f} s that its writer was dead")
+    ended = _wait(trainers, 60.0)
+    codes = {code for code, _ in ended.values()}
+    knew_s = max((took_s for code, took_s in ended.values() if code == _REFUSED), default=0.0)
+    if None in codes:
+        raise AssertionError("a trainer hangs")
+    if knew_s > _KNOWS_WITHIN_S:
+        raise AssertionError(f"a trainer knew only after {knew_s:.1f} s that a process of the save was dead")
     gone_until_s = time.monotonic() + _GONE_WITHIN_S
     while left := [pid for pid in others if _is_running(pid)]:
         if time.monotonic() > gone_until_s:
             raise AssertionError(f"processes {left} have outlived their trainer")
         time.sleep(0.005)
-    outcome = {_SAVED: "saved", _REFUSED: "refused", -signal.SIGKILL: "killed"}.get(code)
-    if outcome is None:
-        raise AssertionError(f"the trainer ended with {code}")
-    return outcome
+    if -signal.SIGKILL in codes and codes <= {_SAVED, _REFUSED, -signal.SIGKILL}:
+        return "killed", knew_s
+    if len(codes) == 1 and codes <= {_SAVED, _REFUSED}:
+        return ("saved" if _SAVED in codes else "refused"), knew_s
+    raise AssertionError(f"the trainers ended with {ended}")
 
 
-def run(victim: str, way: str, rounds: int, directory: Path) -> None:
+def run(victim: str, way: str, rounds: int, directory: Path, ranks: int = 1) -> None:
     """Kill again and again, and look each time.
 
     Raises:
         AssertionError: at the first thing that must not be.
     """
     scenario = crash_runner.SCENARIOS["async-error-replace"]
-    generator = random.Random(f"{victim} {way} {rounds}")
+    seed = f"{victim} {way} {rounds}" + (f" {ranks}" if ranks > 1 else "")
+    generator = random.Random(seed)
     directory.parent.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
-    if _wait(_start_save(way, _SEEDS[0], directory), 120) != _SAVED:
+    if not _save_whole(way, _SEEDS[0], directory, ranks):
         raise AssertionError("the first save failed")
     whole_s = time.monotonic() - started_s
     shared_memory = set(Path("/dev/shm").iterdir())
     current = _SEEDS[0]
     tally: Counter[str] = Counter()
     number = 0
+    slowest_s = 0.0
     # A fast machine may finish every save before the kill: then there are more rounds, with earlier moments.
     while number < rounds or (all(name.startswith("saved") for name in tally) and number < 20 * rounds):
         number += 1
         new = current % len(_SEEDS) + 1
         began_s = time.monotonic()
-        outcome = _strike(victim, way, new, directory, generator.random() * whole_s)
+        after_s, rank = generator.random() * whole_s, generator.randrange(ranks)
+        outcome, knew_s = _strike(victim, way, new, directory, after_s, ranks, rank)
+        slowest_s = max(slowest_s, knew_s)
         if outcome == "saved":  # keeps the moments inside a save, also when the machine becomes faster or slower
             whole_s = min(0.7 * whole_s + 0.3 * (time.monotonic() - began_s), 0.8 * whole_s)
         found = crash_runner.look(scenario, directory)
@@ -162,9 +211,12 @@ def run(victim: str, way: str, rounds: int, directory: Path) -> None:
                 f"round {number}: the save was {outcome}, and the directory holds {found}, not {allowed}"
             )
         current = found
-    print(f"{victim} killed, {way}: {dict(sorted(tally.items()))}")
+    print(
+        f"{victim} killed, {way}, {ranks} rank(s), seed {seed!r}: {dict(sorted(tally.items()))}; "
+        f"the last trainer knew after {slowest_s:.2f} s at worst"
+    )
     last = current % len(_SEEDS) + 1
-    if _wait(_start_save(way, last, directory), 120) != _SAVED or crash_runner.look(scenario, directory) != last:
+    if not _save_whole(way, last, directory, ranks) or crash_runner.look(scenario, directory) != last:
         raise AssertionError("the last save does not work")
     if rest := crash_runner.litter(directory):
         raise AssertionError(f"{sorted(rest)} is still there after a save")
@@ -178,8 +230,8 @@ def main(rounds: int, directory: Path, pairs: list[str]) -> int:
     mcore_ckpt.install()
     try:
         for pair in pairs:
-            victim, way = pair.split(":")
-            run(victim, way, rounds, directory / pair)
+            victim, way, *ranks = pair.split(":")
+            run(victim, way, rounds, directory / pair, int(*ranks or "1"))
     except AssertionError as error:
         print(f"FAILED: {error}")
         return 1
