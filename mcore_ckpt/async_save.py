@@ -27,20 +27,28 @@ from mcore_ckpt.progress import WaitingBar
 from mcore_ckpt.save_job import check_results, write_in_line
 from mcore_ckpt.stage_pool import StageLease, lease_stage
 from mcore_ckpt.staging import BucketSource
-from mcore_ckpt.storage.base import Storage, align_up
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, Storage, align_up
 from mcore_ckpt.writer_messages import FileJob, JobResult, Ring, WriterJob
 
-__all__ = ["AsyncSave", "FailedSave", "SkippedSave", "WrittenSave", "start_writing"]
+__all__ = ["AsyncSave", "FailedSave", "SkippedSave", "WrittenSave", "log_choice", "start_writing"]
 
 _logger = logging.getLogger(__name__)
 # A ring of fewer windows would make the trainer and the device wait for each other.
 _LEAST_SLOTS = 2
+_told: set[str] = set()
 # How often a person who waits sees the bar move.
 _BAR_PERIOD_S = 0.2
 
 
 class AsyncSave(SaveCall):
-    """One rank's writing in progress."""
+    """One rank's writing in progress.
+
+    Attributes:
+        on_abort: called when the queue gives the save up.
+        written_between: when the writer began and ended, on the clock of `time.monotonic()`; None before it has.
+        handed_over: when the snapshot was handed to the writer, or the writer forked: begin and end; None where the
+            two cannot be told apart.
+    """
 
     def __init__(
         self,
@@ -54,6 +62,7 @@ class AsyncSave(SaveCall):
         self.what = what
         self.on_abort: Callable[[], None] | None = None
         self.written_between: tuple[float, float] | None = None
+        self.handed_over: tuple[float, float] | None = None
         self._handle = handle
         self._images = list(images)
         self._lease = lease
@@ -104,6 +113,8 @@ class AsyncSave(SaveCall):
 
 class FailedSave(SaveCall):
     """A writing that could not even be started on this rank; the others hear of it when they finalize."""
+
+    handed_over = None
 
     def __init__(self, error: SaveError, options: SaveOptions, what: str) -> None:
         self.on_failure = options.on_failure
@@ -163,6 +174,21 @@ class SkippedSave(SaveCall):
         """There is nothing to stop."""
 
 
+def log_choice(sources: Sequence[BucketSource], options: SaveOptions) -> None:
+    """Say once where snapshots live and who writes them."""
+    where = "on a device" if any(source.on_device for source in sources) else "in host memory"
+    snapshot = (
+        "the forked child's copy-on-write memory"
+        if options.stage == "cow"
+        else "a reused stage in shared memory" + (", copied to through pinned memory" if "device" in where else "")
+    )
+    writer = "one writer process for all saves" if options.writer == "persistent" else "one forked child for each save"
+    choice = f"async saves: tensors are {where}; snapshot: {snapshot}; {writer}"
+    if choice not in _told:
+        _told.add(choice)
+        _logger.info('%s (options: stage="%s", writer="%s")', choice, options.stage, options.writer)
+
+
 def start_writing(
     storage: Storage, sources: Sequence[BucketSource], options: SaveOptions, what: str
 ) -> AsyncSave | FailedSave:
@@ -195,9 +221,17 @@ def _fork_cow(storage: Storage, sources: Sequence[BucketSource], options: SaveOp
         raise OptionError(
             'stage="cow" snapshots host memory by forking, and some tensors are on a device; use stage="copy"'
         )
+    if any(source.is_pinned for source in sources):
+        raise OptionError(
+            'stage="cow" snapshots memory by forking, and some tensors are in pinned memory, which a forked process '
+            'does not inherit: it would crash when it reads them; use stage="copy"'
+        )
     write = _timed(lambda: write_in_line(storage, sources, options, report_progress))
+    started = time.monotonic()
     handle = ForkedWriter().submit(write, what, options.write_deadline_s)
-    return AsyncSave(handle, [source.layout.image for source in sources], None, options, what)
+    save = AsyncSave(handle, [source.layout.image for source in sources], None, options, what)
+    save.handed_over = (started, time.monotonic())
+    return save
 
 
 def _stage_and_start(storage: Storage, sources: Sequence[BucketSource], options: SaveOptions, what: str) -> AsyncSave:
@@ -222,12 +256,15 @@ def _stage_and_start(storage: Storage, sources: Sequence[BucketSource], options:
         lease.stage.contents = layouts
         files = tuple(FileJob(image, offset) for image, offset in zip(images, offsets, strict=True))
         handle: JobHandle
+        staged = time.monotonic()
         if options.writer == "fork":
             handle = _fork_staged(storage, files, lease, options, what)
         else:
             handle = shared_writer().submit(_job(storage, files, options), lease.stage.fd)
         lease.stage_is_used_by(handle)
-        return AsyncSave(handle, images, lease, options, what)
+        save = AsyncSave(handle, images, lease, options, what)
+        save.handed_over = (staged, time.monotonic())
+        return save
     except BaseException:
         lease.give_back()
         raise
@@ -295,9 +332,12 @@ def _stream(
             ' fed piece by piece; raise staging_budget_bytes, or use writer="persistent" or stage="cow"'
         )
     started = time.perf_counter()
-    slots = max(_LEAST_SLOTS, lease.budget_bytes // options.window_bytes)
-    ring = Ring(0, options.window_bytes, slots)
-    view = lease.stage.reserve(slots * options.window_bytes)
+    slot_bytes = min(options.window_bytes, lease.budget_bytes // _LEAST_SLOTS // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+    slots = lease.budget_bytes // slot_bytes
+    ring = Ring(0, slot_bytes, slots)
+    view = lease.stage.reserve(slots * slot_bytes)
+    if any(source.on_device for source in sources):
+        lease.stage.pin()
     lease.stage.contents = None
     images = [source.layout.image for source in sources]
     files = tuple(FileJob(image) for image in images)
@@ -306,9 +346,9 @@ def _stream(
     number = 0
     try:
         for source in sources:
-            for window in plan_windows(source.layout.image, options.window_bytes):
+            for window in plan_windows(source.layout.image, slot_bytes):
                 handle.acquire_window(number)
-                slot = number % slots * options.window_bytes
+                slot = number % slots * slot_bytes
                 source.fill(window.start, window.stop, view[slot : slot + window.stop - window.start])
                 handle.window_ready(number)
                 number += 1

@@ -13,10 +13,13 @@ from typing import Any, Literal, TypeVar
 
 from mcore_ckpt.errors import OptionError
 
-__all__ = ["LoadOptions", "SaveOptions"]
+__all__ = ["LoadOptions", "SaveOptions", "ranks_of_this_host"]
 
 _MIB = 1024 * 1024
 _ENVIRONMENT_PREFIX = "MCORE_CKPT_"
+
+# What the usual launchers call the number of processes of a job on this host: torchrun, Open MPI, MPICH, Slurm.
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 
 DirectIo = Literal["auto", "on", "off"]
 
@@ -47,9 +50,9 @@ class SaveOptions:
         direct_io: O_DIRECT: `"auto"` probes the file system, `"on"` insists, `"off"` goes through the page cache.
         fsync: make files and directory durable before the checkpoint is published.
         window_bytes: size of one write, and of each buffer that a pipelined write uses.
-        staging_budget_bytes: memory the stage of this rank may take; None: a quarter of the host's free memory,
-            divided among the ranks of the node. A larger save is pipelined through it.
-        max_in_flight: async saves of this rank that may be in the writing at once.
+        staging_budget_bytes: memory that the stages of this rank may take together; None: a quarter of the host's free
+            memory, divided among the ranks of the host. A larger save is pipelined through it.
+        max_in_flight: async saves of this rank that may be in the writing at once, as far as the budget holds them.
         when_busy: what a further async save does: `"wait"`, or `"skip"` with a warning.
         on_failure: what a failed async save does when it is finalized: `"raise"` or `"warn"`. Its finalize callbacks
             are never run.
@@ -152,6 +155,16 @@ def _from_environment(cls: type[_Options], environment: Mapping[str, str] | None
         if text is not None and option.name not in explicit:
             values[option.name] = _parse(option.name, str(option.type), text)
     return cls(**{**values, **explicit})
+
+
+def ranks_of_this_host(environment: Mapping[str, str] | None = None) -> int:
+    """How many ranks share this host's memory, as far as the launcher tells: the world's size at worst, 1 at least."""
+    source = os.environ if environment is None else environment
+    for name in (*_LOCAL_SIZES, "WORLD_SIZE"):
+        text = source.get(name, "")
+        if text.isdecimal() and int(text) > 0:
+            return int(text)
+    return 1
 
 
 def _parse(name: str, annotation: str, text: str) -> Any:

@@ -47,8 +47,9 @@ class SaveReport:
     Attributes:
         directory: of the checkpoint.
         total_s: from the plan's beginning to the commit's end.
-        phases_s: seconds of each phase: of the slowest rank for `plan`, `stage` and `write`; of the coordinator for
-            `gather` (waiting for all ranks' results) and `commit`. `writer` is the work of a writer process.
+        phases_s: seconds of each phase: of the slowest rank for `plan`, `stage`, `hand-over` (to the writer process, or
+            the fork) and `write`; of the coordinator for `gather` (waiting for all ranks' results) and `commit`.
+            `writer` is the work of a writer process.
         files: every rank's files.
     """
 
@@ -79,9 +80,13 @@ class SaveReport:
         straggler = ""
         if slowest is not None:
             took_s = slowest.write_s + slowest.fsync_s
-            straggler = f"; slowest file {slowest.file_name} of rank {slowest.rank} ({took_s:.3f} s)"
+            straggler = (
+                f"; slowest file {slowest.file_name} of rank {slowest.rank} "
+                f"({took_s:.3f} s: write {slowest.write_s:.3f} s, fsync {slowest.fsync_s:.3f} s)"
+            )
+        rate = f", {self.size_bytes / _GB / self.total_s:.2f} GB/s" if self.total_s else ""
         size = f"{self.size_bytes / _GB:.3f} GB in {len(self.files)} files"
-        return f"saved {size} to {self.directory} in {self.total_s:.3f} s ({phases}){straggler}"
+        return f"saved {size} to {self.directory} in {self.total_s:.3f} s{rate} ({phases}){straggler}"
 
 
 def write_trace(path: Path, save: str, rank: int, spans: Sequence[Span], files: Sequence[FileReport]) -> None:

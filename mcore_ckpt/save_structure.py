@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from mcore_ckpt.checkpoint_index import ObjectEntry
 from mcore_ckpt.local_plan import LocalPlan
 from mcore_ckpt.metadata_write import MetadataEncoder
-from mcore_ckpt.rank_layout import RankLayout
+from mcore_ckpt.rank_layout import RankLayout, TensorSpec
 from mcore_ckpt.save_report import FileReport
 
-__all__ = ["Structure", "Written"]
+__all__ = ["Structure", "Written", "no_collections"]
 
 
 @dataclass(slots=True)
@@ -22,12 +26,15 @@ class Structure:
         encoder: on the coordinator, makes `.metadata`.
         plans: on the coordinator, every rank's plan.
         reused: the last save needed no planning.
+        shards: of each shard of the last save, in order, what its specification follows from, and that. To compare
+            takes a fraction of the time of working it out.
     """
 
     layout: RankLayout | None = None
     encoder: MetadataEncoder | None = None
     plans: list[LocalPlan] | None = None
     reused: bool = False
+    shards: list[tuple[tuple[Any, ...], TensorSpec]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -37,3 +44,18 @@ class Written:
     objects: tuple[ObjectEntry, ...]
     files: tuple[FileReport, ...]
     phases_s: dict[str, float] = field(default_factory=dict)
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Pause garbage collection: planning makes hundreds of thousands of small objects, none of which is garbage.
+
+    They would set off full collections, each of which walks all objects of the trainer, in the time that it waits.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

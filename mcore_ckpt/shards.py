@@ -6,7 +6,7 @@ offset). A *sharded object* is one rank's part of a global object: Megatron's `S
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from mcore_ckpt.errors import PlanError
@@ -57,15 +57,21 @@ def box_sizes(shard: Any) -> tuple[int, ...]:
 
 
 def leaves(tree: object) -> Iterator[Any]:
-    """Yield every sharded tensor and sharded object of a nested dict/list, in order."""
-    if isinstance(tree, dict):
-        for value in tree.values():
-            yield from leaves(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from leaves(value)
-    elif is_sharded_tensor(tree) or is_sharded_object(tree):
-        yield tree
+    """Every sharded tensor and sharded object of a nested dict/list, in order."""
+    found: list[Any] = []
+    _collect([tree], found)
+    return iter(found)
+
+
+def _collect(values: Iterable[object], found: list[Any]) -> None:
+    # A list and not a generator for each value: a state may have tens of thousands of them.
+    for value in values:
+        if isinstance(value, dict):
+            _collect(value.values(), found)
+        elif isinstance(value, (list, tuple)):
+            _collect(value, found)
+        elif is_sharded_tensor(value) or is_sharded_object(value):
+            found.append(value)
 
 
 def replace_leaves(tree: Any, replacement: Callable[[Any], Any]) -> Any:

@@ -9,6 +9,7 @@ two to four times that. The stage is the image of the file, so the writer needs 
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 from bisect import bisect_left, bisect_right
@@ -22,7 +23,10 @@ from mcore_ckpt.errors import SaveError
 
 __all__ = ["BucketSource", "Stage", "free_host_bytes"]
 
+_logger = logging.getLogger(__name__)
+
 _ZEROS = bytes(4096)
+_MADV_POPULATE_WRITE = 23  # <linux/mman.h>, which the mmap module does not name
 
 
 class _Payloads:
@@ -31,7 +35,7 @@ class _Payloads:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
         # 0 marks a tensor whose bytes cannot be copied from where it lies as they are.
-        self.pointers = [t.data_ptr() if t.device.type == "cpu" and t.is_contiguous() else 0 for t in tensors]
+        self.pointers = [t.data_ptr() if t.is_cpu and t.is_contiguous() else 0 for t in tensors]
         self._flat: tuple[int, torch.Tensor] | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._in_order: set[torch.device] = set()
@@ -44,16 +48,20 @@ class _Payloads:
         if pointer:
             ctypes.memmove(address, pointer + start, stop - start)
             return
-        flat = self._contiguous_bytes(index)
-        if flat.device.type == "cpu":
-            ctypes.memmove(address, flat.data_ptr() + start, stop - start)
+        tensor = self._tensors[index]
+        if tensor.device.type == "cpu":
+            ctypes.memmove(address, self._contiguous_bytes(index).data_ptr() + start, stop - start)
             return
         memory = (ctypes.c_char * (stop - start)).from_address(address)
         target = torch.frombuffer(memory, dtype=torch.uint8)
-        stream = self._stream(flat.device)
+        if tensor.device.type != "cuda":
+            target.copy_(self._contiguous_bytes(index)[start:stop])
+            return
+        stream = self._stream(tensor.device)
         with torch.cuda.stream(stream):
-            target.copy_(flat[start:stop], non_blocking=True)
-            flat.record_stream(stream)
+            # What makes the bytes contiguous is queued on this stream, too, or the copy would not wait for it.
+            target.copy_(self._contiguous_bytes(index)[start:stop], non_blocking=True)
+        tensor.record_stream(stream)
 
     def _contiguous_bytes(self, index: int) -> torch.Tensor:
         """Tensor `index` as contiguous bytes; only the last one is kept, so that one tensor is doubled at most."""
@@ -104,7 +112,13 @@ class BucketSource:
         self.objects = objects
         self.object_offsets = object_offsets
         self._payloads = _Payloads(tensors)
-        self.on_device = any(tensor.device.type != "cpu" for tensor in tensors)
+        self.on_device = not all(tensor.is_cpu for tensor in tensors)
+        self._tensors = tensors
+
+    @property
+    def is_pinned(self) -> bool:
+        """Some tensor is in host memory that is registered with a device; takes a look-up for each tensor."""
+        return any(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in self._tensors)
 
     def fill(self, start: int, stop: int, view: memoryview) -> None:
         """Put bytes [start, stop) of the file at the beginning of `view`; checksum fields are left zero."""
@@ -216,7 +230,7 @@ class Stage:
         """
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if nbytes > self.capacity_bytes:
-            self.release()
+            self._unmap()
             try:
                 os.ftruncate(self.fd, nbytes)
                 self._memory = mmap.mmap(self.fd, nbytes)
@@ -224,6 +238,7 @@ class Stage:
                 raise SaveError(f"no memory for a stage of {nbytes} bytes: {error}") from error
             self.capacity_bytes = nbytes
             self.contents = None
+            self.populate()  # it is going to be filled at once, and faults one by one take longer
         assert self._memory is not None
         return memoryview(self._memory)[:nbytes]
 
@@ -231,17 +246,41 @@ class Stage:
         """All of the memory by a mapping of its own, for a forked child."""
         return memoryview(mmap.mmap(self.fd, self.capacity_bytes))
 
+    def populate(self) -> None:
+        """Touch all of the memory now, so that no save has to wait for the kernel to find and clear pages."""
+        if self._memory is None:
+            return
+        try:
+            self._memory.madvise(_MADV_POPULATE_WRITE)
+        except OSError:  # a kernel before 5.14
+            for offset in range(0, self.capacity_bytes, mmap.PAGESIZE):
+                self._memory[offset] = 0
+            self.contents = None
+
     def pin(self) -> None:
-        """Register the memory with CUDA, so that device copies run at full speed and beside computation."""
+        """Register the memory with CUDA, so that device copies run at full speed and beside computation.
+
+        Where that is refused, copies are slower and correct all the same.
+        """
         if self._pinned or self._memory is None:
             return
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = runtime.cudaHostRegister(address, self.capacity_bytes, 0)
-        self._pinned = int(status) == 0
+        status = int(runtime.cudaHostRegister(address, self.capacity_bytes, 0))
+        self._pinned = status == 0
+        if not self._pinned:
+            # CUDA would report it again from the next call of anybody, a kernel of the trainer's above all.
+            forget_error = getattr(ctypes.CDLL(None), "cudaGetLastError", None)
+            if forget_error is not None:
+                forget_error()
+            _logger.warning(
+                "the stage of %d bytes cannot be registered with CUDA (cudaHostRegister: error %d): copies to it are "
+                "slower; check the limit on locked memory (ulimit -l)",
+                self.capacity_bytes,
+                status,
+            )
 
-    def release(self) -> None:
-        """Give the memory back, keep the stage."""
+    def _unmap(self) -> None:
         if self._memory is None:
             return
         if self._pinned:
@@ -256,7 +295,7 @@ class Stage:
 
     def close(self) -> None:
         """Give everything back."""
-        self.release()
+        self._unmap()
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

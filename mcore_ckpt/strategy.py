@@ -40,7 +40,8 @@ from mcore_ckpt.ranks import coordination_group
 from mcore_ckpt.reader import FileSystemReader
 from mcore_ckpt.remove import remove_tensors
 from mcore_ckpt.replaced_planner import read_through
-from mcore_ckpt.save_transaction import SaveTransaction, Structure
+from mcore_ckpt.save_structure import Structure, no_collections
+from mcore_ckpt.save_transaction import SaveTransaction
 from mcore_ckpt.shards import (
     is_main_replica,
     is_sharded_object,
@@ -117,7 +118,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         Raises:
             CheckpointError (as a `CheckpointingException`, too): the save cannot be done; nothing was changed.
         """
-        with MegatronErrors():
+        with MegatronErrors(), no_collections():
             transaction = self._prepare(sharded_state_dict, checkpoint_dir, may_skip=True)
             call = transaction.start()
         return async_request_class()(call, (), [_Commit(transaction)])
@@ -128,7 +129,8 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         Args and raises: as `async_save`.
         """
         with MegatronErrors():
-            transaction = self._prepare(sharded_state_dict, checkpoint_dir)
+            with no_collections():
+                transaction = self._prepare(sharded_state_dict, checkpoint_dir)
             transaction.write_in_line()
             transaction.commit()
 
@@ -151,6 +153,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         specs: list[TensorSpec] = []
         tensors: list[torch.Tensor] = []
         objects: dict[str, list[Any]] = {}
+        known, shards = self._structure.shards, []
         for leaf in leaves(sharded_state_dict):
             if not is_main_replica(leaf):
                 continue
@@ -159,22 +162,16 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
                 continue
             if leaf.data is None:
                 raise PlanError(f"{leaf.key} at offset {tuple(leaf.global_offset)}: the shard has no data to save")
-            tensor = leaf.data.detach()
+            tensor = leaf.data.detach() if leaf.data.requires_grad else leaf.data
             if tensor.is_conj() or tensor.is_neg():
                 tensor = tensor.resolve_conj().resolve_neg()
-            form = stored_form(leaf)
-            specs.append(
-                TensorSpec(
-                    leaf.key,
-                    dtype_name(tensor.dtype),
-                    form.shape,
-                    form.offsets,
-                    form.sizes,
-                    tensor.nbytes,
-                    form.original_shape,
-                )
-            )
+            seen = _described(leaf, tensor)
+            number = len(specs)
+            spec = known[number][1] if number < len(known) and known[number][0] == seen else _specified(leaf, tensor)
+            specs.append(spec)
+            shards.append((seen, spec))
             tensors.append(tensor)
+        self._structure.shards = shards
         options = self.options
         if self.use_cached_ckpt_structure:
             options = replace(options, keep_local_plans=True)
@@ -194,6 +191,27 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
             same = len(loaded_plans) == group.size and _same_tensors(loaded_plans[group.rank], specs)
             self.validated_loaded_metadata_reuse = not group.any(not same)
         return transaction
+
+
+def _described(leaf: Any, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """All that the specification of a shard follows from, cheaply had and compared."""
+    return (
+        leaf.key,
+        tensor.dtype,
+        tensor.shape,
+        tuple(leaf.global_shape),
+        tuple(leaf.global_offset),
+        tuple(leaf.local_shape),
+        leaf.prepend_axis_num,
+        leaf.axis_fragmentations,
+        getattr(leaf, "flattened_range", None),
+    )
+
+
+def _specified(leaf: Any, tensor: torch.Tensor) -> TensorSpec:
+    form = stored_form(leaf)
+    dtype = dtype_name(tensor.dtype)
+    return TensorSpec(leaf.key, dtype, form.shape, form.offsets, form.sizes, tensor.nbytes, form.original_shape)
 
 
 def _same_tensors(plan: Any, specs: list[TensorSpec]) -> bool:
