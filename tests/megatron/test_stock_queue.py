@@ -1,0 +1,106 @@
+"""Async saves of ours in Megatron's own queue, which knows nothing of us: forked caller and persistent caller."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_ckpt.options import SaveOptions
+from tests.support.gloo_ranks import run_ranks
+
+_WAYS: tuple[dict[str, Any], ...] = ({}, {"writer": "fork"}, {"writer": "fork", "stage": "cow"})
+
+
+def _state(rank: int, tensor: torch.Tensor, step: int) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", tensor, (0, rank, 2)),
+        "o": ShardedObject("o", {"step": step}, (2,), (rank,)),
+        "iteration": step,
+    }
+
+
+def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list[Any]]:
+    from tests.support import pretend_main
+
+    sys.modules["__main__"] = pretend_main
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import async_utils
+
+    from mcore_ckpt import TorchDistSaveStrategy
+    from mcore_ckpt.async_request import SaveCall
+    from mcore_ckpt.process import shared_writer
+
+    queue = async_utils.AsyncCallsQueue(persistent)
+    assert "mcore_ckpt" not in type(queue).schedule_async_request.__module__, "it is not Megatron's own"
+    log: dict[str, list[Any]] = {"finalized": [], "refused": []}
+    try:
+        for number, way in enumerate(_WAYS):
+            strategy = TorchDistSaveStrategy(options=SaveOptions(**way, progress=False))
+            for step in (10 * number, 10 * number + 1):
+                tensor = torch.full((50_000,), float(step))
+                path = base / str(step)
+                path.mkdir(exist_ok=True)
+                dist.barrier()
+                request = dist_checkpointing.save(
+                    _state(rank, tensor, step), str(path), strategy, async_sharded_save=True
+                )
+                assert isinstance(request.async_fn, SaveCall)
+                request.add_finalize_fn(lambda step=step: log["finalized"].append(step))
+                queue.schedule_async_request(request)
+                tensor.fill_(-1.0)
+                if step % 2:
+                    queue.maybe_finalize_async_calls(blocking=True)
+                else:
+                    while queue.get_num_unfinalized_calls():
+                        queue.maybe_finalize_async_calls(blocking=False)
+                        time.sleep(0.01)
+        # A writer that dies: supervision is not promised here, but what is not whole must not be published.
+        path = base / "99"
+        path.mkdir(exist_ok=True)
+        strategy = TorchDistSaveStrategy(options=SaveOptions(progress=False))
+        if rank == 1:
+            shared_writer().warm_up()
+            os.kill(shared_writer().pid or 0, signal.SIGSTOP)
+        dist.barrier()
+        request = dist_checkpointing.save(
+            _state(rank, torch.ones(50_000), 99), str(path), strategy, async_sharded_save=True
+        )
+        request.add_finalize_fn(lambda: log["finalized"].append(99))
+        if rank == 1:
+            os.kill(shared_writer().pid or 0, signal.SIGKILL)
+        queue.schedule_async_request(request)
+        try:
+            queue.maybe_finalize_async_calls(blocking=True)
+        except Exception as error:  # noqa: BLE001  (looked at by the test)
+            log["refused"].append(str(error))
+    finally:
+        with contextlib.suppress(Exception):
+            queue.close()
+    for step in (0, 1, 10, 11, 20, 21):
+        loaded = dist_checkpointing.load(_state(rank, torch.zeros(50_000), -1), str(base / str(step)))
+        assert (loaded["w"] == step).all(), f"{step}: the bytes of another moment"
+        assert loaded["o"] == {"step": step}
+        assert loaded["iteration"] == step
+    return log
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["forked caller", "persistent caller"])
+def test_a_stock_queue_runs_our_requests(persistent: bool, tmp_path: Path) -> None:
+    for log in run_ranks(_in_a_stock_queue, 2, tmp_path, persistent, deadline_s=200):
+        assert log["finalized"] == [0, 1, 10, 11, 20, 21]
+        (refused,) = log["refused"]
+        assert "rank 1 of 2" in refused
+        assert "SIGKILL" in refused
+    assert not (tmp_path / "99" / ".metadata").exists()
+    assert not (tmp_path / "99" / "metadata.json").exists()
