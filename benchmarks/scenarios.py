@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.measure import drop_page_cache, peak_extra_bytes, timed, total, warm_page_cache
+from benchmarks.measure import Cost, drop_page_cache, peak_extra_bytes, timed, total, warm_page_cache
 from benchmarks.rounds import Samples
 from benchmarks.rounds import fresh as _fresh
 from benchmarks.rounds import make_adapters as _start
