@@ -73,7 +73,7 @@ for version in "${present[@]}"; do
         tests/megatron/test_traps.py || failed+=("$version")
 done
 for version in "${present[@]}"; do
-    if [ ! -d "$directory/$version-stock-model" ]; then
+    if [ ! -f "$directory/$version-stock-model/outcome.txt" ]; then
         under "$version" -m tests.matrix.version_job write "$directory" || failed+=("$version, writing")
     fi
 done

@@ -12,6 +12,7 @@ asynchronously. Stock Megatron gets this package's service for machines without 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import traceback
 from importlib import import_module
@@ -49,17 +50,17 @@ def attempt_reading(who: str, targets: list[tuple[str, Path]]) -> list[tuple[str
 
 
 def write_all(directory: Path, version: str) -> None:
-    """Write this version's checkpoints; one that cannot be written leaves `failed.txt`."""
+    """Write this version's checkpoints, and what came of each into its `outcome.txt`: "ok", or why not."""
     for who in SIDES:
         for kinds in KINDS:
             targets = [(kind, directory / f"{version}-{who}-{kind}") for kind in kinds]
             for _, target in targets:
+                shutil.rmtree(target, ignore_errors=True)  # of a run that was interrupted
                 (target / "reference").mkdir(parents=True)
             failure, ranks = attempt(save_all, who, targets)
             for number, (kind, target) in enumerate(targets):
                 wrong = failure or unexpected(who, saving_method(who, kind), [ran[number] for ran in ranks])
-                if wrong:
-                    (target / "failed.txt").write_text(wrong)
+                (target / "outcome.txt").write_text(wrong or "ok")
 
 
 def saving_method(who: str, kind: str) -> str:
@@ -86,8 +87,8 @@ def read_all(directory: Path, report: dict[str, dict[str, str]]) -> None:
         targets = [
             (kind, path)
             for kind in kinds
-            for path in sorted(directory.glob(f"*-{kind}"))
-            if path.name not in report and not (path / "failed.txt").exists()
+            for path in sorted(outcome.parent for outcome in directory.glob(f"*-{kind}/outcome.txt"))
+            if path.name not in report and (path / "outcome.txt").read_text() == "ok"
         ]
         if not targets:
             continue
