@@ -7,13 +7,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 __all__ = ["FileReport", "SaveReport", "Span", "write_trace"]
 
 _logger = logging.getLogger(__name__)
+_WORTH_A_LINE_BYTES: Final = 1_000_000
 
-_GB = 1e9
+_GB: Final = 1e9
 
 
 class Span(NamedTuple):
@@ -67,6 +68,11 @@ class SaveReport:
     def slowest(self) -> FileReport | None:
         """The file that took longest to write and sync."""
         return max(self.files, key=lambda file: file.write_s + file.fsync_s, default=None)
+
+    @property
+    def log_level(self) -> int:
+        """Level of the save's log line: small saves (side files, tests) are told to those who look for them only."""
+        return logging.INFO if self.size_bytes >= _WORTH_A_LINE_BYTES else logging.DEBUG
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain values, for a callback or JSON."""

@@ -315,7 +315,7 @@ class SaveTransaction:
         if self.options.on_timings is not None:
             self.options.on_timings({**report.as_dict(), "rank": self._group.rank})
         if self._group.is_coordinator:
-            _logger.info("%s", report)
+            _logger.log(report.log_level, "%s", report)
         return report
 
     def _took(self, name: str, started_s: float) -> None:

@@ -98,3 +98,9 @@ def test_a_bar_is_drawn_on_a_terminal_and_nowhere_else() -> None:
     shown = os.read(main, 65536)
     os.close(main)
     assert b"saving" in shown
+
+
+@pytest.mark.parametrize(("size_bytes", "level"), [(10_000, logging.DEBUG), (2_000_000, logging.INFO)])
+def test_only_saves_that_matter_are_told_unasked(size_bytes: int, level: int) -> None:
+    file = FileReport(file_name="__0_0.distcp", rank=0, size_bytes=size_bytes, write_s=0.1, fsync_s=0.1)
+    assert SaveReport("/somewhere", 1.0, {}, (file,)).log_level == level
