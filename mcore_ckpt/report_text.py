@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from mcore_ckpt.errors import OptionError
 
-__all__ = ["human_bytes", "human_count", "numbers", "parse_size", "table"]
+__all__ = ["MIN_MEMORY_BYTES", "human_bytes", "human_count", "numbers", "parse_size", "table"]
 
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
@@ -22,6 +23,10 @@ def human_bytes(nbytes: int) -> str:
 
 
 _FACTORS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
+
+
+MIN_MEMORY_BYTES: Final = 384 * 1024**2
+"""The least that a command can be told to stay within: the process itself and the smallest buffers."""
 
 
 def parse_size(text: str, *, at_least: int = 1) -> int:

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from mcore_ckpt.commands.outcome import DIFFERS, DONE, Outcome
+from mcore_ckpt.errors import OptionError
 
 if TYPE_CHECKING:
     from mcore_ckpt.diff import TensorDiff
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 _SHOWN = 30
+_MOST_WORKERS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +39,11 @@ def run(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.inspection import checkpoint_directory
     from mcore_ckpt.report_text import human_bytes, table
 
+    if not 1 <= arguments.workers <= _MOST_WORKERS:
+        raise OptionError(
+            f"--workers {arguments.workers}: expected 1 to {_MOST_WORKERS}; each takes about 100 MB, and the command"
+            " stays within 1 GiB"
+        )
     report = diff_checkpoints(
         checkpoint_directory(arguments.a),
         checkpoint_directory(arguments.b),
@@ -44,7 +51,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         values=not arguments.keys,
         rtol=arguments.rtol,
         atol=arguments.atol,
-        workers=max(1, arguments.workers),
+        workers=arguments.workers,
         progress=False if arguments.quiet else None,
     )
     shown = [tensor for tensor in report.tensors if arguments.all or not tensor.same]

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.inspection import checkpoint_directory
     from mcore_ckpt.key_rename import parse_rename_rules
     from mcore_ckpt.partition import parse_rules
-    from mcore_ckpt.report_text import human_bytes, parse_size
+    from mcore_ckpt.report_text import MIN_MEMORY_BYTES, human_bytes, parse_size
     from mcore_ckpt.reshard_plan import TargetLayout
 
     if arguments.dtype is not None and arguments.dtype not in DTYPE_NAMES:
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         common=arguments.common,
         workers=max(1, arguments.workers),
         verify=arguments.verify,
-        memory_bytes=parse_size(arguments.memory, at_least=128 * 1024**2),
+        memory_bytes=parse_size(arguments.memory, at_least=MIN_MEMORY_BYTES),
     )
     source = checkpoint_directory(arguments.source)
     report = import_checkpoint(source, arguments.target, options, progress=False if arguments.quiet else None)

@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
 def _options(arguments: argparse.Namespace) -> ReshardOptions:
     from mcore_ckpt.dtype_cast import DTYPE_NAMES
     from mcore_ckpt.partition import parse_rules
-    from mcore_ckpt.report_text import parse_size
+    from mcore_ckpt.report_text import MIN_MEMORY_BYTES, parse_size
     from mcore_ckpt.reshard import ReshardOptions
     from mcore_ckpt.reshard_plan import TargetLayout
 
@@ -111,7 +111,7 @@ def _options(arguments: argparse.Namespace) -> ReshardOptions:
         verify=arguments.verify,
         restart=arguments.restart,
         move_files=not arguments.no_file_copy,
-        memory_bytes=parse_size(arguments.memory, at_least=128 * 1024**2),
+        memory_bytes=parse_size(arguments.memory, at_least=MIN_MEMORY_BYTES),
     )
 
 

@@ -23,6 +23,7 @@ from mcore_ckpt.errors import (
 )
 from mcore_ckpt.options import LoadOptions
 from mcore_ckpt.reader import FileSystemReader, ReadRequest
+from mcore_ckpt.verify import verify_checkpoint
 from tests.support.stored_layouts import (
     StoredTensor,
     flip_byte,
@@ -230,6 +231,10 @@ def test_compressed_records_are_held_against_their_checksums(tmp_path: Path) -> 
     write_checkpoint(tmp_path / "b", {"w": whole(tensor)}, item_of=lambda _: damaged)
     with pytest.raises(ChecksumError, match="data/0"):
         load_box(FileSystemReader(tmp_path / "b"), "w", tensor)
+    (problem,) = verify_checkpoint(tmp_path / "b").problems
+    assert (problem.kind, problem.fqn) == ("checksum", "w")
+    report = verify_checkpoint(tmp_path / "a")
+    assert (report.problems, report.unchecked) == ((), 0)
 
 
 @pytest.mark.parametrize("verify_crc", [True, False])
