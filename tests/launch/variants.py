@@ -69,8 +69,12 @@ def environment(side: Side, variant: Variant, place: Path) -> dict[str, str]:
 def trained(side: Side, variant: Variant, folder: Path) -> tuple[Launched, Path]:
     """The launch that never stops, and where it saved; made once for each side, variant and folder."""
     place = folder / f"{variant.name}-{side}"
+    arguments = command_line(side, variant)
+    if side == "stock":
+        # Its async saves copy no CPU tensor: what they store of a state that training goes on to change is luck.
+        arguments = [argument for argument in arguments if argument not in ASYNC]
     saving = ["--save", str(place / "checkpoints"), "--save-interval", str(variant.interval)]
-    run = launch(side, 2, [*command_line(side, variant), *saving], place / "run", environment(side, variant, place))
+    run = launch(side, 2, [*arguments, *saving], place / "run", environment(side, variant, place))
     return run, place / "checkpoints"
 
 
