@@ -44,6 +44,7 @@ __all__ = [
     "data_file_name",
     "discard",
     "index_files",
+    "is_in_force",
     "open_target",
     "publish",
 ]
@@ -102,6 +103,7 @@ def open_target(storage: Storage, options: SaveOptions) -> Target:
     replaces = METADATA_FILE in names
     if replaces:
         if options.on_existing == "error":
+            storage.delete(PENDING_COMMON)  # written ahead of this look, for the save that is refused here
             raise CheckpointExistsError(
                 f'{storage}: there is a checkpoint already and on_existing="error"; choose another directory,'
                 ' or on_existing="replace"'
@@ -134,7 +136,7 @@ def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_sta
     storage.publish(METADATA_FILE, metadata)
     try:
         _tidy_up(storage, target, has_common_state)
-    except (SaveError, OSError) as error:
+    except Exception as error:  # noqa: BLE001  (whatever it is, the checkpoint must not pass for a failed one)
         # The new checkpoint is whole and in force; what is left over is mended by the next save into the directory.
         _logger.warning("%s: the checkpoint is published, but not everything old could be removed: %s", storage, error)
 
@@ -156,6 +158,18 @@ def _tidy_up(storage: Storage, target: Target, has_common_state: bool) -> None:
         storage.delete(name)
     storage.delete(INCOMPLETE_MARKER)
     storage.sync_directory()
+
+
+def is_in_force(storage: Storage, files: Iterable[str]) -> bool:
+    """Whether the `.metadata` in force names one of these files, or cannot be read so that nobody knows.
+
+    What interrupts a coordinator that has just published makes it report a failure; data files must stay then.
+    """
+    try:
+        content = storage.read(METADATA_FILE) if storage.exists(METADATA_FILE) else b""
+    except (LoadError, OSError):
+        return True
+    return any(name.encode("utf-8", "surrogatepass") in content for name in files)
 
 
 def discard(storage: Storage, files: Iterable[str]) -> None:
@@ -237,7 +251,8 @@ def _clean_up_after_failed_save(
     if not any((_file_number(name) or 0) >= first_file for name in needed):
         replaced = set()  # killed before it published: the old checkpoint is in force
     for name in names:
-        number = _file_number(name)
+        # A save puts its files into the directory itself. In those below it lie other checkpoints.
+        number = None if "/" in name else _file_number(name)
         unpublished = number is not None and number >= first_file
         if name not in needed and (unpublished or name in replaced):
             storage.delete(name)

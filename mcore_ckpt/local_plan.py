@@ -134,5 +134,17 @@ def index_tensors(plans: Iterable[LocalPlan]) -> dict[str, TensorEntry]:
         problem = covers(shape, [Box(chunk.offsets, chunk.sizes) for chunk in stored])
         if problem:
             raise PlanError(f"{key}: {problem}")
-        entries[key] = TensorEntry(key, dtype, shape, tuple(stored))
+        entries[key] = TensorEntry(key, dtype, shape, _of_different_offsets(stored))
     return entries
+
+
+def _of_different_offsets(chunks: list[StoredChunk]) -> tuple[StoredChunk, ...]:
+    """The chunks of one tensor, at most one for each offset: readers look them up by that.
+
+    Only an empty chunk can lie where another one begins; it holds nothing that anybody could miss.
+    """
+    kept: dict[tuple[int, ...], StoredChunk] = {}
+    for chunk in chunks:
+        if chunk.offsets not in kept or all(chunk.sizes):
+            kept[chunk.offsets] = chunk
+    return tuple(chunks) if len(kept) == len(chunks) else tuple(kept.values())

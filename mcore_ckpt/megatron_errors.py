@@ -10,10 +10,10 @@ import functools
 from importlib import import_module
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from mcore_ckpt.errors import CheckpointError, SaveError
-from mcore_ckpt.ranks import coordination_group
 
 __all__ = ["MegatronErrors", "as_megatron_error"]
 
@@ -23,10 +23,15 @@ class MegatronErrors(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, CheckpointError) and not isinstance(error, _checkpointing_exception()):
-            if isinstance(error, SaveError) and coordination_group().is_coordinator:
+            if isinstance(error, SaveError) and _is_first_rank():
                 # Rank 0's log is where people and scripts look for these words of Megatron's.
                 error.args = (f"Worker failure: {error}",)
             raise as_megatron_error(error) from error.__cause__
+
+
+def _is_first_rank() -> bool:
+    # Not by `coordination_group`: to make one is a collective, and an error may be one rank's alone.
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 def as_megatron_error(error: Exception) -> Exception:

@@ -62,6 +62,7 @@ def replace_methods(patches: Patches, stock: Any, errors: type[AbstractContextMa
         errors: a context in which our exceptions become Megatron's.
     """
     finalize, close = stock.maybe_finalize_async_calls, stock.close
+    close_takes_abort = "abort" in inspect.signature(close).parameters  # from 0.15 on
 
     def schedule_async_request(self: Any, async_request: Any) -> int:
         self.call_idx = served_queue(self).schedule_async_request(async_request) + _first_index(self)
@@ -80,7 +81,7 @@ def replace_methods(patches: Patches, stock: Any, errors: type[AbstractContextMa
 
     def close_both(self: Any, abort: bool = False) -> None:
         if self.async_calls or getattr(self, "persistent_caller", None) is not None:
-            close(self, abort)
+            close(self, abort) if close_takes_abort else close(self)
         with errors():
             served_queue(self).close(abort=abort)
 

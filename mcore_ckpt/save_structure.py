@@ -28,6 +28,8 @@ class Structure:
         reused: the last save needed no planning.
         shards: of each shard of the last save, in order, what its specification follows from, and that. To compare
             takes a fraction of the time of working it out.
+        laid_out_for: rank and number of ranks when it was laid out: file names and plans are of those. A restart inside
+            the process may give it another place.
     """
 
     layout: RankLayout | None = None
@@ -35,6 +37,11 @@ class Structure:
     plans: list[LocalPlan] | None = None
     reused: bool = False
     shards: list[tuple[tuple[Any, ...], TensorSpec]] = field(default_factory=list)
+    laid_out_for: tuple[int, int] | None = None
+
+    def layout_for(self, rank: int, ranks: int) -> RankLayout | None:
+        """The layout, if there is one and it was made for this rank among this number of ranks."""
+        return self.layout if self.laid_out_for == (rank, ranks) else None
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ costs one exchange of a few bytes in `prepare`, and none of the plans travels ag
 from __future__ import annotations
 
 import logging
+import os
 import time
 import uuid
 import weakref
@@ -19,11 +20,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from mcore_ckpt.async_calls import SaveCall
 from mcore_ckpt.async_save import AsyncSave, SkippedSave, WrittenSave, log_choice, start_writing
-from mcore_ckpt.commit import Target, abandon, discard, open_target, publish
+from mcore_ckpt.commit import Target, abandon, discard, is_in_force, open_target, publish
 from mcore_ckpt.dcp_plans import local_plans_as_dcp
 from mcore_ckpt.errors import PlanError, SaveError
 from mcore_ckpt.file_image import ImageResult
@@ -32,7 +31,8 @@ from mcore_ckpt.local_plan import LocalPlan, index_tensors
 from mcore_ckpt.metadata import CheckpointIndex, ObjectEntry
 from mcore_ckpt.metadata_write import MetadataEncoder
 from mcore_ckpt.options import SaveOptions
-from mcore_ckpt.rank_layout import PlacedObjects, RankLayout, TensorSpec, lay_out_rank
+from mcore_ckpt.rank_layout import PlacedObjects, RankLayout, lay_out_rank
+from mcore_ckpt.rank_state import RankState
 from mcore_ckpt.ranks import RankGroup, reached_every_rank
 from mcore_ckpt.replaced_writer import write_through
 from mcore_ckpt.save_job import write_in_line
@@ -62,7 +62,7 @@ class SaveTransaction:
     _running: weakref.WeakValueDictionary[str, SaveTransaction] = weakref.WeakValueDictionary()
 
     def __init__(self, directory: Path, group: RankGroup, options: SaveOptions, structure: Structure) -> None:
-        self.directory = directory
+        self.directory = directory.absolute()  # the trainer may change its working directory before the commit
         self.options = options
         self.call: SaveCall | None = None
         self.skipped = False
@@ -71,7 +71,8 @@ class SaveTransaction:
         self._structure = structure
         self._encoder: MetadataEncoder | None = None
         self._plans: list[LocalPlan] | None = None
-        self._storage = LocalStorage(directory)
+        self._storage = LocalStorage(self.directory)
+        self._claim = os.path.realpath(directory)
         self._target: Target | None = None
         self._layout: RankLayout | None = None
         self._placed: PlacedObjects | None = None
@@ -82,28 +83,28 @@ class SaveTransaction:
         self._files: tuple[FileReport, ...] = ()
         self._began = time.monotonic()
         self._commits = False
+        self._publishes = False
 
     # -- plan ----------------------------------------------------------------------------------------------------
 
     def prepare(
         self,
-        specs: Sequence[TensorSpec],
-        tensors: Sequence[torch.Tensor],
-        objects: Sequence[tuple[str, memoryview]],
+        collect: Callable[[], RankState],
         *,
         thread_count: int,
         separation_hint: str | None = None,
         may_skip: bool = False,
-    ) -> None:
+    ) -> RankState | None:
         """Plan the save on all ranks.
 
         Args:
-            specs: this rank's tensors, as the checkpoint will know them.
-            tensors: the same, detached, in the same order.
-            objects: key and serialized form of this rank's objects.
+            collect: tells what this rank writes; whatever it raises, all ranks hear of.
             thread_count: files to write, at most.
             separation_hint: prefix of keys that get files of their own.
             may_skip: an async save, which `when_busy="skip"` leaves out if any rank is still writing the one before.
+
+        Returns:
+            What this rank writes; None if the save is left out.
 
         Raises:
             CheckpointExistsError: see `SaveOptions.on_existing`.
@@ -111,25 +112,30 @@ class SaveTransaction:
             SaveError: the directory cannot be used.
         """
         started = time.monotonic()
-        keys = [key for key, _ in objects]
-        sizes = [len(data) for _, data in objects]
-        known = self._structure.layout
+        known = self._structure.layout_for(self._group.rank, self._group.size)
+        state: RankState | Exception
+        try:
+            state = collect()
+        except Exception as error:  # noqa: BLE001  (raised in `look`, where the other ranks hear of it)
+            state = error
         if may_skip and self.options.when_busy == "skip":
             # Asked before anything is touched: a save that is left out leaves no trace in its directory.
-            nbytes = sum(spec.nbytes for spec in specs) + sum(sizes)
+            nbytes = 0 if isinstance(state, Exception) else state.nbytes
             self.skipped = self._group.any(is_busy(nbytes, self.options))
             if self.skipped:
-                return
+                return None
 
         def look() -> tuple[int, bool]:
+            if isinstance(state, Exception):
+                raise state
             if self._group.is_coordinator:
                 self._claim_directory()
                 self._target = open_target(self._storage, self.options)
             unchanged = (
                 known is not None
                 and known.separation_hint == separation_hint
-                and known.specs == tuple(specs)
-                and (placed := known.place_objects(keys, sizes)) is not None
+                and known.specs == tuple(state.specs)
+                and (placed := known.place_objects(state.object_keys, state.object_bytes)) is not None
             )
             if unchanged:
                 self._placed = placed
@@ -137,10 +143,11 @@ class SaveTransaction:
 
         try:
             answers = self._group.run("prepare the save", look, wrap=SaveError)
+            assert isinstance(state, RankState)
             first_file = answers[0][0]
             unchanged = all(same for _, same in answers) and known is not None and known.first_file == first_file
             if not unchanged:
-                self._lay_out(specs, keys, sizes, first_file, thread_count, separation_hint)
+                self._lay_out(state, first_file, thread_count, separation_hint)
         except BaseException:
             self._abandon()
             raise
@@ -150,17 +157,7 @@ class SaveTransaction:
         self._encoder, self._plans = self._structure.encoder, self._structure.plans
         assert self._layout is not None
         assert self._placed is not None
-        self._sources = [
-            BucketSource(
-                bucket,
-                [tensors[index] for index in members],
-                [objects[index][1] for index in chosen],
-                offsets,
-            )
-            for bucket, members, chosen, offsets in zip(
-                self._layout.buckets, self._layout.members, self._placed.buckets, self._placed.offsets, strict=True
-            )
-        ]
+        self._sources = state.sources(self._layout, self._placed)
         self._took("plan", started)
         replacement = replaced_bucket_writer()
         if replacement is not None:
@@ -171,21 +168,15 @@ class SaveTransaction:
                 self.directory,
                 self._layout,
                 self._placed,
-                tensors,
-                objects,
+                state.tensors,
+                state.objects,
                 self.options.fsync,
             )
+        return state
 
-    def _lay_out(
-        self,
-        specs: Sequence[TensorSpec],
-        keys: Sequence[str],
-        sizes: Sequence[int],
-        first_file: int,
-        thread_count: int,
-        separation_hint: str | None,
-    ) -> None:
+    def _lay_out(self, state: RankState, first_file: int, thread_count: int, separation_hint: str | None) -> None:
         self._structure.layout = None
+        specs, keys, sizes = state.specs, state.object_keys, state.object_bytes
 
         def plan() -> tuple[bytes, dict[str, tuple[int, ...]]]:
             layout = lay_out_rank(
@@ -199,7 +190,7 @@ class SaveTransaction:
             )
             self._placed = layout.place_objects(keys, sizes)
             if self._placed is None:
-                raise PlanError(f"no room for the objects {list(keys)[:5]} in the files planned for them")
+                raise PlanError(f"no room for the objects {keys[:5]} in the files planned for them")
             self._layout = layout
             own_shapes = {spec.key: spec.original_shape for spec in specs if spec.original_shape is not None}
             return layout.plan.encode(), own_shapes
@@ -220,19 +211,19 @@ class SaveTransaction:
 
         self._group.run_on_coordinator("check the plan", check, wrap=SaveError)
         self._structure.layout = self._layout
+        self._structure.laid_out_for = (self._group.rank, self._group.size)
 
     def _claim_directory(self) -> None:
-        path = str(self.directory.absolute())
-        if path in self._running:
+        if self._claim in self._running:
             raise SaveError(
-                f"{path}: an earlier save into this directory is not finalized yet;"
+                f"{self.directory}: an earlier save into this directory is not finalized yet;"
                 " call maybe_finalize_async_calls(blocking=True) before saving there again"
             )
-        self._running[path] = self
+        self._running[self._claim] = self
 
     def _release_directory(self) -> None:
-        if self._group.is_coordinator:
-            self._running.pop(str(self.directory.absolute()), None)
+        if self._running.get(self._claim) is self:  # a save that was refused must not release the one in progress
+            del self._running[self._claim]
 
     # -- write ---------------------------------------------------------------------------------------------------
 
@@ -300,6 +291,7 @@ class SaveTransaction:
             gathered = self._group.run_gather("write the data files", self._finished, wrap=SaveError)
             waited = time.monotonic()
             self._took("gather", started)
+            self._publishes = True
             self._group.run_on_coordinator("publish the checkpoint", lambda: self._publish(gathered), wrap=SaveError)
         except BaseException as error:
             # Only when every rank knows that nothing was published may files go; a lost contact says nothing.
@@ -310,10 +302,14 @@ class SaveTransaction:
         self._took("commit", waited)
         self._release_directory()
         report = self._report(gathered)
-        if self.options.trace_path is not None:
-            write_trace(Path(self.options.trace_path), str(self.directory), self._group.rank, self._spans, self._files)
-        if self.options.on_timings is not None:
-            self.options.on_timings({**report.as_dict(), "rank": self._group.rank})
+        try:
+            if self.options.trace_path is not None:
+                path = Path(self.options.trace_path)
+                write_trace(path, str(self.directory), self._group.rank, self._spans, self._files)
+            if self.options.on_timings is not None:
+                self.options.on_timings({**report.as_dict(), "rank": self._group.rank})
+        except Exception:  # the checkpoint is published: one rank alone must not call that a failure
+            _logger.exception("%s: the save was well done, but not all could be told of it", self.directory)
         if self._group.is_coordinator:
             _logger.log(report.log_level, "%s", report)
         return report
@@ -391,8 +387,12 @@ class SaveTransaction:
 
     def _abandon(self, others_clean_up: bool = True) -> None:
         """Remove what this rank wrote of a save that has failed."""
-        if self._layout is not None:
-            discard(self._storage, [bucket.file_name for bucket in self._layout.buckets])
-        if self._target is not None:
-            abandon(self._storage, self._target, others_clean_up=others_clean_up)
+        files = [] if self._layout is None else [bucket.file_name for bucket in self._layout.buckets]
+        all_files = [name for plan in self._plans or () for name in plan.files] or files
+        if self._publishes and is_in_force(self._storage, all_files):
+            _logger.warning("%s: the save was interrupted, but the checkpoint is published", self.directory)
+        else:
+            discard(self._storage, files)
+            if self._target is not None:
+                abandon(self._storage, self._target, others_clean_up=others_clean_up)
         self._release_directory()

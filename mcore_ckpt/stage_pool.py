@@ -7,6 +7,7 @@ save that fits only alone waits for those before it, and one that does not even 
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 
 from mcore_ckpt.job_handle import JobHandle
@@ -69,6 +70,15 @@ class StageLease:
         """Wait until the job that reads the stage has ended, well or not."""
         if self._job is not None:
             self._job.wait()
+
+
+def _forget() -> None:
+    """In a process forked from the trainer: the memory is shared, so a save there must not take the trainer's."""
+    _free.clear()
+    _in_use.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _collect() -> None:

@@ -50,7 +50,10 @@ class _Payloads:
             return
         tensor = self._tensors[index]
         if tensor.device.type == "cpu":
-            ctypes.memmove(address, self._contiguous_bytes(index).data_ptr() + start, stop - start)
+            source = self._contiguous_bytes(index).data_ptr()
+            if not source:
+                raise SaveError(f"tensor {index} of a file: its memory was given back (a storage of 0 bytes)")
+            ctypes.memmove(address, source + start, stop - start)
             return
         memory = (ctypes.c_char * (stop - start)).from_address(address)
         target = torch.frombuffer(memory, dtype=torch.uint8)

@@ -10,16 +10,16 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mcore_ckpt.bucket_writer import dtype_name
 from mcore_ckpt.dcp_plans import plans_of_index
-from mcore_ckpt.errors import KindMismatchError, LoadError, PlanError
+from mcore_ckpt.errors import KindMismatchError, LoadError
 from mcore_ckpt.fetch import ReadStats
-from mcore_ckpt.flattened import original_shape, read_shards, stored_form
+from mcore_ckpt.flattened import original_shape, read_shards
 from mcore_ckpt.megatron_compat import (
     MegatronErrors,
     async_request_class,
@@ -34,8 +34,8 @@ from mcore_ckpt.megatron_compat import (
 )
 from mcore_ckpt.metadata import METADATA_FILE
 from mcore_ckpt.options import LoadOptions, SaveOptions
-from mcore_ckpt.planner import serialize_objects
 from mcore_ckpt.rank_layout import TensorSpec
+from mcore_ckpt.rank_state import collect
 from mcore_ckpt.ranks import coordination_group
 from mcore_ckpt.reader import FileSystemReader
 from mcore_ckpt.remove import remove_tensors
@@ -150,68 +150,27 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, may_skip: bool = False
     ) -> SaveTransaction:
         refuse_multi_storage_client()
-        specs: list[TensorSpec] = []
-        tensors: list[torch.Tensor] = []
-        objects: dict[str, list[Any]] = {}
-        known, shards = self._structure.shards, []
-        for leaf in leaves(sharded_state_dict):
-            if not is_main_replica(leaf):
-                continue
-            if is_sharded_object(leaf):
-                objects.setdefault(leaf.unique_key, []).append(leaf.data)
-                continue
-            if leaf.data is None:
-                raise PlanError(f"{leaf.key} at offset {tuple(leaf.global_offset)}: the shard has no data to save")
-            tensor = leaf.data.detach() if leaf.data.requires_grad else leaf.data
-            if tensor.is_conj() or tensor.is_neg():
-                tensor = tensor.resolve_conj().resolve_neg()
-            seen = _described(leaf, tensor)
-            number = len(specs)
-            spec = known[number][1] if number < len(known) and known[number][0] == seen else _specified(leaf, tensor)
-            specs.append(spec)
-            shards.append((seen, spec))
-            tensors.append(tensor)
-        self._structure.shards = shards
         options = self.options
         if self.use_cached_ckpt_structure:
             options = replace(options, keep_local_plans=True)
         transaction = SaveTransaction(Path(checkpoint_dir), coordination_group(), options, self._structure)
-        transaction.prepare(
-            specs,
-            tensors,
-            [(key, serialize_objects(values).getbuffer()) for key, values in objects.items()],
+        state = transaction.prepare(
+            partial(collect, sharded_state_dict, self._structure.shards),
             thread_count=self.thread_count,
             separation_hint=self.separation_hint,
             may_skip=may_skip,
         )
+        if state is None:
+            return transaction
+        self._structure.shards = state.shards
         self.validated_cache_reuse = self._structure.reused
-        loaded_plans = getattr(self.cached_global_metadata, "all_local_plans", None)
-        if self.use_cached_ckpt_structure and loaded_plans and not self.validated_loaded_metadata_reuse:
+        if self.use_cached_ckpt_structure and not self.validated_loaded_metadata_reuse:
             group = coordination_group()
-            same = len(loaded_plans) == group.size and _same_tensors(loaded_plans[group.rank], specs)
+            # Asked on all ranks, also on one that has not loaded what the others have.
+            loaded_plans = getattr(self.cached_global_metadata, "all_local_plans", None) or ()
+            same = len(loaded_plans) == group.size and _same_tensors(loaded_plans[group.rank], state.specs)
             self.validated_loaded_metadata_reuse = not group.any(not same)
         return transaction
-
-
-def _described(leaf: Any, tensor: torch.Tensor) -> tuple[Any, ...]:
-    """All that the specification of a shard follows from, cheaply had and compared."""
-    return (
-        leaf.key,
-        tensor.dtype,
-        tensor.shape,
-        tuple(leaf.global_shape),
-        tuple(leaf.global_offset),
-        tuple(leaf.local_shape),
-        leaf.prepend_axis_num,
-        leaf.axis_fragmentations,
-        getattr(leaf, "flattened_range", None),
-    )
-
-
-def _specified(leaf: Any, tensor: torch.Tensor) -> TensorSpec:
-    form = stored_form(leaf)
-    dtype = dtype_name(tensor.dtype)
-    return TensorSpec(leaf.key, dtype, form.shape, form.offsets, form.sizes, tensor.nbytes, form.original_shape)
 
 
 def _same_tensors(plan: Any, specs: list[TensorSpec]) -> bool:

@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 import traceback
-from pathlib import Path
 from typing import Any, Final
 
 from mcore_ckpt.failures import FailureReport, describe
@@ -129,7 +128,7 @@ class _Writer:
             content: tuple[int, JobResult | FailureReport]
             try:
                 running.check()
-                if directory is not None and directory != str(Path.cwd()):
+                if directory is not None:  # asking where this process is fails if that directory has been removed
                     os.chdir(directory)  # a relative path means what it means to the trainer
                 kind, content = DONE, (running.number, self._write(running, job, stage))
             except Exception as error:  # noqa: BLE001  (whatever it is, the trainer has to hear of it)

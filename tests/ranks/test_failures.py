@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt.async_calls import AsyncCallsQueue
-from mcore_ckpt.errors import SaveError, WriterDiedError, WriteTimeoutError
+from mcore_ckpt.errors import CheckpointError, SaveError, WriterDiedError, WriteTimeoutError
 from mcore_ckpt.metadata import INCOMPLETE_MARKER
 from mcore_ckpt.options import SaveOptions
 from mcore_ckpt.process import shared_writer
@@ -338,3 +338,64 @@ def _after_the_crash(rank: int, directory: str) -> None:
     _check(rank, directory, 1)
     dist.barrier()
     _save_whole(rank, directory, 3, AsyncCallsQueue(), TorchDistSaveStrategy(options=_PERSISTENT))
+
+
+# --- a rank's state cannot be saved -----------------------------------------------------------------------------------
+
+
+class _Unpicklable:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("cannot be pickled")
+
+
+def _state_cannot_be_saved(rank: int, directory: str) -> list[str]:
+    from megatron.core.dist_checkpointing import ShardedObject
+
+    strategy, queue = TorchDistSaveStrategy(options=_PERSISTENT), AsyncCallsQueue(options=_PERSISTENT)
+    messages = []
+    for spoil in ("object", "data"):
+        for save in (strategy.save, strategy.async_save):
+            state = _state(rank, 1)
+            if rank == 1 and spoil == "object":
+                state["o"] = ShardedObject("o", _Unpicklable(), (2,), (1,))
+            elif rank == 1:
+                state["w"].data = None
+            started_s = time.monotonic()
+            with pytest.raises(CheckpointError) as caught:
+                save(state, directory)
+            assert time.monotonic() - started_s < _RAISED_WITHIN_S
+            messages.append(str(caught.value))
+    _save_whole(rank, directory, 2, queue, strategy)
+    return messages
+
+
+def test_state_that_one_rank_cannot_save_is_heard_of_on_all(tmp_path: Path) -> None:
+    for messages in run_ranks(_state_cannot_be_saved, 2, str(tmp_path)):
+        assert all("rank 1 of 2" in message for message in messages)
+        assert all("cannot be pickled" in message for message in messages[:2])
+        assert all("no data to save" in message for message in messages[2:])
+
+
+# --- interrupted right after the publish ------------------------------------------------------------------------------
+
+
+def _interrupted_after_publishing(rank: int, directory: str) -> None:
+    from mcore_ckpt import commit
+
+    strategy = TorchDistSaveStrategy(options=_PERSISTENT)
+    strategy.save(_state(rank, 1), directory)
+    tidy_up = commit._tidy_up
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    commit._tidy_up = interrupted
+    with pytest.raises(KeyboardInterrupt if rank == 0 else SaveError):
+        strategy.save(_state(rank, 2), directory)
+    commit._tidy_up = tidy_up
+    dist.barrier()
+    _check(rank, directory, 2)
+
+
+def test_a_coordinator_interrupted_after_the_publish_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    run_ranks(_interrupted_after_publishing, 2, str(tmp_path))

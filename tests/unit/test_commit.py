@@ -159,6 +159,22 @@ def test_a_common_file_of_a_killed_save_is_not_put_beside_a_common_state_object(
     assert names(tmp_path) == {name, METADATA_FILE}
 
 
+def test_a_refused_save_takes_its_common_state_away(tmp_path: Path) -> None:
+    save(tmp_path)
+    before = names(tmp_path)
+    (tmp_path / PENDING_COMMON).write_bytes(b"of the save that is refused")
+    with pytest.raises(CheckpointExistsError):
+        open_target(LocalStorage(tmp_path), SaveOptions(on_existing="error"))
+    assert names(tmp_path) == before
+
+
+def test_checkpoints_in_directories_below_are_no_remains_of_a_failed_save(tmp_path: Path) -> None:
+    open_target(LocalStorage(tmp_path), OPTIONS)  # a save into the wrong directory, killed
+    below = save(tmp_path / "iter_0000001")
+    save(tmp_path)
+    assert (tmp_path / "iter_0000001" / below).exists()
+
+
 def test_an_unreadable_old_checkpoint_is_replaced_but_its_files_stay(tmp_path: Path) -> None:
     first = save(tmp_path)
     (tmp_path / METADATA_FILE).write_bytes(b"\x80\x04not a pickle")
