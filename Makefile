@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # All processes of the tests share the machine's cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-slow test-matrix lint format bench clean
+.PHONY: help venv demo test test-long test-slow test-matrix lint format bench clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -31,6 +31,9 @@ demo: $(INSTALLED)  ## a Megatron model trained, saved and loaded under other la
 
 test: $(INSTALLED)  ## all tests but the slow ones and the matrix of Megatron versions
 	$(BIN)/python -m pytest $(ARGS)
+
+test-long: $(INSTALLED)  ## traps of real launches, Megatron's own queues, a crash at every step of a save: a few minutes
+	$(BIN)/python -m pytest -m "long and not slow" $(ARGS)
 
 test-slow: $(INSTALLED)  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)

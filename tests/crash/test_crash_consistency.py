@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core", reason="the crash scenarios save Megatron's
 
 from tests.support.crash_runner import SCENARIOS
 
-pytestmark = pytest.mark.crash
+pytestmark = [pytest.mark.crash, pytest.mark.long]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from mcore_ckpt import SaveError
+from mcore_ckpt.metadata import INCOMPLETE_MARKER
 from tests.megatron.trap_ranks import check, installed, made, names, state
 
 __all__ = ["FAILURES"]
@@ -54,7 +55,8 @@ def no_callback_runs_after_a_failure(rank: int, directory: Path, persistent: boo
     assert called == []
     assert queue.get_num_unfinalized_calls() == 0
     check(dist_checkpointing.load(state(0), target), 1)
-    assert names(target) == before
+    # The marker may stay, for the next save to look for what is left: a rank could have been killed.
+    assert names(target) - {INCOMPLETE_MARKER} == before
     # Training goes on, and the next save is a good one.
     request = dist_checkpointing.save(state(3), target, async_sharded_save=True)
     request.add_finalize_fn(lambda: called.append("tracker"))

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from mcore_ckpt.options import SaveOptions
 from tests.support.gloo_ranks import run_ranks
 
+pytestmark = pytest.mark.long
+
 _WAYS: tuple[dict[str, Any], ...] = ({}, {"writer": "fork"}, {"writer": "fork", "stage": "cow"})
 
 

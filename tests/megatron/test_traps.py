@@ -20,6 +20,8 @@ from tests.support.gloo_ranks import run_ranks
 
 DEADLINE_S = 150
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
