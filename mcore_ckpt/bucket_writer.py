@@ -193,7 +193,7 @@ def _prepare(bucket: WriteBucket, extensions: Sequence[Any]) -> tuple[BucketSour
     name = Path(bucket.path).name
     bytes_data, tensor_data = bucket.data
     descriptors = [extension.get_descriptor() for extension in reversed(extensions)] or None
-    blobs = [(item, memoryview(_transformed(data.getbuffer(), extensions))) for item, data in bytes_data]
+    blobs = [(item, memoryview(_transformed(data.getvalue(), extensions))) for item, data in bytes_data]
     if extensions:
         # A transform decides how long its output is, so a transformed tensor is an opaque blob like an object.
         blobs += [(item, memoryview(_transformed(_serialized(tensor), extensions))) for item, tensor in tensor_data]
@@ -218,10 +218,10 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-def _serialized(tensor: torch.Tensor) -> memoryview:
+def _serialized(tensor: torch.Tensor) -> bytes:
     stream = io.BytesIO()
     torch.save(_own_storage(tensor.cpu()), stream)
-    return stream.getbuffer()
+    return stream.getvalue()
 
 
 class _KeepOpen(io.RawIOBase):
@@ -237,7 +237,7 @@ class _KeepOpen(io.RawIOBase):
         return self._below.write(data)
 
 
-def _transformed(content: memoryview, extensions: Sequence[Any]) -> memoryview:
+def _transformed(content: bytes, extensions: Sequence[Any]) -> bytes:
     if not extensions:
         return content
     below = io.BytesIO()
@@ -246,7 +246,7 @@ def _transformed(content: memoryview, extensions: Sequence[Any]) -> memoryview:
         stream = extension.transform_to(stream)
     stream.write(content)
     stream.close()
-    return below.getbuffer()
+    return below.getvalue()
 
 
 def save_buckets(

@@ -93,7 +93,7 @@ def collect(sharded_state_dict: Any, known: list[tuple[tuple[Any, ...], TensorSp
         specs.append(spec)
         shards.append((seen, spec))
         tensors.append(tensor)
-    serialized = [(key, serialize_objects(values).getbuffer()) for key, values in objects.items()]
+    serialized = [(key, memoryview(serialize_objects(values).getvalue())) for key, values in objects.items()]
     return RankState(specs, tensors, serialized, shards)
 
 
