@@ -18,6 +18,7 @@ from collections.abc import Callable
 from multiprocessing import connection as mp_connection
 from typing import Any, Final
 
+from mcore_ckpt.collector import collector_paused
 from mcore_ckpt.errors import CheckpointError, SaveError, WriterDiedError, WriteTimeoutError
 from mcore_ckpt.failures import FailureReport, describe, remote_cause, same_class
 from mcore_ckpt.job_handle import JobHandle, JobWatch
@@ -105,10 +106,9 @@ class ForkedCall(Call):
             name=name,
             daemon=expendable,
         )
-        collecting = gc.isenabled()
-        gc.disable()  # a collection in the child would touch, and so copy, every page that holds an object
         try:
-            with warnings.catch_warnings():
+            # (a collection in the child would touch, and so copy, every page that holds an object)
+            with collector_paused(), warnings.catch_warnings():
                 # Python 3.12 warns of forking a process with threads. The child uses none of their locks: it runs no
                 # torch kernels and no logging of theirs, and whoever asks for a fork has been told of this.
                 warnings.simplefilter("ignore", DeprecationWarning)
@@ -118,8 +118,6 @@ class ForkedCall(Call):
             raise SaveError(f"{name}: cannot fork: {error}") from error
         finally:
             sender.close()
-            if collecting:
-                gc.enable()
         self.pid = self._process.pid
         assert self.pid is not None
         self._sentinel = Sentinel(self.pid)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt.checkpoint_index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.collector import collector_paused
 from mcore_ckpt.errors import CorruptCheckpointError
-from mcore_ckpt.index_parsing import no_garbage_collection
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["from_dcp_metadata", "to_dcp_metadata"]
 
 
-@no_garbage_collection()
+@collector_paused()
 def to_dcp_metadata(index: CheckpointIndex) -> Metadata:
     """`index` as DCP's `Metadata`, with `_StorageInfo` as DCP's file system reader and writer use it.
 
@@ -79,7 +79,7 @@ def to_dcp_metadata(index: CheckpointIndex) -> Metadata:
     return metadata
 
 
-@no_garbage_collection()
+@collector_paused()
 def from_dcp_metadata(metadata: Metadata, path: str | Path) -> CheckpointIndex:
     """The index of the checkpoint in `path`, from a `Metadata` that DCP or Megatron-Core has read or planned.
 

@@ -5,13 +5,11 @@ A chunk costs about ten microseconds in all; where the code is less plain than i
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 from mcore_ckpt.checkpoint_index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.collector import collector_paused
 from mcore_ckpt.errors import CorruptCheckpointError
 from mcore_ckpt.index_stand_ins import (
     ALLOWED_GLOBALS,
@@ -29,7 +27,7 @@ from mcore_ckpt.index_stand_ins import (
 )
 from mcore_ckpt.safe_pickle import loads
 
-__all__ = ["file_name_problem", "no_garbage_collection", "parse_pickled_index"]
+__all__ = ["file_name_problem", "parse_pickled_index"]
 
 _MAX_OFFSET = 2**63 - 1
 _MAX_DIMENSIONS = 64
@@ -39,22 +37,9 @@ _ZEROS = tuple((0,) * dimensions for dimensions in range(_MAX_DIMENSIONS + 1))
 
 def parse_pickled_index(data: bytes, path: str, file: str, *, strict: bool) -> CheckpointIndex:
     """The index in `data`, the content of `file` of the checkpoint `path`; see `metadata.read_index`."""
-    with no_garbage_collection():
+    with collector_paused():
         state = _unpickle(data, file)
         return _IndexBuilder(path, file, strict).build(state, _PLANS_NAME in data)
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """A large index is hundreds of thousands of live objects and no garbage: collecting meanwhile doubles the time."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 _PLANS_NAME = b"all_local_plans"

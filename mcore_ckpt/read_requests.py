@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import bisect
 import difflib
-import gc
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -19,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from mcore_ckpt.boxes import Box, covers, intersect
+from mcore_ckpt.collector import collector_paused
 from mcore_ckpt.errors import (
     CorruptCheckpointError,
     DtypeMismatchError,
@@ -166,24 +165,9 @@ def wanted_items(requests: Iterable[ReadRequest], index: CheckpointIndex, *, all
         CorruptCheckpointError: no stored chunk, or more than one, holds some element of the box.
     """
     wanted: WantedItems = {}
-    with _collector_paused():
+    with collector_paused():
         _want_all(wanted, requests, index, allow_dtype_cast)
     return wanted
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Wanted items are many small objects that all stay alive; each full collection meanwhile would walk through every
-    object of the training process, and free nothing.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _want_all(

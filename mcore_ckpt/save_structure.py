@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +11,7 @@ from mcore_ckpt.metadata_write import MetadataEncoder
 from mcore_ckpt.rank_layout import RankLayout, TensorSpec
 from mcore_ckpt.save_report import FileReport
 
-__all__ = ["Structure", "Written", "no_collections"]
+__all__ = ["Structure", "Written"]
 
 
 @dataclass(slots=True)
@@ -51,18 +48,3 @@ class Written:
     objects: tuple[ObjectEntry, ...]
     files: tuple[FileReport, ...]
     phases_s: dict[str, float] = field(default_factory=dict)
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Pause garbage collection: planning makes hundreds of thousands of small objects, none of which is garbage.
-
-    They would set off full collections, each of which walks all objects of the trainer, in the time that it waits.
-    """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()

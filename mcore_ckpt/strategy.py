@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.collector import collector_paused
 from mcore_ckpt.dcp_plans import plans_of_index
 from mcore_ckpt.errors import KindMismatchError, LoadError
 from mcore_ckpt.fetch import ReadStats
@@ -40,7 +41,7 @@ from mcore_ckpt.ranks import coordination_group
 from mcore_ckpt.reader import FileSystemReader
 from mcore_ckpt.remove import remove_tensors
 from mcore_ckpt.replaced_planner import read_through
-from mcore_ckpt.save_structure import Structure, no_collections
+from mcore_ckpt.save_structure import Structure
 from mcore_ckpt.save_transaction import SaveTransaction
 from mcore_ckpt.shards import (
     is_main_replica,
@@ -118,7 +119,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         Raises:
             CheckpointError (as a `CheckpointingException`, too): the save cannot be done; nothing was changed.
         """
-        with MegatronErrors(), no_collections():
+        with MegatronErrors(), collector_paused():
             transaction = self._prepare(sharded_state_dict, checkpoint_dir, may_skip=True)
             call = transaction.start()
         return async_request_class()(call, (), [_Commit(transaction)])
@@ -129,7 +130,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         Args and raises: as `async_save`.
         """
         with MegatronErrors():
-            with no_collections():
+            with collector_paused():
                 transaction = self._prepare(sharded_state_dict, checkpoint_dir)
             transaction.write_in_line()
             transaction.commit()
@@ -257,6 +258,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
                 loaded.append(self._load(sharded_state_dict, checkpoint_dir))
         return loaded[0]
 
+    @collector_paused()
     def _load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path) -> dict[str, Any]:
         reader = self._open(checkpoint_dir)
         wanted = list(leaves(sharded_state_dict))

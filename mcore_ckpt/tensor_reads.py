@@ -15,6 +15,7 @@ import heapq
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,9 @@ _DIRECT_PIECE_BYTES = 1024 * 1024
 
 # A packed item of which less is wanted is not read whole.
 _MOSTLY = 0.8
+
+# A span of more items than this is placed by one thread at a time, while others read.
+_MANY_ITEMS = 32
 
 # Forms of items that are remembered; each takes 1 to 4 KB.
 _MAX_FORMS = 2048
@@ -128,6 +132,7 @@ class TensorReads:
         self._pinned = False
         self._threads = min(options.io_threads, max(1, options.buffer_bytes // options.window_bytes))
         self._per_thread = threading.local()
+        self._placing = threading.Lock()
 
     def run(self, items: Sequence[WantedItem]) -> None:
         """Fill the destinations of `items`, which are in order of file and offset.
@@ -235,10 +240,7 @@ class TensorReads:
         try:
             with self._files.reader(span.file) as reader:
                 if first.alone and owner.address:
-                    view = memory_at(owner.address, span.stop - span.start)
-                    reader.read_into(span.start, view)
-                    self._stats.add(reads=1, bytes_read=len(view))
-                    self._sum_piece(owner, view)
+                    self._read_straight(reader, span, owner)
                     return
                 reader.check_range(span.start, span.stop - span.start)
                 if first.alone and self._copy_cached(reader, first):
@@ -254,13 +256,27 @@ class TensorReads:
         self._stats.add(reads=1, bytes_read=stop - start)
         shift = skew - start
         checked = 0
-        for extent in span.extents:
-            owner = extent.owner
-            if isinstance(owner, WantedItem):
-                checked += self._place_packed(buffer, extent.start + shift, owner)
-            else:
-                self._place_piece(buffer, extent.start + shift, owner)
+        # Many small items are Python's work more than memory's: two threads at it would only wait for each other.
+        with self._placing if len(span.extents) > _MANY_ITEMS else nullcontext():
+            for extent in span.extents:
+                owner = extent.owner
+                if isinstance(owner, WantedItem):
+                    checked += self._place_packed(buffer, extent.start + shift, owner)
+                else:
+                    self._place_piece(buffer, extent.start + shift, owner)
         self._stats.add(records_checked=checked)
+
+    def _read_straight(self, reader: RangeReader, span: Span, read: _PieceRead) -> None:
+        """Read a piece to where it belongs, summing it while its bytes are in the CPU's cache."""
+        length, crc = span.stop - span.start, 0
+
+        def add_to_sum(part: memoryview) -> None:
+            nonlocal crc
+            crc = crc32(part, crc)
+
+        reader.read_into(span.start, memory_at(read.address, length), add_to_sum if read.record else None)
+        self._stats.add(reads=1, bytes_read=length)
+        self._compare(read, length, crc)
 
     def _copy_cached(self, reader: RangeReader, extent: Extent) -> bool:
         """Copy the wanted bytes of a piece that is mostly gaps straight out of the page cache, if they are there."""
@@ -326,17 +342,18 @@ class TensorReads:
     def _place_piece(self, memory: HostBytes, at: int, read: _PieceRead) -> None:
         length = read.piece.stop - read.piece.start
         if read.record is not None:
-            self._sum_piece(read, memory_at(memory.address + at, length))
+            self._compare(read, length, crc32(memory_at(memory.address + at, length)))
         if read.address:
             ctypes.memmove(read.address, memory.address + at, length)
             return
         for want in read.wants:
             place_box(memory, at, read.piece.box, read.wanted.chunk.sizes, read.wanted.dtype, want)
 
-    def _sum_piece(self, read: _PieceRead, view: memoryview) -> None:
+    def _compare(self, read: _PieceRead, length: int, crc: int) -> None:
+        """Note a piece's CRC-32; with the last piece of a record, compare the sum with what was written."""
         if read.record is None:
             return
-        total = read.record.add(read.piece.start, len(view), crc32(view))
+        total = read.record.add(read.piece.start, length, crc)
         if total is None:
             return
         if total != read.record.expected:

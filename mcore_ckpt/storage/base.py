@@ -15,7 +15,7 @@ errno, with the `OSError` as cause. A file that ends early is a `CorruptCheckpoi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Literal
@@ -63,8 +63,14 @@ class RangeReader(ABC):
     size_bytes: int
 
     @abstractmethod
-    def read_into(self, offset: int, view: memoryview) -> None:
+    def read_into(self, offset: int, view: memoryview, arrived: Callable[[memoryview], None] | None = None) -> None:
         """Fill all of `view` (writable bytes) with the file's bytes from `offset` on.
+
+        Args:
+            offset: in the file, in bytes.
+            view: memory to fill.
+            arrived: called with each slice of the bytes, from the first to the last, as soon as it has been read: what
+                looks at them then finds them in the CPU's cache.
 
         Raises:
             CorruptCheckpointError: if the file ends before the view is full.

@@ -38,7 +38,8 @@ _SYNC_FILE_RANGE_WRITE = 2
 _SYNC_FILE_RANGE_WAIT_AFTER = 4
 
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
-_SAMPLES = 4
+_SHORT_COPY_BYTES = 256 * 1024
+_SAMPLES = 2
 _SAMPLE_PAGES = 16
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -84,7 +85,7 @@ def copy_bytes(destination: memoryview, source: memoryview) -> None:
     """
     if len(destination) != len(source):
         raise ValueError(f"{len(source)} bytes do not fit into {len(destination)} exactly")
-    if source.readonly or len(source) < _HUGE_PAGE_BYTES:  # (ctypes takes writable memory only)
+    if source.readonly or len(source) < _SHORT_COPY_BYTES:  # (ctypes takes writable memory only)
         destination[:] = source
     else:
         ctypes.memmove(address(destination), address(source), len(source))
