@@ -245,14 +245,16 @@ def _stage_and_start(storage: Storage, sources: Sequence[BucketSource], options:
     try:
         if lease.budget_bytes < total_bytes:
             return _stream(storage, sources, options, what, lease, total_bytes)
-        view = lease.stage.reserve(max(total_bytes, 1))
-        if any(source.on_device for source in sources):
+        on_device = any(source.on_device for source in sources)
+        view = lease.stage.reserve(max(total_bytes, 1), touch=on_device)
+        if on_device:
             lease.stage.pin()
         layouts = [source.layout for source in sources]
         laid_out = lease.stage.contents == layouts
         lease.stage.contents = None
         for source, offset in zip(sources, offsets, strict=True):
-            source.fill_stage(view[offset : offset + align_up(source.layout.image.size_bytes)], laid_out)
+            piece = view[offset : offset + align_up(source.layout.image.size_bytes)]
+            source.fill_stage(piece, laid_out, None if lease.stage.is_touched else lease.stage.write)
         lease.stage.contents = layouts
         files = tuple(FileJob(image, offset) for image, offset in zip(images, offsets, strict=True))
         handle: JobHandle
@@ -264,6 +266,7 @@ def _stage_and_start(storage: Storage, sources: Sequence[BucketSource], options:
         lease.stage_is_used_by(handle)
         save = AsyncSave(handle, images, lease, options, what)
         save.handed_over = (staged, time.monotonic())
+        lease.stage.touch_meanwhile()
         return save
     except BaseException:
         lease.give_back()

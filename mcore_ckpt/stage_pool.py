@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mcore_ckpt.job_handle import JobHandle
 from mcore_ckpt.options import SaveOptions, ranks_of_this_host
 from mcore_ckpt.process import shared_writer
-from mcore_ckpt.staging import Stage, free_host_bytes
+from mcore_ckpt.stage_memory import Stage, free_host_bytes
 
 __all__ = ["StageLease", "is_busy", "lease_stage", "warm_up_stage"]
 

@@ -1,32 +1,28 @@
 """From the trainer's memory to memory that a writer may read while the trainer goes on.
 
 `BucketSource` knows how to produce any part of a bucket's file from the tensors where they lie: it fills a writer's
-window (a synchronous save, or a save larger than its stage), or a whole stage. A `Stage` is shared memory (memfd) that
-is kept between saves: copying into memory that has been touched before costs about 0.06 s per GB, touching new memory
-two to four times that. The stage is the image of the file, so the writer needs no layout but the places of checksums.
+window (a synchronous save, or a save larger than its stage), or a whole stage (`stage_memory.py`). The stage is the
+image of the file, so the writer needs no layout but the places of checksums.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
-import mmap
-import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch
 
 from mcore_ckpt.buckets import BucketLayout
 from mcore_ckpt.errors import SaveError
 
-__all__ = ["BucketSource", "Stage", "free_host_bytes"]
-
-_logger = logging.getLogger(__name__)
+__all__ = ["BucketSource"]
 
 _ZEROS = bytes(4096)
-_MADV_POPULATE_WRITE = 23  # <linux/mman.h>, which the mmap module does not name
+# Writing a shorter payload by a system call costs more than the few pages that it saves from being cleared.
+_LEAST_WRITTEN_BYTES = 16 * 1024
+
+_Write = Callable[[int, int, int], None]
 
 
 class _Payloads:
@@ -39,6 +35,15 @@ class _Payloads:
         self._flat: tuple[int, torch.Tensor] | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._in_order: set[torch.device] = set()
+        self.write: _Write | None = (
+            None  # in place of copying host memory: (address of the target, of the source, bytes)
+        )
+
+    def _move(self, address: int, source: int, nbytes: int) -> None:
+        if self.write is not None and nbytes >= _LEAST_WRITTEN_BYTES:
+            self.write(address, source, nbytes)
+        else:
+            ctypes.memmove(address, source, nbytes)
 
     def copy(self, index: int, start: int, stop: int, address: int) -> None:
         """Copy bytes [start, stop) of tensor `index` to `address`; device copies are complete after `wait`."""
@@ -46,14 +51,14 @@ class _Payloads:
             return
         pointer = self.pointers[index]
         if pointer:
-            ctypes.memmove(address, pointer + start, stop - start)
+            self._move(address, pointer + start, stop - start)
             return
         tensor = self._tensors[index]
         if tensor.device.type == "cpu":
             source = self._contiguous_bytes(index).data_ptr()
             if not source:
                 raise SaveError(f"tensor {index} of a file: its memory was given back (a storage of 0 bytes)")
-            ctypes.memmove(address, source + start, stop - start)
+            self._move(address, source + start, stop - start)
             return
         memory = (ctypes.c_char * (stop - start)).from_address(address)
         target = torch.frombuffer(memory, dtype=torch.uint8)
@@ -166,16 +171,24 @@ class BucketSource:
             filled = min(offset + len(data), end)
         _zero(view, filled - start, end - start)
 
-    def fill_stage(self, view: memoryview, laid_out: bool) -> None:
+    def fill_stage(
+        self, view: memoryview, laid_out: bool, write: Callable[[int, int, int], None] | None = None
+    ) -> None:
         """Put the whole file into `view`, which is a piece of a stage.
 
         Args:
             view: writable bytes, at least the file's size.
             laid_out: the last thing that this piece held had the same layout: heads, tails and gaps are there already.
+            write: for a stage that was never touched, how to put host memory there: called with the address in `view`,
+                the address of the source and a number of bytes.
         """
         size_bytes = self.layout.image.size_bytes
         if not laid_out:
-            self.fill(0, size_bytes, view)
+            self._payloads.write = write
+            try:
+                self.fill(0, size_bytes, view)
+            finally:
+                self._payloads.write = None
             _zero(view, size_bytes, len(view))
             return
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
@@ -205,116 +218,3 @@ def _zero(view: memoryview, low: int, high: int) -> None:
         step = min(len(_ZEROS), high - low)
         view[low : low + step] = _ZEROS[:step]
         low += step
-
-
-class Stage:
-    """Shared memory of one rank that holds snapshots, one save after the other.
-
-    It is a memfd: it needs no name, so nothing is left behind whatever dies, and no space in /dev/shm.
-
-    Attributes:
-        fd: the memory's file descriptor, to be sent to the writer.
-        capacity_bytes: how much it holds; grows on demand, never shrinks.
-        contents: what was laid out last (the caller's own note), or None.
-    """
-
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("mcore_ckpt_stage", os.MFD_CLOEXEC)
-        self.capacity_bytes = 0
-        self.contents: object = None
-        self._memory: mmap.mmap | None = None
-        self._pinned = False
-
-    def reserve(self, nbytes: int) -> memoryview:
-        """Memory for `nbytes`, page-aligned. What an earlier call returned must not be used any more.
-
-        Raises:
-            SaveError: the host has not that much memory.
-        """
-        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if nbytes > self.capacity_bytes:
-            self._unmap()
-            try:
-                os.ftruncate(self.fd, nbytes)
-                self._memory = mmap.mmap(self.fd, nbytes)
-            except OSError as error:
-                raise SaveError(f"no memory for a stage of {nbytes} bytes: {error}") from error
-            self.capacity_bytes = nbytes
-            self.contents = None
-            self.populate()  # it is going to be filled at once, and faults one by one take longer
-        assert self._memory is not None
-        return memoryview(self._memory)[:nbytes]
-
-    def map_again(self) -> memoryview:
-        """All of the memory by a mapping of its own, for a forked child."""
-        return memoryview(mmap.mmap(self.fd, self.capacity_bytes))
-
-    def populate(self) -> None:
-        """Touch all of the memory now, so that no save has to wait for the kernel to find and clear pages."""
-        if self._memory is None:
-            return
-        try:
-            self._memory.madvise(_MADV_POPULATE_WRITE)
-        except OSError:  # a kernel before 5.14
-            for offset in range(0, self.capacity_bytes, mmap.PAGESIZE):
-                self._memory[offset] = 0
-            self.contents = None
-
-    def pin(self) -> None:
-        """Register the memory with CUDA, so that device copies run at full speed and beside computation.
-
-        Where that is refused, copies are slower and correct all the same.
-        """
-        if self._pinned or self._memory is None:
-            return
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = int(runtime.cudaHostRegister(address, self.capacity_bytes, 0))
-        self._pinned = status == 0
-        if not self._pinned:
-            # CUDA would report it again from the next call of anybody, a kernel of the trainer's above all.
-            forget_error = getattr(ctypes.CDLL(None), "cudaGetLastError", None)
-            if forget_error is not None:
-                forget_error()
-            _logger.warning(
-                "the stage of %d bytes cannot be registered with CUDA (cudaHostRegister: error %d): copies to it are "
-                "slower; check the limit on locked memory (ulimit -l)",
-                self.capacity_bytes,
-                status,
-            )
-
-    def _unmap(self) -> None:
-        if self._memory is None:
-            return
-        if self._pinned:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            runtime.cudaHostUnregister(address)
-            self._pinned = False
-        # Views that a caller still holds keep the mapping alive until they go; it is not reused.
-        self._memory = None
-        self.capacity_bytes = 0
-        self.contents = None
-
-    def close(self) -> None:
-        """Give everything back."""
-        self._unmap()
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-
-def free_host_bytes() -> int:
-    """Memory that this host, or the control group this process lives in, has to spare, in bytes."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text(encoding="ascii").strip()
-        if limit != "max":
-            available = min(available, int(limit) - int((group / "memory.current").read_text(encoding="ascii")))
-    except OSError:
-        pass  # no such file outside Linux or outside a control group: the first figure stands
-    return max(available, 0)

@@ -13,11 +13,12 @@ import fcntl
 import mmap
 import os
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, align_up
 
 __all__ = [
+    "MADV_POPULATE_WRITE",
     "Residency",
     "address",
     "aligned_buffer",
@@ -26,8 +27,10 @@ __all__ = [
     "enable",
     "expect",
     "has_huge_pages",
+    "populate",
     "preallocate",
     "write_back",
+    "write_from",
 ]
 
 # What a file system answers that does not know a call, as opposed to a call that failed.
@@ -36,6 +39,8 @@ _NOT_SUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno
 _SYNC_FILE_RANGE_WAIT_BEFORE = 1
 _SYNC_FILE_RANGE_WRITE = 2
 _SYNC_FILE_RANGE_WAIT_AFTER = 4
+
+MADV_POPULATE_WRITE: Final = 23  # <linux/mman.h>, which the mmap module does not name
 
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _SHORT_COPY_BYTES = 256 * 1024
@@ -134,6 +139,8 @@ def _libc() -> Any:
         if function is not None:
             function.argtypes = arguments
             function.restype = ctypes.c_int
+    library.pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, offset]
+    library.pwrite.restype = ctypes.c_ssize_t
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, offset]
     library.mmap.restype = ctypes.c_void_p
     return library
@@ -183,6 +190,28 @@ def write_back(fd: int, offset: int, nbytes: int, *, wait: bool) -> None:
         if code in _NOT_SUPPORTED:
             return
         raise OSError(code, os.strerror(code))
+
+
+def write_from(fd: int, address: int, nbytes: int, offset: int) -> None:
+    """Write `nbytes` of this process's memory, from `address` on, to `offset` of a file.
+
+    Raises:
+        OSError: as `os.pwrite`.
+    """
+    done = 0
+    while done < nbytes:
+        count = _libc().pwrite(fd, address + done, nbytes - done, offset + done)
+        if count < 0:
+            code = ctypes.get_errno()
+            if code == errno.EINTR:
+                continue
+            raise OSError(code, os.strerror(code))
+        done += count
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Map the pages of shared memory that exist already, so that touching them later is no fault. Page-aligned."""
+    _libc().madvise(address, nbytes, MADV_POPULATE_WRITE)
 
 
 def drop_cached(fd: int, offset: int = 0, nbytes: int = 0) -> None:

@@ -13,7 +13,8 @@ from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, OptionError, Sav
 from mcore_ckpt.async_save import start_writing
 from mcore_ckpt.buckets import lay_out
 from mcore_ckpt.container import tensor_template
-from mcore_ckpt.staging import BucketSource, Stage
+from mcore_ckpt.stage_memory import Stage
+from mcore_ckpt.staging import BucketSource
 from mcore_ckpt.storage.local import LocalStorage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]

@@ -14,7 +14,8 @@ from mcore_ckpt.container import encode_tensor, tensor_template
 from mcore_ckpt.errors import PlanError
 from mcore_ckpt.local_plan import LocalPlan, LocalPlanBuilder, index_tensors
 from mcore_ckpt.rank_layout import TensorSpec, lay_out_rank
-from mcore_ckpt.staging import BucketSource, Stage
+from mcore_ckpt.stage_memory import Stage
+from mcore_ckpt.staging import BucketSource
 
 
 @given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 7))
@@ -111,6 +112,22 @@ def test_a_stage_is_filled_right_first_and_again(tensors: list[torch.Tensor], ob
     source, expected = source_of(again, [bytes(len(data)) for data in objects])
     source.fill_stage(view, laid_out=True)
     assert bytes(view[: len(expected)]) == expected
+    del view
+    stage.close()
+
+
+@given(bucket_tensors(), st.lists(st.binary(max_size=300), max_size=4), st.integers(0, 3))
+def test_a_new_stage_is_filled_by_writing_to_it(tensors: list[torch.Tensor], objects: list[bytes], large: int) -> None:
+    tensors = [*tensors, *(torch.randn(5000 * (n + 1)) for n in range(large))]
+    source, expected = source_of(tensors, objects)
+    stage = Stage()
+    view = stage.reserve(max(len(expected), 1), touch=False)
+    assert not stage.is_touched
+    source.fill_stage(view, False, stage.write)
+    assert bytes(view[: len(expected)]) == expected
+    stage.touch_meanwhile()
+    assert stage.is_touched
+    assert bytes(stage.reserve(len(expected) or 1)[: len(expected)]) == expected
     del view
     stage.close()
 
