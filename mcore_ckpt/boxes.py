@@ -147,7 +147,7 @@ def covers(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     """
     shape = tuple(shape)
     boxes = list(boxes)
-    if len(boxes) == 1 and boxes[0].sizes == shape and not any(boxes[0].offsets):
+    if _in_a_row(shape, boxes):
         return None
     rank = len(shape)
     for box in boxes:
@@ -198,6 +198,26 @@ def covers(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     for axis, coordinate in zip(divided, first, strict=True):
         element[axis] = coordinate
     return f"element {element} of {list(shape)} lies in {excess[first] + 1} chunks, expected exactly 1"
+
+
+def _in_a_row(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+    """Whether the boxes, as they are listed, follow one another along one axis and span the others.
+
+    That is what ranks give that divide a tensor along an axis. Told in a quarter of the time that the rest takes, which
+    counts with 20,000 tensors; False says nothing.
+    """
+    if not boxes or not shape:
+        return boxes == [((), ())]
+    first = boxes[0].sizes
+    axis = next((axis for axis, (size, outer) in enumerate(zip(first, shape, strict=False)) if size != outer), 0)
+    before, after, start = (0,) * axis, (0,) * (len(shape) - axis - 1), 0
+    for offsets, sizes in boxes:
+        if offsets != (*before, start, *after) or len(sizes) != len(shape):
+            return False
+        if sizes[axis] <= 0 or sizes[:axis] != shape[:axis] or sizes[axis + 1 :] != shape[axis + 1 :]:
+            return False
+        start += sizes[axis]
+    return start == shape[axis]
 
 
 def _chained(starts: list[int], stops: list[int], size: int) -> bool:

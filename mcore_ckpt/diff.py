@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mcore_ckpt.boxes import Box
 from mcore_ckpt.container import element_bytes, verify_records
@@ -19,9 +19,10 @@ from mcore_ckpt.errors import LoadError
 from mcore_ckpt.fetch import in_parallel
 from mcore_ckpt.key_patterns import key_filter
 from mcore_ckpt.metadata import CheckpointIndex, ObjectEntry, TensorEntry, read_index
+from mcore_ckpt.plain_state import read_plain_state
 from mcore_ckpt.progress import Progress
 from mcore_ckpt.regrid import slabs
-from mcore_ckpt.stored_payloads import StoredPayloads
+from mcore_ckpt.stored_payloads import StoredPayloads, check_elements
 from mcore_ckpt.tensor_stats import SLAB_BYTES, Difference, Differences, SlabReader
 
 __all__ = ["DiffReport", "TensorDiff", "diff_checkpoints"]
@@ -59,7 +60,12 @@ class TensorDiff:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """Attributes: `tensors` of both, those that differ most first; `objects_differ` by full key."""
+    """Attributes:
+    tensors: of both, those that differ most first.
+    objects_differ: by full key.
+    common_differs: top-level entries of the common state (iteration, arguments, optimizer settings) that differ, or
+        that only one of the two has.
+    """
 
     a: str
     b: str
@@ -69,11 +75,12 @@ class DiffReport:
     objects_differ: tuple[str, ...]
     objects_same: int
     read_bytes: int
+    common_differs: tuple[str, ...] = ()
 
     @property
     def identical(self) -> bool:
-        """Keys, shapes, dtypes, values and objects are the same."""
-        keys = not self.only_in_a and not self.only_in_b and not self.objects_differ
+        """Keys, shapes, dtypes, values, objects and common state are the same."""
+        keys = not self.only_in_a and not self.only_in_b and not self.objects_differ and not self.common_differs
         return keys and all(tensor.same for tensor in self.tensors)
 
 
@@ -92,7 +99,7 @@ def diff_checkpoints(
 
     Args:
         a, b: their directories.
-        only: keys to compare, by pattern (`key_patterns`).
+        only: keys to compare, by pattern (`key_patterns`); the common state, which has none, is then left out.
         values: compare values, not just keys, shapes and dtypes.
         rtol, atol: tensors whose largest difference is within either count as the same.
         workers: threads; each takes about 100 MB.
@@ -100,6 +107,7 @@ def diff_checkpoints(
 
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError: one of them cannot be read.
+        ChecksumError: a tensor differs since one of them is damaged.
     """
     left, right = read_index(a), read_index(b)
     wanted = key_filter(only)
@@ -117,7 +125,9 @@ def diff_checkpoints(
             with Progress("diff", total, shown=progress) as bar:
                 compare = _Comparison(payloads_a, payloads_b, bar.advance)
                 in_parallel(_tasks(left, comparable), compare.task, workers)
-            for key, difference in compare.results().items():
+            results = compare.results()
+            _check_those_that_differ(results, payloads_a, payloads_b, workers)
+            for key, difference in results.items():
                 tensor = found[key]
                 within = not difference.differing or (
                     difference.measured
@@ -141,7 +151,19 @@ def diff_checkpoints(
         objects_differ=tuple(differing),
         objects_same=len(objects) - len(differing),
         read_bytes=read_bytes,
+        common_differs=() if only else _different_entries(read_plain_state(left), read_plain_state(right)),
     )
+
+
+def _different_entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, ...]:
+    """Top-level keys under which two common states differ."""
+    missing = object()
+    keys = dict.fromkeys((*a, *b))
+    return tuple(key for key in keys if not _same_value(a.get(key, missing), b.get(key, missing)))
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    return bool(type(a) is type(b) and (a == b or repr(a) == repr(b)))  # a NaN is the same value as itself
 
 
 def _structure(a: TensorEntry, b: TensorEntry) -> TensorDiff:
@@ -204,6 +226,17 @@ class _Comparison:
     def results(self) -> dict[str, Difference]:
         """Of each tensor, over all its tasks."""
         return {fqn: _sum(parts) for fqn, parts in self._found.items()}
+
+
+def _check_those_that_differ(
+    found: Mapping[str, Difference], a: StoredPayloads, b: StoredPayloads, workers: int
+) -> None:
+    """Compare the checksums of tensors with different bits: a damaged file is not another value.
+
+    Where all bits are the same there is nothing to be mistaken about.
+    """
+    suspects = [(payloads, key) for key, value in found.items() if not value.identical for payloads in (a, b)]
+    in_parallel(suspects, lambda suspect: check_elements(suspect[0], suspect[0].index.tensors[suspect[1]]), workers)
 
 
 def _sum(parts: list[Difference]) -> Difference:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mcore_ckpt.boxes import Box, covers
 from mcore_ckpt.container import LocatedTensor, NotRangeable, element_bytes, locate_tensor
-from mcore_ckpt.errors import CorruptCheckpointError
+from mcore_ckpt.crc import crc32
+from mcore_ckpt.errors import ChecksumError, CorruptCheckpointError
 from mcore_ckpt.fetch import OpenFiles
 from mcore_ckpt.metadata import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.options import DirectIo
@@ -25,10 +26,20 @@ from mcore_ckpt.storage.local import LocalStorage
 if TYPE_CHECKING:
     from mcore_ckpt.reader import FileSystemReader
 
-__all__ = ["PayloadSource", "StoredPayload", "StoredPayloads", "check_located", "check_tiled", "chunk_name"]
+__all__ = [
+    "PayloadSource",
+    "StoredPayload",
+    "StoredPayloads",
+    "check_elements",
+    "check_located",
+    "check_sum",
+    "check_tiled",
+    "chunk_name",
+]
 
 
 _MAX_LOCATED = 4096
+_WINDOW_BYTES = 4 * 1024 * 1024
 # More than any deflated record can grow: an item that is to hold more elements than this many times its bytes does not.
 _MAX_INFLATION = 1100
 
@@ -193,6 +204,33 @@ def check_tiled(index: CheckpointIndex, keys: Iterable[str]) -> None:
                     f"{chunk_name(entry, chunk)}: {nbytes} bytes of elements cannot lie in {item.length} bytes; the "
                     f"index of {index.path} is damaged. Nothing was written"
                 )
+
+
+def check_sum(payload: StoredPayload, value: int) -> None:
+    """Raise `ChecksumError` unless `value` is the CRC-32 that was stored with the elements (if there was one)."""
+    if payload.crc32 is not None and payload.crc32 != value:
+        raise ChecksumError(
+            f"{payload.where}: its elements have CRC-32 {value:#010x}, expected {payload.crc32:#010x}: the file was "
+            "damaged after it was written; take another copy"
+        )
+
+
+def check_elements(payloads: StoredPayloads, entry: TensorEntry) -> None:
+    """Read all chunks of a tensor and compare their checksums; raises as `check_sum`.
+
+    For what reads tensors in slabs that cut through chunks, and has to know beforehand that they are as written.
+    """
+    for chunk in entry.chunks:
+        payload = payloads.locate(entry, chunk)
+        if payload.crc32 is None:
+            continue
+        value = 0
+        window = memoryview(bytearray(min(_WINDOW_BYTES, payload.nbytes)))
+        for start in range(0, payload.nbytes, _WINDOW_BYTES):
+            view = window[: min(_WINDOW_BYTES, payload.nbytes - start)]
+            payloads.read_into(payload, start, view)
+            value = crc32(view, value)
+        check_sum(payload, value)
 
 
 def check_located(found: LocatedTensor, entry: TensorEntry, chunk: StoredChunk, where: str) -> None:

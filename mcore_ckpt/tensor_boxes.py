@@ -11,11 +11,11 @@ from numpy.lib.stride_tricks import as_strided
 from mcore_ckpt.boxes import Box, covers, intersect
 from mcore_ckpt.container import element_bytes
 from mcore_ckpt.crc import crc32
-from mcore_ckpt.errors import ChecksumError, CorruptCheckpointError
+from mcore_ckpt.errors import CorruptCheckpointError
 from mcore_ckpt.metadata import TensorEntry
 from mcore_ckpt.ranges import Piece, split_box
 from mcore_ckpt.regrid import carrier
-from mcore_ckpt.stored_payloads import StoredPayload, StoredPayloads
+from mcore_ckpt.stored_payloads import StoredPayloads, check_sum
 
 __all__ = ["read_box"]
 
@@ -62,7 +62,7 @@ def read_box(
         payload = payloads.locate(entry, chunk)
         if part == box and part.sizes == chunk.sizes:
             payloads.read_into(payload, 0, memory)
-            _check_sum(payload, crc32(memory[:nbytes]))
+            check_sum(payload, crc32(memory[:nbytes]))
             continue
         inside = _relative(part, chunk.offsets)
         whole, value = part.sizes == chunk.sizes, 0  # the pieces of a whole chunk follow one another without gaps
@@ -80,16 +80,8 @@ def read_box(
             assert target is not None
             target[tuple(slice(at, at + size) for at, size in zip(start, piece.box.sizes, strict=True))] = elements
         if whole:
-            _check_sum(payload, value)
+            check_sum(payload, value)
     return memory
-
-
-def _check_sum(payload: StoredPayload, value: int) -> None:
-    if payload.crc32 is not None and payload.crc32 != value:
-        raise ChecksumError(
-            f"{payload.where}: its elements have CRC-32 {value:#010x}, expected {payload.crc32:#010x}: the file was "
-            "damaged after it was written; take another copy"
-        )
 
 
 def _relative(box: Box, origin: Sequence[int]) -> Box:

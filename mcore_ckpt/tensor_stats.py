@@ -17,7 +17,7 @@ from mcore_ckpt.dtype_cast import as_numbers
 from mcore_ckpt.errors import CorruptCheckpointError
 from mcore_ckpt.metadata import StoredChunk, TensorEntry
 from mcore_ckpt.regrid import Walk, slabs
-from mcore_ckpt.stored_payloads import PayloadSource, StoredPayloads
+from mcore_ckpt.stored_payloads import PayloadSource, StoredPayloads, check_elements
 
 __all__ = ["Difference", "Differences", "SlabReader", "Stats", "tensor_stats"]
 
@@ -85,7 +85,12 @@ class SlabReader:
         return view
 
     def walk(self, entry: TensorEntry, slab_bytes: int = SLAB_BYTES) -> Iterator[tuple[Box, memoryview]]:
-        """All slabs of a tensor, in C order."""
+        """All slabs of a tensor, in C order; the checksums of its chunks are compared before the first.
+
+        Raises:
+            ChecksumError: a chunk is damaged.
+        """
+        check_elements(self._payloads, entry)
         for slab in slabs(Box((0,) * len(entry.shape), entry.shape), element_bytes(entry.dtype), slab_bytes):
             yield slab, self.read(entry, slab)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt.commands.outcome import Outcome
@@ -155,11 +156,16 @@ def _write_npy(checkpoint: Checkpoint, tensor: LazyTensor, index: Any, path: str
         with open(path, "wb") as file:  # noqa: PTH123  (a name without .npy must stay as it is)
             np.save(file, values)
         return tuple(values.shape)
-    target = np.lib.format.open_memmap(path, mode="w+", dtype=sample.dtype, shape=tensor.shape)
-    for box, content in SlabReader(checkpoint.payloads).walk(checkpoint.index.tensors[tensor.fqn]):
-        numbers = as_numbers(content, tensor.dtype)
-        assert numbers is not None
-        place = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
-        target[place] = numbers.reshape(box.sizes)
-    target.flush()
+    partial = Path(f"{path}.partial")  # a damaged tensor must leave no file that looks whole
+    try:
+        target = np.lib.format.open_memmap(partial, mode="w+", dtype=sample.dtype, shape=tensor.shape)
+        for box, content in SlabReader(checkpoint.payloads).walk(checkpoint.index.tensors[tensor.fqn]):
+            numbers = as_numbers(content, tensor.dtype)
+            assert numbers is not None
+            place = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+            target[place] = numbers.reshape(box.sizes)
+        target.flush()
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     return tensor.shape

@@ -58,6 +58,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     lines = [f"only in A: {key}" for key in report.only_in_a]
     lines += [f"only in B: {key}" for key in report.only_in_b]
     lines += [f"object differs: {key}" for key in report.objects_differ]
+    lines += [f"common state differs: {key}" for key in report.common_differs]
     limit = len(shown) if arguments.all else _SHOWN
     if shown:
         header = ("key", "what", "max abs", "max rel", "differing", "NaN/inf mismatches", "NaNs A/B")
@@ -80,6 +81,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         "tensors": [_document(tensor) for tensor in report.tensors],
         "objects_differ": report.objects_differ,
         "objects_same": report.objects_same,
+        "common_differs": report.common_differs,
     }
     return Outcome(document, "\n".join(lines).strip("\n"), DONE if report.identical else DIFFERS)
 

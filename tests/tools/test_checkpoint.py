@@ -17,7 +17,7 @@ from mcore_ckpt.boxes import Box
 from mcore_ckpt.checkpoint import open_checkpoint
 from mcore_ckpt.cli import main
 from mcore_ckpt.errors import ChecksumError, KindMismatchError, MissingKeyError
-from tests.support.stored_layouts import StoredTensor, tilings, write_checkpoint
+from tests.support.stored_layouts import StoredTensor, flip_byte, tilings, write_checkpoint
 from tests.tools.model_like import model_tensors, write_model
 
 KEY = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -195,3 +195,15 @@ def test_a_chunk_that_is_read_as_a_whole_is_held_against_its_checksum(tmp_path: 
             checkpoint["w"].torch()
         assert main(["export", str(tmp_path / name), str(tmp_path / "e"), "--to", "torch"]) == 2
         assert not (tmp_path / "e").exists()
+
+
+@pytest.mark.parametrize("wanted", [["--stats"], ["--npy", "out.npy"]])
+def test_numbers_of_a_damaged_tensor_are_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, wanted: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    index = write_model(tmp_path / "c", tp=2)
+    flip_byte(index, KEY, at_fraction=0.5)
+    assert main(["cat", str(tmp_path / "c"), KEY, *wanted]) == 2
+    assert "CRC-32" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "c"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from mcore_ckpt.boxes import Box
 from mcore_ckpt.cli import main
 from mcore_ckpt.container import encode_tensor
 from mcore_ckpt.diff import TensorDiff, diff_checkpoints
-from tests.support.stored_layouts import StoredTensor, write_checkpoint
+from tests.support.stored_layouts import StoredTensor, flip_byte, write_checkpoint
 from tests.tools.model_like import model_tensors, write_model
 
 KEY = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -150,3 +151,26 @@ def test_tensors_of_many_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert values is not None
     assert (values.elements, values.differing) == (64 * 256, 1)
     assert tensor_stats.SLAB_BYTES > 4096
+
+
+def test_damage_is_an_error_and_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path / "a", tp=1)
+    index = write_model(tmp_path / "b", tp=2)
+    flip_byte(index, KEY, at_fraction=0.5)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    error = capsys.readouterr().err
+    assert KEY in error
+    assert "CRC-32" in error
+
+
+def test_common_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, iteration in (("a", 10), ("b", 20), ("c", 10)):
+        write_model(tmp_path / name, tp=2)
+        common = {"iteration": iteration, "args": argparse.Namespace(seed=1), "loss": float("nan")}
+        torch.save(common, tmp_path / name / "common.pt")
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "c")]) == 0
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert "common state differs: iteration" in capsys.readouterr().out
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--only", "*"]) == 0
+    (tmp_path / "b" / "common.pt").unlink()
+    assert diff_checkpoints(tmp_path / "a", tmp_path / "b").common_differs == ("iteration", "args", "loss")
