@@ -138,6 +138,10 @@ class OursReplanned(Ours):
 
     name = "mcore_ckpt replanned"
 
+    def save(self, state: Any, path: Path) -> None:
+        self._save = self._strategy()
+        super().save(state, path)
+
     def start(self, state: Any, path: Path) -> Callable[[bool], bool]:
         self._save = self._strategy()
         return super().start(state, path)

@@ -28,7 +28,7 @@ def _size_bytes(path: Path) -> int:
 
 
 def saves(rank: int, base: Path, kind_name: str, size_bytes: int, names: Sequence[str], rounds: int) -> Samples:
-    """Synchronous saves in the steady state: time, CPU, peak memory, size of the files."""
+    """Synchronous saves in the steady state: time, CPU, size of the files."""
     kind = kinds(size_bytes)[kind_name]
     adapters = _start(names)
     shards = build(kind, dist.get_world_size(), rank)
@@ -43,12 +43,8 @@ def saves(rank: int, base: Path, kind_name: str, size_bytes: int, names: Sequenc
                 continue  # the first save of a process is measured apart
             _note(samples, "save s", name, cost["s"])
             _note(samples, "save cpu s", name, cost["cpu_s"])
-    for name, adapter in adapters.items():
-        if name != "raw":
-            path = _fresh(base / name)
-            peak = peak_extra_bytes(partial(adapter.save, states[name], path))
-            _note(samples, "save peak extra MB", name, peak / 1e6)
-            _note(samples, "file bytes / payload", name, _size_bytes(path) / kind.size_bytes)
+            if turn == rounds and name != "raw":
+                _note(samples, "file bytes / payload", name, _size_bytes(path) / kind.size_bytes)
     return samples
 
 
@@ -153,9 +149,4 @@ def loads(
                     check(shards)
                 if temperature == "cold":
                     _note(samples, "bytes from the device / needed", label, cost["device_bytes"] / needed_by_all)
-    for (reader, writer), adapter in {pair: adapters[pair[0]] for pair in pairs}.items():
-        if reader == writer and reader != "raw":
-            state = adapter.prepare(shards)
-            peak = peak_extra_bytes(partial(adapter.load, state, base / writer))
-            _note(samples, "load peak extra MB", reader, peak / 1e6)
     return samples

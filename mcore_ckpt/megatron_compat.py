@@ -32,7 +32,7 @@ from mcore_ckpt.megatron_patches import (
     serve_with_numpy_2,
     serve_without_cuda,
 )
-from mcore_ckpt.options import LoadOptions, SaveOptions
+from mcore_ckpt.options import LoadOptions, SaveOptions, unknown_variables
 from mcore_ckpt.registry import get_strategy, registered_strategies
 
 __all__ = [
@@ -238,6 +238,8 @@ def install() -> dict[str, Any]:
         # A value that cannot be is refused here: the first save may be hours away.
         SaveOptions.from_environment()
         LoadOptions.from_environment()
+        for name, alike in unknown_variables().items():
+            logger.warning("%s sets no option of mcore_ckpt%s", name, f"; {alike} would" if alike else "")
         version = megatron_version()
         if version[:2] > _NEWEST:
             logger.warning(

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from mcore_ckpt.errors import OptionError
 
-__all__ = ["LoadOptions", "SaveOptions", "ranks_of_this_host"]
+__all__ = ["LoadOptions", "SaveOptions", "ranks_of_this_host", "unknown_variables"]
 
 _MIB = 1024 * 1024
 _ENVIRONMENT_PREFIX = "MCORE_CKPT_"
@@ -155,6 +155,23 @@ def _from_environment(cls: type[_Options], environment: Mapping[str, str] | None
         if text is not None and option.name not in explicit:
             values[option.name] = _parse(option.name, str(option.type), text)
     return cls(**{**values, **explicit})
+
+
+def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """`MCORE_CKPT_*` variables that set no option, as a misspelled one does not; each with the one most like it, or "".
+
+    Those of this package's own tests (`MCORE_CKPT_TEST*`) are left out.
+    """
+    import difflib  # (half of what importing this module would cost)
+
+    source = os.environ if environment is None else environment
+    known = [_ENVIRONMENT_PREFIX + option.name.upper() for cls in (SaveOptions, LoadOptions) for option in fields(cls)]
+    names = [name for name in source if name.startswith(_ENVIRONMENT_PREFIX) and name not in known]
+    return {
+        name: next(iter(difflib.get_close_matches(name, known, n=1)), "")
+        for name in names
+        if not name.startswith(_ENVIRONMENT_PREFIX + "TEST")
+    }
 
 
 def ranks_of_this_host(environment: Mapping[str, str] | None = None) -> int:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Before torch is imported anywhere: several ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that starts this in the background has SIGINT ignored, and children inherit that; tests send it to them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from hypothesis import HealthCheck, settings

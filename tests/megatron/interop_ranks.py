@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.models import ModelShape, Parallel, build_training
+from tests.support.shared_groups import share_groups
 from tests.support.state_compare import Comparison, Reference, write_reference
 from tests.support.who_ran import record_strategies
 
@@ -49,6 +50,7 @@ def _prepare(ours: bool) -> None:
     from tests.support.cpu_megatron import pretend_cuda
 
     pretend_cuda()
+    share_groups()
     if ours:
         import mcore_ckpt
 

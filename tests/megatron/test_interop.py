@@ -46,7 +46,10 @@ LAYOUTS: dict[int, dict[str, tuple[Parallel, Parallel]]] = {
         "moe-grouped": (Parallel(expert=4), Parallel(pipeline=2, expert=2)),
     },
 }
-CASES = [(world, name) for world in LAYOUTS for name in SHAPES]
+# Two ranks are what `make test` has time for.
+_MARKS = {world: [] if world == 2 else [pytest.mark.long] for world in LAYOUTS}
+SIZES = [pytest.param(world, marks=_MARKS[world]) for world in LAYOUTS]
+CASES = [pytest.param(world, name, marks=_MARKS[world]) for world in LAYOUTS for name in SHAPES]
 DEADLINE_S = 400
 
 pytestmark = pytest.mark.timeout(900)  # a fixture's processes have their own, shorter deadline
@@ -118,7 +121,7 @@ class TestInterop:
         _check_dcp(job, dcp.FileSystemReader(job.checkpoint))
 
 
-@pytest.mark.parametrize("size", LAYOUTS)
+@pytest.mark.parametrize("size", SIZES)
 def test_ours_is_read_where_this_package_does_not_exist(world: World, size: int) -> None:
     """An interpreter with torch, but without this package, reads it; its pickles name classes of torch only."""
     jobs = list(world.saved_by_ours.values())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mcore_ckpt import LoadOptions, OptionError, SaveOptions
+from mcore_ckpt.options import unknown_variables
 
 # One text for each field that can be set from the environment, and what it means.
 SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
@@ -123,3 +124,11 @@ def test_options_do_not_change(options: Any) -> None:
 
 def test_cow_with_fork_is_allowed() -> None:
     assert SaveOptions(stage="cow", writer="fork").stage == "cow"
+
+
+def test_a_misspelled_variable_is_found() -> None:
+    environment = {"MCORE_CKPT_WRITTER": "fork", "MCORE_CKPT_WRITER": "fork", "MCORE_CKPT_TEST_X": "1", "PATH": "/"}
+    assert unknown_variables({**environment, "MCORE_CKPT_XYZZY": ""}) == {
+        "MCORE_CKPT_WRITTER": "MCORE_CKPT_WRITER",
+        "MCORE_CKPT_XYZZY": "",
+    }

@@ -12,6 +12,7 @@ import faulthandler
 import importlib
 import json
 import os
+import runpy
 import signal
 import sys
 import types
@@ -89,37 +90,6 @@ def use_gloo_with_a_deadline() -> None:
                     setattr(module, name, init_process_group)
 
 
-def share_groups() -> None:
-    """Make one gloo group for each set of ranks.
-
-    Megatron makes dozens for each layout, the tests set up layouts by the hundred, and each group has threads and a
-    connection to each member: without this, eight ranks bring a small machine to its knees.
-    """
-    import torch.distributed as dist
-
-    new_group, destroy = dist.new_group, dist.destroy_process_group
-    made: dict[Any, Any] = {}
-
-    def shared_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        key = None if ranks is None else tuple(ranks)
-        if key not in made:
-            made[key] = new_group(ranks, timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S), backend="gloo")
-        return made[key]
-
-    def destroy_process_group(group: Any = None) -> None:
-        if group is None:
-            made.clear()
-            destroy()
-
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("torch.distributed"):
-            for name, value in list(vars(module).items()):
-                if value is new_group:
-                    setattr(module, name, shared_group)
-                elif value is destroy:
-                    setattr(module, name, destroy_process_group)
-
-
 def without_downloads() -> None:
     """Keep the tests' conftest from fetching a data set that the checkpoint tests do not use."""
     stub = types.ModuleType("download_unit_tests_dataset")
@@ -165,7 +135,8 @@ def main() -> int:
     sys.path.insert(0, str(options.repo))
     pretend_cuda()
     use_gloo_with_a_deadline()
-    share_groups()
+    shared_groups = runpy.run_path(str(Path(__file__).parent.parent / "support" / "shared_groups.py"))
+    shared_groups["share_groups"](COLLECTIVE_DEADLINE_S)
     without_downloads()
     without_transformer_engine()
     if options.strategy == "ours":

@@ -1,0 +1,40 @@
+"""One gloo group for each set of ranks, however often Megatron asks for one."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+__all__ = ["share_groups"]
+
+
+def share_groups(collective_deadline_s: float = 120.0) -> None:
+    """Make one gloo group for each set of ranks, in this process, from now on.
+
+    Megatron makes dozens for each layout, tests set up many layouts, and each group has threads and a connection to
+    each member: without this, eight ranks bring a small machine to its knees.
+    """
+    import torch.distributed as dist
+
+    new_group, destroy = dist.new_group, dist.destroy_process_group
+    made: dict[Any, Any] = {}
+
+    def shared_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        key = None if ranks is None else tuple(ranks)
+        if key not in made:
+            made[key] = new_group(ranks, timeout=timedelta(seconds=collective_deadline_s), backend="gloo")
+        return made[key]
+
+    def destroy_process_group(group: Any = None) -> None:
+        if group is None:
+            made.clear()
+            destroy()
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("torch.distributed"):
+            for name, value in list(vars(module).items()):
+                if value is new_group:
+                    setattr(module, name, shared_group)
+                elif value is destroy:
+                    setattr(module, name, destroy_process_group)
