@@ -165,13 +165,14 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str,
     import difflib  # (half of what importing this module would cost)
 
     source = os.environ if environment is None else environment
-    known = [_ENVIRONMENT_PREFIX + option.name.upper() for cls in (SaveOptions, LoadOptions) for option in fields(cls)]
-    names = [name for name in source if name.startswith(_ENVIRONMENT_PREFIX) and name not in known]
-    return {
-        name: next(iter(difflib.get_close_matches(name, known, n=1)), "")
-        for name in names
-        if not name.startswith(_ENVIRONMENT_PREFIX + "TEST")
-    }
+    known = {option.name.upper() for cls in (SaveOptions, LoadOptions) for option in fields(cls)}
+    unknown: dict[str, str] = {}
+    for variable in source:
+        name = variable.removeprefix(_ENVIRONMENT_PREFIX)
+        if name != variable and name not in known and not name.startswith("TEST"):
+            alike = difflib.get_close_matches(name, sorted(known), n=1)
+            unknown[variable] = _ENVIRONMENT_PREFIX + alike[0] if alike else ""
+    return unknown
 
 
 def ranks_of_this_host(environment: Mapping[str, str] | None = None) -> int:
