@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.launch.pretrain import Side, launch
-from tests.launch.variants import ASYNC, Variant, assert_ours_ran, resumed, trained
+from tests.launch.variants import ASYNC, Variant, assert_ours_ran, command_line, resumed, trained
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,8 +55,8 @@ def test_goes_on_under_another_layout(name: str, launches: Path) -> None:
 def test_optimizer_state_of_another_tensor_parallel_size_is_refused(launches: Path) -> None:
     """`dp_reshardable`, the default of the launch, cannot change it; ours says so as stock does, and trains nothing."""
     _, checkpoints = trained("ours", DATA_PARALLEL, launches)
-    arguments = [*DATA_PARALLEL.arguments, _TP, "2", "--load", str(checkpoints), "--ckpt-step", "3"]
     for side in SIDES:
+        arguments = [*command_line(side, DATA_PARALLEL), _TP, "2", "--load", str(checkpoints), "--ckpt-step", "3"]
         refused = launch(side, 2, arguments, launches / f"refused-{side}", expected_exit=None)
         assert "(TP, PP) mismatch after resume" in refused.log
         assert not refused.named("loss")
