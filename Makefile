@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # All processes of the tests share the machine's cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-long test-slow test-matrix lint format bench clean
+.PHONY: help venv demo test test-long test-slow test-matrix lint format bench bench-tools clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -32,7 +32,7 @@ demo: $(INSTALLED)  ## a Megatron model trained, saved and loaded under other la
 test: $(INSTALLED)  ## all tests but the slow ones and the matrix of Megatron versions
 	$(BIN)/python -m pytest $(ARGS)
 
-test-long: $(INSTALLED)  ## traps of real launches, Megatron's own queues, a crash at every step of a save: a few minutes
+test-long: $(INSTALLED)  ## real launches' traps, stock queues, interop on 1 and 4 ranks, a crash at every step of a save: minutes
 	$(BIN)/python -m pytest -m "long and not slow" $(ARGS)
 
 test-slow: $(INSTALLED)  ## the tests that take minutes
@@ -52,6 +52,9 @@ format: $(INSTALLED)  ## let ruff mend what it can
 
 bench: $(INSTALLED)  ## ours, stock Megatron, stock DCP and the raw device side by side
 	$(BIN)/python scripts/bench.py $(ARGS)
+
+bench-tools: $(INSTALLED)  ## reshard, verify, diff and inspect beside coreutils
+	$(BIN)/python scripts/bench_tools.py $(ARGS)
 
 clean:  ## remove what was built; keeps .venv
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mcore_ckpt.boxes import Box
 from mcore_ckpt.container import element_bytes
@@ -26,7 +25,7 @@ from mcore_ckpt.metadata import CheckpointIndex, TensorEntry, parse_object_key, 
 from mcore_ckpt.parallel_layout import is_optimizer_key
 from mcore_ckpt.partition import Partitioner
 from mcore_ckpt.progress import Progress
-from mcore_ckpt.regrid import Walk
+from mcore_ckpt.regrid import Sink, Walk
 from mcore_ckpt.reshard_copy import CastSource
 from mcore_ckpt.reshard_plan import TargetLayout, make_plan
 from mcore_ckpt.reshard_target import BuildOptions, build_target, partial_directory, refuse_target
@@ -49,8 +48,7 @@ class ExportOptions:
 
     Attributes:
         to: the format.
-        max_shard_bytes: no file holds more, unless one tensor is larger; None: 5 GB, for torch 256 MB (a torch file is
-            made in memory).
+        max_shard_bytes: no file holds more, unless one tensor is larger; None: 5 GB.
         rename: rules for the keys.
         only: keys to carry, by pattern.
         drop_optimizer: leave the optimizer's state out.
@@ -117,7 +115,7 @@ def export_checkpoint(
         if options.to == "dcp":
             return _export_dcp(payloads, target, names, options, progress)
         partial = _make_partial(target)
-        limit = options.max_shard_bytes or (5 * 1000**3 if options.to == "safetensors" else 256 * 1000**2)
+        limit = options.max_shard_bytes or 5 * 1000**3
         shards = _shards(exported, limit)
         total = sum(tensor.nbytes for tensor in exported)
         with Progress("export", total, shown=progress) as bar:
@@ -218,7 +216,7 @@ def _write_safetensors(
     return name
 
 
-def _stream_tensor(payloads: StoredPayloads, tensor: _Exported, sink: StreamSink) -> None:
+def _stream_tensor(payloads: StoredPayloads, tensor: _Exported, sink: Sink) -> None:
     """One tensor, put together from its chunks in C order; each chunk is held against its checksum."""
     entry = tensor.entry
     if 0 in entry.shape:
@@ -245,17 +243,14 @@ def _write_torch(
 ) -> str:
     import torch
 
-    from mcore_ckpt.checkpoint import LazyTensor
+    from mcore_ckpt.torch_files import ElementsSink, write_torch_file
 
-    content: dict[str, Any] = {}
-    for tensor in tensors:
-        value = LazyTensor(payloads, tensor.entry).torch()
-        content[tensor.name] = value.to(getattr(torch, tensor.dtype))
-        advance(tensor.nbytes)
-    with (directory / name).open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+    def fill(number: int, sink: ElementsSink) -> None:
+        _stream_tensor(payloads, tensors[number], sink)
+        advance(tensors[number].nbytes)
+
+    described = [(tensor.name, getattr(torch, tensor.dtype), tuple(tensor.entry.shape)) for tensor in tensors]
+    write_torch_file(directory / name, described, fill)
     return name
 
 

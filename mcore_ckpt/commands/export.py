@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to", choices=["safetensors", "torch", "dcp"], default="safetensors", help="format (safetensors)"
     )
-    parser.add_argument("--max-shard-size", metavar="SIZE", help="largest file, e.g. 2G (5G; torch: 256M)")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help="largest file, e.g. 2G (5G)")
     parser.add_argument("--rename", metavar="RULES", help="file of lines: key pattern, replacement or `-` to drop")
     parser.add_argument("--only", metavar="PATTERN", help="keys that match (shell pattern, or a part of the key)")
     parser.add_argument("--drop", choices=["optimizer"], help="leave the optimizer's state out")

@@ -44,13 +44,19 @@ def test_buffered_writes_are_dropped_from_the_page_cache(local: LocalStorage, tm
         assert cached_pages(tmp_path / "file") == 0
 
 
-def test_cold_reads_do_not_fill_the_page_cache_and_warm_ones_use_it(local: LocalStorage, tmp_path: Path) -> None:
-    if not has_direct_io(tmp_path):
+def _cold_file(local: LocalStorage, folder: Path) -> bytes:
+    """Write 4 MiB past the page cache to `file`; returns them."""
+    if not has_direct_io(folder):
         pytest.skip("this file system has no O_DIRECT")
     content = random_bytes(4 * MIB)
     writer = local.open_writer("file")
     writer.write(0, aligned(content))
     writer.finish(4 * MIB)
+    return content
+
+
+def test_cold_reads_do_not_fill_the_page_cache_and_warm_ones_use_it(local: LocalStorage, tmp_path: Path) -> None:
+    content = _cold_file(local, tmp_path)
     assert local.read("file") == content
     assert cached_pages(tmp_path / "file") == 0
     (tmp_path / "file").read_bytes()
@@ -64,12 +70,7 @@ def test_cold_reads_do_not_fill_the_page_cache_and_warm_ones_use_it(local: Local
 
 @pytest.mark.parametrize("direct", ["auto", "on", "off"])
 def test_shared_reads_stay_in_the_page_cache(direct: DirectIo, local: LocalStorage, tmp_path: Path) -> None:
-    if not has_direct_io(tmp_path):
-        pytest.skip("this file system has no O_DIRECT")
-    content = random_bytes(4 * MIB)
-    writer = local.open_writer("file")
-    writer.write(0, aligned(content))
-    writer.finish(4 * MIB)
+    content = _cold_file(local, tmp_path)
     buffer = bytearray(2 * MIB)
     with local.open_reader("file", direct=direct) as reader:
         reader.read_shared(MIB + 5, memoryview(buffer))

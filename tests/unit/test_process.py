@@ -510,11 +510,11 @@ _TRAINER = """
 """
 
 
-@pytest.mark.parametrize("ending", ["SIGKILL", "SIGTERM", "SIGINT", "exit"])
-@pytest.mark.parametrize("kind", ["persistent", "fork"])
-def test_no_writer_survives_its_trainer(kind: str, ending: str, tmp_path: Path) -> None:
+@contextlib.contextmanager
+def _trainer(directory: Path, kind: str, ending: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process with a save in the writing, in a session of its own, and the writer's pid."""
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(_TRAINER), str(tmp_path), kind, ending],
+        [sys.executable, "-c", textwrap.dedent(_TRAINER), str(directory), kind, ending],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         cwd=_REPOSITORY,
@@ -522,7 +522,13 @@ def test_no_writer_survives_its_trainer(kind: str, ending: str, tmp_path: Path) 
         start_new_session=True,
     ) as trainer:
         assert trainer.stdout is not None
-        pid = int(trainer.stdout.readline())
+        yield trainer, int(trainer.stdout.readline())
+
+
+@pytest.mark.parametrize("ending", ["SIGKILL", "SIGTERM", "SIGINT", "exit"])
+@pytest.mark.parametrize("kind", ["persistent", "fork"])
+def test_no_writer_survives_its_trainer(kind: str, ending: str, tmp_path: Path) -> None:
+    with _trainer(tmp_path, kind, ending) as (trainer, pid):
         try:
             assert ending == "exit" or _is_running(pid)
             if ending != "exit":
@@ -535,16 +541,7 @@ def test_no_writer_survives_its_trainer(kind: str, ending: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["persistent", "fork"])
 def test_a_writer_that_is_stopped_does_not_survive_its_trainer_either(kind: str, tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(_TRAINER), str(tmp_path), kind, "SIGKILL"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd=_REPOSITORY,
-        text=True,
-        start_new_session=True,
-    ) as trainer:
-        assert trainer.stdout is not None
-        pid = int(trainer.stdout.readline())
+    with _trainer(tmp_path, kind, "SIGKILL") as (trainer, pid):
         try:
             time.sleep(0.2)  # a forked child asks for the kernel's help as its first step
             os.kill(pid, signal.SIGSTOP)
