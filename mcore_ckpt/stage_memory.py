@@ -106,9 +106,14 @@ class Stage:
         """Map the pages that were written by `write`, in a thread, while the writer is busy with the device: the next
         save then copies at the speed of memory.
         """
-        if self._memory is not None and not self.is_touched:
-            self.is_touched = True
-            threading.Thread(target=self._map_pages, args=(self._memory,), name="mcore_ckpt-stage", daemon=True).start()
+        if self._memory is None or self.is_touched:
+            return
+        thread = threading.Thread(target=self._map_pages, args=(self._memory,), name="mcore_ckpt-stage", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread to be had: the next save writes to the stage once more
+            return
+        self.is_touched = True
 
     def _map_pages(self, memory: mmap.mmap) -> None:
         start, stop = direct_io.address(memoryview(memory)), len(memory)

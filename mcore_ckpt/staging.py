@@ -35,9 +35,8 @@ class _Payloads:
         self._flat: tuple[int, torch.Tensor] | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._in_order: set[torch.device] = set()
-        self.write: _Write | None = (
-            None  # in place of copying host memory: (address of the target, of the source, bytes)
-        )
+        # In place of copying host memory: called with the addresses of target and source, and a number of bytes.
+        self.write: _Write | None = None
 
     def _move(self, address: int, source: int, nbytes: int) -> None:
         if self.write is not None and nbytes >= _LEAST_WRITTEN_BYTES:

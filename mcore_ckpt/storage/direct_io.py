@@ -201,8 +201,8 @@ def write_from(fd: int, address: int, nbytes: int, offset: int) -> None:
     done = 0
     while done < nbytes:
         count = _libc().pwrite(fd, address + done, nbytes - done, offset + done)
-        if count < 0:
-            code = ctypes.get_errno()
+        if count <= 0:
+            code = ctypes.get_errno() if count else errno.ENOSPC
             if code == errno.EINTR:
                 continue
             raise OSError(code, os.strerror(code))
