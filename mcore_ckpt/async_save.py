@@ -21,6 +21,8 @@ from mcore_ckpt.call_process import report_progress
 from mcore_ckpt.errors import OptionError, SaveError
 from mcore_ckpt.file_image import FileImage, ImageResult, ImageWriter, plan_windows
 from mcore_ckpt.job_handle import JobHandle
+from mcore_ckpt.metadata_beside import TensorPlans, encoded_beside
+from mcore_ckpt.metadata_write import MetadataEncoder
 from mcore_ckpt.options import SaveOptions
 from mcore_ckpt.process import ForkedWriter, shared_writer
 from mcore_ckpt.progress import WaitingBar
@@ -48,6 +50,7 @@ class AsyncSave(SaveCall):
         written_between: when the writer began and ended, on the clock of `time.monotonic()`; None before it has.
         handed_over: when the snapshot was handed to the writer, or the writer forked: begin and end; None where the
             two cannot be told apart.
+        encoder: of the plans that were given to the writer, once it has ended.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class AsyncSave(SaveCall):
         self.on_abort: Callable[[], None] | None = None
         self.written_between: tuple[float, float] | None = None
         self.handed_over: tuple[float, float] | None = None
+        self.encoder: MetadataEncoder | None = None
         self._handle = handle
         self._images = list(images)
         self._lease = lease
@@ -98,6 +102,7 @@ class AsyncSave(SaveCall):
         result: JobResult = self._handle.result()
         check_results(self._images, result.files)
         self.written_between = (result.started_s, result.finished_s)
+        self.encoder = result.encoder
         return result.files
 
     def abort(self) -> None:
@@ -190,7 +195,11 @@ def log_choice(sources: Sequence[BucketSource], options: SaveOptions) -> None:
 
 
 def start_writing(
-    storage: Storage, sources: Sequence[BucketSource], options: SaveOptions, what: str
+    storage: Storage,
+    sources: Sequence[BucketSource],
+    options: SaveOptions,
+    what: str,
+    plans: TensorPlans | None = None,
 ) -> AsyncSave | FailedSave:
     """Take the snapshot and start the writing. When this returns, the trainer may change its state.
 
@@ -199,14 +208,15 @@ def start_writing(
         sources: this rank's buckets.
         options: see `SaveOptions`.
         what: the save, for messages.
+        plans: of a new structure, on the coordinator, for the writer to put `.metadata` together.
 
     Returns:
         The save in progress. An error is kept for its `results`, where all ranks hear of it.
     """
     try:
         if options.stage == "cow":
-            return _fork_cow(storage, sources, options, what)
-        return _stage_and_start(storage, sources, options, what)
+            return _fork_cow(storage, sources, options, what, plans)
+        return _stage_and_start(storage, sources, options, what, plans)
     except Exception as error:  # noqa: BLE001  (the other ranks are on their way to the commit and have to hear of it)
         wrapped = (
             error if isinstance(error, SaveError) else SaveError(f"{what}: the writing could not be started: {error}")
@@ -216,7 +226,9 @@ def start_writing(
         return FailedSave(wrapped, options, what)
 
 
-def _fork_cow(storage: Storage, sources: Sequence[BucketSource], options: SaveOptions, what: str) -> AsyncSave:
+def _fork_cow(
+    storage: Storage, sources: Sequence[BucketSource], options: SaveOptions, what: str, plans: TensorPlans | None
+) -> AsyncSave:
     if any(source.on_device for source in sources):
         raise OptionError(
             'stage="cow" snapshots host memory by forking, and some tensors are on a device; use stage="copy"'
@@ -226,7 +238,7 @@ def _fork_cow(storage: Storage, sources: Sequence[BucketSource], options: SaveOp
             'stage="cow" snapshots memory by forking, and some tensors are in pinned memory, which a forked process '
             'does not inherit: it would crash when it reads them; use stage="copy"'
         )
-    write = _timed(lambda: write_in_line(storage, sources, options, report_progress))
+    write = _timed(lambda: write_in_line(storage, sources, options, report_progress), plans)
     started = time.monotonic()
     handle = ForkedWriter().submit(write, what, options.write_deadline_s)
     save = AsyncSave(handle, [source.layout.image for source in sources], None, options, what)
@@ -234,7 +246,9 @@ def _fork_cow(storage: Storage, sources: Sequence[BucketSource], options: SaveOp
     return save
 
 
-def _stage_and_start(storage: Storage, sources: Sequence[BucketSource], options: SaveOptions, what: str) -> AsyncSave:
+def _stage_and_start(
+    storage: Storage, sources: Sequence[BucketSource], options: SaveOptions, what: str, plans: TensorPlans | None
+) -> AsyncSave:
     images = [source.layout.image for source in sources]
     offsets = []
     total_bytes = 0
@@ -244,7 +258,7 @@ def _stage_and_start(storage: Storage, sources: Sequence[BucketSource], options:
     lease = lease_stage(total_bytes, options)
     try:
         if lease.budget_bytes < total_bytes:
-            return _stream(storage, sources, options, what, lease, total_bytes)
+            return _stream(storage, sources, options, what, lease, total_bytes, plans)
         on_device = any(source.on_device for source in sources)
         view = lease.stage.reserve(max(total_bytes, 1), touch=on_device)
         if on_device:
@@ -260,9 +274,9 @@ def _stage_and_start(storage: Storage, sources: Sequence[BucketSource], options:
         handle: JobHandle
         staged = time.monotonic()
         if options.writer == "fork":
-            handle = _fork_staged(storage, files, lease, options, what)
+            handle = _fork_staged(storage, files, lease, options, what, plans)
         else:
-            handle = shared_writer().submit(_job(storage, files, options), lease.stage.fd)
+            handle = shared_writer().submit(_job(storage, files, options, plans), lease.stage.fd)
         lease.stage_is_used_by(handle)
         save = AsyncSave(handle, images, lease, options, what)
         save.handed_over = (staged, time.monotonic())
@@ -273,7 +287,13 @@ def _stage_and_start(storage: Storage, sources: Sequence[BucketSource], options:
         raise
 
 
-def _job(storage: Storage, files: tuple[FileJob, ...], options: SaveOptions, ring: Ring | None = None) -> WriterJob:
+def _job(
+    storage: Storage,
+    files: tuple[FileJob, ...],
+    options: SaveOptions,
+    plans: TensorPlans | None,
+    ring: Ring | None = None,
+) -> WriterJob:
     return WriterJob(
         storage=storage,
         files=files,
@@ -283,11 +303,17 @@ def _job(storage: Storage, files: tuple[FileJob, ...], options: SaveOptions, rin
         io_threads=options.io_threads,
         piece_bytes=options.window_bytes,
         deadline_s=options.write_deadline_s,
+        plans=plans,
     )
 
 
 def _fork_staged(
-    storage: Storage, files: Sequence[FileJob], lease: StageLease, options: SaveOptions, what: str
+    storage: Storage,
+    files: Sequence[FileJob],
+    lease: StageLease,
+    options: SaveOptions,
+    what: str,
+    plans: TensorPlans | None,
 ) -> JobHandle:
     stage = lease.stage
 
@@ -308,14 +334,14 @@ def _fork_staged(
                 )
         return images.results
 
-    return ForkedWriter().submit(_timed(write), what, options.write_deadline_s)
+    return ForkedWriter().submit(_timed(write, plans), what, options.write_deadline_s)
 
 
-def _timed(write: Callable[[], Sequence[ImageResult]]) -> Callable[[], JobResult]:
+def _timed(write: Callable[[], Sequence[ImageResult]], plans: TensorPlans | None) -> Callable[[], JobResult]:
     def job() -> JobResult:
         started_s = time.monotonic()
-        files = tuple(write())
-        return JobResult(files, started_s, time.monotonic())
+        files, encoder = encoded_beside(plans, write)
+        return JobResult(tuple(files), started_s, time.monotonic(), encoder)
 
     return job
 
@@ -327,6 +353,7 @@ def _stream(
     what: str,
     lease: StageLease,
     total_bytes: int,
+    plans: TensorPlans | None,
 ) -> AsyncSave:
     """Pass a save that is larger than its budget through a ring of windows."""
     if options.writer == "fork":
@@ -344,7 +371,7 @@ def _stream(
     lease.stage.contents = None
     images = [source.layout.image for source in sources]
     files = tuple(FileJob(image) for image in images)
-    handle = shared_writer().submit(_job(storage, files, options, ring), lease.stage.fd)
+    handle = shared_writer().submit(_job(storage, files, options, plans, ring), lease.stage.fd)
     lease.stage_is_used_by(handle)
     number = 0
     try:

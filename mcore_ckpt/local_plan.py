@@ -1,8 +1,8 @@
 """What a rank tells the coordinator of its plan: columns of numbers and a list of keys, no object graphs.
 
 Unpickling one object for each write item is most of a coordinator's time on a large cluster; columns cost a fixed
-number of buffers for each rank. The coordinator turns them into the checkpoint's index, checking on the way that the
-chunks of all ranks make up each tensor.
+number of buffers for each rank. The coordinator checks them (`plan_check.py`); its writer process, or the commit, turns
+them into `.metadata`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mcore_ckpt.boxes import Box, covers
-from mcore_ckpt.errors import PlanError
-from mcore_ckpt.metadata import StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.checkpoint_index import StoredChunk, StoredItem, TensorEntry
 
 __all__ = ["LocalPlan", "LocalPlanBuilder", "index_tensors"]
 
@@ -97,45 +95,26 @@ class LocalPlanBuilder:
 
 
 def index_tensors(plans: Iterable[LocalPlan]) -> dict[str, TensorEntry]:
-    """The index entries of all ranks' tensors, by key, in the order of the ranks.
-
-    Raises:
-        PlanError: ranks disagree on a tensor's dtype or shape, or its chunks overlap, leave a gap or stick out; names
-            the key, the ranks and what was found.
-    """
-    heads: dict[str, tuple[str, tuple[int, ...], int]] = {}
-    chunks: dict[str, list[StoredChunk]] = {}
-    for rank, plan in enumerate(plans):
-        boxes = plan.boxes.tolist()
-        places = plan.places.tolist()
+    """The index entries of all ranks' tensors, by key, in the order of the ranks; for plans that were checked."""
+    heads: dict[str, tuple[str, tuple[int, ...], list[StoredChunk]]] = {}
+    for plan in plans:
+        boxes, places, files, dtypes = plan.boxes.tolist(), plan.places.tolist(), plan.files, plan.dtypes
         position = 0
-        for i, key in enumerate(plan.keys):
-            ndim = plan.ndims[i]
+        columns = zip(plan.keys, plan.ndims, plan.dtype_codes, plan.file_codes, places[::2], places[1::2], strict=True)
+        for key, ndim, dtype_code, file_code, offset, length in columns:
             offsets_at = position + ndim
             sizes_at = offsets_at + ndim
-            shape = tuple(boxes[position:offsets_at])
-            dtype = plan.dtypes[plan.dtype_codes[i]]
+            stop = sizes_at + ndim
             head = heads.get(key)
             if head is None:
-                heads[key] = (dtype, shape, rank)
-                chunks[key] = []
-            elif head[0] != dtype or head[1] != shape:
-                raise PlanError(
-                    f"{key}: rank {head[2]} saves {head[0]} of global shape {head[1]}, rank {rank} {dtype} of {shape}"
-                )
-            item = StoredItem(plan.files[plan.file_codes[i]], places[2 * i], places[2 * i + 1])
-            chunks[key].append(
-                StoredChunk(tuple(boxes[offsets_at:sizes_at]), tuple(boxes[sizes_at : sizes_at + ndim]), item)
-            )
-            position = sizes_at + ndim
-    entries = {}
-    for key, (dtype, shape, _) in heads.items():
-        stored = chunks[key]
-        problem = covers(shape, [Box(chunk.offsets, chunk.sizes) for chunk in stored])
-        if problem:
-            raise PlanError(f"{key}: {problem}")
-        entries[key] = TensorEntry(key, dtype, shape, _of_different_offsets(stored))
-    return entries
+                head = heads[key] = (dtypes[dtype_code], tuple(boxes[position:offsets_at]), [])
+            item = StoredItem(files[file_code], offset, length)
+            head[2].append(StoredChunk(tuple(boxes[offsets_at:sizes_at]), tuple(boxes[sizes_at:stop]), item))
+            position = stop
+    return {
+        key: TensorEntry(key, dtype, shape, _of_different_offsets(chunks))
+        for key, (dtype, shape, chunks) in heads.items()
+    }
 
 
 def _of_different_offsets(chunks: list[StoredChunk]) -> tuple[StoredChunk, ...]:

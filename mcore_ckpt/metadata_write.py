@@ -64,10 +64,13 @@ def _text(value: str) -> bytes:
     return b"X" + len(data).to_bytes(4, "little") + data
 
 
+_BYTES = tuple(b"K" + bytes((value,)) for value in range(256))
+
+
 def _integer(value: int) -> bytes:
     """BININT1, BININT or LONG1."""
     if 0 <= value < 256:
-        return b"K" + bytes((value,))
+        return _BYTES[value]
     if -(2**31) <= value < 2**31:
         return _PACK_INT(b"J", value)
     data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
@@ -205,33 +208,41 @@ class MetadataEncoder:
         return b"".join(parts)
 
     def _emit_tensors(self, memo: _Memo, tensors: Iterable[TensorEntry]) -> tuple[bytes, bytes]:
-        """Entries of `state_dict_metadata`, and those of `storage_data`, which memoize nothing."""
+        """Entries of `state_dict_metadata`, and those of `storage_data`, which memoize nothing.
+
+        There may be a million chunks: what repeats is put together once.
+        """
         get = self._attributes
         entries: list[bytes] = []
         places: list[bytes] = []
         sizes: dict[tuple[int, ...], bytes] = {}
 
-        def size(values: tuple[int, ...]) -> bytes:
-            known = sizes.get(values)
-            if known is not None:
-                return known
+        def new_size(values: tuple[int, ...]) -> bytes:
             sizes[values] = memo.next()
             return size_open + _tuple(values) + b"\x85R\x94"
 
         size_open = get["Size"]
         entry_open = b"\x94" + get["TensorStorageMetadata"] + b")\x81}(" + get["properties"]
-        chunk_open = get["ChunkStorageMetadata"] + b")\x81}(" + get["offsets"]
+        chunk_open, chunk_sizes_get = get["ChunkStorageMetadata"] + b")\x81}(" + get["offsets"], get["sizes"]
         place_open = get["MetadataIndex"] + b")\x81}(" + get["fqn"]
+        numbers: list[bytes] = []  # of the chunks of one tensor
+        placed = {name: b"ub" + self._place_open(file_get) for name, file_get in self._file_gets.items()}
+        length_get = get["length"]
         for entry in tensors:
             fqn_get = memo.next()
             properties = self._properties[entry.dtype, entry.requires_grad]
-            shape = size(entry.shape)
-            entries += [_text(entry.fqn), entry_open, properties, get["size"], shape, get["chunks"], b"]("]
-            for number, chunk in enumerate(entry.chunks):
-                offsets, chunk_sizes = size(chunk.offsets), size(chunk.sizes)
-                entries += [chunk_open, offsets, get["sizes"], chunk_sizes, b"ub"]
-                places += [place_open, fqn_get, get["index"], _integer(number)]
-                places += [get["offset"], sizes[chunk.offsets], b"ub", self._place(chunk.item, self._file_gets)]
+            shape = sizes.get(entry.shape) or new_size(entry.shape)
+            entries += (_text(entry.fqn), entry_open, properties, get["size"], shape, get["chunks"], b"](")
+            while len(numbers) < len(entry.chunks):
+                numbers.append(get["index"] + _integer(len(numbers)) + get["offset"])
+            for number, (offsets, chunk_sizes, item) in zip(numbers, entry.chunks, strict=False):
+                start = sizes.get(offsets) or new_size(offsets)
+                entries += (chunk_open, start, chunk_sizes_get, sizes.get(chunk_sizes) or new_size(chunk_sizes), b"ub")
+                file, offset, length, transforms = item
+                places += (place_open, fqn_get, number, sizes[offsets], placed[file], _integer(offset), length_get)
+                places += (
+                    (_integer(length), self._transforms(transforms), b"ub") if transforms else (_integer(length), b"ub")
+                )
             entries.append(b"eub")
         return b"".join(entries), b"".join(places)
 
@@ -254,13 +265,19 @@ class MetadataEncoder:
 
     def _place(self, item: StoredItem, file_gets: Mapping[str, bytes], first_use: bool = False) -> bytes:
         """A `_StorageInfo`; transforms are left out where there are none, as torch does."""
-        get = self._attributes
         file = _text(item.file) + b"\x94" if first_use else file_gets[item.file]
-        state = get["relative_path"] + file + get["offset"] + _integer(item.offset)
-        state += get["length"] + _integer(item.length)
-        if item.transforms:
-            state += get["transform_descriptors"] + b"](" + b"".join(map(_text, item.transforms)) + b"e"
-        return get["_StorageInfo"] + b")\x81}(" + state + b"ub"
+        length = self._attributes["length"] + _integer(item.length)
+        return self._place_open(file) + _integer(item.offset) + length + self._transforms(item.transforms) + b"ub"
+
+    def _place_open(self, file: bytes) -> bytes:
+        """A `_StorageInfo` up to its offset."""
+        get = self._attributes
+        return get["_StorageInfo"] + b")\x81}(" + get["relative_path"] + file + get["offset"]
+
+    def _transforms(self, names: Sequence[str]) -> bytes:
+        if not names:
+            return b""
+        return self._attributes["transform_descriptors"] + b"](" + b"".join(map(_text, names)) + b"e"
 
     def _emit_storage_meta(self, fields: Mapping[str, Any] | None) -> bytes:
         if fields is None:

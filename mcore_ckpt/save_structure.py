@@ -7,11 +7,45 @@ from typing import Any
 
 from mcore_ckpt.checkpoint_index import ObjectEntry
 from mcore_ckpt.local_plan import LocalPlan
+from mcore_ckpt.metadata_beside import TensorPlans
 from mcore_ckpt.metadata_write import MetadataEncoder
 from mcore_ckpt.rank_layout import RankLayout, TensorSpec
 from mcore_ckpt.save_report import FileReport
 
-__all__ = ["Structure", "Written"]
+__all__ = ["Planned", "Structure", "Written"]
+
+
+@dataclass(slots=True)
+class Planned:
+    """What the coordinator knows of all ranks' tensors.
+
+    Attributes:
+        plans: by rank, checked.
+        tensors: what `.metadata` is made from.
+        encoder: that, made; None until some save's writer, or commit, has done it.
+    """
+
+    plans: list[LocalPlan]
+    tensors: TensorPlans
+    encoder: MetadataEncoder | None = None
+
+    @property
+    def files(self) -> list[tuple[str, int]]:
+        """Name and length in bytes of all ranks' files, by name."""
+        return sorted(
+            (name, size) for plan in self.plans for name, size in zip(plan.files, plan.file_bytes, strict=True)
+        )
+
+    @property
+    def unencoded(self) -> TensorPlans | None:
+        """What a writer has to make the encoder from; None if there is one."""
+        return self.tensors if self.encoder is None else None
+
+    def metadata_encoder(self, made: MetadataEncoder | None) -> MetadataEncoder:
+        """The encoder: the one at hand, or `made` (by the save's writer), or made here and now."""
+        if self.encoder is None:
+            self.encoder = made or self.tensors.encoder()
+        return self.encoder
 
 
 @dataclass(slots=True)
@@ -20,8 +54,7 @@ class Structure:
 
     Attributes:
         layout: this rank's files.
-        encoder: on the coordinator, makes `.metadata`.
-        plans: on the coordinator, every rank's plan.
+        planned: on the coordinator, every rank's plan.
         reused: the last save needed no planning.
         shards: of each shard of the last save, in order, what its specification follows from, and that. To compare
             takes a fraction of the time of working it out.
@@ -30,8 +63,7 @@ class Structure:
     """
 
     layout: RankLayout | None = None
-    encoder: MetadataEncoder | None = None
-    plans: list[LocalPlan] | None = None
+    planned: Planned | None = None
     reused: bool = False
     shards: list[tuple[tuple[Any, ...], TensorSpec]] = field(default_factory=list)
     laid_out_for: tuple[int, int] | None = None

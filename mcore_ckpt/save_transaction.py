@@ -27,17 +27,18 @@ from mcore_ckpt.dcp_plans import local_plans_as_dcp
 from mcore_ckpt.errors import PlanError, SaveError
 from mcore_ckpt.file_image import ImageResult
 from mcore_ckpt.flattened import noted_shapes
-from mcore_ckpt.local_plan import LocalPlan, index_tensors
-from mcore_ckpt.metadata import CheckpointIndex, ObjectEntry
-from mcore_ckpt.metadata_write import MetadataEncoder
+from mcore_ckpt.local_plan import LocalPlan
+from mcore_ckpt.metadata import ObjectEntry
+from mcore_ckpt.metadata_beside import TensorPlans, encoded_beside
 from mcore_ckpt.options import SaveOptions
+from mcore_ckpt.plan_check import check_plans
 from mcore_ckpt.rank_layout import PlacedObjects, RankLayout, lay_out_rank
 from mcore_ckpt.rank_state import RankState
 from mcore_ckpt.ranks import RankGroup, reached_every_rank
 from mcore_ckpt.replaced_writer import write_through
 from mcore_ckpt.save_job import write_in_line
 from mcore_ckpt.save_report import FileReport, SaveReport, Span, write_trace
-from mcore_ckpt.save_structure import Structure, Written
+from mcore_ckpt.save_structure import Planned, Structure, Written
 from mcore_ckpt.stage_pool import is_busy
 from mcore_ckpt.staging import BucketSource
 from mcore_ckpt.storage.local import LocalStorage
@@ -69,8 +70,7 @@ class SaveTransaction:
         self.in_line_only = False
         self._group = group
         self._structure = structure
-        self._encoder: MetadataEncoder | None = None
-        self._plans: list[LocalPlan] | None = None
+        self._planned: Planned | None = None
         self._storage = LocalStorage(self.directory)
         self._claim = os.path.realpath(directory)
         self._target: Target | None = None
@@ -154,7 +154,7 @@ class SaveTransaction:
         self._structure.reused = unchanged
         # Kept here too: the next save may lay out anew before this one is committed.
         self._layout = self._structure.layout
-        self._encoder, self._plans = self._structure.encoder, self._structure.plans
+        self._planned = self._structure.planned
         assert self._layout is not None
         assert self._placed is not None
         self._sources = state.sources(self._layout, self._placed)
@@ -200,14 +200,9 @@ class SaveTransaction:
         def check() -> None:
             assert encoded is not None
             plans = [LocalPlan.decode(data) for data, _ in encoded]
-            index = CheckpointIndex(
-                str(self.directory),
-                index_tensors(plans),
-                {},
-                mcore_data=noted_shapes(own_shapes for _, own_shapes in encoded),
-            )
-            self._structure.encoder = MetadataEncoder(index)
-            self._structure.plans = plans
+            check_plans(plans)
+            notes = noted_shapes(own_shapes for _, own_shapes in encoded)
+            self._structure.planned = Planned(plans, TensorPlans(tuple(data for data, _ in encoded), notes))
 
         self._group.run_on_coordinator("check the plan", check, wrap=SaveError)
         self._structure.layout = self._layout
@@ -232,7 +227,9 @@ class SaveTransaction:
         started = time.monotonic()
         outcome: list[ImageResult] | Exception
         try:
-            outcome = self._write_buckets()
+            outcome, made = encoded_beside(self._unencoded(), self._write_buckets)
+            if self._planned is not None:
+                self._planned.encoder = self._planned.encoder or made
         except Exception as error:  # noqa: BLE001  (raised by `commit`, where the other ranks hear of it)
             outcome = error
         self._sources = []
@@ -244,6 +241,10 @@ class SaveTransaction:
             return outcome
 
         self._results = results
+
+    def _unencoded(self) -> TensorPlans | None:
+        """On the coordinator, what `.metadata` is still to be made from, beside the writing."""
+        return None if self._planned is None else self._planned.unencoded
 
     def _write_sources(self) -> list[ImageResult]:
         return write_in_line(self._storage, self._sources, self.options)
@@ -263,7 +264,7 @@ class SaveTransaction:
             log_choice(self._sources, self.options)
         # One bar on a terminal is enough: the coordinator's.
         options = replace(self.options, progress=self.options.progress and self._group.is_coordinator)
-        writing = start_writing(self._storage, self._sources, options, str(self.directory))
+        writing = start_writing(self._storage, self._sources, options, str(self.directory), self._unencoded())
         writing.on_abort = self._abandon_uncommitted
         self._sources = []
         self._results = writing.results
@@ -353,24 +354,22 @@ class SaveTransaction:
     def _publish(self, gathered: list[Written] | None) -> None:
         assert gathered is not None
         assert self._target is not None
-        assert self._encoder is not None
+        assert self._planned is not None
         objects: dict[str, ObjectEntry] = {}
         for rank, written in enumerate(gathered):
             for entry in written.objects:
                 if entry.fqn in objects:
                     raise PlanError(f"{entry.fqn}: rank {rank} writes an object that another rank has written, too")
                 objects[entry.fqn] = entry
-        assert self._plans is not None
-        planned = sorted(
-            (name, size) for plan in self._plans for name, size in zip(plan.files, plan.file_bytes, strict=True)
-        )
+        planned = self._planned.files
         done = sorted((file.file_name, file.size_bytes) for written in gathered for file in written.files)
         if planned != done:
             raise SaveError(f"{self.directory}: the files planned are {planned}, the files written {done}")
         local_plans = None
         if self.options.keep_local_plans:
-            local_plans = local_plans_as_dcp(self._plans, [[e.fqn for e in w.objects] for w in gathered])
-        content = self._encoder.encode(
+            local_plans = local_plans_as_dcp(self._planned.plans, [[e.fqn for e in w.objects] for w in gathered])
+        encoder = self._planned.metadata_encoder(self.call.encoder if isinstance(self.call, AsyncSave) else None)
+        content = encoder.encode(
             objects,
             storage_meta={"checkpoint_id": str(self.directory), "save_id": str(uuid.uuid4())},
             local_plans=local_plans,
@@ -388,7 +387,7 @@ class SaveTransaction:
     def _abandon(self, others_clean_up: bool = True) -> None:
         """Remove what this rank wrote of a save that has failed."""
         files = [] if self._layout is None else [bucket.file_name for bucket in self._layout.buckets]
-        all_files = [name for plan in self._plans or () for name in plan.files] or files
+        all_files = [name for name, _ in self._planned.files] if self._planned is not None else files
         if self._publishes and is_in_force(self._storage, all_files):
             _logger.warning("%s: the save was interrupted, but the checkpoint is published", self.directory)
         else:

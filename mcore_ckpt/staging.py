@@ -138,22 +138,29 @@ class BucketSource:
         first = max(0, bisect_right(layout.item_offsets, start) - 1)
         last = bisect_left(layout.item_offsets, stop)
         filled = max(start, layout.region_bytes)
+        memmove, copy = ctypes.memmove, self._payloads.copy
+        base = address - start  # where the first byte of the file would lie
         for index in range(first, last):
             template = layout.templates[index]
-            item = layout.item_offsets[index]
-            payload = payload_offsets[index]
+            head, end_bytes = template.head, template.tail
+            item, payload = layout.item_offsets[index], payload_offsets[index]
             tail = payload + payload_lengths[index]
-            end = tail + len(template.tail)
+            end = tail + len(end_bytes)
             if end <= start:
                 continue
             if item > filled:
-                _zero(view, filled - start, min(item, stop) - start)
-            _put(view, start, stop, item, template.head)
-            low, high = max(payload, start), min(tail, stop)
-            self._payloads.copy(index, low - payload, high - payload, address + low - start)
-            _put(view, start, stop, tail, template.tail)
+                ctypes.memset(base + filled, 0, min(item, stop) - filled)
+            if item >= start and end <= stop:
+                memmove(base + item, head, payload - item)
+                copy(index, 0, tail - payload, base + payload)
+                memmove(base + tail, end_bytes, end - tail)
+            else:
+                _put(view, start, stop, item, head)
+                low, high = max(payload, start), min(tail, stop)
+                copy(index, low - payload, high - payload, base + low)
+                _put(view, start, stop, tail, end_bytes)
             filled = min(end, stop)
-        _zero(view, filled - start, stop - start)
+        ctypes.memset(base + filled, 0, max(0, stop - filled))
         self._payloads.wait()
 
     def _fill_region(self, start: int, stop: int, view: memoryview) -> None:

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from mcore_ckpt.file_image import FileImage, ImageResult
+from mcore_ckpt.metadata_beside import TensorPlans
+from mcore_ckpt.metadata_write import MetadataEncoder
 from mcore_ckpt.storage.base import DirectIo, Storage
 
 __all__ = [
@@ -106,6 +108,7 @@ class WriterJob:
         io_threads: writes in flight at once.
         piece_bytes: size of one write from the stage.
         deadline_s: seconds without progress after which the writer counts as stuck; None waits for ever.
+        plans: of a new structure, on the coordinator: `.metadata` is to be put together beside the writing.
     """
 
     storage: Storage
@@ -116,6 +119,7 @@ class WriterJob:
     io_threads: int = 2
     piece_bytes: int = 8 * 1024 * 1024
     deadline_s: float | None = None
+    plans: TensorPlans | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +130,13 @@ class JobResult:
         files: by the order of the job.
         started_s: when the writer began with it, on the clock of `time.monotonic()`, which all processes share.
         finished_s: when the last file was durable, on the same clock.
+        encoder: of the job's `plans`.
     """
 
     files: tuple[ImageResult, ...]
     started_s: float
     finished_s: float
+    encoder: MetadataEncoder | None = None
 
 
 def pack(kind: int, content: Any, *fds: int) -> tuple[bytes, list[int], int | None]:

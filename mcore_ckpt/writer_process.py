@@ -18,8 +18,9 @@ import traceback
 from typing import Any, Final
 
 from mcore_ckpt.failures import FailureReport, describe
-from mcore_ckpt.file_image import Fill, ImageWriter, Window
+from mcore_ckpt.file_image import Fill, ImageResult, ImageWriter, Window
 from mcore_ckpt.image_writer import WindowPool
+from mcore_ckpt.metadata_beside import encoded_beside
 from mcore_ckpt.sentinel import die_with_parent, lower_priority, until_parent_is_gone
 from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.writer_messages import (
@@ -157,8 +158,12 @@ class _Writer:
         if stage is None:
             raise RuntimeError(f"job {running.number} came without its stage")
         started_s = time.monotonic()
+        self._status.progress("writing")
+        results, encoder = encoded_beside(job.plans, lambda: self._write_files(running, job, stage))
+        return JobResult(tuple(results), started_s, time.monotonic(), encoder)
+
+    def _write_files(self, running: _RunningJob, job: WriterJob, stage: mmap.mmap) -> list[ImageResult]:
         status = self._status
-        status.progress("writing")
 
         def written(nbytes: int) -> None:
             status.progress("writing", nbytes)
@@ -177,7 +182,7 @@ class _Writer:
                 else:
                     stop = file.stage_offset + align_up(image.size_bytes)
                     images.write_image(writer, image, memoryview(stage)[file.stage_offset : stop])
-        return JobResult(tuple(images.results), started_s, time.monotonic())
+        return images.results
 
     def _pool(self, window_bytes: int) -> WindowPool:
         if window_bytes not in self._pools:

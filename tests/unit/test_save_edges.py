@@ -14,7 +14,9 @@ from torch.distributed import checkpoint as dcp
 from mcore_ckpt import commit, stage_pool
 from mcore_ckpt.async_calls import AsyncCallsQueue
 from mcore_ckpt.errors import PlanError, SaveError
+from mcore_ckpt.metadata_beside import TensorPlans
 from mcore_ckpt.options import SaveOptions
+from mcore_ckpt.save_structure import Planned
 from mcore_ckpt.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
@@ -156,7 +158,7 @@ def test_a_layout_is_not_used_again_by_a_process_that_has_got_another_rank(tmp_p
     saver = strategy()
     saver.save(ones(), tmp_path / "1")
     saver._structure.laid_out_for = (1, 2)  # as if this process had been rank 1 of two until a restart within it
-    saver._structure.encoder = saver._structure.plans = None
+    saver._structure.planned = None
     saver.save(ones(2), tmp_path / "2")
     assert not saver.validated_cache_reuse
     assert torch.equal(loaded(tmp_path / "2"), torch.ones(1000) * 2)
@@ -171,3 +173,45 @@ def test_a_forked_process_does_not_stage_into_the_trainers_memory(tmp_path: Path
     if pid == 0:
         os._exit(1 if stage_pool._free or stage_pool._in_use else 0)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+# --- the metadata of a new structure ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"writer": "fork"}, {"writer": "fork", "stage": "cow"}, {"staging_budget_bytes": 1 << 20}], ids=str
+)
+def test_the_writer_puts_the_metadata_together_and_not_the_trainer(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, encoder = os.getpid(), TensorPlans.encoder
+
+    def not_here(plans: TensorPlans) -> Any:
+        assert os.getpid() != trainer, "training waits while metadata is put together"
+        return encoder(plans)
+
+    monkeypatch.setattr(TensorPlans, "encoder", not_here)
+    saver, queue = strategy(**options), AsyncCallsQueue(options=_QUIET)
+    for step in range(2):
+        state = {"w": single_shard("w", torch.full((600_000,), float(step)))}  # more than the smallest budget
+        queue.schedule_async_request(saver.async_save(state, tmp_path / str(step)))
+        queue.maybe_finalize_async_calls(blocking=True)
+        wanted = {"w": single_shard("w", torch.full((600_000,), -1.0))}
+        assert (TorchDistLoadStrategy().load(wanted, tmp_path / str(step))["w"] == step).all()
+    queue.close()
+
+
+@pytest.mark.parametrize("writer", ["persistent", "fork"])
+def test_metadata_that_cannot_be_put_together_fails_the_save(
+    writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Planned, "unencoded", TensorPlans((b"no plan",)))
+    queue = AsyncCallsQueue(options=_QUIET)
+    queue.schedule_async_request(strategy(writer=writer).async_save(ones(), tmp_path))
+    with pytest.raises(SaveError, match=r"pickle|unpickling|load key"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert not list(tmp_path.glob("*.distcp"))
+    assert not (tmp_path / ".metadata").exists()
+    with pytest.raises(SaveError):
+        strategy().save(ones(), tmp_path)
+    assert not (tmp_path / ".metadata").exists()
