@@ -1,12 +1,17 @@
-"""Where the payloads of large items lie: their headers are read once for each item and reader, several at a time."""
+"""Where the payloads of large items lie: their headers are read once for each item and reader, several at a time, and
+a little ahead of the payloads, so that nothing waits for all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 from mcore_ckpt.container import LocatedTensor, NotRangeable, locate_tensor
 from mcore_ckpt.errors import CorruptCheckpointError, LoadError
-from mcore_ckpt.fetch import OpenFiles, ReadStats, in_parallel, naming
+from mcore_ckpt.fetch import OpenFiles, ReadStats, naming
 from mcore_ckpt.metadata import StoredItem
 from mcore_ckpt.placement import dtype_name
 from mcore_ckpt.read_requests import WantedItem
@@ -36,39 +41,76 @@ class ItemLocations:
         """Where the payload of an item lies; None if that is not known."""
         return self._located.get((wanted.item.file, wanted.item.offset))
 
-    def locate(
-        self, items: Sequence[WantedItem], files: OpenFiles, stats: ReadStats, threads: int
-    ) -> list[tuple[WantedItem, str]]:
-        """Read the headers of items.
+    @contextmanager
+    def ahead(
+        self,
+        items: Sequence[WantedItem],
+        files: OpenFiles,
+        stats: ReadStats,
+        threads: int,
+        unranged: Callable[[WantedItem, str], None],
+    ) -> Iterator[Callable[[WantedItem], LocatedTensor | None]]:
+        """Read the headers of items, in order, by threads that stay a few items ahead of whoever asks.
 
-        Returns:
-            The items that cannot be ranged, each with the reason.
+        Args:
+            items: those whose place is not known.
+            files: readers of the checkpoint's files.
+            stats: counters; added to.
+            threads: as many batches of items are being read at once.
+            unranged: called with an item that cannot be ranged, and the reason; on any thread.
 
-        Raises:
-            CorruptCheckpointError: an item is not what the index says, or its file is too short.
-            LoadError: reading failed.
+        Yields:
+            Tells where the payload of an item lies, waiting for its turn; None for one that cannot be ranged. To be
+            asked for the items in order, on one thread at a time. Raises `CorruptCheckpointError` if an item is not
+            what the index says or its file is too short, and `LoadError` if reading failed.
         """
-        unranged: list[tuple[WantedItem, str]] = []
+        if not items:
+            yield self.of
+            return
+        batches = iter([items[at : at + _BATCH] for at in range(0, len(items), _BATCH)])
+        pending: deque[Future[None]] = deque()
+        with ThreadPoolExecutor(threads, thread_name_prefix="mcore_ckpt-locate") as pool:
 
-        def locate_batch(batch: Sequence[WantedItem]) -> None:
-            headers = _Headers(stats)
-            for wanted, following in zip(batch, [*batch[1:], None], strict=True):
-                item = wanted.item
-                try:
-                    with files.reader(item.file) as reader:
-                        reader.check_range(item.offset, item.length)
-                        read = headers.of(reader, item, following.item if following else None)
-                        located = locate_tensor(read, item.length, wanted.where)
-                    check_located(wanted, located)
-                except NotRangeable as reason:
-                    unranged.append((wanted, str(reason).removeprefix(f"{wanted.where}: ")))
-                except LoadError as error:
-                    raise naming(error, wanted.where) from error
-                else:
-                    self._located[item.file, item.offset] = located
+            def begin_next() -> None:
+                for batch in batches:
+                    pending.append(pool.submit(self._locate_batch, batch, files, stats, unranged))
+                    return
 
-        in_parallel((items[at : at + _BATCH] for at in range(0, len(items), _BATCH)), locate_batch, threads)
-        return unranged
+            def located(wanted: WantedItem) -> LocatedTensor | None:
+                while wanted not in self and pending:
+                    begin_next()
+                    pending.popleft().result()
+                return self.of(wanted)
+
+            for _ in range(threads):
+                begin_next()
+            try:
+                yield located
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _locate_batch(
+        self,
+        batch: Sequence[WantedItem],
+        files: OpenFiles,
+        stats: ReadStats,
+        unranged: Callable[[WantedItem, str], None],
+    ) -> None:
+        headers = _Headers(stats)
+        for wanted, following in zip(batch, [*batch[1:], None], strict=True):
+            item = wanted.item
+            try:
+                with files.reader(item.file) as reader:
+                    reader.check_range(item.offset, item.length)
+                    read = headers.of(reader, item, following.item if following else None)
+                    located = locate_tensor(read, item.length, wanted.where)
+                check_located(wanted, located)
+            except NotRangeable as reason:
+                unranged(wanted, str(reason).removeprefix(f"{wanted.where}: "))
+            except LoadError as error:
+                raise naming(error, wanted.where) from error
+            else:
+                self._located[item.file, item.offset] = located
 
 
 class _Headers:

@@ -122,7 +122,7 @@ class LoadOptions:
     """
 
     verify_crc: bool = True
-    io_threads: int = 2
+    io_threads: int = 4
     direct_io: DirectIo = "auto"
     window_bytes: int = 8 * _MIB
     buffer_bytes: int = 32 * _MIB

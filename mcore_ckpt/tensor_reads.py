@@ -158,17 +158,20 @@ class TensorReads:
             if not packed and wanted not in self._located:
                 unlocated.append(wanted)
         self._stats.add(bytes_needed=needed_bytes)
-        self._unranged += self._located.locate(unlocated, self._files, self._stats, self._threads)
 
-        spans = coalesce(
-            self._extents(rangeable),
-            window_bytes=self._options.window_bytes,
-            max_gap_bytes=self._options.max_gap_bytes,
-        )
-        try:
-            in_parallel(spans, self._read_span, self._threads)
-        finally:
-            self._per_thread = threading.local()  # frees the buffers
+        def decode_later(wanted: WantedItem, reason: str) -> None:
+            self._unranged.append((wanted, reason))
+
+        with self._located.ahead(unlocated, self._files, self._stats, self._threads, decode_later) as located:
+            spans = coalesce(
+                self._extents(rangeable, located),
+                window_bytes=self._options.window_bytes,
+                max_gap_bytes=self._options.max_gap_bytes,
+            )
+            try:
+                in_parallel(spans, self._read_span, self._threads)
+            finally:
+                self._per_thread = threading.local()  # frees the buffers
         for wanted, reason in self._unranged:
             self._decode(wanted, reason)
 
@@ -179,13 +182,15 @@ class TensorReads:
             return False
         return length <= CHEAP_GAP_BYTES or needed_bytes >= _MOSTLY * length
 
-    def _extents(self, rangeable: Iterable[tuple[WantedItem, bool]]) -> Iterator[Extent]:
+    def _extents(
+        self, rangeable: Iterable[tuple[WantedItem, bool]], located_at: Callable[[WantedItem], LocatedTensor | None]
+    ) -> Iterator[Extent]:
         for wanted, packed in rangeable:
             if packed:
                 item = wanted.chunk.item
                 start, length = item.offset, item.length
                 yield Extent(item.file, start, start + length, length, wanted)
-            elif located := self._located.of(wanted):  # else it was found not to be rangeable
+            elif located := located_at(wanted):  # else it was found not to be rangeable
                 yield from self._piece_extents(wanted, located)
 
     def _piece_extents(self, wanted: WantedItem, located: LocatedTensor) -> Iterator[Extent]:
