@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from benchmarks.state import Shard
 from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer
 
-__all__ = ["ADAPTERS", "Adapter"]
+__all__ = ["ADAPTERS", "Adapter", "do_nothing_save"]
 
 _PIECE_BYTES = 8 * 1024 * 1024
 
@@ -33,6 +34,9 @@ class Adapter:
     def prepare(self, shards: list[Shard]) -> Any:
         """What `save` and `load` take, made outside the measured time."""
         return shards
+
+    def look(self, state: Any, path: Path, cold: bool) -> None:
+        """What may be found out about a checkpoint before its load is measured; nothing, for whoever is compared."""
 
     def save(self, state: Any, path: Path) -> None:
         """Save and make durable."""
@@ -257,3 +261,14 @@ def _megatron_state(shards: list[Shard]) -> dict[str, Any]:
         )
         for shard in shards
     }
+
+
+def do_nothing_save(state: dict[str, Any], path: Path) -> None:
+    """Megatron's part of an asynchronous save, without any of a strategy's."""
+    from mcore_ckpt import TorchDistSaveStrategy
+
+    class DoNothing(TorchDistSaveStrategy):
+        def async_save(self, *_: Any, **__: Any) -> Any:
+            return SimpleNamespace(finalize_fns=[])
+
+    _checkpointing().save(dict(state), str(path), DoNothing(), validate_access_integrity=False, async_sharded_save=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.adapters import ADAPTERS, Adapter
+from benchmarks.bare import BARE
 from benchmarks.state import Shard
 
 __all__ = ["Samples", "fresh", "make_adapters", "note", "rotated", "wipe"]
@@ -23,7 +24,8 @@ def make_adapters(names: Sequence[str]) -> dict[str, Adapter]:
     from tests.support.cpu_megatron import pretend_cuda
 
     pretend_cuda()  # stock Megatron names CUDA devices outright
-    return {name: ADAPTERS[name]() for name in names}
+    known = ADAPTERS | BARE
+    return {name: known[name]() for name in names}
 
 
 def fresh(path: Path) -> Path:

@@ -140,6 +140,7 @@ def loads(
                 _wipe(shards)
                 state = adapter.prepare(shards)
                 path = base / writer
+                adapter.look(state, path, temperature == "cold")
                 drop_page_cache(path) if temperature == "cold" else warm_page_cache(path)
                 cost = timed(partial(adapter.load, state, path))
                 label = reader if reader == writer or reader == "raw" else f"{reader} of {writer}"

@@ -3,6 +3,7 @@
     make bench                                  everything, about 20 minutes on two cores
     make bench ARGS="--only small --rounds 3"   part of it
     make bench ARGS="--only small --loads --add"  part of that, added to what earlier parts have left in `--out`
+    make bench ARGS="--only floors"             what loads and async saves cost at least: their parts, done by bare loops
 
 Results go to `--out` (JSON, a table in Markdown, a plot). Only ratios travel between machines.
 """
@@ -20,7 +21,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import async_saves, report, scenarios  # noqa: E402  (found by the line above)
+from benchmarks import async_saves, report, scenarios, snapshots  # noqa: E402  (found by the line above)
+from benchmarks.bare import BARE  # noqa: E402
 from benchmarks.rounds import Samples  # noqa: E402
 from tests.support.gloo_ranks import run_ranks  # noqa: E402
 
@@ -29,6 +31,7 @@ _WRITERS = ("mcore_ckpt", "megatron", "dcp")
 _ASYNC = ("mcore_ckpt", "mcore_ckpt cow", "mcore_ckpt replanned", "megatron", "dcp")
 _PART = "a fifth of the tensors of 4 ranks' files"  # layers 1 and 10 to 19 of 59
 _DEADLINE_S = 1800.0
+_COMPARED = ("dense", "first", "small", "reshard", "async")
 
 
 def _pairs() -> list[tuple[str, str]]:
@@ -37,12 +40,30 @@ def _pairs() -> list[tuple[str, str]]:
     return [("raw", "mcore_ckpt"), *same, ("mcore_ckpt", "megatron"), ("mcore_ckpt", "dcp")]
 
 
+def _floors(ranks: Callable[..., Samples], size: int, rounds: int) -> dict[str, Samples]:
+    """Loads and async saves beside what they cost at least."""
+    pairs = [*((name, "mcore_ckpt") for name in ("raw", *BARE, "mcore_ckpt")), ("megatron", "megatron")]
+    results: dict[str, Samples] = {}
+    for kind, loading in (
+        ("dense", ((2, ""), (1, ""), (1, "decoder.layers.1"), (1, "decoder.layers.1."))),
+        ("rows", ((8, ""),)),
+    ):
+        ranks(4, scenarios.write_once, kind, size, ("mcore_ckpt", "megatron"))
+        for count, prefix in loading:
+            part = {"": "", "decoder.layers.1": ", a fifth of the tensors", "decoder.layers.1.": ", one tensor"}[prefix]
+            work = f"floors: {kind}, 4 -> {count}{part}"
+            results[work] = ranks(count, scenarios.loads, kind, size, pairs, rounds, prefix)
+    for kind in ("dense", "small"):
+        results[f"floors: async, {kind}, 2 ranks"] = ranks(2, snapshots.snapshot_parts, kind, size, rounds)
+    return results
+
+
 def _run(arguments: argparse.Namespace, base: Path) -> dict[str, Samples]:
     size, rounds = int(arguments.gb * 1e9), arguments.rounds
     results: dict[str, Samples] = {}
 
     def wanted(name: str) -> bool:
-        return not arguments.only or name in arguments.only
+        return name in (arguments.only or _COMPARED)
 
     def ranks(count: int, work: Callable[..., Any], *rest: object) -> Samples:
         values: list[Samples] = run_ranks(work, count, base, *rest, deadline_s=_DEADLINE_S)
@@ -84,6 +105,8 @@ def _run(arguments: argparse.Namespace, base: Path) -> dict[str, Samples]:
                 for _ in range(max(1, rounds // 3)):
                     first_async = ranks(2, async_saves.first_async_save, kind, size, name, warm_up)
                     _merge(results[work], first_async)
+    if wanted("floors"):
+        results |= _floors(ranks, size, rounds)
     return results
 
 
@@ -103,7 +126,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.0, help="size of the dense state, in 1e9 bytes (default: 1)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each (default: 5)")
-    parser.add_argument("--only", nargs="*", choices=("dense", "first", "small", "reshard", "async"), default=[])
+    parser.add_argument("--only", nargs="*", choices=(*_COMPARED, "floors"), default=[])
     parser.add_argument("--saves", action="store_true", help="saves only (of dense and small)")
     parser.add_argument("--loads", action="store_true", help="loads only (of dense and small)")
     parser.add_argument("--add", action="store_true", help="keep what earlier runs have left in --out beside this one")

@@ -1,0 +1,175 @@
+"""What a load costs at least: the same bytes read, summed and put into the same tensors by bare threads.
+
+No index, no checks, no planning: where each payload lies is found out outside the measured time. What this takes longer
+than the raw device is the price of having the bytes in the tensors, with their CRC-32 known; what `mcore_ckpt` takes
+longer than this is its own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.adapters import Adapter
+from benchmarks.state import Shard
+from mcore_ckpt.container import tensor_template
+from mcore_ckpt.crc import crc32
+from mcore_ckpt.reader import FileSystemReader
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, align_up
+from mcore_ckpt.storage.direct_io import aligned_buffer, copy_bytes
+
+__all__ = ["BARE", "Bare"]
+
+_PIECE_BYTES = 8 * 1024 * 1024
+_SLICE_BYTES = 1024 * 1024
+_ROWS_BYTES = 512 * 1024
+
+
+class _Place(NamedTuple):
+    """Bytes of one stored chunk, and what of them goes where.
+
+    Attributes:
+        file: that holds them.
+        offset: of the payload, or of the part of it that is wanted, in bytes.
+        destination: flat bytes, when they lie there as in the file; else rows x elements.
+        columns: of the chunk, in elements; 0 if `destination` is flat.
+        first_column: the first that is wanted.
+    """
+
+    file: str
+    offset: int
+    destination: np.ndarray[Any, Any]
+    columns: int = 0
+    first_column: int = 0
+
+
+class Bare(Adapter):
+    """Reads by a number of bare threads; of checkpoints that this package wrote, of float32 in rows or columns."""
+
+    threads = 1
+
+    def __init__(self) -> None:
+        self._places: list[_Place] = []
+        self._cold = False
+        self._buffers = [aligned_buffer(_PIECE_BYTES + 2 * ALIGNMENT_BYTES) for _ in range(self.threads)]
+
+    def look(self, state: list[Shard], path: Path, cold: bool) -> None:
+        self._cold = cold
+        self._places = [place for shard in state for place in _places(shard, path)]
+
+    def load(self, state: list[Shard], path: Path) -> None:
+        # Rows are read with what lies between them, which another rank wants: through the page cache.
+        direct = self._cold and not any(place.columns for place in self._places)
+        flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
+        fds = {name: os.open(path / name, flags) for name in {place.file for place in self._places}}
+        tasks = iter([piece for place in self._places for piece in _pieces(place)])
+        lock = threading.Lock()
+
+        def drain(buffer: memoryview) -> None:
+            while True:
+                with lock:
+                    place = next(tasks, None)
+                if place is None:
+                    return
+                if place.columns:
+                    _read_rows(fds[place.file], place, buffer)
+                elif direct:
+                    _read_direct(fds[place.file], place, buffer)
+                else:
+                    _read_cached(fds[place.file], place)
+
+        threads = [threading.Thread(target=drain, args=(buffer,)) for buffer in self._buffers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for fd in fds.values():
+            os.close(fd)
+
+
+def _places(shard: Shard, path: Path) -> Iterator[_Place]:
+    entry = FileSystemReader(path).index.tensors[shard.key]
+    rows, columns = shard.tensor.shape
+    for chunk in entry.chunks:
+        payload = chunk.item.offset + len(tensor_template(entry.dtype, chunk.sizes).head)
+        low = [max(mine, stored) for mine, stored in zip(shard.offsets, chunk.offsets, strict=True)]
+        high = [
+            min(mine + size, stored + stored_size)
+            for mine, size, stored, stored_size in zip(
+                shard.offsets, (rows, columns), chunk.offsets, chunk.sizes, strict=True
+            )
+        ]
+        if low[0] >= high[0] or low[1] >= high[1]:
+            continue
+        part = shard.tensor[
+            low[0] - shard.offsets[0] : high[0] - shard.offsets[0],
+            low[1] - shard.offsets[1] : high[1] - shard.offsets[1],
+        ]
+        first_row = payload + 4 * (low[0] - chunk.offsets[0]) * chunk.sizes[1]
+        if part.is_contiguous() and part.shape[1] == chunk.sizes[1]:
+            yield _Place(chunk.item.file, first_row, part.view(-1).view(torch.uint8).numpy())
+        else:
+            yield _Place(chunk.item.file, first_row, part.numpy(), chunk.sizes[1], low[1] - chunk.offsets[1])
+
+
+def _pieces(place: _Place) -> Iterator[_Place]:
+    if place.columns:
+        yield place
+        return
+    for start in range(0, len(place.destination), _PIECE_BYTES):
+        part = place.destination[start : start + _PIECE_BYTES]
+        yield place._replace(offset=place.offset + start, destination=part)
+
+
+def _read_cached(fd: int, place: _Place) -> None:
+    view, crc = place.destination.data, 0
+    for start in range(0, len(view), _SLICE_BYTES):
+        part = view[start : start + _SLICE_BYTES]
+        _read(fd, part, place.offset + start)
+        crc = crc32(part, crc)
+
+
+def _read_direct(fd: int, place: _Place, buffer: memoryview) -> None:
+    view, crc = place.destination.data, 0
+    start = place.offset // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    skip = place.offset - start
+    _read(fd, buffer[: align_up(skip + len(view))], start)
+    for done in range(0, len(view), _SLICE_BYTES):
+        part = buffer[skip + done : skip + min(done + _SLICE_BYTES, len(view))]
+        crc = crc32(part, crc)
+        copy_bytes(view[done : done + len(part)], part)
+
+
+def _read_rows(fd: int, place: _Place, buffer: memoryview) -> None:
+    """A few rows at a time."""
+    row_bytes = 4 * place.columns
+    at_once = max(1, _ROWS_BYTES // row_bytes)
+    rows, wanted = place.destination.shape
+    for row in range(0, rows, at_once):
+        count = min(at_once, rows - row)
+        part = buffer[: count * row_bytes]
+        _read(fd, part, place.offset + row * row_bytes)
+        table = np.frombuffer(part, dtype=np.float32).reshape(count, place.columns)
+        place.destination[row : row + count] = table[:, place.first_column : place.first_column + wanted]
+
+
+def _read(fd: int, view: memoryview, offset: int) -> None:
+    if os.preadv(fd, [view], offset) < 1:
+        raise OSError(f"nothing to read at {offset}")
+
+
+class _Bare2(Bare):
+    threads = 2
+
+
+class _Bare4(Bare):
+    threads = 4
+
+
+BARE: dict[str, type[Adapter]] = {f"bare threads, {cls.threads}": cls for cls in (Bare, _Bare2, _Bare4)}
