@@ -32,18 +32,21 @@ def snapshot_parts(rank: int, base: Path, kind_name: str, size_bytes: int, round
     shards = build(kinds(size_bytes)[kind_name], dist.get_world_size(), rank)
     fill(shards)
     state = adapters["mcore_ckpt"].prepare(shards)
+    samples: Samples = {}
+    for _ in range(rounds):  # before there are copies, whose pages it would have to share, and map
+        started = time.perf_counter()
+        _fork()
+        note(samples, "blocking s", "os.fork", slowest(time.perf_counter() - started))
     copies = [torch.zeros_like(shard.tensor) for shard in shards]
 
     def copy() -> None:
         for target, shard in zip(copies, shards, strict=True):
             target.copy_(shard.tensor)
 
-    samples: Samples = {}
     for turn in range(rounds + 1):
         works: dict[str, Callable[[Path], Any]] = {name: _starting(adapters[name], state) for name in _OURS}
         works["Megatron's own walk"] = lambda path: do_nothing_save(state, path)
         works["torch copy_"] = lambda _: copy()
-        works["os.fork"] = lambda _: _fork()
         for name, work in works.items():
             path = fresh(base / "snapshot")
             started = time.perf_counter()

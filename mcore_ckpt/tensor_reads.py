@@ -22,8 +22,8 @@ import torch
 
 from mcore_ckpt.boxes import Box, runs
 from mcore_ckpt.container import LocatedTensor, NotRangeable, locate_tensor_in
-from mcore_ckpt.crc import crc32, crc32_combine
-from mcore_ckpt.errors import ChecksumError, LoadError
+from mcore_ckpt.crc import crc32
+from mcore_ckpt.errors import LoadError
 from mcore_ckpt.fetch import OpenFiles, ReadStats, in_parallel, naming, padded_range
 from mcore_ckpt.item_form import ItemForm, form_of
 from mcore_ckpt.item_location import ItemLocations, check_located
@@ -31,6 +31,7 @@ from mcore_ckpt.options import LoadOptions
 from mcore_ckpt.placement import HostBytes, ReadBuffer, Want, alignment_for, memory_at, place_box
 from mcore_ckpt.ranges import CHEAP_GAP_BYTES, MAX_WASTE, Extent, Piece, Span, cluster_boxes, coalesce, split_box
 from mcore_ckpt.read_requests import WantedItem
+from mcore_ckpt.record_sum import RecordSum, checksum_error
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader
 
 __all__ = ["TensorReads"]
@@ -48,37 +49,15 @@ _MOSTLY = 0.8
 # A span of more items than this is placed by one thread at a time, while others read.
 _MANY_ITEMS = 32
 
+# Rows with gaps between them are read so many bytes at a time: what a core's own cache holds.
+_ROWS_AT_ONCE_BYTES = 512 * 1024
+
 # Forms of items that are remembered; each takes 1 to 4 KB.
 _MAX_FORMS = 2048
 
 # Copies out of the page cache to a place a few bytes ahead, modulo the page, take four times as long on some CPUs (seen
 # on AMD EPYC: 3 GB/s for a shift of 1 to 16 bytes, 12 GB/s for none or for one of half a page).
 _FAR_SKEW = 2048
-
-
-class _RecordSum:
-    """The CRC-32 of a record whose pieces are read in any order."""
-
-    __slots__ = ("_lock", "_parts", "_remaining_bytes", "expected", "length")
-
-    def __init__(self, length: int, expected: int) -> None:
-        self.length = length
-        self.expected = expected
-        self._remaining_bytes = length
-        self._parts: list[tuple[int, int, int]] = []
-        self._lock = threading.Lock()
-
-    def add(self, start: int, length: int, crc: int) -> int | None:
-        """Note a piece; returns the CRC-32 of the record when this was the last one."""
-        with self._lock:
-            self._parts.append((start, length, crc))
-            self._remaining_bytes -= length
-            if self._remaining_bytes:
-                return None
-        total = 0
-        for _, part_bytes, part_crc in sorted(self._parts):
-            total = crc32_combine(total, part_crc, part_bytes)
-        return total
 
 
 class _PieceRead(NamedTuple):
@@ -100,7 +79,7 @@ class _PieceRead(NamedTuple):
     wants: list[Want]
     address: int
     alignment: int
-    record: _RecordSum | None
+    record: RecordSum | None
 
 
 class TensorReads:
@@ -197,7 +176,7 @@ class TensorReads:
         clusters = cluster_boxes(wanted.chunk.sizes, [want.box for want in wanted.wants])
         record = None
         if self._options.verify_crc and located.crc32 is not None and clusters[0][0].sizes == wanted.chunk.sizes:
-            record = _RecordSum(wanted.payload_bytes, located.crc32)
+            record = RecordSum(wanted.payload_bytes, located.crc32)
         payload_start = wanted.item.offset + located.payload_offset
         if len(clusters) == 1:
             return self._cluster_extents(wanted, payload_start, clusters[0][0], wanted.wants, record)
@@ -211,7 +190,7 @@ class TensorReads:
         )
 
     def _cluster_extents(
-        self, wanted: WantedItem, payload_start: int, box: Box, wants: list[Want], record: _RecordSum | None
+        self, wanted: WantedItem, payload_start: int, box: Box, wants: list[Want], record: RecordSum | None
     ) -> Iterator[Extent]:
         options, elem_bytes = self._options, wanted.dtype.itemsize
         alignment = max(alignment_for(want.tensor, wanted.dtype) for want in wants)
@@ -248,14 +227,14 @@ class TensorReads:
                     self._read_straight(reader, span, owner)
                     return
                 reader.check_range(span.start, span.stop - span.start)
-                if first.alone and self._copy_cached(reader, first):
+                if first.alone:
+                    if not self._copy_cached(reader, first):
+                        self._read_rows(reader, first)
                     return
                 buffer = self._buffer(span.stop - span.start)
                 start, stop = padded_range(span.start, span.stop, reader.size_bytes)
                 skew = _skew(first, start)
-                # What one rank leaves out between its rows, the next one wants: from the page cache, both get it.
-                read = reader.read_shared if first.alone else reader.read_into
-                read(start, buffer.view[skew : skew + stop - start])
+                reader.read_into(start, buffer.view[skew : skew + stop - start])
         except LoadError as error:
             raise _naming(error, owner if isinstance(owner, WantedItem) else owner.wanted) from error
         self._stats.add(reads=1, bytes_read=stop - start)
@@ -292,6 +271,30 @@ class TensorReads:
             self._place_piece(HostBytes.at(address, length), 0, extent.owner)
         self._stats.add(reads=1, bytes_read=extent.wanted_bytes)
         return True
+
+    def _read_rows(self, reader: RangeReader, extent: Extent) -> None:
+        """Read a piece that is mostly gaps, some rows at a time.
+
+        What one rank leaves out between its rows, the next one wants: from the page cache, both get it.
+        """
+        read: _PieceRead = extent.owner
+        wanted, sizes = read.wanted, read.wanted.chunk.sizes
+        buffer = self._buffer(0)
+        for part in split_box(
+            sizes,
+            read.piece.box,
+            wanted.dtype.itemsize,
+            window_bytes=min(_ROWS_AT_ONCE_BYTES, self._options.window_bytes),
+            max_gap_bytes=self._options.max_gap_bytes,
+        ):
+            start, length = read.payload_start + part.start, part.stop - part.start
+            at = start % ALIGNMENT_BYTES
+            if at % read.alignment:
+                at = _FAR_SKEW
+            reader.read_shared(start, buffer.view[at : at + length])
+            self._stats.add(reads=1, bytes_read=length)
+            for want in read.wants:
+                place_box(buffer, at, part.box, sizes, wanted.dtype, want)
 
     def _buffer(self, needed_bytes: int) -> ReadBuffer:
         buffer: ReadBuffer | None = getattr(self._per_thread, "buffer", None)
@@ -331,7 +334,7 @@ class TensorReads:
             offset, length = located.record_offset, located.record_bytes
             got = crc32(view[offset : offset + length])
             if got != located.record_crc32:
-                raise _checksum_error(wanted, offset, length, located.record_crc32, got)
+                raise checksum_error(wanted, offset, length, located.record_crc32, got)
         self._place_payload(buffer, at + located.payload_offset, located.payload_bytes, wanted)
         return int(check)
 
@@ -363,7 +366,7 @@ class TensorReads:
             return
         if total != read.record.expected:
             offset = read.payload_start - read.wanted.item.offset
-            raise _checksum_error(read.wanted, offset, read.record.length, read.record.expected, total)
+            raise checksum_error(read.wanted, offset, read.record.length, read.record.expected, total)
         self._stats.add(records_checked=1)
 
 
@@ -385,12 +388,3 @@ def _skew(first: Extent, start: int) -> int:
 
 def _naming(error: LoadError, wanted: WantedItem) -> LoadError:
     return naming(error, wanted.where)
-
-
-def _checksum_error(wanted: WantedItem, offset: int, length: int, expected: int | None, got: int) -> ChecksumError:
-    start = wanted.item.offset + offset
-    return ChecksumError(
-        f"{wanted.fqn} at {list(wanted.chunk.offsets)}: the bytes [{start}, {start + length}) of {wanted.item.file}"
-        f" have CRC-32 {got:#010x}, expected {expected:#010x}: the file was damaged after it was written; load another"
-        " copy or an earlier checkpoint"
-    )

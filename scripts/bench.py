@@ -3,7 +3,7 @@
     make bench                                  everything, about 20 minutes on two cores
     make bench ARGS="--only small --rounds 3"   part of it
     make bench ARGS="--only small --loads --add"  part of that, added to what earlier parts have left in `--out`
-    make bench ARGS="--only floors"             what loads and async saves cost at least: their parts, done by bare loops
+    make bench ARGS="--only floors"             what loads and async saves cost at least, by bare loops
 
 Results go to `--out` (JSON, a table in Markdown, a plot). Only ratios travel between machines.
 """

@@ -25,7 +25,6 @@ __all__ = [
     "copy_bytes",
     "drop_cached",
     "enable",
-    "expect",
     "has_huge_pages",
     "populate",
     "preallocate",
@@ -218,15 +217,6 @@ def drop_cached(fd: int, offset: int = 0, nbytes: int = 0) -> None:
     """Drop clean pages of a range from the page cache (`nbytes=0`: to the end of the file)."""
     try:
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
-    except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
-            raise
-
-
-def expect(fd: int, offset: int, nbytes: int) -> None:
-    """Have the kernel begin to read a range into the page cache."""
-    try:
-        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
     except OSError as error:
         if error.errno not in _NOT_SUPPORTED:
             raise

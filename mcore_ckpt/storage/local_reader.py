@@ -118,11 +118,9 @@ class LocalReader(RangeReader):
         self._read(offset, view, arrived or _ignore, shared=False)
 
     def read_shared(self, offset: int, view: memoryview) -> None:
-        """Through the page cache, from where the next process gets them; the device is asked for all at once, as the
-        kernel's own read-ahead is too short to keep it busy.
+        """Through the page cache, from where the next process gets them. The kernel's own read-ahead, of a few threads,
+        keeps the device busier than asking it for megabytes at once.
         """
-        if self._fd is not None and not self._insist:
-            direct_io.expect(self._fd, offset, len(view))
         self._read(offset, view, _ignore, shared=not self._insist)
 
     def _read(self, offset: int, view: memoryview, arrived: _Arrived, *, shared: bool) -> None:
