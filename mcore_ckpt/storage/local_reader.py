@@ -132,8 +132,8 @@ class LocalReader(RangeReader):
         try:
             while done < len(view):
                 start = offset + done
-                # Pieces end on multiples of their size, so that the ones after the first are aligned in the file.
-                piece = view[done : done + _PIECE_BYTES - start % _PIECE_BYTES]
+                # Pieces end on aligned offsets, so that those after the first begin on one.
+                piece = view[done : done + _PIECE_BYTES - start % ALIGNMENT_BYTES]
                 if not shared and self._wants_direct(start, len(piece)):
                     self._read_direct(start, piece, arrived)
                 else:
