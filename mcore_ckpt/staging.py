@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from mcore_ckpt.buckets import BucketLayout
+from mcore_ckpt.device_copies import DeviceCopies
 from mcore_ckpt.errors import SaveError
 
 __all__ = ["BucketSource"]
@@ -33,8 +34,7 @@ class _Payloads:
         # 0 marks a tensor whose bytes cannot be copied from where it lies as they are.
         self.pointers = [t.data_ptr() if t.is_cpu and t.is_contiguous() else 0 for t in tensors]
         self._flat: tuple[int, torch.Tensor] | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._in_order: set[torch.device] = set()
+        self._device_copies = DeviceCopies()
         # In place of copying host memory: called with the addresses of target and source, and a number of bytes.
         self.write: _Write | None = None
 
@@ -61,14 +61,10 @@ class _Payloads:
             return
         memory = (ctypes.c_char * (stop - start)).from_address(address)
         target = torch.frombuffer(memory, dtype=torch.uint8)
-        if tensor.device.type != "cuda":
+        if tensor.device.type == "cuda":
+            self._device_copies.copy(tensor, lambda: self._contiguous_bytes(index)[start:stop], target)
+        else:
             target.copy_(self._contiguous_bytes(index)[start:stop])
-            return
-        stream = self._stream(tensor.device)
-        with torch.cuda.stream(stream):
-            # What makes the bytes contiguous is queued on this stream, too, or the copy would not wait for it.
-            target.copy_(self._contiguous_bytes(index)[start:stop], non_blocking=True)
-        tensor.record_stream(stream)
 
     def _contiguous_bytes(self, index: int) -> torch.Tensor:
         """Tensor `index` as contiguous bytes; only the last one is kept, so that one tensor is doubled at most."""
@@ -78,21 +74,9 @@ class _Payloads:
             self._flat = (index, tensor.view(-1).view(torch.uint8))
         return self._flat[1]
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        if device not in self._in_order:
-            # What the trainer has queued so far belongs to the state that is saved.
-            stream.wait_stream(torch.cuda.current_stream(device))
-            self._in_order.add(device)
-        return stream
-
     def wait(self) -> None:
         """Wait for the device copies queued so far, and for nothing else on the device."""
-        for device in self._in_order:
-            self._streams[device].synchronize()
-        self._in_order.clear()
+        self._device_copies.wait()
 
 
 class BucketSource:
@@ -129,6 +113,12 @@ class BucketSource:
 
     def fill(self, start: int, stop: int, view: memoryview) -> None:
         """Put bytes [start, stop) of the file at the beginning of `view`; checksum fields are left zero."""
+        try:
+            self._fill(start, stop, view)
+        finally:
+            self._payloads.wait()  # also after an error: what is under way must not land in the view's next contents
+
+    def _fill(self, start: int, stop: int, view: memoryview) -> None:
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
         self._fill_region(start, stop, view)
         layout = self.layout
@@ -161,7 +151,6 @@ class BucketSource:
                 _put(view, start, stop, tail, end_bytes)
             filled = min(end, stop)
         ctypes.memset(base + filled, 0, max(0, stop - filled))
-        self._payloads.wait()
 
     def _fill_region(self, start: int, stop: int, view: memoryview) -> None:
         end = min(stop, self.layout.region_bytes)
@@ -197,8 +186,15 @@ class BucketSource:
                 self._payloads.write = None
             _zero(view, size_bytes, len(view))
             return
+        try:
+            self._fill_payloads(view)
+        finally:
+            self._payloads.wait()
+
+    def _fill_payloads(self, view: memoryview) -> None:
+        """Put objects and payloads into a piece that has everything else already."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        self._fill_region(0, size_bytes, view)
+        self._fill_region(0, self.layout.image.size_bytes, view)
         pointers = self._payloads.pointers
         lengths = self.layout.image.payload_lengths
         memmove = ctypes.memmove
@@ -208,7 +204,6 @@ class BucketSource:
                 memmove(address + offset, pointer, lengths[index])
             else:
                 self._payloads.copy(index, 0, lengths[index], address + offset)
-        self._payloads.wait()
 
 
 def _put(view: memoryview, start: int, stop: int, offset: int, data: bytes | memoryview) -> None:

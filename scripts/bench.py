@@ -4,6 +4,7 @@
     make bench ARGS="--only small --rounds 3"   part of it
     make bench ARGS="--only small --loads --add"  part of that, added to what earlier parts have left in `--out`
     make bench ARGS="--only floors"             what loads and async saves cost at least, by bare loops
+    make bench ARGS="--only device"             a GPU's memory into the stage, beside a plain pinned copy
 
 Results go to `--out` (JSON, a table in Markdown, a plot). Only ratios travel between machines.
 """
@@ -21,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import async_saves, report, scenarios, snapshots  # noqa: E402  (found by the line above)
+from benchmarks import async_saves, device, report, scenarios, snapshots  # noqa: E402  (found by the line above)
 from benchmarks.bare import BARE  # noqa: E402
 from benchmarks.rounds import Samples  # noqa: E402
 from tests.support.gloo_ranks import run_ranks  # noqa: E402
@@ -107,6 +108,8 @@ def _run(arguments: argparse.Namespace, base: Path) -> dict[str, Samples]:
                     _merge(results[work], first_async)
     if wanted("floors"):
         results |= _floors(ranks, size, rounds)
+    if wanted("device"):
+        results["from a GPU"] = ranks(1, device.device_to_stage, size, rounds)
     return results
 
 
@@ -126,7 +129,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.0, help="size of the dense state, in 1e9 bytes (default: 1)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each (default: 5)")
-    parser.add_argument("--only", nargs="*", choices=(*_COMPARED, "floors"), default=[])
+    parser.add_argument("--only", nargs="*", choices=(*_COMPARED, "floors", "device"), default=[])
     parser.add_argument("--saves", action="store_true", help="saves only (of dense and small)")
     parser.add_argument("--loads", action="store_true", help="loads only (of dense and small)")
     parser.add_argument("--add", action="store_true", help="keep what earlier runs have left in --out beside this one")

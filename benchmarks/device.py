@@ -1,0 +1,55 @@
+"""From a GPU into the stage, beside a plain copy of the same bytes into pinned memory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.rounds import Samples, note
+from mcore_ckpt.buckets import lay_out
+from mcore_ckpt.container import tensor_template
+from mcore_ckpt.stage_memory import Stage
+from mcore_ckpt.staging import BucketSource
+
+__all__ = ["device_to_stage"]
+
+_ROWS, _COLUMNS = 2048, 4096
+
+
+def device_to_stage(rank: int, base: Path, size_bytes: int, rounds: int) -> Samples:
+    """GB/s of both, in turns; the first of each left out; the staged bytes are compared with the tensors.
+
+    Raises:
+        RuntimeError: there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("this part of the benchmark needs a GPU")
+    count = max(1, size_bytes // (2 * _ROWS * _COLUMNS))
+    tensors = [torch.randn(_ROWS, _COLUMNS, device="cuda").to(torch.bfloat16) for _ in range(count)]
+    pinned = [torch.empty(_ROWS, _COLUMNS, dtype=torch.bfloat16, pin_memory=True) for _ in tensors]
+    source = BucketSource(lay_out("0", [tensor_template("bfloat16", (_ROWS, _COLUMNS))] * count, 0), tensors, [], [])
+    image = source.layout.image
+    stage = Stage()
+    view = stage.reserve(image.size_bytes)
+    stage.pin()
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    samples: Samples = {}
+    for turn in range(rounds + 1):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for target, tensor in zip(pinned, tensors, strict=True):
+            target.copy_(tensor, non_blocking=True)
+        torch.cuda.synchronize()
+        plain_s = time.perf_counter() - started
+        started = time.perf_counter()
+        source.fill_stage(view, laid_out=turn > 0)
+        stage_s = time.perf_counter() - started
+        if turn:
+            note(samples, "device to host GB/s", "plain pinned copy", nbytes / 1e9 / plain_s)
+            note(samples, "device to host GB/s", "stage", nbytes / 1e9 / stage_s)
+    for target, start, length in zip(pinned, image.payload_offsets, image.payload_lengths, strict=True):
+        if view[start : start + length] != target.view(-1).view(torch.uint8).numpy().data:
+            raise AssertionError("the stage does not hold the tensors' bytes")
+    return samples
