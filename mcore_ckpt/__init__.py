@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.async_calls import AsyncCallsQueue
     from mcore_ckpt.checkpoint import open_checkpoint
     from mcore_ckpt.load_planner import MCoreLoadPlanner
-    from mcore_ckpt.megatron_compat import install, uninstall
+    from mcore_ckpt.megatron_install import install, uninstall
     from mcore_ckpt.optimizer_state import load_sharded_optimizer_state
     from mcore_ckpt.planner import MCoreSavePlanner
     from mcore_ckpt.reader import FileSystemReader
@@ -36,11 +36,11 @@ _HOME = {
     "TorchDistLoadStrategy": "strategy",
     "TorchDistSaveStrategy": "strategy",
     "get_strategy": "registry",
-    "install": "megatron_compat",
+    "install": "megatron_install",
     "load_sharded_optimizer_state": "optimizer_state",
     "open_checkpoint": "checkpoint",
     "register_strategy": "registry",
-    "uninstall": "megatron_compat",
+    "uninstall": "megatron_install",
 }
 
 __all__ = [
