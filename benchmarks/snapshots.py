@@ -34,9 +34,8 @@ def snapshot_parts(rank: int, base: Path, kind_name: str, size_bytes: int, round
     state = adapters["mcore_ckpt"].prepare(shards)
     samples: Samples = {}
     for _ in range(rounds):  # before there are copies, whose pages it would have to share, and map
-        started = time.perf_counter()
-        _fork()
-        note(samples, "blocking s", "os.fork", slowest(time.perf_counter() - started))
+        dist.barrier()
+        note(samples, "blocking s", "os.fork", slowest(_fork_s()))
     copies = [torch.zeros_like(shard.tensor) for shard in shards]
 
     def copy() -> None:
@@ -63,8 +62,11 @@ def _starting(adapter: Any, state: Any) -> Callable[[Path], Any]:
     return lambda path: adapter.start(state, path)
 
 
-def _fork() -> None:
+def _fork_s() -> float:
+    started = time.perf_counter()
     pid = os.fork()
     if pid == 0:
         os._exit(0)
+    took_s = time.perf_counter() - started
     os.waitpid(pid, 0)
+    return took_s

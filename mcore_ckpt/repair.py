@@ -1,8 +1,9 @@
 """Mending a damaged checkpoint with the bytes of another copy: of the same save, or of one resharded from it.
 
-Nothing is believed for coming from the copy. An item is put back only if its own checksums hold in the copy, or if the
-elements found in the copy (whatever its sharding) have the very CRC-32 that the damaged item carries. Bytes are written
-in place, made durable, and the checkpoint is verified again.
+Nothing is believed for coming from the copy: bytes of another iteration would make a mix of two, and look whole. Whole
+items and files are put back only from a copy of the same save, and only if their own checksums hold there; from any
+other copy, whatever its sharding, bytes that have the very checksums that the damaged item still carries. They are
+written in place, made durable, and the checkpoint is verified again.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mcore_ckpt.container import NotRangeable, locate_tensor
+from mcore_ckpt.container import NotRangeable, locate_tensor, verify_records
 from mcore_ckpt.crc import crc32
 from mcore_ckpt.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.metadata import METADATA_FILE, CheckpointIndex, StoredChunk, StoredItem, TensorEntry, read_index
@@ -25,6 +26,8 @@ from mcore_ckpt.verify import ItemCheck, Problem, VerifyReport, check_item, veri
 __all__ = ["repair_checkpoint"]
 
 _WINDOW_BYTES = 8 * 1024 * 1024
+# Enough that tensors which happen to be equal in two iterations (masks, zeros) do not decide.
+_COMPARED_ITEMS = 16
 
 
 def repair_checkpoint(report: VerifyReport, other: str | Path, *, progress: bool | None = False) -> VerifyReport:
@@ -34,12 +37,14 @@ def repair_checkpoint(report: VerifyReport, other: str | Path, *, progress: bool
         The new report; `repaired` names what was put back, and its problems are those that are left.
 
     Raises:
-        CheckpointNotFoundError, CorruptCheckpointError: `other` is no readable checkpoint.
+        CheckpointNotFoundError, CorruptCheckpointError: `other` is no readable checkpoint, or its index does not
+            describe the files that are to be mended.
         OSError: the damaged checkpoint cannot be written.
     """
     directory, copy = Path(report.path), Path(other)
     repaired: list[str] = []
     good_index = read_index(copy)
+    index_is_ours = True
     if any(problem.kind == "index" and problem.file == METADATA_FILE for problem in report.problems):
         # Without an index nothing else is known; the copy's fits only if every item is then found sound.
         try:
@@ -48,16 +53,24 @@ def repair_checkpoint(report: VerifyReport, other: str | Path, *, progress: bool
             report = _take_index(directory, copy, progress)
             repaired.append(METADATA_FILE)
             index = read_index(directory)
+            index_is_ours = False
     else:
         index = read_index(directory, strict=False)
     with StoredPayloads(good_index) as payloads, Progress("repair", _damaged_bytes(report), shown=progress) as bar:
-        repaired += _replace_files(report.problems, directory, copy)
+        same_save = _is_same_save(index if index_is_ours else None, _checks(index), directory, payloads)
+        if same_save:
+            repaired += _replace_files(report.problems, directory, copy)
         checks = _checks(index)
         for problem in report.problems:
             if problem.fqn is None or problem.file is None or problem.offset is None:
                 continue
+            if problem.kind not in ("checksum", "item"):
+                continue
             check = checks.get((problem.fqn, problem.file, problem.offset))
-            if check is not None and problem.kind in ("checksum", "item") and _mend(check, directory, payloads):
+            if check is None:
+                if same_save and _mend_file(problem, directory, copy):
+                    repaired.append(problem.file)
+            elif _mend(check, directory, payloads, same_save):
                 repaired.append(check.where)
             bar.advance(problem.length or 0)
     again = verify_checkpoint(directory, progress=progress)
@@ -132,10 +145,71 @@ def _copy_file(source: Path, target: Path) -> None:
         os.fsync(writing.fileno())
 
 
-def _mend(check: ItemCheck, directory: Path, payloads: StoredPayloads) -> bool:
+def _is_same_save(
+    index: CheckpointIndex | None,
+    checks: dict[tuple[str, str, int], ItemCheck],
+    directory: Path,
+    payloads: StoredPayloads,
+) -> bool:
+    """Whether the copy is one of the very same save: by the id that DCP gives each, else by checksums.
+
+    Args:
+        index: of the damaged checkpoint; None if it was taken from the copy, so that its id says nothing.
+        checks: items of the damaged checkpoint.
+        directory: of the damaged checkpoint.
+        payloads: the copy.
+    """
+    own = ((index.storage_meta if index else None) or {}).get("save_id")
+    theirs = (payloads.index.storage_meta or {}).get("save_id")
+    if own and theirs:
+        return bool(own == theirs)
+    # Large tensors are weights and moments: those of two iterations differ, and so do their checksums.
+    equal = different = 0
+    for check in sorted(checks.values(), key=lambda check: check.item.length, reverse=True):
+        item = _item_in_copy(check, payloads.index)
+        if check.chunk is None or item is None:
+            continue
+        mine, other = _sums(directory, check.item, check.where), _sums(Path(payloads.index.path), item, check.where)
+        if mine and other:
+            equal, different = equal + (mine == other), different + (mine != other)
+        if equal + different == _COMPARED_ITEMS:
+            break
+    return equal > different
+
+
+def _sums(directory: Path, item: StoredItem, where: str) -> list[tuple[str, int, int | None]]:
+    """Name, size and stated CRC-32 of each record of an item; empty if its headers cannot be read."""
+    try:
+        with LocalStorage(directory).open_reader(item.file) as reader:
+            records = verify_records(lambda at, length: reader.read(item.offset + at, length), item.length, where)
+            # The archive's own name, which torch takes from the file that is written, is no matter.
+            return [(record.name.partition("/")[2], record.nbytes, record.crc32) for record in records]
+    except (LoadError, NotRangeable):
+        return []
+
+
+def _mend_file(problem: Problem, directory: Path, copy: Path) -> bool:
+    """Put back a file that is one item by itself, the common state's, if the copy's is sound."""
+    assert problem.file is not None
+    source = copy / problem.file
+    if not source.is_file():
+        return False
+    content = source.read_bytes()
+    check = ItemCheck(problem.fqn or problem.file, StoredItem(problem.file, 0, len(content)))
+    try:
+        with LocalStorage(copy).open_reader(problem.file) as reader:
+            sound = check_item(check, reader, memoryview(content), _window)
+    except LoadError:
+        return False
+    if sound:
+        LocalStorage(directory).publish(problem.file, content)
+    return bool(sound)
+
+
+def _mend(check: ItemCheck, directory: Path, payloads: StoredPayloads, same_save: bool) -> bool:
     """Put one item back; False if the copy does not have it, or cannot prove that it is the same."""
     content = _same_item(check, payloads)
-    if content is not None:
+    if content is not None and (same_save or _carries_sums_of(check, directory, payloads)):
         _write(directory / check.item.file, check.item.offset, content)
         return True
     if check.entry is None or check.chunk is None:
@@ -146,6 +220,15 @@ def _mend(check: ItemCheck, directory: Path, payloads: StoredPayloads) -> bool:
     offset, elements = found
     _write(directory / check.item.file, offset, elements)
     return True
+
+
+def _carries_sums_of(check: ItemCheck, directory: Path, payloads: StoredPayloads) -> bool:
+    """Whether the damaged item still states the very checksums of the copy's."""
+    item = _item_in_copy(check, payloads.index)
+    if item is None:
+        return False
+    mine = _sums(directory, check.item, check.where)
+    return bool(mine) and mine == _sums(Path(payloads.index.path), item, check.where)
 
 
 def _same_item(check: ItemCheck, payloads: StoredPayloads) -> bytes | None:

@@ -233,6 +233,28 @@ class TestRepair:
         assert report.repaired == ()
         assert (checkpoint / item.file).read_bytes() == damaged
 
+    def test_items_of_another_iteration_are_not_believed_however_sound(self, checkpoint: Path, tmp_path: Path) -> None:
+        """The same layout, so the item is there, of the same length, with checksums that hold."""
+        write_model(tmp_path / "later", tensors=model_tensors(seed=9))
+        item = item_of(checkpoint)
+        flip(checkpoint, item, item.length // 2)
+        flip(checkpoint, item, item.length - 60)  # it does not even tell its own checksums any more
+        (checkpoint / "__0_1.distcp").unlink()
+        files = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+        report = repair_checkpoint(verify_checkpoint(checkpoint), tmp_path / "later")
+        assert report.repaired == ()
+        assert not report.whole
+        assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == files
+
+    def test_saves_tell_by_their_ids_that_they_are_not_the_same(self, checkpoint: Path, copy: Path) -> None:
+        for directory, save_id in ((checkpoint, "one"), (copy, "two")):
+            index = read_index(directory)
+            (directory / ".metadata").write_bytes(encode_metadata(index, storage_meta={"save_id": save_id}))
+        (checkpoint / "__0_1.distcp").unlink()
+        assert repair_checkpoint(verify_checkpoint(checkpoint), copy).repaired == ()
+        (copy / ".metadata").write_bytes((checkpoint / ".metadata").read_bytes())
+        assert repair_checkpoint(verify_checkpoint(checkpoint), copy).whole
+
     def test_a_copy_that_is_damaged_there_too(self, checkpoint: Path, copy: Path) -> None:
         item = item_of(checkpoint)
         for directory in (checkpoint, copy):
@@ -253,6 +275,20 @@ class TestCommonState:
         path.write_bytes(content[:200])
         (problem,) = verify_checkpoint(checkpoint).problems
         assert (problem.kind, problem.file) == ("item", "common.pt")
+
+    def test_a_damaged_one_is_mended_from_a_copy_of_the_same_save(self, checkpoint: Path, tmp_path: Path) -> None:
+        shutil.copytree(checkpoint, tmp_path / "copy")
+        write_model(tmp_path / "later", tensors=model_tensors(seed=9))
+        path = checkpoint / "common.pt"
+        content = path.read_bytes()
+        for damaged in (content[:200], content[:90] + b"?" + content[91:]):
+            path.write_bytes(damaged)
+            assert repair_checkpoint(verify_checkpoint(checkpoint), tmp_path / "later").repaired == ()
+            assert path.read_bytes() == damaged
+            report = repair_checkpoint(verify_checkpoint(checkpoint), tmp_path / "copy")
+            assert report.whole, report.problems
+            assert report.repaired == ("common.pt",)
+            assert path.read_bytes() == content
 
     def test_megatron_cannot_load_without_it(self, checkpoint: Path, tmp_path: Path) -> None:
         (checkpoint / "common.pt").unlink()
