@@ -74,7 +74,8 @@ def _run(arguments: argparse.Namespace, base: Path) -> dict[str, Samples]:
         samples: Samples = {}
         if arguments.saves:
             names = (*_EVERYBODY, "mcore_ckpt replanned") if kind == "small" else _EVERYBODY
-            samples |= ranks(2, scenarios.saves, kind, size, names, rounds)
+            chosen = [name for name in names if name == "raw" or name in (arguments.adapters or names)]
+            samples |= ranks(2, scenarios.saves, kind, size, chosen, rounds)
         if arguments.loads:
             samples |= ranks(2, _write_and_load, kind, size, _pairs(), rounds)
         return samples
@@ -133,8 +134,8 @@ def main() -> int:
     parser.add_argument("--saves", action="store_true", help="saves only (of dense and small)")
     parser.add_argument("--loads", action="store_true", help="loads only (of dense and small)")
     parser.add_argument("--add", action="store_true", help="keep what earlier runs have left in --out beside this one")
-    parser.add_argument("--adapters", nargs="*", choices=_ASYNC, default=[], help="of those, in the async rows only")
-    parser.add_argument("--kinds", nargs="*", choices=("dense", "small"), default=["dense", "small"], help="likewise")
+    parser.add_argument("--adapters", nargs="*", choices=_ASYNC, default=[], help="of those, in saves")
+    parser.add_argument("--kinds", nargs="*", choices=("dense", "small"), default=["dense", "small"], help="async only")
     parser.add_argument("--dir", type=Path, default=None, help="where to write; the file system that is measured")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="where results go")
     arguments = parser.parse_args()
