@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import multiprocessing
 import os
 import pickle
@@ -34,6 +35,14 @@ from mcore_ckpt.writer_messages import StatusPage
 
 __all__ = ["Call", "ForkedCall", "report_progress"]
 
+_logger = logging.getLogger(__name__)
+
+# A child of a process with threads can hang before its first line: CPython 3.11 takes a lock there (that of the list of
+# threads) which another thread may have held at the moment of the fork, as gloo's do when they free a tensor. So it has
+# to say that it is there; one that does not in time is killed, and forked again.
+_START_DEADLINES_S: Final = (1.0, 3.0, 10.0, 30.0)
+_HERE: Final = b"here"
+_GO: Final = b"go"
 _REAP_DEADLINE_S: Final = 1.0
 _SHORTEST_WAIT_S: Final = 0.01
 
@@ -79,7 +88,7 @@ class ForkedCall(Call):
         deadline_s: float | None = None,
         cpu_priority: int | None = None,
     ) -> None:
-        """Fork and return.
+        """Fork, and return when the child has begun.
 
         Args:
             fn: runs in the child; its value must be picklable.
@@ -92,18 +101,44 @@ class ForkedCall(Call):
             cpu_priority: nice value of the child; None keeps this process's.
 
         Raises:
-            SaveError: the process cannot be forked.
+            SaveError: the process cannot be forked, or its children do not start.
         """
         super().__init__(name)
         self._owner_pid = os.getpid()
         self._deadline_s = deadline_s
         self._status = StatusPage.private() if deadline_s is not None else None
+        # What the function returns comes through memory: a child must be able to end though nobody reads what it says.
+        self._result_fd = os.memfd_create("mcore_ckpt_result", os.MFD_CLOEXEC)
+        for deadline in _START_DEADLINES_S:
+            self._fork((kernel_can_watch(), cpu_priority), (fn, args, kwargs), expendable)
+            if self._has_begun(deadline):
+                break
+            _logger.warning(
+                "%s: the forked process %s did not start within %.0f s, as if a thread had held a lock of the "
+                "interpreter's when it was forked; it was killed, and another is tried",
+                name,
+                self._process.pid,
+                deadline,
+            )
+            self._process.kill()
+            self._process.join(_REAP_DEADLINE_S)
+            self._connection.close()
+        else:
+            os.close(self._result_fd)
+            raise SaveError(f"{name}: {len(_START_DEADLINES_S)} processes were forked, and none has started")
         self._started_s = time.monotonic()
-        self._receiver, sender = multiprocessing.Pipe(duplex=False)
+        self.pid = self._process.pid
+        assert self.pid is not None
+        self._sentinel = Sentinel(self.pid)
+        self._watch = JobWatch(self.pid)
+        self._report: tuple[bool, Any] | None = None
+
+    def _fork(self, how: tuple[bool, int | None], call: tuple[Any, ...], expendable: bool) -> None:
+        self._connection, theirs = multiprocessing.Pipe()
         self._process = multiprocessing.get_context("fork").Process(
             target=_run_forked,
-            args=(self._owner_pid, kernel_can_watch(), cpu_priority, sender, self._status, fn, args, kwargs),
-            name=name,
+            args=(self._owner_pid, *how, theirs, self._result_fd, self._status, *call),
+            name=self.name,
             daemon=expendable,
         )
         try:
@@ -114,15 +149,22 @@ class ForkedCall(Call):
                 warnings.simplefilter("ignore", DeprecationWarning)
                 self._process.start()
         except (OSError, AssertionError) as error:  # multiprocessing asserts that a daemon has no children
-            self._receiver.close()
-            raise SaveError(f"{name}: cannot fork: {error}") from error
+            self._connection.close()
+            os.close(self._result_fd)
+            raise SaveError(f"{self.name}: cannot fork: {error}") from error
         finally:
-            sender.close()
-        self.pid = self._process.pid
-        assert self.pid is not None
-        self._sentinel = Sentinel(self.pid)
-        self._watch = JobWatch(self.pid)
-        self._report: tuple[bool, Any] | None = None
+            theirs.close()
+
+    def _has_begun(self, deadline_s: float) -> bool:
+        """Wait for the child's first word, and let it go on. A child that has ended has begun: `poll` says how."""
+        try:
+            if not self._connection.poll(deadline_s):
+                return False
+            self._connection.recv_bytes()
+            self._connection.send_bytes(_GO)
+        except (EOFError, OSError):
+            pass
+        return True
 
     def poll(self) -> bool:
         if self.done:
@@ -166,13 +208,14 @@ class ForkedCall(Call):
 
     def _read(self) -> None:
         with contextlib.suppress(EOFError, OSError):
-            while self._report is None and self._receiver.poll():
-                self._report = pickle.loads(self._receiver.recv_bytes())
+            while self._report is None and self._connection.poll():
+                self._connection.recv_bytes()
+                self._report = pickle.loads(os.pread(self._result_fd, os.fstat(self._result_fd).st_size, 0))
 
     def _wait_for_news(self, timeout_s: float) -> None:
         if self._deadline_s is not None:
             timeout_s = min(timeout_s, max(self._deadline_s - self._silent_s(), _SHORTEST_WAIT_S))
-        wait_readable([] if self._report is not None else [self._receiver.fileno()], timeout_s, self._sentinel)
+        wait_readable([] if self._report is not None else [self._connection.fileno()], timeout_s, self._sentinel)
 
     def abort(self) -> bool:
         if not self.poll():
@@ -185,18 +228,23 @@ class ForkedCall(Call):
         return self._watch
 
     def _release(self) -> None:
-        self._receiver.close()
-        self._sentinel.close()
+        self._close_descriptors()
         if self._status is not None:
             self._status.close()
         with contextlib.suppress(ValueError):  # it hangs inside the kernel, killed; multiprocessing collects it later
             self._process.close()
 
+    def _close_descriptors(self) -> None:
+        self._sentinel.close()
+        self._connection.close()
+        fd, self._result_fd = self._result_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             if self._owner_pid == os.getpid():
-                self._sentinel.close()
-                self._receiver.close()
+                self._close_descriptors()
 
 
 _status: StatusPage | None = None
@@ -212,16 +260,23 @@ def _run_forked(
     parent_pid: int,
     kernel_watches: bool,
     cpu_priority: int | None,
-    sender: mp_connection.Connection,
+    connection: mp_connection.Connection[Any, Any],
+    result_fd: int,
     status: StatusPage | None,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what a Ctrl-C ends
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler, if it has one, is not meant for this process
     exit_with_parent(parent_pid, kernel_watches)
+    # Not before the parent has heard of it does it do anything: one that is late may have been given up.
+    try:
+        connection.send_bytes(_HERE)
+        connection.recv_bytes()
+    except (EOFError, OSError):
+        return
+    gc.freeze()
     lower_priority(cpu_priority, None)
     global _status  # this process has one call
     _status = status
@@ -230,4 +285,6 @@ def _run_forked(
     except BaseException as error:  # noqa: BLE001  (whatever it is, the trainer has to hear of it)
         message = pickle.dumps((False, describe(error)))
     with contextlib.suppress(OSError):
-        sender.send_bytes(message)
+        with open(result_fd, "wb", closefd=False) as result:
+            result.write(message)
+        connection.send_bytes(_HERE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
 import random
 import resource
@@ -13,7 +14,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -598,6 +599,69 @@ def test_the_forked_childs_exception_comes_back() -> None:
         ForkedWriter().submit(full, "writing a").result()
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == 28
+
+
+# Children of this process that hang before their first line, as with a lock of the interpreter that is never given back;
+# pages that children share, so that each can tell how many have hung already.
+_hanging: dict[str, tuple[mmap.mmap, int]] = {}
+
+
+def _hang_as_told() -> None:
+    for page, times in _hanging.values():
+        if page[0] < times:
+            page[0] += 1
+            time.sleep(600)
+
+
+os.register_at_fork(after_in_child=_hang_as_told)
+
+
+@pytest.fixture
+def hanging_forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    monkeypatch.setattr("mcore_ckpt.call_process._START_DEADLINES_S", (0.3, 0.5, 20.0))
+
+    def hang(times: int) -> None:
+        _hanging["now"] = (mmap.mmap(-1, 1), times)
+
+    yield hang
+    _hanging.clear()
+
+
+def test_a_child_that_hangs_in_the_fork_itself_is_replaced(
+    hanging_forks: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    gc.collect()
+    before = _descriptors(), set(_children())
+    hanging_forks(2)
+    ran: list[int] = []
+    handle = ForkedWriter().submit(lambda: ran.append(1) or len(ran), "writing a")  # type: ignore[func-returns-value]
+    assert handle.result() == 1
+    assert [record.getMessage() for record in caplog.records if "did not start" in record.getMessage()][1:]
+    del handle
+    gc.collect()
+    assert (_descriptors(), set(_children())) == before
+
+
+def test_children_that_never_start_are_an_error(
+    hanging_forks: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcore_ckpt.call_process._START_DEADLINES_S", (0.2, 0.2))
+    before = _descriptors(), set(_children())
+    hanging_forks(2)
+    with pytest.raises(SaveError, match=r"writing a: 2 processes were forked, and none has started"):
+        ForkedWriter().submit(lambda: None, "writing a")
+    gc.collect()
+    assert (_descriptors(), set(_children())) == before
+
+
+def test_a_forked_child_ends_though_nobody_reads_what_it_returns() -> None:
+    """Megatron's own queue waits for that end, and only then is anybody asked for the result."""
+    handle = ForkedWriter().submit(lambda: bytes(5 * _MIB), "large")
+    waiting = threading.Thread(target=handle.watch().wait, daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert len(handle.result()) == 5 * _MIB
 
 
 def test_a_large_result_of_a_forked_child_arrives() -> None:
