@@ -601,7 +601,7 @@ def test_the_forked_childs_exception_comes_back() -> None:
     assert caught.value.__cause__.errno == 28
 
 
-# Children of this process that hang before their first line, as with a lock of the interpreter that is never given back;
+# Children of this process that hang before their first line, as with a lock that is never given back;
 # pages that children share, so that each can tell how many have hung already.
 _hanging: dict[str, tuple[mmap.mmap, int]] = {}
 
