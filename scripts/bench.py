@@ -77,7 +77,8 @@ def _run(arguments: argparse.Namespace, base: Path) -> dict[str, Samples]:
             chosen = [name for name in names if name == "raw" or name in (arguments.adapters or names)]
             samples |= ranks(2, scenarios.saves, kind, size, chosen, rounds)
         if arguments.loads:
-            samples |= ranks(2, _write_and_load, kind, size, _pairs(), rounds)
+            pairs = [pair for pair in _pairs() if not {*pair} - {"raw", *(arguments.adapters or _WRITERS)}]
+            samples |= ranks(2, _write_and_load, kind, size, pairs, rounds)
         return samples
 
     if wanted("dense"):
@@ -121,7 +122,7 @@ def _merge(into: Samples, more: Samples) -> None:
 
 
 def _write_and_load(rank: int, base: Path, kind: str, size: int, pairs: list[tuple[str, str]], rounds: int) -> Samples:
-    scenarios.write_once(rank, base, kind, size, _WRITERS)
+    scenarios.write_once(rank, base, kind, size, sorted({writer for _, writer in pairs}))
     return scenarios.loads(rank, base, kind, size, pairs, rounds)
 
 
@@ -134,7 +135,7 @@ def main() -> int:
     parser.add_argument("--saves", action="store_true", help="saves only (of dense and small)")
     parser.add_argument("--loads", action="store_true", help="loads only (of dense and small)")
     parser.add_argument("--add", action="store_true", help="keep what earlier runs have left in --out beside this one")
-    parser.add_argument("--adapters", nargs="*", choices=_ASYNC, default=[], help="of those, in saves")
+    parser.add_argument("--adapters", nargs="*", choices=_ASYNC, default=[], help="of those, but for first and reshard")
     parser.add_argument("--kinds", nargs="*", choices=("dense", "small"), default=["dense", "small"], help="async only")
     parser.add_argument("--dir", type=Path, default=None, help="where to write; the file system that is measured")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="where results go")
