@@ -78,6 +78,12 @@ def save_in_line(seed: int, directory: Path) -> None:
     dist_checkpointing.save(sharded_state_dict(seed), str(directory), TorchDistSaveStrategy(options=OPTIONS))
 
 
+class CallbacksRanError(AssertionError):
+    """The save's callbacks have run, and then the queue has raised: right only if it was published before contact to
+    another rank was lost.
+    """
+
+
 def save_asynchronously(seed: int, directory: Path) -> None:
     directory.mkdir(exist_ok=True)
     queue = AsyncCallsQueue(persistent=True)
@@ -92,9 +98,9 @@ def save_asynchronously(seed: int, directory: Path) -> None:
             value.data.zero_()  # training goes on
     try:
         queue.maybe_finalize_async_calls(blocking=True)
-    except CheckpointError:
+    except CheckpointError as error:
         if callbacks:
-            raise AssertionError("a finalize callback of a failed save has run") from None
+            raise CallbacksRanError(f"a finalize callback of a failed save has run: {error}") from error
         raise
     finally:
         queue.close(abort=True)
