@@ -137,8 +137,8 @@ def _save_whole(way: str, seed: int, directory: Path, ranks: int) -> bool:
 def _strike(
     victim: str, way: str, seed: int, directory: Path, after_s: float, ranks: int, rank: int
 ) -> tuple[str, float]:
-    """One save with one kill on one rank: `"saved"`, `"refused"`, `"killed"` or `"killed late"`, after the checkpoint was
-    published and its callbacks run; and when the last trainer knew.
+    """One save with one kill on one rank: `"saved"`, `"refused"`, `"killed"`, or `"killed late"`, which is after the
+    checkpoint was published and its callbacks run; and when the last trainer knew.
 
     Writers are struck so long after they appeared.
     """
