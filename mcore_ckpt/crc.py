@@ -57,7 +57,7 @@ def crc32_combine(first: int, second: int, second_bytes: int) -> int:
     A CRC is the remainder of a polynomial over GF(2): `first` has to be multiplied by x^(8 * second_bytes), which takes
     one multiplication for each bit of the length (the idea is Mark Adler's, in zlib).
     """
-    return _multiply(_power_of_x(8 * second_bytes), first) ^ second
+    return (_multiply(_power_of_x(8 * second_bytes), first) if first else 0) ^ second
 
 
 _POLYNOMIAL = 0xEDB88320  # bit-reversed, as all of a CRC-32 is: the highest bit stands for x^0
