@@ -110,18 +110,20 @@ def _is_running(pid: int) -> bool:
 
 @contextlib.contextmanager
 def _children_that_stop() -> Iterator[None]:
-    """Forked writers stop themselves before they write: on a busy machine one is done before it can be stopped."""
-    watch = call_process.exit_with_parent
+    """Forked writers that have begun stop themselves before they write: on a busy machine one is done before it can be
+    stopped.
+    """
+    lower = call_process.lower_priority
 
     def stop(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
-        watch(*args)
+        lower(*args)
 
-    call_process.exit_with_parent = stop
+    call_process.lower_priority = stop
     try:
         yield
     finally:
-        call_process.exit_with_parent = watch
+        call_process.lower_priority = lower
 
 
 def _writer_dies(rank: int, directory: str, options: SaveOptions, blocking: bool) -> tuple[str, float]:
