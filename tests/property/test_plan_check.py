@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mcore_ckpt.boxes import Box
@@ -69,6 +69,8 @@ def _plans(tensors: Tensors, ranks: int) -> list[LocalPlan]:
 
 
 @given(st.lists(tilings(), min_size=1, max_size=4), st.integers(1, 3))
+@example([((4, 4), [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))])], 1)  # in a row, and a column is missing
+@example([((4, 4), [Box((0, 0), (2, 4)), Box((2, 0), (2, 3))])], 2)
 def test_plans_pass_exactly_if_every_element_lies_in_one_chunk(
     drawn: list[tuple[tuple[int, ...], list[Box]]], ranks: int
 ) -> None:

@@ -633,9 +633,15 @@ def test_a_child_that_hangs_in_the_fork_itself_is_replaced(
     gc.collect()
     before = _descriptors(), set(_children())
     hanging_forks(2)
-    ran: list[int] = []
-    handle = ForkedWriter().submit(lambda: ran.append(1) or len(ran), "writing a")  # type: ignore[func-returns-value]
-    assert handle.result() == 1
+    runs = mmap.mmap(-1, 1)  # of all children together
+
+    def work() -> str:
+        runs[0] += 1
+        return "done"
+
+    handle = ForkedWriter().submit(work, "writing a")
+    assert handle.result() == "done"
+    assert runs[0] == 1, "a child that is given up must not have begun"
     assert [record.getMessage() for record in caplog.records if "did not start" in record.getMessage()][1:]
     del handle
     gc.collect()

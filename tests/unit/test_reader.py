@@ -332,6 +332,24 @@ def test_a_compressed_item_is_decoded(tmp_path: Path) -> None:
     assert reader.stats.fallbacks == 1
 
 
+def test_large_items_that_have_to_be_decoded_among_others_that_have_not(tmp_path: Path) -> None:
+    """Enough of them that their headers are read in several batches, ahead of the payloads."""
+    tensors = {f"w{number:02d}": torch.randn(600, 500) for number in range(20)}
+    strided = list(tensors.values())[1::3]
+    for tensor in strided:
+        tensor[0, 0] = 1000.0
+
+    def item_of(tensor: torch.Tensor) -> bytes:
+        return stock_item(tensor.t().contiguous().t() if tensor[0, 0] == 1000.0 else tensor)
+
+    write_checkpoint(tmp_path, {k: whole(v) for k, v in tensors.items()}, item_of=item_of)
+    reader = FileSystemReader(tmp_path)
+    destinations = {fqn: torch.zeros_like(tensor) for fqn, tensor in tensors.items()}
+    reader.read_items([ReadRequest(fqn, t, (0, 0), tuple(t.shape)) for fqn, t in destinations.items()])
+    assert all(destinations[fqn].equal(tensor) for fqn, tensor in tensors.items())
+    assert reader.stats.fallbacks == len(strided) > 1
+
+
 # ---------------------------------------------------------------------------------------------------------- objects
 
 
