@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.adapters import Adapter
 from benchmarks.state import Shard
+from mcore_ckpt.boxes import Box, intersect
 from mcore_ckpt.container import tensor_template
 from mcore_ckpt.crc import crc32
 from mcore_ckpt.reader import FileSystemReader
@@ -98,19 +99,12 @@ def _places(shard: Shard, path: Path) -> Iterator[_Place]:
     rows, columns = shard.tensor.shape
     for chunk in entry.chunks:
         payload = chunk.item.offset + len(tensor_template(entry.dtype, chunk.sizes).head)
-        low = [max(mine, stored) for mine, stored in zip(shard.offsets, chunk.offsets, strict=True)]
-        high = [
-            min(mine + size, stored + stored_size)
-            for mine, size, stored, stored_size in zip(
-                shard.offsets, (rows, columns), chunk.offsets, chunk.sizes, strict=True
-            )
-        ]
-        if low[0] >= high[0] or low[1] >= high[1]:
+        shared = intersect(Box(shard.offsets, (rows, columns)), Box(chunk.offsets, chunk.sizes))
+        if shared is None:
             continue
-        part = shard.tensor[
-            low[0] - shard.offsets[0] : high[0] - shard.offsets[0],
-            low[1] - shard.offsets[1] : high[1] - shard.offsets[1],
-        ]
+        low = shared.offsets
+        row, column = (start - own for start, own in zip(low, shard.offsets, strict=True))
+        part = shard.tensor[row : row + shared.sizes[0], column : column + shared.sizes[1]]
         first_row = payload + 4 * (low[0] - chunk.offsets[0]) * chunk.sizes[1]
         if part.is_contiguous() and part.shape[1] == chunk.sizes[1]:
             yield _Place(chunk.item.file, first_row, part.view(-1).view(torch.uint8).numpy())
