@@ -18,10 +18,10 @@ import torch
 
 from benchmarks.adapters import Adapter
 from benchmarks.state import Shard
-from mcore_ckpt.boxes import Box, intersect
-from mcore_ckpt.container import tensor_template
-from mcore_ckpt.crc import crc32
-from mcore_ckpt.reader import FileSystemReader
+from mcore_ckpt.core.boxes import Box, intersect
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.item_layout import tensor_template
+from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer, copy_bytes
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.rounds import Samples, note
-from mcore_ckpt.buckets import lay_out
-from mcore_ckpt.container import tensor_template
-from mcore_ckpt.stage_memory import Stage
-from mcore_ckpt.staging import BucketSource
+from mcore_ckpt.format.item_layout import tensor_template
+from mcore_ckpt.layout.buckets import lay_out
+from mcore_ckpt.writing.stage_pool import Stage
+from mcore_ckpt.writing.staging import BucketSource
 
 __all__ = ["device_to_stage"]
 

@@ -9,38 +9,37 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.errors import *  # noqa: F403  (errors.__all__ is the exception tree)
-from mcore_ckpt.errors import __all__ as _error_names
-from mcore_ckpt.options import LoadOptions, SaveOptions
+from mcore_ckpt.core.errors import *  # noqa: F403  (errors.__all__ is the exception tree)
+from mcore_ckpt.core.errors import __all__ as _error_names
+from mcore_ckpt.core.options import LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
-    from mcore_ckpt.async_calls import AsyncCallsQueue
-    from mcore_ckpt.checkpoint import open_checkpoint
-    from mcore_ckpt.load_planner import MCoreLoadPlanner
-    from mcore_ckpt.megatron_install import install, uninstall
-    from mcore_ckpt.optimizer_state import load_sharded_optimizer_state
-    from mcore_ckpt.planner import MCoreSavePlanner
-    from mcore_ckpt.reader import FileSystemReader
-    from mcore_ckpt.registry import get_strategy, register_strategy
-    from mcore_ckpt.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
-    from mcore_ckpt.writer import FileSystemWriterAsync
+    from mcore_ckpt.dcp.planners import MCoreLoadPlanner, MCoreSavePlanner
+    from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+    from mcore_ckpt.load.reader import FileSystemReader
+    from mcore_ckpt.megatron.install import install, uninstall
+    from mcore_ckpt.megatron.optimizer_state import load_sharded_optimizer_state
+    from mcore_ckpt.megatron.registry import get_strategy, register_strategy
+    from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
+    from mcore_ckpt.save.async_queue import AsyncCallsQueue
+    from mcore_ckpt.tools.checkpoint import open_checkpoint
 
-__version__ = "0.1.0"
+from mcore_ckpt.core.version import __version__
 
 _HOME = {
-    "AsyncCallsQueue": "async_calls",
-    "FileSystemReader": "reader",
-    "FileSystemWriterAsync": "writer",
-    "MCoreLoadPlanner": "load_planner",
-    "MCoreSavePlanner": "planner",
-    "TorchDistLoadStrategy": "strategy",
-    "TorchDistSaveStrategy": "strategy",
-    "get_strategy": "registry",
-    "install": "megatron_install",
-    "load_sharded_optimizer_state": "optimizer_state",
-    "open_checkpoint": "checkpoint",
-    "register_strategy": "registry",
-    "uninstall": "megatron_install",
+    "AsyncCallsQueue": "save.async_queue",
+    "FileSystemReader": "load.reader",
+    "FileSystemWriterAsync": "dcp.writer",
+    "MCoreLoadPlanner": "dcp.planners",
+    "MCoreSavePlanner": "dcp.planners",
+    "TorchDistLoadStrategy": "megatron.strategy",
+    "TorchDistSaveStrategy": "megatron.strategy",
+    "get_strategy": "megatron.registry",
+    "install": "megatron.install",
+    "load_sharded_optimizer_state": "megatron.optimizer_state",
+    "open_checkpoint": "tools.checkpoint",
+    "register_strategy": "megatron.registry",
+    "uninstall": "megatron.install",
 }
 
 __all__ = [

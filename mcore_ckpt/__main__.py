@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mcore_ckpt.cli import main
+from mcore_ckpt.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,7 +15,7 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_ckpt.errors import OptionError, UnsupportedMegatronError
+from mcore_ckpt.core.errors import OptionError, UnsupportedMegatronError
 
 __all__ = ["main"]
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Before install(): a checkout of Megatron-LM beside the script is the Megatron that the script will use.
         sys.path[0] = str(Path(target[0]).resolve().parent)
     try:
-        from mcore_ckpt.megatron_install import install
+        from mcore_ckpt.megatron.install import install
 
         install()
         if logging.getLogger("mcore_ckpt").level == logging.NOTSET:  # one line for each save, once Megatron logs at all

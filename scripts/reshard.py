@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mcore_ckpt.cli import main
+from mcore_ckpt.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(["reshard", *sys.argv[1:]]))

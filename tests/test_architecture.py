@@ -65,7 +65,7 @@ def imports(name: str) -> list[Import]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}:{node.lineno}: relative import; write the full name"
-            # `from mcore_ckpt import crc` names a module, `from mcore_ckpt.crc import crc32` a function in one.
+            # `from mcore_ckpt import crc` names a module, `from mcore_ckpt.format.crc import crc32` a function in one.
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call) and _calls_import_module(node):
             names = [_text(node.args[0])]

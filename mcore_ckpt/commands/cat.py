@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.commands.outcome import Outcome
-from mcore_ckpt.errors import OptionError
+from mcore_ckpt.core.console import Outcome
+from mcore_ckpt.core.errors import OptionError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.checkpoint import Checkpoint, LazyTensor
+    from mcore_ckpt.tools.checkpoint import Checkpoint, LazyTensor
 
 __all__ = ["add_arguments", "run"]
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Show a tensor or an object."""
-    from mcore_ckpt.checkpoint import open_checkpoint
+    from mcore_ckpt.tools.checkpoint import open_checkpoint
 
     with open_checkpoint(arguments.checkpoint) as checkpoint:
         key = _resolve(checkpoint, arguments.key)
@@ -56,7 +56,7 @@ def _resolve(checkpoint: Checkpoint, key: str) -> str:
 def _object(checkpoint: Checkpoint, key: str) -> Outcome:
     import pprint
 
-    from mcore_ckpt.plain_state import read_plain_object
+    from mcore_ckpt.tools.plain_state import read_plain_object
 
     entry = checkpoint.index.objects[key]
     value = read_plain_object(checkpoint.index, entry)
@@ -82,8 +82,8 @@ def _parse_slice(text: str) -> Any:
 
 
 def _tensor(checkpoint: Checkpoint, tensor: LazyTensor, arguments: argparse.Namespace) -> Outcome:
-    from mcore_ckpt.report_text import human_bytes, numbers
-    from mcore_ckpt.tensor_stats import tensor_stats
+    from mcore_ckpt.core.console import human_bytes, numbers
+    from mcore_ckpt.tools.tensor_stats import tensor_stats
 
     index = _parse_slice(arguments.slice) if arguments.slice else None
     document: dict[str, Any] = {
@@ -145,8 +145,8 @@ def _write_npy(checkpoint: Checkpoint, tensor: LazyTensor, index: Any, path: str
     """Write a numpy file: a slice at once, a whole tensor slab by slab."""
     import numpy as np
 
-    from mcore_ckpt.dtype_cast import as_numbers
-    from mcore_ckpt.tensor_stats import SlabReader
+    from mcore_ckpt.tools.dtype_cast import as_numbers
+    from mcore_ckpt.tools.tensor_stats import SlabReader
 
     sample = as_numbers(memoryview(b""), tensor.dtype)
     if sample is None:

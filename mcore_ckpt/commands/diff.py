@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from mcore_ckpt.commands.outcome import DIFFERS, DONE, Outcome
-from mcore_ckpt.errors import OptionError
+from mcore_ckpt.core.console import DIFFERS, DONE, Outcome
+from mcore_ckpt.core.errors import OptionError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.diff import TensorDiff
+    from mcore_ckpt.tools.diff import TensorDiff
 
 __all__ = ["add_arguments", "run"]
 
@@ -35,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Compare."""
-    from mcore_ckpt.diff import diff_checkpoints
-    from mcore_ckpt.inspection import checkpoint_directory
-    from mcore_ckpt.report_text import human_bytes, table
+    from mcore_ckpt.core.console import human_bytes, table
+    from mcore_ckpt.tools.diff import diff_checkpoints
+    from mcore_ckpt.tools.inspection import checkpoint_directory
 
     if not 1 <= arguments.workers <= _MOST_WORKERS:
         raise OptionError(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mcore_ckpt.commands.outcome import Outcome
-from mcore_ckpt.errors import OptionError
+from mcore_ckpt.core.console import Outcome
+from mcore_ckpt.core.errors import OptionError
 
 __all__ = ["add_arguments", "run"]
 
@@ -29,11 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Export."""
-    from mcore_ckpt.dtype_cast import DTYPE_NAMES
-    from mcore_ckpt.export import ExportOptions, export_checkpoint
-    from mcore_ckpt.inspection import checkpoint_directory
-    from mcore_ckpt.key_rename import parse_rename_rules
-    from mcore_ckpt.report_text import human_bytes, parse_size
+    from mcore_ckpt.convert.export import ExportOptions, export_checkpoint
+    from mcore_ckpt.core.console import human_bytes, parse_size
+    from mcore_ckpt.tools.dtype_cast import DTYPE_NAMES
+    from mcore_ckpt.tools.inspection import checkpoint_directory
+    from mcore_ckpt.tools.keys import parse_rename_rules
 
     if arguments.dtype is not None and arguments.dtype not in DTYPE_NAMES:
         raise OptionError(f"--dtype {arguments.dtype}: expected one of {', '.join(sorted(DTYPE_NAMES))}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from mcore_ckpt.commands.outcome import DONE, Outcome
+from mcore_ckpt.core.console import DONE, Outcome
 
 if TYPE_CHECKING:
-    from mcore_ckpt.inspection import GroupRow
-    from mcore_ckpt.metadata import CheckpointIndex
-    from mcore_ckpt.parallel_layout import ParallelLayout
+    from mcore_ckpt.format.index import CheckpointIndex
+    from mcore_ckpt.tools.inspection import GroupRow
+    from mcore_ckpt.tools.parallel_layout import ParallelLayout
 
 __all__ = ["add_arguments", "run"]
 
@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Show what was asked for."""
-    from mcore_ckpt.inspection import checkpoint_directory
-    from mcore_ckpt.metadata import read_index
+    from mcore_ckpt.format.metadata_read import read_index
+    from mcore_ckpt.tools.inspection import checkpoint_directory
 
     index = read_index(checkpoint_directory(arguments.checkpoint), strict=False)
     if arguments.tensors is not None:
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     if arguments.files:
         return _files(index)
     if arguments.html:
-        from mcore_ckpt.html_report import write_report
+        from mcore_ckpt.tools.html_report import write_report
 
         write_report(index, arguments.html)
         return Outcome({"report": arguments.html}, f"wrote {arguments.html}")
@@ -55,8 +55,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
 
 
 def _tensors(index: CheckpointIndex, pattern: str) -> Outcome:
-    from mcore_ckpt.inspection import tensor_rows
-    from mcore_ckpt.report_text import human_bytes, numbers, table
+    from mcore_ckpt.core.console import human_bytes, numbers, table
+    from mcore_ckpt.tools.inspection import tensor_rows
 
     rows = list(tensor_rows(index, pattern))
     text = table(
@@ -80,8 +80,8 @@ def _tensors(index: CheckpointIndex, pattern: str) -> Outcome:
 
 
 def _items(index: CheckpointIndex, pattern: str) -> Outcome:
-    from mcore_ckpt.inspection import describe_items
-    from mcore_ckpt.report_text import human_bytes, numbers, table
+    from mcore_ckpt.core.console import human_bytes, numbers, table
+    from mcore_ckpt.tools.inspection import describe_items
 
     rows = describe_items(index, pattern)
     text = table(
@@ -107,8 +107,8 @@ def _items(index: CheckpointIndex, pattern: str) -> Outcome:
 
 
 def _objects(index: CheckpointIndex, pattern: str) -> Outcome:
-    from mcore_ckpt.inspection import object_rows
-    from mcore_ckpt.report_text import numbers, table
+    from mcore_ckpt.core.console import numbers, table
+    from mcore_ckpt.tools.inspection import object_rows
 
     rows = list(object_rows(index, pattern))
     text = table(
@@ -130,8 +130,8 @@ def _objects(index: CheckpointIndex, pattern: str) -> Outcome:
 
 
 def _files(index: CheckpointIndex) -> Outcome:
-    from mcore_ckpt.inspection import file_rows, rank_balance
-    from mcore_ckpt.report_text import human_bytes, table
+    from mcore_ckpt.core.console import human_bytes, table
+    from mcore_ckpt.tools.inspection import file_rows, rank_balance
 
     rows = file_rows(index)
     balance = rank_balance(rows)
@@ -163,8 +163,8 @@ def _files(index: CheckpointIndex) -> Outcome:
 
 
 def _summary(index: CheckpointIndex, *, arguments_only: bool) -> Outcome:
-    from mcore_ckpt.inspection import summarize
-    from mcore_ckpt.report_text import human_bytes, human_count, table
+    from mcore_ckpt.core.console import human_bytes, human_count, table
+    from mcore_ckpt.tools.inspection import summarize
 
     summary = summarize(index.path, index)
     if arguments_only:
@@ -205,7 +205,7 @@ def _layout(layout: ParallelLayout) -> str:
 
 
 def _group_table(groups: tuple[GroupRow, ...]) -> str:
-    from mcore_ckpt.report_text import human_bytes, human_count, table
+    from mcore_ckpt.core.console import human_bytes, human_count, table
 
     total = sum(row.payload_bytes for row in groups) or 1
     return table(

@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_ckpt.commands.outcome import Outcome
-from mcore_ckpt.errors import OptionError
+from mcore_ckpt.core.console import Outcome
+from mcore_ckpt.core.errors import OptionError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.reshard import ReshardOptions
-    from mcore_ckpt.reshard_plan import ReshardPlan, TensorMove
+    from mcore_ckpt.convert.reshard import ReshardOptions
+    from mcore_ckpt.convert.reshard_plan import ReshardPlan, TensorMove
 
 __all__ = ["add_arguments", "run"]
 
@@ -50,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Reshard, or show what would be done."""
-    from mcore_ckpt.inspection import checkpoint_directory
-    from mcore_ckpt.metadata import TRACKER_FILE, read_index
-    from mcore_ckpt.report_text import human_bytes
-    from mcore_ckpt.reshard import plan_reshard, reshard
+    from mcore_ckpt.convert.reshard import plan_reshard, reshard
+    from mcore_ckpt.core.console import human_bytes
+    from mcore_ckpt.format.metadata_read import TRACKER_FILE, read_index
+    from mcore_ckpt.tools.inspection import checkpoint_directory
 
     options = _options(arguments)
     source, target = checkpoint_directory(arguments.source), Path(arguments.target)
@@ -79,11 +79,11 @@ def run(arguments: argparse.Namespace) -> Outcome:
 
 
 def _options(arguments: argparse.Namespace) -> ReshardOptions:
-    from mcore_ckpt.dtype_cast import DTYPE_NAMES
-    from mcore_ckpt.partition import parse_rules
-    from mcore_ckpt.report_text import MIN_MEMORY_BYTES, parse_size
-    from mcore_ckpt.reshard import ReshardOptions
-    from mcore_ckpt.reshard_plan import TargetLayout
+    from mcore_ckpt.convert.partition import parse_rules
+    from mcore_ckpt.convert.reshard import ReshardOptions
+    from mcore_ckpt.convert.reshard_plan import TargetLayout
+    from mcore_ckpt.core.console import MIN_MEMORY_BYTES, parse_size
+    from mcore_ckpt.tools.dtype_cast import DTYPE_NAMES
 
     layout = None
     if arguments.tp is not None or arguments.pp is not None:
@@ -142,7 +142,7 @@ def _plan_document(plan: ReshardPlan) -> dict[str, object]:
 
 
 def _plan_text(plan: ReshardPlan) -> str:
-    from mcore_ckpt.report_text import human_bytes, numbers, table
+    from mcore_ckpt.core.console import human_bytes, numbers, table
 
     rows = []
     guesses = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_ckpt.commands.outcome import DIFFERS, DONE, Outcome
+from mcore_ckpt.core.console import DIFFERS, DONE, Outcome
 
 __all__ = ["add_arguments", "run"]
 
@@ -24,15 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Verify, and repair if asked."""
-    from mcore_ckpt.inspection import checkpoint_directory
-    from mcore_ckpt.report_text import human_bytes
-    from mcore_ckpt.verify import verify_checkpoint
+    from mcore_ckpt.core.console import human_bytes
+    from mcore_ckpt.tools.inspection import checkpoint_directory
+    from mcore_ckpt.tools.verify import verify_checkpoint
 
     directory = checkpoint_directory(arguments.checkpoint)
     shown = False if arguments.quiet else None
     report = verify_checkpoint(directory, workers=max(1, arguments.workers), progress=shown)
     if arguments.repair_from and report.problems:
-        from mcore_ckpt.repair import repair_checkpoint
+        from mcore_ckpt.tools.repair import repair_checkpoint
 
         report = repair_checkpoint(report, checkpoint_directory(arguments.repair_from), progress=shown)
     rate = report.read_bytes / report.seconds if report.seconds else 0

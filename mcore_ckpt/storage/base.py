@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Literal
 
-from mcore_ckpt.errors import CorruptCheckpointError
+from mcore_ckpt.core.errors import CorruptCheckpointError
 
 __all__ = ["ALIGNMENT_BYTES", "DirectIo", "RangeReader", "RangeWriter", "Storage", "align_up", "check_name"]
 

@@ -18,19 +18,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_ckpt.container import (
-    LocatedTensor,
-    NotRangeable,
-    encode_tensor,
-    locate_tensor,
-    locate_tensor_in,
-    tensor_template,
-    verify_records,
+from mcore_ckpt.core.errors import CheckpointError, ChecksumError, CorruptCheckpointError
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.item_layout import tensor_template
+from mcore_ckpt.format.item_reading import LocatedTensor, encode_tensor, locate_tensor, locate_tensor_in, verify_records
+from mcore_ckpt.format.tensor_pickle import (
+    MalformedPickleError,
+    NotPlainTensorError,
+    PickledTensor,
+    read_tensor_pickle,
+    tensor_pickle,
 )
-from mcore_ckpt.crc import crc32
-from mcore_ckpt.errors import CheckpointError, ChecksumError, CorruptCheckpointError
-from mcore_ckpt.tensor_pickle import tensor_pickle
-from mcore_ckpt.tensor_unpickle import MalformedPickleError, NotPlainTensorError, PickledTensor, read_tensor_pickle
+from mcore_ckpt.format.zip_records import NotRangeable
 
 FROZEN = Path(__file__).parent / "items"
 PAYLOAD = torch.arange(24, dtype=torch.int16).view(torch.uint8).numpy().tobytes()

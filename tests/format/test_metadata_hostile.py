@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mcore_ckpt import metadata as metadata_module
-from mcore_ckpt.errors import CorruptCheckpointError, LoadError, UnsafePickleError
-from mcore_ckpt.index_stand_ins import ALLOWED_GLOBALS, PropertiesState
-from mcore_ckpt.metadata import CheckpointIndex, file_name_problem, parse_index, read_index
-from mcore_ckpt.metadata_write import encode_metadata
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, UnsafePickleError
+from mcore_ckpt.format import metadata_read as metadata_module
+from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.format.metadata_read import ALLOWED_GLOBALS, PropertiesState, file_name_problem, parse_index, read_index
+from mcore_ckpt.format.metadata_write import encode_metadata
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = (GOLDEN / "dtensor-2.13.0" / ".metadata").read_bytes()

@@ -32,8 +32,8 @@ def prepare(who: str, as_cuda: bool) -> None:
 
         mcore_ckpt.install()
         return
-    from mcore_ckpt.megatron_install import existing_modules
-    from mcore_ckpt.megatron_patches import (
+    from mcore_ckpt.megatron.install import existing_modules
+    from mcore_ckpt.megatron.patches import (
         MODULES_CALLING_PRODUCT,
         MODULES_NAMING_CUDA,
         Patches,

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from mcore_ckpt import SaveError
-from mcore_ckpt.metadata import INCOMPLETE_MARKER
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from tests.megatron.trap_ranks import check, installed, made, names, state
 
 __all__ = ["FAILURES"]
@@ -128,7 +128,7 @@ def common_state_is_replaced_with_the_checkpoint(rank: int, directory: Path) -> 
 def a_common_state_that_cannot_be_written_stops_every_rank(rank: int, directory: Path) -> None:
     """Rank 0 alone writes `common.pt`; the others must not wait for it in a later collective."""
     dist_checkpointing = installed()
-    from mcore_ckpt.megatron_compat import megatron_version
+    from mcore_ckpt.megatron.versions import megatron_version
     from mcore_ckpt.storage.local import LocalStorage
 
     if megatron_version() >= (0, 19):

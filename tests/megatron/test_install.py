@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.strategies import async_utils
 from megatron.core.dist_checkpointing.strategies import torch as strategies
 
 import mcore_ckpt
-import mcore_ckpt.strategy
+import mcore_ckpt.megatron.strategy
 from mcore_ckpt import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -41,7 +41,8 @@ from mcore_ckpt import (
     TorchDistSaveStrategy,
     UnsupportedMegatronError,
 )
-from mcore_ckpt.megatron_compat import TESTED_VERSIONS, as_megatron_error, megatron_version
+from mcore_ckpt.megatron.errors import as_megatron_error
+from mcore_ckpt.megatron.versions import TESTED_VERSIONS, megatron_version
 from tests.support.forked import in_child
 
 HAS_REGISTRY = megatron_version() < (0, 17)
@@ -372,7 +373,7 @@ def test_launch_runs_a_script_as_python_would(tmp_path: Path) -> None:
     done = python("-m", "mcore_ckpt.launch", str(script), "--ckpt-format", "torch_dist")
     assert done.returncode == 7, done.stderr
     first, last = done.stdout.splitlines()
-    assert first == f"{[str(script), '--ckpt-format', 'torch_dist']} mcore_ckpt.strategy"
+    assert first == f"{[str(script), '--ckpt-format', 'torch_dist']} mcore_ckpt.megatron.strategy"
     assert last == "at exit: True"
     assert "in force" in done.stderr
 

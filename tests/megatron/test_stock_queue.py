@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt.options import SaveOptions
+from mcore_ckpt.core.options import SaveOptions
 from tests.support.gloo_ranks import run_ranks
 
 pytestmark = pytest.mark.long
@@ -40,8 +40,8 @@ def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list
     from megatron.core.dist_checkpointing.strategies import async_utils
 
     from mcore_ckpt import TorchDistSaveStrategy
-    from mcore_ckpt.async_request import SaveCall
-    from mcore_ckpt.process import shared_writer
+    from mcore_ckpt.save.async_queue import SaveCall
+    from mcore_ckpt.writing.process import shared_writer
 
     queue = async_utils.AsyncCallsQueue(persistent)
     assert "mcore_ckpt" not in type(queue).schedule_async_request.__module__, "it is not Megatron's own"

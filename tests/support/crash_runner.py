@@ -30,17 +30,22 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint import CheckpointException
 
 import mcore_ckpt
-import mcore_ckpt.bucket_writer
-import mcore_ckpt.common_state
-import mcore_ckpt.save_transaction
-import mcore_ckpt.writer
+import mcore_ckpt.dcp.bucket_writer
+import mcore_ckpt.dcp.writer
+import mcore_ckpt.megatron.common_state
+import mcore_ckpt.save.transaction
 from mcore_ckpt import AsyncCallsQueue, FileSystemReader, FileSystemWriterAsync, SaveOptions, TorchDistSaveStrategy
-from mcore_ckpt.errors import CheckpointError
+from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.storage import LocalStorage
 from tests.support.faulty_storage import Faults, FaultyStorage, How
 
 OPTIONS = SaveOptions(window_bytes=64 * 1024, thread_count=2, progress=False)
-_MODULES = (mcore_ckpt.bucket_writer, mcore_ckpt.common_state, mcore_ckpt.save_transaction, mcore_ckpt.writer)
+_MODULES = (
+    mcore_ckpt.dcp.bucket_writer,
+    mcore_ckpt.megatron.common_state,
+    mcore_ckpt.save.transaction,
+    mcore_ckpt.dcp.writer,
+)
 _SAVED, _REFUSED = 0, 3
 _ABSENT, _BROKEN = 100, 101  # exit codes of a look; below them, the seed that was found
 
@@ -242,8 +247,8 @@ def look(scenario: Scenario, directory: Path) -> int:
 
 def litter(directory: Path) -> set[str]:
     """Files that do not belong to the checkpoint in the directory."""
-    from mcore_ckpt.commit import index_files
-    from mcore_ckpt.metadata import read_index
+    from mcore_ckpt.directory.commit import index_files
+    from mcore_ckpt.format.metadata_read import read_index
 
     own = {".metadata", "metadata.json", "common.pt", *index_files(read_index(directory))}
     return {path.name for path in directory.iterdir()} - own

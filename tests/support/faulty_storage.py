@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
-from mcore_ckpt.errors import SaveError
+from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.storage import DirectIo, LocalStorage, RangeReader, RangeWriter, Storage
 
 How = Literal["error", "exit", "kill", "torn"]

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 import mcore_ckpt
-from mcore_ckpt.errors import SaveError, WriterDiedError
+from mcore_ckpt.core.errors import SaveError, WriterDiedError
 from tests.support import crash_runner
 
 # (a rank may lose contact to one that is killed after both have published the checkpoint)

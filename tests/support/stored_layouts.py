@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from mcore_ckpt.boxes import Box
-from mcore_ckpt.metadata import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.metadata_write import encode_metadata
-from mcore_ckpt.reader import FileSystemReader, ReadRequest
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.load.read_requests import ReadRequest
+from mcore_ckpt.load.reader import FileSystemReader
 
 __all__ = [
     "StoredTensor",

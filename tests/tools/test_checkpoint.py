@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mcore_ckpt
-from mcore_ckpt.boxes import Box
-from mcore_ckpt.checkpoint import open_checkpoint
-from mcore_ckpt.cli import main
-from mcore_ckpt.errors import ChecksumError, KindMismatchError, MissingKeyError
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.errors import ChecksumError, KindMismatchError, MissingKeyError
+from mcore_ckpt.tools.checkpoint import open_checkpoint
+from tests.support.model_like import model_tensors, write_model
 from tests.support.stored_layouts import StoredTensor, flip_byte, tilings, write_checkpoint
-from tests.tools.model_like import model_tensors, write_model
 
 KEY = "decoder.layers.0.mlp.linear_fc1.weight"
 
@@ -104,7 +104,7 @@ def test_any_box_of_any_tiling(
 def test_a_slice_reads_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(2048, 2048)
     write_model(tmp_path / "c", tp=1, tensors={"w": tensor})
-    from mcore_ckpt.stored_payloads import StoredPayloads
+    from mcore_ckpt.tools.payloads import StoredPayloads
 
     read: list[int] = []
     original = StoredPayloads.read_into
@@ -134,7 +134,7 @@ def test_dtypes_without_numpy(tmp_path: Path) -> None:
 
 
 def _whole(tensor: torch.Tensor) -> Any:
-    from mcore_ckpt.boxes import Box
+    from mcore_ckpt.core.boxes import Box
 
     return Box((0,) * tensor.dim(), tuple(tensor.shape))
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_ckpt.boxes import Box
-from mcore_ckpt.cli import main
-from mcore_ckpt.container import encode_tensor
-from mcore_ckpt.diff import TensorDiff, diff_checkpoints
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.format.item_reading import encode_tensor
+from mcore_ckpt.tools.diff import TensorDiff, diff_checkpoints
+from tests.support.model_like import model_tensors, write_model
 from tests.support.stored_layouts import StoredTensor, flip_byte, write_checkpoint
-from tests.tools.model_like import model_tensors, write_model
 
 KEY = "decoder.layers.0.mlp.linear_fc1.weight"
 OTHER = "decoder.layers.1.self_attention.linear_proj.weight"
@@ -140,7 +140,7 @@ def test_tolerance_and_keys_only(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_tensors_of_many_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mcore_ckpt import diff, tensor_stats
+    from mcore_ckpt.tools import diff, tensor_stats
 
     monkeypatch.setattr(diff, "SLAB_BYTES", 4096)
     monkeypatch.setattr(diff, "_TASK_BYTES", 16384)

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_ckpt.checkpoint_index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.cli import main
-from mcore_ckpt.errors import UnsafePickleError
-from mcore_ckpt.inspection import checkpoint_directory, describe_items, file_rows, summarize, tensor_rows
-from mcore_ckpt.metadata import read_index
-from mcore_ckpt.parallel_layout import layout_of_chunks
-from tests.tools.model_like import model_tensors, write_model
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.errors import UnsafePickleError
+from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.tools.inspection import checkpoint_directory, describe_items, file_rows, summarize, tensor_rows
+from mcore_ckpt.tools.parallel_layout import layout_of_chunks
+from tests.support.model_like import model_tensors, write_model
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_a_common_state_that_would_fill_the_memory_is_cut(tmp_path: Path) -> Non
     write_model(tmp_path / "c")
     torch.save({"iteration": 3, "args": {"x": nested}}, tmp_path / "c" / "common.pt")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mcore_ckpt.plain_state._MAX_VALUES", 1000)
+        patch.setattr("mcore_ckpt.tools.plain_state._MAX_VALUES", 1000)
         assert summarize(tmp_path / "c").iteration == 3
     with zipfile.ZipFile(tmp_path / "c" / "common.pt", "w") as archive:
         archive.writestr("common/data.pkl", b"\x80\x02}r\xff\xff\xff\xff.")  # an object numbered 2**32 - 1

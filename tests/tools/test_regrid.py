@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_ckpt.boxes import Box
-from mcore_ckpt.crc import crc32
-from mcore_ckpt.regrid import Walk, blocks, slabs
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.tools.regrid import Walk, blocks, slabs
 from tests.support.stored_layouts import tilings
 
 SHAPES = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)

@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_ckpt.cli import main
-from mcore_ckpt.errors import CorruptCheckpointError
-from mcore_ckpt.metadata import CheckpointIndex, StoredChunk, StoredItem, TensorEntry, read_index
-from mcore_ckpt.metadata_write import encode_metadata
-from mcore_ckpt.repair import repair_checkpoint
-from mcore_ckpt.reshard import ReshardOptions, reshard
-from mcore_ckpt.reshard_plan import TargetLayout
-from mcore_ckpt.verify import verify_checkpoint
-from tests.tools.model_like import assert_same, model_tensors, read_all, write_model
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.convert.reshard import ReshardOptions, reshard
+from mcore_ckpt.convert.reshard_plan import TargetLayout
+from mcore_ckpt.core.errors import CorruptCheckpointError
+from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.tools.repair import repair_checkpoint
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.model_like import assert_same, model_tensors, read_all, write_model
 
 KEY = "decoder.layers.1.mlp.linear_fc1.weight"
 

@@ -184,8 +184,8 @@ _AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "megatron.training.training": _record_losses,
     "megatron.core.dist_checkpointing.strategies.torch": _record_strategies,
     "megatron.core.dist_checkpointing.strategies.async_utils": _record_queue,
-    "mcore_ckpt.strategy": _record_strategies,
-    "mcore_ckpt.async_calls": _record_queue,
+    "mcore_ckpt.megatron.strategy": _record_strategies,
+    "mcore_ckpt.save.async_queue": _record_queue,
 }
 
 

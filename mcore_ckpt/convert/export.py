@@ -1,0 +1,277 @@
+"""A checkpoint in the formats of others: safetensors or torch files, sharded by size, or a plain DCP checkpoint.
+
+Files and their index are named as the Hugging Face libraries name them (`model-00001-of-00004.safetensors`,
+`model.safetensors.index.json`). Everything is written to `DIR.partial`, which is renamed when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from mcore_ckpt.convert.file_stream import Streams, StreamSink, TargetFile, WriteBehind
+from mcore_ckpt.convert.partition import Partitioner
+from mcore_ckpt.convert.reshard_copy import CastSource
+from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan
+from mcore_ckpt.convert.reshard_target import BuildOptions, build_target, partial_directory, refuse_target
+from mcore_ckpt.convert.safetensors_files import safetensors_header
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.console import Progress
+from mcore_ckpt.core.errors import ChecksumError, OptionError, SaveError
+from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, parse_object_key
+from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.tools.keys import RenameRule, is_optimizer_key, key_filter, rename_keys
+from mcore_ckpt.tools.payloads import PayloadSource, StoredPayloads, check_tiled
+from mcore_ckpt.tools.regrid import Sink, Walk
+
+__all__ = ["ExportOptions", "ExportReport", "export_checkpoint"]
+
+_FLOATING = ("float64", "float32", "float16", "bfloat16")
+_BUFFER_BYTES = 8 * 1024**2
+_EXPORTED_FILE = re.compile(r"(?:model|pytorch_model)[-.].*(?:safetensors|bin|index\.json|tmp)")
+
+Format = Literal["safetensors", "torch", "dcp"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What to write.
+
+    Attributes:
+        to: the format.
+        max_shard_bytes: no file holds more, unless one tensor is larger; None: 5 GB.
+        rename: rules for the keys.
+        only: keys to carry, by pattern.
+        drop_optimizer: leave the optimizer's state out.
+        dtype: convert floating-point tensors of the model, to torch's name without `torch.`.
+    """
+
+    to: Format
+    max_shard_bytes: int | None = None
+    rename: tuple[RenameRule, ...] = ()
+    only: str | None = None
+    drop_optimizer: bool = False
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What was written; `left_out` are objects, for which the format has no place."""
+
+    target: str
+    to: Format
+    files: tuple[str, ...]
+    tensors: int
+    payload_bytes: int
+    left_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Exported:
+    """A tensor on its way out."""
+
+    name: str
+    entry: TensorEntry
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.entry.shape) * element_bytes(self.dtype)
+
+
+def export_checkpoint(
+    source: str | Path, directory: str | Path, options: ExportOptions, *, progress: bool | None = False
+) -> ExportReport:
+    """Write the tensors of a checkpoint to `directory`, which must not exist or be empty.
+
+    Raises:
+        CheckpointNotFoundError, CorruptCheckpointError, ChecksumError: the source cannot be read, or is damaged.
+        CheckpointExistsError: there is something at `directory`.
+        OptionError: nothing is left to export, names collide, or the format has no such dtype.
+        SaveError: it cannot be written.
+    """
+    index, target = read_index(source), Path(directory)
+    refuse_target(Path(index.path), target)
+    wanted = key_filter(options.only)
+    keys = [key for key in index.tensors if wanted(key) and not (options.drop_optimizer and is_optimizer_key(key))]
+    names = rename_keys(keys, options.rename)
+    if not names:
+        raise OptionError(f"{source}: no tensor is left to export; `mcore-ckpt inspect --tensors` lists the keys")
+    check_tiled(index, names)
+    exported = [
+        _Exported(name, index.tensors[key], _out_dtype(index.tensors[key], options.dtype))
+        for key, name in names.items()
+    ]
+    with StoredPayloads(index) as payloads:
+        if options.to == "dcp":
+            return _export_dcp(payloads, target, names, options, progress)
+        partial = _make_partial(target)
+        limit = options.max_shard_bytes or 5 * 1000**3
+        shards = _shards(exported, limit)
+        total = sum(tensor.nbytes for tensor in exported)
+        with Progress("export", total, shown=progress) as bar:
+            write = _write_safetensors if options.to == "safetensors" else _write_torch
+            files = [
+                write(payloads, partial, _file_name(options.to, n, len(shards)), shard, bar.advance)
+                for n, shard in enumerate(shards, 1)
+            ]
+        if len(files) > 1:
+            _write_weight_map(partial, options.to, files, shards, total)
+    _appear(partial, target)
+    return ExportReport(str(target), options.to, tuple(files), len(exported), total, len(index.objects))
+
+
+def _make_partial(target: Path) -> Path:
+    """An empty temporary directory; what an earlier export has left in it is removed, what anybody else has is not."""
+    partial = partial_directory(target)
+    if partial.exists():
+        foreign = [path.name for path in partial.iterdir() if not _EXPORTED_FILE.fullmatch(path.name)]
+        if foreign:
+            raise OptionError(
+                f"{partial}: holds {min(foreign)}, which no export has left there (an unfinished reshard?); finish or "
+                "remove that, or export to another name"
+            )
+        shutil.rmtree(partial)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise SaveError(f"{partial}: the directory cannot be made: {error.strerror}") from error
+    return partial
+
+
+def _out_dtype(entry: TensorEntry, dtype: str | None) -> str:
+    return dtype if dtype and entry.dtype in _FLOATING and not is_optimizer_key(entry.fqn) else entry.dtype
+
+
+def _shards(tensors: Sequence[_Exported], limit: int) -> list[list[_Exported]]:
+    shards: list[list[_Exported]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+def _stem(to: Format) -> tuple[str, str]:
+    return ("model", "safetensors") if to == "safetensors" else ("pytorch_model", "bin")
+
+
+def _file_name(to: Format, number: int, count: int) -> str:
+    stem, ending = _stem(to)
+    return f"{stem}.{ending}" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.{ending}"
+
+
+def _write_weight_map(
+    directory: Path, to: Format, files: Sequence[str], shards: Sequence[Sequence[_Exported]], total: int
+) -> None:
+    stem, ending = _stem(to)
+    weights = {tensor.name: file for file, shard in zip(files, shards, strict=True) for tensor in shard}
+    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+    LocalStorage(directory).publish(f"{stem}.{ending}.index.json", json.dumps(document, indent=2).encode() + b"\n")
+
+
+def _appear(partial: Path, target: Path) -> None:
+    LocalStorage(partial).sync_directory()
+    try:
+        if target.is_dir():
+            target.rmdir()
+        partial.replace(target)
+    except OSError as error:
+        raise SaveError(f"{partial}: complete, but cannot be renamed to {target}: {error.strerror}") from error
+    LocalStorage(target.parent).sync_directory()
+
+
+def _write_safetensors(
+    payloads: StoredPayloads, directory: Path, name: str, tensors: Sequence[_Exported], advance: Callable[[int], None]
+) -> str:
+    described = [(tensor.name, tensor.dtype, tensor.entry.shape) for tensor in tensors]
+    header, starts = safetensors_header(described, {"format": "pt"})
+    size = len(header) + sum(tensor.nbytes for tensor in tensors)
+    file = TargetFile(str(directory / name), size)
+    try:
+        with WriteBehind() as writes:
+            streams = Streams(writes, _BUFFER_BYTES, 4)
+            stream = streams.open(file, 0)
+            stream.write(header)
+            for tensor in tensors:
+                assert stream.position == starts[tensor.name]
+                _stream_tensor(payloads, tensor, StreamSink(stream))
+                advance(tensor.nbytes)
+            stream.flush()
+        file.sync()
+    finally:
+        file.close()
+    return name
+
+
+def _stream_tensor(payloads: StoredPayloads, tensor: _Exported, sink: Sink) -> None:
+    """One tensor, put together from its chunks in C order; each chunk is held against its checksum."""
+    entry = tensor.entry
+    if 0 in entry.shape:
+        return
+    located = [payloads.locate(entry, chunk) for chunk in entry.chunks]
+    cast = tensor.dtype != entry.dtype
+    sources = [
+        CastSource(payloads, payload, entry.dtype, tensor.dtype) if cast else PayloadSource(payloads, payload)
+        for payload in located
+    ]
+    whole = Box((0,) * len(entry.shape), entry.shape)
+    boxes = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+    read = Walk(element_bytes(tensor.dtype)).move(boxes, sources, [whole], [sink])
+    for payload, value in zip(located, read, strict=True):
+        if not cast and payload.crc32 is not None and payload.crc32 != value:
+            raise ChecksumError(
+                f"{payload.where}: the source is damaged: its elements have CRC-32 {value:#010x}, expected "
+                f"{payload.crc32:#010x}. Run `mcore-ckpt verify {payloads.index.path}`, and export a sound copy"
+            )
+
+
+def _write_torch(
+    payloads: StoredPayloads, directory: Path, name: str, tensors: Sequence[_Exported], advance: Callable[[int], None]
+) -> str:
+    import torch
+
+    from mcore_ckpt.convert.torch_files import ElementsSink, write_torch_file
+
+    def fill(number: int, sink: ElementsSink) -> None:
+        _stream_tensor(payloads, tensors[number], sink)
+        advance(tensors[number].nbytes)
+
+    described = [(tensor.name, getattr(torch, tensor.dtype), tuple(tensor.entry.shape)) for tensor in tensors]
+    write_torch_file(directory / name, described, fill)
+    return name
+
+
+def _export_dcp(
+    payloads: StoredPayloads, target: Path, names: dict[str, str], options: ExportOptions, progress: bool | None
+) -> ExportReport:
+    """A reshard to one rank, under plain keys: each tensor one chunk, and none of Megatron's sidecars or objects."""
+    index = payloads.index
+    objects = [key for key in index.objects if parse_object_key(key) is None]
+    plan = make_plan(
+        index,
+        TargetLayout(1, 1),
+        Partitioner(index),
+        keys=list(names),
+        object_keys=objects,
+        dtype=options.dtype,
+        rename=names,
+    )
+    flat: CheckpointIndex = replace(
+        plan.index, planner_data={key: (key,) for key in (*plan.index.tensors, *plan.index.objects)}, mcore_data={}
+    )
+    build_target(payloads, replace(plan, index=flat), target, BuildOptions(), carry=lambda _: None, progress=progress)
+    total = sum(move.payload_bytes for move in plan.moves)
+    left_out = len(index.objects) - len(objects)
+    return ExportReport(str(target), "dcp", tuple(sorted(plan.sizes)), len(names), total, left_out)

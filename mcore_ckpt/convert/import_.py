@@ -1,0 +1,230 @@
+"""Safetensors, torch files and plain DCP checkpoints as a `torch_dist` checkpoint of any parallel layout.
+
+The other way of `export`: the same keys and tensors come back. What Megatron-Core wants besides the data is added:
+`metadata.json`, and a common state, empty unless one is given.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mcore_ckpt.convert.partition import Partitioner, PartitionRule
+from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan
+from mcore_ckpt.convert.reshard_target import BuildOptions, build_target, refuse_target
+from mcore_ckpt.convert.safetensors_files import (
+    RawPayloads,
+    RawTensor,
+    TorchPayloads,
+    raw_index,
+    read_safetensors,
+    torch_index,
+)
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafePickleError
+from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, encode_config, read_index
+from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.tools.keys import RenameRule, rename_keys
+from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
+
+__all__ = ["ImportOptions", "ImportReport", "import_checkpoint"]
+
+_TORCH_ENDINGS = (".bin", ".pt", ".pth")
+
+Format = Literal["safetensors", "torch", "dcp"]
+
+
+@dataclass(frozen=True, slots=True)
+class ImportOptions:
+    """How to read, and what to make.
+
+    Attributes:
+        layout: parallel layout of the target.
+        rename: rules for the keys.
+        rules: partition rules, as for a reshard; they see the new keys.
+        dtype: convert floating-point tensors, to torch's name without `torch.`.
+        common: a `common.pt` of another checkpoint to take along.
+        workers: threads, and files for each rank.
+        verify: prove the target against the source before it appears.
+        memory_bytes: for everything.
+    """
+
+    layout: TargetLayout = field(default_factory=lambda: TargetLayout(1, 1))
+    rename: tuple[RenameRule, ...] = ()
+    rules: tuple[PartitionRule, ...] = ()
+    dtype: str | None = None
+    common: str | None = None
+    workers: int = 2
+    verify: bool = True
+    memory_bytes: int = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class ImportReport:
+    """What was made; `left_out` are objects of a DCP checkpoint, or entries of a torch file, that are no tensors."""
+
+    source: str
+    target: str
+    format: Format
+    tensors: int
+    payload_bytes: int
+    left_out: int
+
+
+def import_checkpoint(
+    source: str | Path, target: str | Path, options: ImportOptions | None = None, *, progress: bool | None = False
+) -> ImportReport:
+    """Make a `torch_dist` checkpoint of `source`.
+
+    Args:
+        source: a directory of safetensors or torch files, one such file, or a DCP checkpoint.
+        target: directory to make; it must not exist, or be empty.
+        options: what to make.
+        progress: show bars; None: if standard error is a terminal.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing to import.
+        CorruptCheckpointError: it contradicts itself.
+        UnsafePickleError: a torch file holds more than tensors and plain values.
+        CheckpointExistsError, OptionError, SaveError: as for `reshard`.
+    """
+    options = ImportOptions() if options is None else options
+    src, dst = Path(source), Path(target)
+    refuse_target(src if src.is_dir() else src.parent / "-", dst)
+    kind, payloads, left_out = _open(src, options.rename)
+    with payloads:
+        plan = make_plan(
+            payloads.index,
+            options.layout,
+            Partitioner(payloads.index, rules=options.rules),
+            dtype=options.dtype,
+            workers=options.workers,
+        )
+
+        def carry(partial: Path) -> None:
+            storage = LocalStorage(partial)
+            storage.publish(CONFIG_FILE, encode_config())
+            storage.publish(COMMON_FILE, _common_state(options.common))
+
+        build = BuildOptions(workers=options.workers, verify=options.verify, memory_bytes=options.memory_bytes)
+        build_target(payloads, plan, dst, build, carry=carry, progress=progress)
+    total = sum(move.payload_bytes for move in plan.moves)
+    return ImportReport(str(src), str(dst), kind, len(plan.moves), total, left_out)
+
+
+def _common_state(path: str | None) -> bytes:
+    if path is not None:
+        return Path(path).read_bytes()
+    import torch
+
+    content = io.BytesIO()
+    torch.save({}, content)
+    return content.getvalue()
+
+
+def _open(source: Path, rename: Sequence[RenameRule]) -> tuple[Format, StoredPayloads, int]:
+    """What is there, its tensors under their new keys, and how much of it is no tensor."""
+    if source.is_dir() and (source / METADATA_FILE).exists():
+        index = read_index(source)
+        names = _new_names(index.tensors, rename, source)
+        check_tiled(index, names)
+        stored_keys = {new: old for old, new in names.items()}
+        return "dcp", StoredPayloads(_renamed(index, names), stored_keys=stored_keys), len(index.objects)
+    directory = source if source.is_dir() else source.parent
+    files = _files(source)
+    if files[0].endswith(".safetensors"):
+        raw: dict[str, RawTensor] = {}
+        for file in files:
+            _merge(raw, read_safetensors(directory, file), directory / file)
+        names = _new_names(raw, rename, source)
+        found = raw_index(directory, {new: raw[old] for old, new in names.items()})
+        return "safetensors", RawPayloads(found), 0
+    tensors: dict[str, Any] = {}
+    entries: dict[str, TensorEntry] = {}
+    left_out = 0
+    for file in files:
+        loaded, others = _torch_tensors(directory / file)
+        left_out += others
+        _merge(tensors, loaded, directory / file)
+        entries.update(torch_index(directory, file, loaded).tensors)
+    names = _new_names(tensors, rename, source)
+    index = _renamed(CheckpointIndex(str(directory), entries, {}), names)
+    return "torch", TorchPayloads(index, {new: tensors[old] for old, new in names.items()}), left_out
+
+
+def _files(source: Path) -> list[str]:
+    """The files to read: one, or those that an index names, or all of one kind."""
+    if source.is_file():
+        return [source.name]
+    if not source.is_dir():
+        raise CheckpointNotFoundError(f"{source}: no such file or directory")
+    for ending in (".safetensors", *_TORCH_ENDINGS):
+        indexes = sorted(source.glob(f"*{ending}.index.json"))
+        if len(indexes) == 1:
+            try:
+                weights = json.loads(indexes[0].read_bytes())["weight_map"]
+                return sorted({Path(str(file)).name for file in weights.values()})
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CorruptCheckpointError(f"{indexes[0]}: expected a `weight_map` ({error})") from error
+        files = sorted(path.name for path in source.glob(f"*{ending}"))
+        if files:
+            return files
+    raise CheckpointNotFoundError(
+        f"{source}: nothing to import: expected *.safetensors, *.bin, *.pt or *.pth files, or a DCP checkpoint"
+    )
+
+
+def _merge(tensors: dict[str, Any], more: dict[str, Any], path: Path) -> None:
+    twice = tensors.keys() & more.keys()
+    if twice:
+        raise CorruptCheckpointError(f"{path}: {min(twice)} is in another of the files too")
+    tensors.update(more)
+
+
+def _new_names(keys: Iterable[str], rules: Sequence[RenameRule], source: Path) -> dict[str, str]:
+    names = rename_keys(keys, rules)
+    if not names:
+        raise OptionError(f"{source}: no tensor is left to import")
+    return names
+
+
+def _renamed(index: CheckpointIndex, names: dict[str, str]) -> CheckpointIndex:
+    tensors = {}
+    for old, new in names.items():
+        entry = index.tensors[old]
+        tensors[new] = TensorEntry(new, entry.dtype, entry.shape, entry.chunks, entry.requires_grad)
+    return CheckpointIndex(index.path, tensors, {})
+
+
+def _torch_tensors(path: Path) -> tuple[dict[str, Any], int]:
+    """The tensors of a torch file by key (nested dicts joined by dots), mapped, not read; how much else it holds."""
+    import pickle
+
+    import torch
+
+    try:
+        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UnsafePickleError(f"{path}: holds more than tensors and plain values: {reason}") from error
+    except (RuntimeError, EOFError, ValueError) as error:
+        raise CorruptCheckpointError(f"{path}: not a file of torch.save ({error})") from error
+    tensors: dict[str, Any] = {}
+    others = 0
+
+    def walk(value: Any, prefix: str) -> None:
+        nonlocal others
+        if isinstance(value, torch.Tensor):
+            tensors[prefix] = value
+        elif isinstance(value, dict):
+            for key, part in value.items():
+                walk(part, f"{prefix}.{key}" if prefix else str(key))
+        else:
+            others += 1
+
+    walk(loaded, "")
+    return tensors, others

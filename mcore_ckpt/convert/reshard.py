@@ -1,0 +1,227 @@
+"""Rewriting a checkpoint for another parallel layout, offline: no model, no process group, no GPU.
+
+    plan (which chunk goes where)  ->  copy (reshard_copy)  ->  check (reshard_check)  ->  publish
+
+All of it happens in `DST.partial`, which becomes `DST` by a rename when it is complete and proved; the source is only
+read. An interrupted run leaves `DST.partial` with a journal, and the same call goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.convert.partition import Partitioner, PartitionRule
+from mcore_ckpt.convert.reshard_plan import ReshardPlan, TargetLayout, make_plan
+from mcore_ckpt.convert.reshard_target import BuildOptions, build_target, carry_sidecars, refuse_target
+from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.format.index import CheckpointIndex, object_key
+from mcore_ckpt.format.metadata_read import TRACKER_FILE, read_index
+from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
+from mcore_ckpt.tools.parallel_layout import (
+    ParallelLayout,
+    data_file_rank,
+    layout_of_arguments,
+    layout_of_chunks,
+    optimizer_layout,
+)
+from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
+from mcore_ckpt.tools.plain_state import read_plain_state
+
+__all__ = ["ReshardOptions", "ReshardReport", "plan_reshard", "reshard"]
+
+_GIB = 1024**3
+_COMMON_OBJECT = object_key("common_state", (0,), (1,))
+_FIXED_LAYOUTS = ("dp_reshardable", "dp_zero_gather_scatter")
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardOptions:
+    """What to make of a checkpoint.
+
+    Attributes:
+        layout: of the target; None takes the chunks and files of `like` over as they are.
+        like: a checkpoint that shows the partition axes.
+        rules: partition rules (`partition.parse_rules`), after `like`.
+        only: keys to carry, by pattern (`key_patterns`).
+        drop_optimizer: leave the optimizer's state out.
+        dtype: convert floating-point tensors of the model, to torch's name without `torch.`.
+        merge: one file for each rank, instead of one for each rank and worker.
+        workers: threads that move tensors.
+        verify: prove the target against the source before it appears.
+        restart: throw away what an earlier run of another kind has left.
+        move_files: let the kernel copy payloads that stay as they are.
+        memory_bytes: for everything.
+    """
+
+    layout: TargetLayout | None
+    like: str | None = None
+    rules: tuple[PartitionRule, ...] = ()
+    only: str | None = None
+    drop_optimizer: bool = False
+    dtype: str | None = None
+    merge: bool = False
+    workers: int = 2
+    verify: bool = True
+    restart: bool = False
+    move_files: bool = True
+    memory_bytes: int = _GIB
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardReport:
+    """What was done; `resumed` says that an earlier run had begun it."""
+
+    source: str
+    target: str
+    layout: str
+    files: int
+    file_bytes: int
+    tensors: int
+    chunks: int
+    guesses: int
+    verified: bool
+    resumed: bool
+    copy_s: float
+    verify_s: float
+
+
+def plan_reshard(source: CheckpointIndex, options: ReshardOptions) -> ReshardPlan:
+    """Decide everything; reads nothing but indexes and the common state.
+
+    Raises:
+        OptionError: the layout cannot be, or the optimizer's state cannot follow it.
+        CheckpointNotFoundError, CorruptCheckpointError: `like` is no readable checkpoint.
+        CorruptCheckpointError: chunks of the source are missing, or overlap.
+    """
+    common = read_plain_state(source)
+    arguments = common.get("args")
+    arguments = arguments if isinstance(arguments, dict) else {}
+    like = read_index(options.like) if options.like else None
+    if options.layout is None and like is None:
+        raise OptionError("no target layout: give the tensor and pipeline parallel sizes (--tp, --pp), or --like")
+    exact = options.layout is None
+    layout = options.layout or _layout_of(like)
+    wanted = key_filter(options.only)
+    keep = [key for key in source.tensors if wanted(key) and not (options.drop_optimizer and is_optimizer_key(key))]
+    objects = [key for key in source.objects if wanted(key) and not (options.drop_optimizer and is_optimizer_key(key))]
+    if not keep and not objects:
+        raise OptionError(
+            f"{source.path}: no key matches --only {options.only!r}; `mcore-ckpt inspect --tensors` lists them"
+        )
+    # The common state is carried whatever the pattern, whether it is an object or a file of its own.
+    objects += [key for key in source.objects if key == _COMMON_OBJECT and key not in objects]
+    check_tiled(source, keep)
+    if any(is_optimizer_key(key) for key in keep):
+        _refuse_fixed_optimizer(source, common, layout)
+    partitioner = Partitioner(source, like=like, rules=options.rules, arguments=arguments, exact_like=exact)
+    return make_plan(
+        source,
+        layout,
+        partitioner,
+        like=like if exact else None,
+        keys=keep,
+        object_keys=objects,
+        dtype=options.dtype,
+        workers=1 if options.merge else max(1, options.workers),
+        arguments=arguments,
+    )
+
+
+def _layout_of(like: CheckpointIndex | None) -> TargetLayout:
+    """Sizes of a checkpoint whose chunks are taken over: what its chunks show, and room for all its ranks."""
+    assert like is not None
+    shown = layout_of_chunks(like)
+    files = {chunk.item.file for entry in like.tensors.values() for chunk in entry.chunks}
+    ranks = 1 + max((data_file_rank(file) or 0 for file in files), default=0)
+    tp, pp = shown.tp or 1, shown.pp or 1
+    return TargetLayout(tp, pp, dp=max(1, -(-ranks // (tp * pp))))
+
+
+def _refuse_fixed_optimizer(source: CheckpointIndex, common: Mapping[str, Any], layout: TargetLayout) -> None:
+    """Flat buckets belong to one model-parallel layout: nothing in them says where one parameter ends."""
+    kind = optimizer_layout(source, common)
+    if kind not in _FIXED_LAYOUTS:
+        return
+    shown = layout_of_chunks(source)
+    saved = layout_of_arguments(common) or shown
+    if _same_model_parallel(saved, layout):
+        return
+    was = f"TP {saved.tp} PP {saved.pp} EP {saved.ep or 1}"
+    raise OptionError(
+        f"{source.path}: its optimizer state is {kind!r}, flat buckets of {was}, which cannot be divided for TP "
+        f"{layout.tp} PP {layout.pp} EP {layout.ep}. Reshard the model alone with --drop optimizer, or load this "
+        f"checkpoint once at {was} and save it with --dist-ckpt-optim-fully-reshardable. Nothing was written"
+    )
+
+
+def _same_model_parallel(saved: ParallelLayout, layout: TargetLayout) -> bool:
+    same_experts = (saved.ep or 1) == layout.ep and (saved.etp is None or saved.etp == layout.expert_tp)
+    return saved.tp == layout.tp and saved.pp == layout.pp and same_experts
+
+
+def reshard(
+    source: str | Path, target: str | Path, options: ReshardOptions, *, progress: bool | None = False
+) -> ReshardReport:
+    """Make `target`, the checkpoint in `source` under another layout.
+
+    Args:
+        source: directory of the checkpoint; never written to.
+        target: directory to make; it must not exist, or be empty.
+        options: what to make.
+        progress: show bars; None: if standard error is a terminal.
+
+    Raises:
+        OptionError: it cannot be done as asked; nothing has been written.
+        CheckpointExistsError: there is something at `target`.
+        CheckpointNotFoundError, CorruptCheckpointError: `source` is no readable checkpoint.
+        ChecksumError: a damaged source, or a target that is not what was written; `target` does not appear.
+        SaveError: the target cannot be written; what is done is kept for the next run.
+    """
+    src, dst = Path(source), Path(target)
+    index = read_index(src)
+    refuse_target(src, dst)
+    plan = plan_reshard(index, options)
+    with StoredPayloads(index) as payloads:
+        built = build_target(
+            payloads,
+            plan,
+            dst,
+            BuildOptions(
+                workers=options.workers,
+                verify=options.verify,
+                restart=options.restart,
+                move_files=options.move_files,
+                memory_bytes=options.memory_bytes,
+            ),
+            carry=lambda partial: carry_sidecars(index, partial),
+            progress=progress,
+        )
+    _carry_tracker(src, dst)
+    moves = plan.moves
+    return ReshardReport(
+        source=str(src),
+        target=str(dst),
+        layout=str(plan.layout),
+        files=len(plan.sizes),
+        file_bytes=sum(plan.sizes.values()),
+        tensors=len(moves),
+        chunks=sum(len(move.boxes) for move in moves),
+        guesses=sum(move.partition.guess for move in moves),
+        verified=options.verify,
+        resumed=built.resumed,
+        copy_s=built.copy_s,
+        verify_s=built.verify_s,
+    )
+
+
+def _carry_tracker(source: Path, target: Path) -> None:
+    """The tracker file beside an iteration, if the target is the iteration that it names and has none beside it."""
+    tracker, wanted = source.parent / TRACKER_FILE, target.parent / TRACKER_FILE
+    if tracker.is_file() and not wanted.exists():
+        text = tracker.read_text(errors="replace").strip()
+        if text.isascii() and text.isdigit() and target.name == f"iter_{int(text):07d}":
+            LocalStorage(target.parent).publish(TRACKER_FILE, text.encode())

@@ -1,0 +1,336 @@
+"""Is the target, as it lies on the disk, the source? Proved by checksum, without reading the source again.
+
+The target is read back and divided once more into the chunks of the source. Each must have the CRC-32 that the source's
+item carries (or, where the source carries none or the dtype was changed, the one that the copy found). That takes one
+pass over the target, and proves the data and the layout at once, from the target's own index.
+
+A planned target from the first byte to the moment it appears: temporary directory, journal, copy, check, publish.
+
+Everything happens in `TARGET.partial`. `.metadata` is written there last, and the rename to `TARGET` comes after all of
+it is durable and proved, so that nothing ever looks like a checkpoint and is none. What an interrupted run leaves is
+taken up by the next one with the same plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.convert.reshard_copy import JOURNAL_FILE, Journal, copy_all, expected_crcs
+from mcore_ckpt.convert.reshard_plan import ReshardPlan, TensorMove
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.console import Progress
+from mcore_ckpt.core.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ChecksumError,
+    CorruptCheckpointError,
+    OptionError,
+    SaveError,
+)
+from mcore_ckpt.directory.commit import common_file_in_force
+from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
+from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, INCOMPLETE_MARKER, METADATA_FILE, parse_index
+from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.load.fetch import in_parallel
+from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.tools.payloads import PayloadSource, StoredPayloads
+from mcore_ckpt.tools.regrid import CrcSink, Walk, blocks
+
+__all__ = [
+    "BuildOptions",
+    "Built",
+    "build_target",
+    "carry_sidecars",
+    "check_all",
+    "partial_directory",
+    "refuse_target",
+]
+
+_WINDOW_BYTES = 4 * 1024 * 1024
+
+
+def check_all(
+    plan: ReshardPlan,
+    given: StoredPayloads,
+    target: CheckpointIndex,
+    journal: Journal,
+    *,
+    workers: int,
+    advance: Callable[[int], None],
+) -> None:
+    """Compare the whole target with the source.
+
+    Args:
+        plan: what was to be done.
+        given: the source's tensors.
+        target: index of the target, its path being where the files lie now.
+        journal: holds CRC-32s that are stored nowhere else.
+        workers: threads.
+        advance: called with payload bytes that have been compared.
+
+    Raises:
+        ChecksumError, CorruptCheckpointError: the target is not what it should be.
+    """
+    # Objects keep their keys; tensors may have been renamed.
+    names = {move.entry.fqn: move.target_fqn for moves in plan.work for move in moves}
+    with StoredPayloads(target) as written:
+        threads = threading.local()
+
+        def check(move: TensorMove) -> None:
+            if not hasattr(threads, "window"):
+                threads.window = memoryview(bytearray(_WINDOW_BYTES))
+            entry = written.index.tensors[names[move.entry.fqn]]
+            _check_tensor(move, entry, given, written, journal, threads.window)
+            advance(move.payload_bytes)
+
+        moves = [move for moves in plan.work for move in moves]
+        moves.sort(key=lambda move: (move.files[0], move.offsets[0]) if move.files else ("", 0))
+        in_parallel(moves, check, workers)
+        for fqn, entry in target.objects.items():
+            item, origin = entry.item, given.index.objects[fqn].item
+            with written.files.reader(item.file) as copy, given.files.reader(origin.file) as original:
+                if copy.read(item.offset, item.length) != original.read(origin.offset, origin.length):
+                    raise CorruptCheckpointError(
+                        f"{fqn}: bytes [{item.offset}, {item.offset + item.length}) of {copy.name} differ from the "
+                        "source's item; check the device, then run the command again"
+                    )
+
+
+def _check_tensor(
+    move: TensorMove,
+    entry: TensorEntry,
+    given: StoredPayloads,
+    written: StoredPayloads,
+    journal: Journal,
+    window: memoryview,
+) -> None:
+    stored = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+    expected = expected_crcs(given, move, journal)
+    walk = Walk(element_bytes(entry.dtype))
+    source_boxes = move.source_boxes
+    for block in blocks(stored, source_boxes):
+        payloads = [written.locate(entry, entry.chunks[n]) for n in block.sources]
+        sinks = [CrcSink(window) for _ in block.targets]
+        read = walk.move(
+            [stored[n] for n in block.sources],
+            [PayloadSource(written, payload) for payload in payloads],
+            [source_boxes[n] for n in block.targets],
+            sinks,
+        )
+        for payload, value in zip(payloads, read, strict=True):
+            if payload.crc32 != value:
+                raise _wrong(payload.where, payload.crc32, value)
+        for n, sink in zip(block.targets, sinks, strict=True):
+            if sink.crc32 != expected[n]:
+                where = (
+                    f"{entry.fqn}: the source's chunk at {list(source_boxes[n].offsets)}, put together from the target"
+                )
+                raise _wrong(where, expected[n], sink.crc32)
+
+
+def _wrong(where: str, expected: int | None, got: int) -> ChecksumError:
+    shown = "none" if expected is None else f"{expected:#010x}"
+    return ChecksumError(
+        f"{where}: has CRC-32 {got:#010x}, expected {shown}: what was written is not what is on the disk. Check the "
+        "device and the source (`mcore-ckpt verify`), then run the command again"
+    )
+
+
+# What the interpreter, numpy and the index take before the first buffer.
+_BASE_BYTES = 256 * 1024**2
+_MIN_BUFFER_BYTES = 64 * 1024**2
+_COPY_BYTES = 4 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """How to build; see `ReshardOptions`."""
+
+    workers: int = 2
+    verify: bool = True
+    restart: bool = False
+    move_files: bool = True
+    memory_bytes: int = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What it took."""
+
+    resumed: bool
+    copy_s: float
+    verify_s: float
+
+
+def refuse_target(source: Path, target: Path) -> None:
+    """Raise unless `target` is free, and not inside the source."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointExistsError(
+            f"{target}: there is something already, and nothing is ever overwritten: choose another name"
+        )
+    here, there = source.resolve(), target.resolve()
+    if here == there or here in there.parents:
+        raise OptionError(f"{target}: lies inside the source {source}, which is never written to")
+
+
+def partial_directory(target: Path) -> Path:
+    """Where a target is built."""
+    return target.with_name(target.name + ".partial")
+
+
+def build_target(
+    payloads: StoredPayloads,
+    plan: ReshardPlan,
+    target: Path,
+    options: BuildOptions,
+    *,
+    carry: Callable[[Path], None],
+    progress: bool | None = False,
+) -> Built:
+    """Write, prove and publish a target.
+
+    Args:
+        payloads: the source.
+        plan: what goes where.
+        target: directory to make.
+        options: how.
+        carry: called with the temporary directory, to add what is not data, before `.metadata` is written.
+        progress: show bars; None: if standard error is a terminal.
+
+    Raises:
+        ChecksumError, CorruptCheckpointError: a damaged source, or a target that is not what was written.
+        OptionError: the temporary directory belongs to another plan.
+        SaveError: the target cannot be written; what is done is kept for the next run.
+    """
+    content = encode_metadata(plan.index)
+    partial = partial_directory(target)
+    if options.restart and partial.exists():
+        shutil.rmtree(partial)
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SaveError(f"{partial}: the directory cannot be made: {error.strerror}") from error
+    total = sum(move.payload_bytes for moves in plan.work for move in moves)
+    with Journal(partial, _fingerprint(payloads, plan, content)) as journal:
+        resumed = bool(journal.done)
+        if not resumed:
+            _check_space(partial, plan.sizes)
+        started = time.monotonic()
+        with Progress("copy", total, shown=progress) as bar:
+            buffer_bytes = max(_MIN_BUFFER_BYTES, (options.memory_bytes - _BASE_BYTES) // 2)
+            copy_all(
+                plan,
+                payloads,
+                partial,
+                journal,
+                memory_bytes=buffer_bytes,
+                advance=bar.advance,
+                move_files=options.move_files,
+            )
+        copied = time.monotonic()
+        if options.verify:
+            written = parse_index(content, str(partial))
+            try:
+                with Progress("verify", total, shown=progress) as bar:
+                    check_all(plan, payloads, written, journal, workers=options.workers, advance=bar.advance)
+            except CorruptCheckpointError:
+                journal.forget()  # what was written is not to be taken up by the next run
+                raise
+        checked = time.monotonic()
+        carry(partial)
+        _publish(partial, target, content)
+    return Built(resumed, copied - started, checked - copied)
+
+
+def _fingerprint(payloads: StoredPayloads, plan: ReshardPlan, content: bytes) -> str:
+    """Of everything that the bytes of the target depend on: its layout, and the files that they come from."""
+    index, directory = payloads.index, Path(payloads.index.path)
+    files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
+    files |= {entry.item.file for entry in index.objects.values()}
+    found: dict[str, Any] = {
+        "source": str(directory.resolve()),
+        "target": hashlib.sha256(content).hexdigest(),
+        "keys": [[move.entry.fqn, move.target_fqn] for moves in plan.work for move in moves],
+    }
+    for file in sorted(files):
+        try:
+            stat = (directory / file).stat()
+        except OSError as error:
+            raise CheckpointNotFoundError(
+                f"{directory / file}: the index names this file, but it cannot be found ({error.strerror}); the "
+                f"checkpoint is incomplete, `mcore-ckpt verify {directory}` lists what is missing"
+            ) from error
+        found[file] = [stat.st_size, stat.st_mtime_ns]
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def _check_space(directory: Path, sizes: Mapping[str, int]) -> None:
+    """Raise `SaveError` unless the files fit; what an earlier run has reserved for them already counts for them."""
+    needed_bytes = sum(sizes.values())
+    for name, size in sizes.items():
+        with contextlib.suppress(FileNotFoundError):
+            needed_bytes -= min(size, (directory / name).stat().st_blocks * 512)
+    stat = os.statvfs(directory)
+    free = stat.f_bavail * stat.f_frsize
+    if free < needed_bytes:
+        raise SaveError(
+            f"{directory}: {needed_bytes} bytes are needed, {free} are free: free space, or choose another disk"
+        )
+
+
+def carry_sidecars(index: CheckpointIndex, partial: Path) -> None:
+    """Copy what lies beside the data and stays valid: common state, `metadata.json`, files of others (ModelOpt)."""
+    source, storage = Path(index.path), LocalStorage(partial)
+    data_files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
+    data_files |= {entry.item.file for entry in index.objects.values()}
+    common = common_file_in_force([path.name for path in source.iterdir()], index)
+    # integrity.json lists hashes of the source's files; the others are not parts of a finished checkpoint.
+    left_out = {METADATA_FILE, CONFIG_FILE, COMMON_FILE, INCOMPLETE_MARKER, "integrity.json", JOURNAL_FILE, *data_files}
+    for path in sorted(source.iterdir()):
+        if path.name in left_out or path.name.endswith((".pending", ".tmp", ".distcp")):
+            continue
+        if not path.is_dir() and not path.is_file():
+            continue  # a dangling link, a pipe: nothing that could be carried
+        if path.is_dir():
+            shutil.copytree(path, partial / path.name, dirs_exist_ok=True)
+        else:
+            _carry_file(path, partial / path.name)
+    if common is not None:
+        _carry_file(source / common, partial / COMMON_FILE)
+    if (source / CONFIG_FILE).is_file():
+        storage.publish(CONFIG_FILE, (source / CONFIG_FILE).read_bytes())
+
+
+def _carry_file(source: Path, target: Path) -> None:
+    """Copy a file of any size, durably; nothing else appears under that name before `.metadata` does."""
+    try:
+        with source.open("rb") as given, target.open("wb") as taken:
+            shutil.copyfileobj(given, taken, _COPY_BYTES)
+            taken.flush()
+            os.fsync(taken.fileno())
+    except OSError as error:
+        raise SaveError(f"{source}: cannot be copied to {target}: {error.strerror or error}") from error
+
+
+def _publish(partial: Path, target: Path, content: bytes) -> None:
+    storage = LocalStorage(partial)
+    storage.publish(METADATA_FILE, content)
+    storage.delete(JOURNAL_FILE)
+    try:
+        if target.is_dir():
+            target.rmdir()
+        partial.replace(target)
+    except OSError as error:
+        raise SaveError(f"{partial}: complete, but cannot be renamed to {target}: {error.strerror}") from error
+    LocalStorage(target.parent).sync_directory()

@@ -1,0 +1,198 @@
+"""What a person sees of long work: a bar with rate and time left on a terminal, nothing where output is piped.
+
+`rich` is imported when the first bar is drawn, and only then.
+
+Plain text for people: sizes, counts and tables. Pure; prints nothing.
+
+What a sub-command hands back to be shown.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final
+
+from mcore_ckpt.core.errors import OptionError
+
+__all__ = [
+    "DIFFERS",
+    "DONE",
+    "FAILED",
+    "MIN_MEMORY_BYTES",
+    "Outcome",
+    "Progress",
+    "WaitingBar",
+    "human_bytes",
+    "human_count",
+    "numbers",
+    "parse_size",
+    "table",
+]
+
+
+class Progress:
+    """A bar over a known number of bytes; a context manager. `advance` may be called from any thread.
+
+    Args:
+        what: a word or two in front of the bar.
+        total_bytes: what 100% is.
+        shown: None shows the bar if standard error is a terminal; False never does.
+    """
+
+    def __init__(self, what: str, total_bytes: int, *, shown: bool | None = None) -> None:
+        self.done_bytes = 0
+        self._lock = threading.Lock()
+        self._bar: Any = None
+        self._task: Any = None
+        self._what = what
+        self._total_bytes = total_bytes
+        self._shown = sys.stderr.isatty() if shown is None else shown
+
+    def advance(self, nbytes: int) -> None:
+        """`nbytes` more are done."""
+        with self._lock:
+            self.done_bytes += nbytes
+        if self._bar is not None:
+            self._bar.update(self._task, advance=nbytes)
+
+    def __enter__(self) -> Progress:
+        if self._shown:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import Progress as Bar
+
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+            )
+            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task(self._what, total=self._total_bytes)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class WaitingBar:
+    """A bar for work that another process does, shown while this one waits for it; a context manager, entered often.
+
+    Args:
+        what: a few words in front of the bar.
+        total_bytes: what 100% is.
+        wanted: False never shows it; True shows it if standard error is a terminal.
+    """
+
+    def __init__(self, what: str, total_bytes: int, wanted: bool) -> None:
+        self._progress = Progress(what, total_bytes, shown=wanted and sys.stderr.isatty())
+
+    def show(self, done_bytes: int) -> None:
+        """So much is done by now."""
+        self._progress.advance(max(0, done_bytes - self._progress.done_bytes))
+
+    def __enter__(self) -> WaitingBar:
+        self._progress.done_bytes = 0  # each entry draws a new bar, which `show` moves to where the work is
+        self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.__exit__(kind, error, traceback)
+
+
+_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+
+
+def human_bytes(nbytes: int) -> str:
+    """Decimal units, three digits: `1.53 GB`."""
+    value = float(nbytes)
+    for unit in _UNITS:
+        if abs(value) < 1000 or unit == _UNITS[-1]:
+            return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+        value /= 1000
+    raise AssertionError("unreachable: the last unit takes everything")
+
+
+_FACTORS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
+
+
+MIN_MEMORY_BYTES: Final = 384 * 1024**2
+"""The least that a command can be told to stay within: the process itself and the smallest buffers."""
+
+
+def parse_size(text: str, *, at_least: int = 1) -> int:
+    """Bytes from `512M`, `2G` or a plain number (binary units); raises `OptionError`."""
+    number, unit = text.strip().upper().removesuffix("B").removesuffix("I"), ""
+    if number and number[-1] in _FACTORS:
+        number, unit = number[:-1], number[-1:]
+    try:
+        value = int(float(number) * _FACTORS[unit])
+    except (ValueError, OverflowError):
+        value = -1
+    if value < at_least:
+        raise OptionError(f"size {text!r}: expected a number with K, M, G or T, and at least {human_bytes(at_least)}")
+    return value
+
+
+def human_count(count: int) -> str:
+    """`8.03 B` parameters and the like."""
+    value = float(count)
+    for unit in ("", " K", " M", " B"):
+        if abs(value) < 1000 or unit == " B":
+            return f"{value:.3g}{unit}" if unit else str(count)
+        value /= 1000
+    raise AssertionError("unreachable: the last unit takes everything")
+
+
+def numbers(values: Iterable[int]) -> str:
+    """A shape or an offset: `[4096, 1024]`."""
+    return "[" + ", ".join(map(str, values)) + "]"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> str:
+    """Columns as wide as their widest cell; `right` names the columns that are aligned to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [
+        max(len(header[n]), *(len(row[n]) for row in cells)) if cells else len(header[n]) for n in range(len(header))
+    ]
+    to_the_right = set(right)
+
+    def line(row: Sequence[str]) -> str:
+        parts = (
+            cell.rjust(width) if n in to_the_right else cell.ljust(width)
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        return "  ".join(parts).rstrip()
+
+    return "\n".join(line(row) for row in [list(header), ["-" * width for width in widths], *cells])
+
+
+DONE: Final = 0
+"""Done, identical, or whole."""
+
+DIFFERS: Final = 1
+"""Different, or damaged."""
+
+FAILED: Final = 2
+"""Bad usage, or something that cannot be read or written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Attributes: `document` is what `--json` prints, `text` what a person reads."""
+
+    document: Any
+    text: str
+    code: int = DONE

@@ -1,0 +1,87 @@
+"""An exception as plain data, and back: how a failure travels between processes and between ranks.
+
+Exceptions themselves do not travel well: they may not pickle, their class may not exist where they arrive, and their
+traceback never survives. What arrives here is the class (if it is one of ours), the message, the traceback as text,
+and what an `OSError` knows.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from dataclasses import dataclass
+
+from mcore_ckpt.core import errors
+from mcore_ckpt.core.errors import CheckpointError
+
+__all__ = ["FailureReport", "RemoteError", "describe", "remote_cause", "same_class"]
+
+
+class RemoteError(Exception):
+    """Stands for an exception that was raised elsewhere; its text is the traceback there.
+
+    It is only ever a `__cause__`, so that a traceback printed here shows the one from there above it.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReport:
+    """What is known about an exception, in a form that pickles anywhere.
+
+    Attributes:
+        class_name: name of its class; of one in `errors` without a module.
+        message: `str(exception)`, with the class in front unless the class is one of ours.
+        traceback_text: as Python prints it, causes included.
+        error_number: `errno` of an `OSError`.
+        path: `filename` of an `OSError`.
+    """
+
+    class_name: str
+    message: str
+    traceback_text: str
+    error_number: int | None = None
+    path: str | None = None
+
+
+def describe(error: BaseException) -> FailureReport:
+    """Turn an exception into data. Looks through the causes for an `OSError`, whose number and path are worth most."""
+    kind = type(error)
+    ours = isinstance(error, CheckpointError)
+    name = kind.__name__ if ours or kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    text = str(error)
+    message = text if ours else f"{name}: {text}" if text else name
+    traceback_text = "".join(traceback.format_exception(kind, error, error.__traceback__)).rstrip()
+    system_error = _os_error(error)
+    if system_error is None:
+        return FailureReport(name, message, traceback_text)
+    path = system_error.filename
+    return FailureReport(name, message, traceback_text, system_error.errno, None if path is None else os.fsdecode(path))
+
+
+def same_class(report: FailureReport, otherwise: type[CheckpointError]) -> type[CheckpointError]:
+    """The class in our tree that the reported exception had; `otherwise` for anybody else's exception."""
+    found = getattr(errors, report.class_name, None)
+    if isinstance(found, type) and issubclass(found, CheckpointError):
+        return found
+    return otherwise
+
+
+def remote_cause(report: FailureReport) -> Exception:
+    """An exception to use as `__cause__`: the remote traceback, under the `OSError` again where there was one."""
+    remote = RemoteError(f"\n{report.traceback_text}")
+    if report.error_number is None:
+        return remote
+    system_error = OSError(report.error_number, os.strerror(report.error_number), report.path)
+    system_error.__cause__ = remote
+    return system_error
+
+
+def _os_error(error: BaseException) -> OSError | None:
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        if isinstance(current, OSError) and current.errno is not None:
+            return current
+        seen.add(id(current))
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return None

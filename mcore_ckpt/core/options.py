@@ -1,0 +1,211 @@
+"""Options of a save and of a load, and the only place that reads the environment.
+
+Each field can be set for a whole launch by `MCORE_CKPT_<FIELD>` (upper case), for example `MCORE_CKPT_WRITER=fork`.
+An explicit argument wins over the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
+
+from mcore_ckpt.core.errors import OptionError
+
+__all__ = ["LoadOptions", "SaveOptions", "ranks_of_this_host", "unknown_variables"]
+
+_MIB = 1024 * 1024
+_ENVIRONMENT_PREFIX = "MCORE_CKPT_"
+
+# What the usual launchers call the number of processes of a job on this host: torchrun, Open MPI, MPICH, Slurm.
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
+
+DirectIo = Literal["auto", "on", "off"]
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise OptionError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+
+
+def _at_least(name: str, value: float | None, minimum: float) -> None:
+    if value is not None and value < minimum:
+        raise OptionError(f"{name}={value!r}: expected at least {minimum}")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How a checkpoint is written.
+
+    Attributes:
+        on_existing: what to do when the directory already holds a checkpoint: `"replace"` it (safely: the old one stays
+            whole until the new one is published) or raise `CheckpointExistsError` (`"error"`).
+        writer: who writes an async save: `"persistent"`, one long-lived process that maps the stage, or `"fork"`, one
+            forked child for each save. A synchronous save is always written in line.
+        stage: where the snapshot of an async save lives: `"copy"`, a reused shared-memory stage, or `"cow"`, the
+            forked child's copy-on-write image (CPU tensors and `writer="fork"` only).
+        thread_count: files each rank writes, at most (Megatron's and DCP's name for it).
+        io_threads: writes in flight at once, for each rank.
+        direct_io: O_DIRECT: `"auto"` probes the file system, `"on"` insists, `"off"` goes through the page cache.
+        fsync: make files and directory durable before the checkpoint is published.
+        window_bytes: size of one write, and of each buffer that a pipelined write uses.
+        staging_budget_bytes: memory that the stages of this rank may take together; None: a quarter of the host's free
+            memory, divided among the ranks of the host. A larger save is pipelined through it.
+        max_in_flight: async saves of this rank that may be in the writing at once, as far as the budget holds them.
+        when_busy: what a further async save does: `"wait"`, or `"skip"` with a warning.
+        on_failure: what a failed async save does when it is finalized: `"raise"` or `"warn"`. Its finalize callbacks
+            are never run.
+        write_deadline_s: seconds after which a write without any progress counts as stuck; None waits for ever.
+        keep_local_plans: put `all_local_plans` into `.metadata`, so that stock Megatron can reuse the plan of a loaded
+            checkpoint; costs about as much as the rest of `.metadata` again.
+        trace_path: directory for Chrome trace files, one for each rank and save; None writes none.
+        on_timings: called on every rank with a `dict` of phase timings when a save has been finalized.
+        progress: show a progress bar while a person waits for a save on a terminal.
+    """
+
+    on_existing: Literal["replace", "error"] = "replace"
+    writer: Literal["persistent", "fork"] = "persistent"
+    stage: Literal["copy", "cow"] = "copy"
+    thread_count: int = 2
+    io_threads: int = 2
+    direct_io: DirectIo = "auto"
+    fsync: bool = True
+    window_bytes: int = 8 * _MIB
+    staging_budget_bytes: int | None = None
+    max_in_flight: int = 1
+    when_busy: Literal["wait", "skip"] = "wait"
+    on_failure: Literal["raise", "warn"] = "raise"
+    write_deadline_s: float | None = None
+    keep_local_plans: bool = False
+    trace_path: str | None = None
+    on_timings: Callable[[dict[str, Any]], None] | None = None
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        _choice("on_existing", self.on_existing, ("replace", "error"))
+        _choice("writer", self.writer, ("persistent", "fork"))
+        _choice("stage", self.stage, ("copy", "cow"))
+        _choice("direct_io", self.direct_io, ("auto", "on", "off"))
+        _choice("when_busy", self.when_busy, ("wait", "skip"))
+        _choice("on_failure", self.on_failure, ("raise", "warn"))
+        _at_least("thread_count", self.thread_count, 1)
+        _at_least("io_threads", self.io_threads, 1)
+        _at_least("max_in_flight", self.max_in_flight, 1)
+        _at_least("staging_budget_bytes", self.staging_budget_bytes, _MIB)
+        _at_least("write_deadline_s", self.write_deadline_s, 0.001)
+        if self.window_bytes < 64 * 1024 or self.window_bytes % 4096:
+            raise OptionError(f"window_bytes={self.window_bytes}: expected a multiple of 4096, at least 65536")
+        if self.stage == "cow" and self.writer == "persistent":
+            raise OptionError('stage="cow" needs writer="fork": a copy-on-write snapshot exists only in a forked child')
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None, **explicit: Any) -> SaveOptions:
+        """Options from `MCORE_CKPT_*` variables, with `explicit` keyword arguments on top."""
+        return _from_environment(cls, environment, explicit)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a checkpoint is read.
+
+    Attributes:
+        verify_crc: check the CRC-32 of each record that is read whole.
+        io_threads: reads in flight at once, for each rank.
+        direct_io: O_DIRECT for what is not in the page cache: `"auto"`, `"on"`, `"off"`.
+        window_bytes: size of one read.
+        buffer_bytes: memory that all read buffers of this rank may take together.
+        max_gap_bytes: largest gap between two wanted ranges that is read and thrown away rather than skipped.
+        allow_dtype_cast: convert a tensor that is stored in another dtype, instead of raising `DtypeMismatchError`.
+        allowed_classes: classes that stored objects may contain, beyond the built-in allow-list, as
+            `"module.qualified_name"`.
+    """
+
+    verify_crc: bool = True
+    io_threads: int = 4
+    direct_io: DirectIo = "auto"
+    window_bytes: int = 8 * _MIB
+    buffer_bytes: int = 32 * _MIB
+    max_gap_bytes: int = 256 * 1024
+    allow_dtype_cast: bool = False
+    allowed_classes: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        _choice("direct_io", self.direct_io, ("auto", "on", "off"))
+        _at_least("io_threads", self.io_threads, 1)
+        _at_least("max_gap_bytes", self.max_gap_bytes, 0)
+        if self.window_bytes < 64 * 1024 or self.window_bytes % 4096:
+            raise OptionError(f"window_bytes={self.window_bytes}: expected a multiple of 4096, at least 65536")
+        _at_least("buffer_bytes", self.buffer_bytes, self.window_bytes)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None, **explicit: Any) -> LoadOptions:
+        """Options from `MCORE_CKPT_*` variables, with `explicit` keyword arguments on top."""
+        return _from_environment(cls, environment, explicit)
+
+
+_Options = TypeVar("_Options", SaveOptions, LoadOptions)
+
+
+def _from_environment(cls: type[_Options], environment: Mapping[str, str] | None, explicit: dict[str, Any]) -> _Options:
+    source = os.environ if environment is None else environment
+    values: dict[str, Any] = {}
+    for option in fields(cls):
+        text = source.get(_ENVIRONMENT_PREFIX + option.name.upper())
+        if text is not None and option.name not in explicit:
+            values[option.name] = _parse(option.name, str(option.type), text)
+    return cls(**{**values, **explicit})
+
+
+def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """`MCORE_CKPT_*` variables that set no option, as a misspelled one does not; each with the one most like it, or "".
+
+    Those of this package's own tests (`MCORE_CKPT_TEST*`) are left out.
+    """
+    import difflib  # (half of what importing this module would cost)
+
+    source = os.environ if environment is None else environment
+    known = {option.name.upper() for cls in (SaveOptions, LoadOptions) for option in fields(cls)}
+    unknown: dict[str, str] = {}
+    for variable in source:
+        name = variable.removeprefix(_ENVIRONMENT_PREFIX)
+        if name != variable and name not in known and not name.startswith("TEST"):
+            alike = difflib.get_close_matches(name, sorted(known), n=1)
+            unknown[variable] = _ENVIRONMENT_PREFIX + alike[0] if alike else ""
+    return unknown
+
+
+def ranks_of_this_host(environment: Mapping[str, str] | None = None) -> int:
+    """How many ranks share this host's memory, as far as the launcher tells: the world's size at worst, 1 at least."""
+    source = os.environ if environment is None else environment
+    for name in (*_LOCAL_SIZES, "WORLD_SIZE"):
+        text = source.get(name, "")
+        if text.isdecimal() and int(text) > 0:
+            return int(text)
+    return 1
+
+
+def _parse(name: str, annotation: str, text: str) -> Any:
+    """Turn an environment variable's text into the type that the field's annotation names."""
+    variable = _ENVIRONMENT_PREFIX + name.upper()
+    if "Callable" in annotation:
+        raise OptionError(f"{variable}: {name} is a function and cannot be set from the environment")
+    if "None" in annotation and text.lower() in ("", "none"):
+        return None
+    if annotation == "bool":
+        if text.lower() in ("1", "true", "yes", "on"):
+            return True
+        if text.lower() in ("0", "false", "no", "off"):
+            return False
+        raise OptionError(f"{variable}={text!r}: expected one of 1, 0, true, false, yes, no, on, off")
+    if annotation.startswith("tuple"):
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    convert: Callable[[str], Any] = str
+    if annotation.startswith("int"):
+        convert = int
+    elif annotation.startswith("float"):
+        convert = float
+    try:
+        return convert(text)
+    except ValueError as error:
+        raise OptionError(f"{variable}={text!r}: expected a number") from error

@@ -1,0 +1,166 @@
+"""Python's garbage collector, out of the way while many lasting objects are made.
+
+A plan or an index is hundreds of thousands of small objects that all stay alive and hold no cycles. Each full
+collection meanwhile would walk through every object of the training process, and free nothing.
+
+How one process notices the end of another: a parent that of its child, a child that of its parent.
+
+Linux has a descriptor for that, the pidfd, which becomes readable when the process is gone, by whatever way. It depends
+on nobody's good behaviour, unlike the end of a pipe, which any forked process may hold open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import platform
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+__all__ = [
+    "Sentinel",
+    "collector_paused",
+    "die_with_parent",
+    "exit_text",
+    "exit_with_parent",
+    "kernel_can_watch",
+    "lower_priority",
+    "until_parent_is_gone",
+    "wait_readable",
+]
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No collection starts within the block; may be nested."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+# Without a pidfd (a kernel before 5.3, a sandbox) a process's end is looked for this often.
+_NO_PIDFD_PERIOD_S: Final = 0.05
+_NO_PIDFD_PARENT_PERIOD_S: Final = 0.25
+_SYS_IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
+_IOPRIO_WHO_PROCESS: Final = 1
+_IOPRIO_CLASS_SHIFT: Final = 13
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def exit_text(code: int | None) -> str:
+    """How a process ended, in words; `code` as in `subprocess.Popen.returncode`."""
+    if code is None:
+        return "ended in a way that the system did not report (somebody else collected its exit status)"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (the kernel does that when memory runs out: see dmesg)" if -code == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
+
+
+class Sentinel:
+    """Knows when a process ends: a descriptor that becomes readable then, where the kernel has such a thing."""
+
+    def __init__(self, pid: int) -> None:
+        self.fd = -1
+        with contextlib.suppress(AttributeError, OSError):
+            self.fd = os.pidfd_open(pid)
+
+    def close(self) -> None:
+        """Close the descriptor. Twice is harmless."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def wait_readable(fds: list[int], timeout_s: float, sentinel: Sentinel) -> None:
+    """Wait until one of `fds` can be read or the sentinel's process is gone; without a pidfd, only for a moment."""
+    poller = select.poll()
+    for fd in [*fds, sentinel.fd]:
+        if fd >= 0:
+            poller.register(fd, select.POLLIN)
+    if sentinel.fd < 0:
+        timeout_s = min(timeout_s, _NO_PIDFD_PERIOD_S)
+    poller.poll(max(0.0, timeout_s) * 1000)
+
+
+def until_parent_is_gone(parent_pid: int, fd: int = -1, on_readable: Callable[[], bool] = lambda: True) -> None:
+    """Return when this process's parent has ended, however it ended.
+
+    Args:
+        parent_pid: who the parent was when this process was started.
+        fd: a descriptor to listen to meanwhile.
+        on_readable: called when `fd` can be read; returns False to stop listening and return.
+    """
+    poller = select.poll()
+    parent = Sentinel(parent_pid)
+    for each in (parent.fd, fd):
+        if each >= 0:
+            poller.register(each, select.POLLIN)
+    while os.getppid() == parent_pid:
+        ready = {each for each, _ in poller.poll(None if parent.fd >= 0 else _NO_PIDFD_PARENT_PERIOD_S * 1000)}
+        if parent.fd in ready or (fd in ready and not on_readable()):
+            return
+
+
+def kernel_can_watch() -> bool:
+    """Whether a child that this thread starts may ask the kernel to be killed with its parent.
+
+    What the kernel calls the parent is the thread that started the child. The main thread lasts as long as its process;
+    the child of another one would be killed as soon as that thread had ended, in the middle of a save.
+    """
+    return threading.current_thread() is threading.main_thread()
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when its parent ends: that reaches one that is stopped or hangs, too.
+
+    Only for a child whose parent said that it `kernel_can_watch`. Beside it, a thread that watches the parent is still
+    needed: the request is lost when credentials change, and no other kernel has it.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent_pid:  # it ended before the request was made
+        os._exit(0)
+
+
+def exit_with_parent(parent_pid: int, kernel_watches: bool = False) -> None:
+    """Start a thread that ends this process as soon as its parent is gone, however the parent ended.
+
+    Args:
+        parent_pid: who the parent is.
+        kernel_watches: what `kernel_can_watch` said in the thread that started this process.
+    """
+    if kernel_watches:
+        die_with_parent(parent_pid)
+
+    def watch() -> None:
+        until_parent_is_gone(parent_pid)
+        os._exit(0)  # nobody is left to read the code
+
+    threading.Thread(target=watch, name="mcore-ckpt-parent", daemon=True).start()
+
+
+def lower_priority(cpu_priority: int | None, io_priority: int | None) -> None:
+    """Give way to training: take a nice value and an I/O scheduling class. Refusals are not worth failing for."""
+    if cpu_priority is not None:
+        with contextlib.suppress(OSError):
+            os.nice(max(0, cpu_priority - os.nice(0)))
+    number = _SYS_IOPRIO_SET.get(platform.machine())
+    if io_priority is not None and number is not None:
+        ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, io_priority << _IOPRIO_CLASS_SHIFT)

@@ -1,0 +1,276 @@
+"""Write buckets as torch.distributed.checkpoint sees them: write items and their data, in; write results, out."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from mcore_ckpt.core.errors import SaveError
+from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.format.item_layout import tensor_template
+from mcore_ckpt.layout.buckets import FILE_SUFFIX, lay_out, place_objects, region_bytes, split_buckets
+from mcore_ckpt.layout.torch_classes import dtype_name
+from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.writing.image_writer import write_in_line
+from mcore_ckpt.writing.staging import BucketSource
+
+__all__ = [
+    "BucketData",
+    "DataFilePrefix",
+    "ResultFile",
+    "WriteBucket",
+    "describe_bucket",
+    "prepare_buckets",
+    "save_buckets",
+    "write_buckets",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class DataFilePrefix:
+    """How a rank's data files are named: `prefix`, a number from `first_file` on, `.distcp`."""
+
+    prefix: str
+    first_file: int = 0
+
+
+class BucketData(NamedTuple):
+    """The two halves of a bucket: serialized objects, and tensors."""
+
+    bytes_data: list[tuple[WriteItem, io.BytesIO]]
+    tensor_data: list[tuple[WriteItem, torch.Tensor]]
+
+
+class WriteBucket(NamedTuple):
+    """What goes into one file."""
+
+    path: str
+    storage_key: str
+    data: BucketData
+
+    @classmethod
+    def of(cls, path: str, storage_key: str, bytes_data: Any, tensor_data: Any) -> WriteBucket:
+        """A bucket from its parts."""
+        return cls(path, storage_key, BucketData(list(bytes_data), list(tensor_data)))
+
+
+class ResultFile:
+    """A place in memory where a writer, in this process or another one, leaves its results.
+
+    It is a memfd: whoever writes needs no thread here to take the results over, of whatever size, and nothing is left
+    behind. A process that did not inherit the descriptor reaches it through /proc while the owner lives.
+    """
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("mcore_ckpt_results", os.MFD_CLOEXEC)
+        self._path = f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def put(self, outcome: Any) -> None:
+        """Leave the results; a later call replaces those of an earlier one."""
+        content = pickle.dumps(outcome)
+        with Path(self._path).open("r+b") as file:
+            file.write(content)
+            file.truncate()
+
+    def get(self) -> Any:
+        """The results.
+
+        Raises:
+            SaveError: there are none: the writer has not run, or ended before its work was done.
+        """
+        content = Path(self._path).read_bytes()
+        if not content:
+            raise SaveError("the writer left no results: it did not run, or it ended before its work was done")
+        return pickle.loads(content)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_fd": -1, "_path": self._path}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0 and f"/proc/{os.getpid()}/" in self._path:
+            os.close(self._fd)
+
+
+def _item_bytes(item: WriteItem) -> int:
+    """Size of a tensor item's data; objects count as nothing, they are spread evenly."""
+    if item.tensor_data is None:
+        return 0
+    count = 1
+    for size in item.tensor_data.chunk.sizes:
+        count *= size
+    return count * item.tensor_data.properties.dtype.itemsize
+
+
+def prepare_buckets(
+    directory: Path,
+    items: Sequence[WriteItem],
+    resolve_data: Callable[[WriteItem], Any],
+    prefix: DataFilePrefix,
+    *,
+    thread_count: int,
+    separation_hint: str | None,
+    one_item_per_file: bool,
+    clone_views: bool,
+) -> list[WriteBucket]:
+    """Sort write items into balanced buckets and fetch their data.
+
+    Args:
+        directory: of the checkpoint.
+        items: the rank's plan.
+        resolve_data: the planner's.
+        prefix: of file names.
+        thread_count: buckets, at most.
+        separation_hint: see `split_buckets`.
+        one_item_per_file: a bucket for each item.
+        clone_views: give a CPU tensor that is part of a larger storage a storage of its own.
+    """
+    chosen: list[tuple[str, list[int]]]
+    if one_item_per_file:
+        chosen = [("", [index]) for index in range(len(items))]
+    else:
+        keys = [item.index.fqn for item in items]
+        chosen = split_buckets(keys, [_item_bytes(item) for item in items], thread_count, separation_hint)
+    buckets = []
+    for number, (hint, indices) in enumerate(chosen, start=prefix.first_file):
+        name = f"{hint}{prefix.prefix}{number}{FILE_SUFFIX}"
+        data = BucketData([], [])
+        for index in indices:
+            item = items[index]
+            if item.type == WriteItemType.BYTE_IO:
+                data.bytes_data.append((item, resolve_data(item)))
+            else:
+                tensor = resolve_data(item).detach()
+                data.tensor_data.append((item, _own_storage(tensor) if clone_views else tensor))
+        buckets.append(WriteBucket(str(directory / name), name, data))
+    return buckets
+
+
+def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    is_view = tensor.device.type == "cpu" and tensor.untyped_storage().size() != tensor.numel() * tensor.itemsize
+    return tensor.clone() if is_view else tensor
+
+
+def write_buckets(
+    buckets: Sequence[WriteBucket], options: SaveOptions, extensions: Sequence[Any] = ()
+) -> list[list[WriteResult]]:
+    """Write buckets in this process, each into its file: bytes_data first, then tensor_data.
+
+    Args:
+        buckets: all of one directory.
+        options: see `write_in_line`.
+        extensions: DCP's stream transforms; every item then passes through them and through memory.
+
+    Returns:
+        For each bucket the results of its items, objects first.
+    """
+    if not buckets:
+        return []
+    storage = LocalStorage(Path(buckets[0].path).parent)
+    prepared = [_prepare(bucket, extensions) for bucket in buckets]
+    write_in_line(storage, [source for source, _ in prepared], options)
+    return [results for _, results in prepared]
+
+
+def _prepare(bucket: WriteBucket, extensions: Sequence[Any]) -> tuple[BucketSource, list[WriteResult]]:
+    name = Path(bucket.path).name
+    bytes_data, tensor_data = bucket.data
+    descriptors = [extension.get_descriptor() for extension in reversed(extensions)] or None
+    blobs = [(item, memoryview(_transformed(data.getvalue(), extensions))) for item, data in bytes_data]
+    if extensions:
+        # A transform decides how long its output is, so a transformed tensor is an opaque blob like an object.
+        blobs += [(item, memoryview(_transformed(_serialized(tensor), extensions))) for item, tensor in tensor_data]
+        tensor_data = []
+    sizes = [len(blob) for _, blob in blobs]
+    templates = [tensor_template(dtype_name(t.dtype), tuple(t.shape)) for _, t in tensor_data]
+    layout = lay_out(name, templates, region_bytes(sizes))
+    offsets = place_objects(sizes)
+    results = [
+        WriteResult(item.index, len(blob), _StorageInfo(bucket.storage_key, offset, len(blob), descriptors))
+        for (item, blob), offset in zip(blobs, offsets, strict=True)
+    ]
+    for (item, _), template, offset in zip(tensor_data, templates, layout.item_offsets, strict=True):
+        info = _StorageInfo(bucket.storage_key, offset, template.item_bytes)
+        results.append(WriteResult(item.index, template.item_bytes, info))
+    tensors = [_plain(tensor) for _, tensor in tensor_data]
+    return BucketSource(layout, tensors, [blob for _, blob in blobs], offsets), results
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's values as they are in memory: pending conjugation and negation carried out."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _serialized(tensor: torch.Tensor) -> bytes:
+    stream = io.BytesIO()
+    torch.save(_own_storage(tensor.cpu()), stream)
+    return stream.getvalue()
+
+
+class _KeepOpen(io.RawIOBase):
+    """A stream whose `close` leaves the stream below open: transforms close what they write to."""
+
+    def __init__(self, below: io.BytesIO) -> None:
+        self._below = below
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self._below.write(data)
+
+
+def _transformed(content: bytes, extensions: Sequence[Any]) -> bytes:
+    if not extensions:
+        return content
+    below = io.BytesIO()
+    stream: Any = _KeepOpen(below)
+    for extension in extensions:
+        stream = extension.transform_to(stream)
+    stream.write(content)
+    stream.close()
+    return below.getvalue()
+
+
+def save_buckets(
+    options: SaveOptions, extensions: Sequence[Any], rank: int, buckets: list[WriteBucket], results: ResultFile
+) -> None:
+    """Body of an async save; runs in the trainer, a forked child or a worker, and reports through `results`."""
+    try:
+        results.put(write_buckets(buckets, options, extensions))
+    except Exception as error:  # noqa: BLE001  (whatever it is, the trainer raises it)
+        results.put(SaveError(f"rank {rank}: {error}"))
+
+
+def describe_bucket(bucket: WriteBucket) -> list[dict[str, Any]]:
+    """One row for each item of a bucket: fqn, type, dtype, shape, offsets, file and byte range `[begin, end)`."""
+    _, results = _prepare(bucket, ())
+    rows = []
+    for (item, _), result in zip([*bucket.data.bytes_data, *bucket.data.tensor_data], results, strict=True):
+        place = result.storage_data
+        chunk = None if item.tensor_data is None else item.tensor_data.chunk
+        rows.append(
+            {
+                "fqn": item.index.fqn,
+                "type": item.type.name,
+                "dtype": None if item.tensor_data is None else dtype_name(item.tensor_data.properties.dtype),
+                "shape": None if chunk is None else tuple(chunk.sizes),
+                "offsets": None if chunk is None else tuple(chunk.offsets),
+                "file": place.relative_path,
+                "begin": place.offset,
+                "end": place.offset + place.length,
+            }
+        )
+    return rows

@@ -1,0 +1,427 @@
+"""Comparing what was written with what was planned, item by item, before a checkpoint may be published.
+
+`FileSystemWriterAsync`: a storage writer for torch.distributed.checkpoint that keeps objects apart from tensors.
+
+    plan -> prepare_write_data -> write buckets (bytes_data | tensor_data)
+         -> write_preloaded_data, in line or in a forked writer process -> write results -> finish (publish)
+
+It serves `dcp.save(state_dict, storage_writer=...)` and `dcp.async_save`, and code written for Megatron's writer of the
+same name. Megatron's own save path in this package goes through `strategy.py`, which shares everything below the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from traceback import StackSummary, extract_tb
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, OptionError, SaveError
+from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.dcp.bucket_writer import (
+    DataFilePrefix,
+    ResultFile,
+    WriteBucket,
+    describe_bucket,
+    prepare_buckets,
+    save_buckets,
+    write_buckets,
+)
+from mcore_ckpt.dcp.snapshot import snapshot
+from mcore_ckpt.directory.commit import Target, index_files, open_target, publish
+from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
+from mcore_ckpt.storage.local import LocalStorage
+
+__all__ = [
+    "FileSystemWriterAsync",
+    "compare_items",
+    "items_of",
+    "replaced_write_function",
+]
+
+
+def items_of(metadata: Metadata) -> Counter[MetadataIndex]:
+    """Every item that the metadata promises: the chunks of its tensors, and its objects."""
+    items: Counter[MetadataIndex] = Counter()
+    for key, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, BytesStorageMetadata):
+            items[MetadataIndex(key)] += 1
+        else:
+            items.update(MetadataIndex(key, chunk.offsets) for chunk in stored.chunks)
+    return items
+
+
+def compare_items(planned: Counter[MetadataIndex], written: Counter[MetadataIndex], path: str) -> None:
+    """Raise `SaveError` unless each planned item was written once, and nothing else."""
+    missing, excess = planned - written, written - planned
+    if missing or excess:
+        examples = ", ".join(f"{index.fqn} at {index.offset}" for index in list(chain(missing, excess))[:5])
+        raise SaveError(
+            f"{path}: {sum(missing.values())} planned items were not written and {sum(excess.values())} written items"
+            f" were not planned ({examples}); the checkpoint is not published"
+        )
+
+
+_DCP_VERSION = "1.0.0"
+
+
+class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
+    """Writes one rank's part of a checkpoint, and publishes the checkpoint on the coordinator.
+
+    Args:
+        path: directory of the checkpoint.
+        single_file_per_rank: balanced buckets of many items; False writes each item into a file of its own.
+        sync_files: make files durable before the checkpoint is published.
+        thread_count: files that each rank writes, at most; None takes it from `options`.
+        per_thread_copy_ahead: bytes of device tensors that are copied to the host ahead of the writing, rounded up to
+            two windows.
+        cache_staged_state_dict: `stage` copies into the memory of its previous call.
+        overwrite: replace a checkpoint that is there (safely); False raises `CheckpointExistsError`.
+        _extensions: DCP's stream transforms. A transformed item is held in memory until it is written.
+        serialization_format: only DCP's `TORCH_SAVE`.
+        separation_hint: items whose key starts with it go to files whose names start with it.
+        use_msc: Megatron's multi-storage client; not supported.
+        options: `SaveOptions`; None takes them from the environment.
+
+    Raises:
+        OptionError: a combination that cannot work.
+    """
+
+    can_run_decentralized_global_plan = True
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int | None = None,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: Any = None,
+        *,
+        separation_hint: str | None = None,
+        use_msc: bool = False,
+        options: SaveOptions | None = None,
+    ) -> None:
+        BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
+        if use_msc:
+            raise OptionError("use_msc=True: object stores are not supported; save to a file system")
+        if serialization_format is not None and getattr(serialization_format, "value", "") != "torch_save":
+            raise OptionError(f"serialization_format={serialization_format}: only TORCH_SAVE is supported")
+        options = SaveOptions.from_environment() if options is None else options
+        copy_ahead_windows = -(-per_thread_copy_ahead // 2 // 65536) * 65536
+        self.options = dataclasses.replace(
+            options,
+            thread_count=options.thread_count if thread_count is None else thread_count,
+            fsync=options.fsync and sync_files,
+            window_bytes=min(options.window_bytes, max(1024 * 1024, copy_ahead_windows)),
+            on_existing=options.on_existing if overwrite else "error",
+        )
+        self.thread_count = self.options.thread_count
+        self.single_file_per_rank = single_file_per_rank
+        self.separation_hint = separation_hint
+        self.extensions = tuple(_extensions or ())
+        self.write_buckets: list[WriteBucket] | None = None
+        self.results_queue: ResultFile | None = None
+        self._rank: int | None = None
+        self._use_collectives = True
+        self._staged: Any = None
+        self._set_path(path)
+
+    def _set_path(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._storage = LocalStorage(self.path)
+        self._save_id = str(uuid.uuid4())
+        self._target: Target | None = None
+        self._planned: Counter[MetadataIndex] | None = None
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The directory of the checkpoint."""
+        return self.path
+
+    checkpoint_dir = checkpoint_id  # Megatron's name for it
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """True if a checkpoint could be written at that path: no URL, and the nearest existing parent is writable."""
+        if "://" in str(checkpoint_id):
+            return False
+        path = Path(checkpoint_id).absolute()
+        existing = next(place for place in (path, *path.parents) if place.exists())
+        return existing.is_dir() and os.access(existing, os.W_OK)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save, at `checkpoint_id` if that is given."""
+        self._set_path(self.path if checkpoint_id is None else checkpoint_id)
+        self.write_buckets = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """DCP says who this rank is; `use_collectives=False` makes each rank a checkpoint of its own."""
+        self._rank = kwargs.get("rank")
+        self._use_collectives = kwargs.get("use_collectives", True)
+
+    def storage_meta(self) -> StorageMeta:
+        """DCP's note of which save this is."""
+        return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
+
+    def _metadata_name(self) -> str:
+        return METADATA_FILE if self._use_collectives or self._rank is None else f"__{self._rank}{METADATA_FILE}"
+
+    # -- planning ------------------------------------------------------------------------------------------------
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the directory, and refuse if there is a checkpoint and it may not be replaced.
+
+        Raises:
+            CheckpointExistsError: see `overwrite`.
+        """
+        self._storage.ensure_directory()
+        if self.options.on_existing == "error" and self._storage.exists(self._metadata_name()):
+            raise CheckpointExistsError(f"{self.path}: there is a checkpoint already, and overwrite=False")
+        if not self._use_collectives and self._rank is not None:
+            return dataclasses.replace(plan, storage_data=self._own_prefix(self._rank))
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Coordinator: choose file names that no file has yet, and remember what must be written."""
+        self._planned = Counter(item.index for plan in plans for item in plan.items)
+        if not self._use_collectives:
+            return plans
+        self._target = open_target(self._storage, self.options)
+        return [
+            dataclasses.replace(plan, storage_data=DataFilePrefix(f"__{rank}_", self._target.first_file))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
+        """Without a coordinator: this rank's own files tell which names are free."""
+        return dataclasses.replace(local_plan, storage_data=self._own_prefix(_world_rank()))
+
+    def _own_prefix(self, rank: int) -> DataFilePrefix:
+        mark = f"__{rank}_"
+        taken = [name.rsplit(mark, 1)[1].removesuffix(".distcp") for name in self._storage.list() if mark in name]
+        return DataFilePrefix(mark, max((int(number) for number in taken if number.isdecimal()), default=-1) + 1)
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Sort the plan's items into balanced buckets, objects apart from tensors, and hold on to their data.
+
+        Tensors are detached; a CPU tensor that is a view is cloned, so that it does not carry its whole storage into
+        the writer. Device tensors are copied when they are written (or by `preload_tensors`).
+        """
+        self._prepare(plan, planner, clone_views=True)
+
+    def _prepare(self, plan: SavePlan, planner: SavePlanner, clone_views: bool) -> None:
+        prefix = plan.storage_data
+        if not isinstance(prefix, DataFilePrefix):
+            prefix = DataFilePrefix(prefix.prefix)
+        self.write_buckets = prepare_buckets(
+            self.path,
+            plan.items,
+            planner.resolve_data,
+            prefix,
+            thread_count=self.options.thread_count,
+            separation_hint=self.separation_hint,
+            one_item_per_file=not self.single_file_per_rank,
+            clone_views=clone_views,
+        )
+        self.results_queue = ResultFile() if self.write_buckets else None
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write everything in line; no process is started."""
+        self._prepare(plan, planner, clone_views=False)
+        assert self.write_buckets is not None
+        results = write_buckets(self.write_buckets, self.options, self.extensions)
+        self.write_buckets = []
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(list(chain.from_iterable(results)))
+        return future
+
+    def get_save_function_and_args(
+        self,
+    ) -> tuple[Callable[..., None] | None, Callable[[], list[WriteBucket]] | None, list[Any]]:
+        """What an async caller runs: `(save function, preload function, arguments)`.
+
+        The arguments are `[rank, write buckets, results queue]`; the second is to be replaced by what the preload
+        function returns. `(None, None, [])` if this rank has nothing to write.
+        """
+        if not self.write_buckets:
+            return None, None, []
+        rank = _world_rank()
+        save = partial(save_buckets, self.options, self.extensions)
+        return save, partial(self.preload_tensors, self.write_buckets), [rank, self.write_buckets, self.results_queue]
+
+    @staticmethod
+    def preload_tensors(write_buckets: list[WriteBucket], non_blocking: bool = True) -> list[WriteBucket]:
+        """Copy device tensors to the host.
+
+        Args:
+            write_buckets: the buckets to stage.
+            non_blocking: queue all copies, then wait for those devices once.
+        """
+        devices: set[torch.device] = set()
+        staged = []
+        for path, storage_key, (bytes_data, tensor_data) in write_buckets:
+            tensors = []
+            for item, tensor in tensor_data:
+                if tensor.device.type != "cpu":
+                    devices.add(tensor.device)
+                    tensor = tensor.to("cpu", non_blocking=non_blocking)
+                tensors.append((item, tensor))
+            staged.append(WriteBucket.of(path, storage_key, bytes_data, tensors))
+        if non_blocking:
+            for device in devices:
+                torch.cuda.current_stream(device).synchronize()
+        return staged
+
+    @staticmethod
+    def write_preloaded_data(
+        transform_list: Sequence[Any],
+        local_proc_idx: int,
+        write_bucket: WriteBucket,
+        results_queue: Any = None,
+        count_queue: Any = None,
+        use_fsync: bool = True,
+        **options: Any,
+    ) -> list[WriteResult]:
+        """Write one bucket: its bytes_data, then its tensor_data.
+
+        Args:
+            transform_list: DCP's stream transforms (objects with `extensions`), or extensions themselves.
+            local_proc_idx: number of the bucket, which comes back with the results.
+            write_bucket: the bucket, its tensors on the host.
+            results_queue: also receives `(local_proc_idx, results or exception)`, if given.
+            count_queue: for callers in Megatron's manner: one entry is taken and marked done at the end.
+            use_fsync: make the file durable.
+            **options: fields of `SaveOptions`.
+
+        Raises:
+            SaveError: the file could not be written (unless the exception goes to `results_queue`).
+        """
+        extensions = list(chain.from_iterable(getattr(t, "extensions", (t,)) for t in transform_list))
+        outcome: list[WriteResult] | Exception
+        try:
+            save_options = SaveOptions.from_environment(**{**options, "fsync": use_fsync})
+            outcome = write_buckets([write_bucket], save_options, extensions)[0]
+        except Exception as error:
+            if results_queue is None:
+                raise
+            outcome = error
+        if results_queue is not None:
+            results_queue.put((local_proc_idx, outcome))
+        if count_queue is not None:
+            count_queue.get()
+            count_queue.task_done()
+        return outcome if isinstance(outcome, list) else []
+
+    def retrieve_write_results(self) -> list[WriteResult] | tuple[SaveError, StackSummary]:
+        """What the save function wrote; or, if it failed or has not run, the error and its traceback.
+
+        The error is returned in DCP's form (`WRAPPED_EXCEPTION`) and not raised: a caller gathers it from all ranks.
+        """
+        try:
+            return self._results()
+        except SaveError as error:
+            return error, extract_tb(error.__traceback__)
+
+    def _results(self) -> list[WriteResult]:
+        if self.results_queue is None:
+            return []
+        outcome = self.results_queue.get()
+        self.results_queue = None
+        if isinstance(outcome, BaseException):
+            raise SaveError(f"Worker failure: writing {self.path} failed: {outcome}") from outcome
+        if len(outcome) != len(self.write_buckets or ()):
+            raise SaveError(
+                f"{self.path}: expected results of {len(self.write_buckets or ())} files, got {len(outcome)}"
+            )
+        return list(chain.from_iterable(outcome))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Coordinator: publish the checkpoint, if what was written is exactly what was planned.
+
+        Args:
+            metadata: from the planner; completed with where each item lies.
+            results: of all ranks.
+
+        Raises:
+            SaveError: an item is missing, was written twice, or was not planned. Nothing is published.
+        """
+        written = list(chain.from_iterable(results))
+        expected = self._planned if self._planned is not None else items_of(metadata)
+        compare_items(expected, Counter(result.index for result in written), str(self.path))
+        metadata.version = _DCP_VERSION
+        metadata.storage_data = {result.index: result.storage_data for result in written}
+        metadata.storage_meta = self.storage_meta()
+        content = pickle.dumps(metadata)
+        if not self._use_collectives:
+            self._storage.sync_directory()
+            self._storage.publish(self._metadata_name(), content)
+            return
+        target = self._target if self._target is not None else self._target_found_late(written)
+        publish(self._storage, target, content, has_common_state=False)
+        self._target = self._planned = None
+
+    def _target_found_late(self, written: list[WriteResult]) -> Target:
+        """The directory as it is after the writing, when no coordinator looked at it before."""
+        if not self._storage.exists(METADATA_FILE):
+            return Target(0, (), False)
+        try:
+            old_files = index_files(read_index(self.path))
+        except LoadError:
+            old_files = set()
+        new_files = {result.storage_data.relative_path for result in written}
+        return Target(0, tuple(sorted(old_files - new_files)), True)
+
+    # -- dcp.async_save ------------------------------------------------------------------------------------------
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of a state dict on the host that nothing the trainer does can change: tensors, views and objects."""
+        staged: dict[str, Any] = snapshot(state_dict, self._staged)
+        if self.cache_staged_state_dict:
+            self._staged = staged
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for: `stage` returns when its copies are complete."""
+
+    def close(self) -> None:
+        """Let go of what `cache_staged_state_dict` kept."""
+        self._staged = None
+
+    def describe_write_items(self) -> list[dict[str, Any]]:
+        """For each prepared item: fqn, type, dtype, shape, offsets, file and byte range `[begin, end)`."""
+        return list(chain.from_iterable(describe_bucket(bucket) for bucket in self.write_buckets or ()))
+
+
+_write_preloaded_data = FileSystemWriterAsync.write_preloaded_data
+
+
+def replaced_write_function() -> Callable[..., Any] | None:
+    """What somebody has put in the place of `FileSystemWriterAsync.write_preloaded_data`; None if nobody has."""
+    current = FileSystemWriterAsync.write_preloaded_data
+    return None if current is _write_preloaded_data else current
+
+
+def _world_rank() -> int:
+    return (
+        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    )

@@ -1,0 +1,52 @@
+"""Remove tensors from a checkpoint by the prefix of their keys, without a moment in which it is damaged."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from mcore_ckpt.directory.commit import index_files
+from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
+from mcore_ckpt.format.metadata_write import MetadataEncoder
+from mcore_ckpt.storage.local import LocalStorage
+
+__all__ = ["remove_tensors"]
+
+_logger = logging.getLogger(__name__)
+
+
+def remove_tensors(path: Path, key_prefix: str) -> list[str]:
+    """Remove what has a key with this prefix; then the data files that nothing else lies in.
+
+    The index without those keys is published first, atomically, so that an interruption leaves files too many and never
+    an index that names a missing file.
+
+    Args:
+        path: the checkpoint's directory.
+        key_prefix: of the full keys; must not be empty.
+
+    Returns:
+        Names of the removed files.
+
+    Raises:
+        LoadError: there is no checkpoint, or its index cannot be read.
+        SaveError: the directory cannot be written.
+    """
+    index = read_index(path)
+    tensors = {key: entry for key, entry in index.tensors.items() if not key.startswith(key_prefix)}
+    objects = {key: entry for key, entry in index.objects.items() if not key.startswith(key_prefix)}
+    if not key_prefix or len(tensors) + len(objects) == len(index.tensors) + len(index.objects):
+        _logger.warning("%s: no key begins with %r, nothing is removed", path, key_prefix)
+        return []
+    planner_data = index.planner_data
+    if isinstance(planner_data, dict):
+        planner_data = {key: value for key, value in planner_data.items() if not str(key).startswith(key_prefix)}
+    kept = replace(index, tensors=tensors, objects=objects, planner_data=planner_data)
+    storage = LocalStorage(path)
+    storage.publish(METADATA_FILE, MetadataEncoder(kept).encode(objects, storage_meta=index.storage_meta))
+    emptied = sorted(index_files(index) - index_files(kept))
+    for name in emptied:
+        storage.delete(name)
+    storage.sync_directory()
+    return emptied

@@ -1,0 +1,245 @@
+"""The bytes around a tensor in its item: the zip archive that `torch.save(tensor)` makes, emitted by hand.
+
+    head      local header + `archive/data.pkl`          dtype and shape (mcore_ckpt/tensor_pickle.py)
+              local header of `archive/data/0`, padded so that the payload starts on a 64-byte boundary of the item
+    payload   the tensor's little-endian bytes, C order
+    tail      data descriptor of the payload             carries its CRC-32
+              `archive/version`, `archive/byteorder`     constant bytes
+              central directory, end records             carries the payload's CRC-32 again
+
+Head and tail follow from dtype and shape alone; the CRC-32 of the payload is the one thing to be filled in afterwards,
+in place. `docs/format.md` has every field. Bytes only: no files, no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from mcore_ckpt.format.tensor_pickle import dtype_entry, tensor_pickle
+
+__all__ = [
+    "ITEM_ALIGNMENT",
+    "LARGE_TENSOR_BYTES",
+    "PAGE_BYTES",
+    "PICKLE_AT",
+    "TensorTemplate",
+    "element_bytes",
+    "place",
+    "tensor_template",
+]
+
+LARGE_TENSOR_BYTES: Final = 512 * 1024
+"""From this size on, a payload starts on a page of the file; below, a page of padding each would cost too much."""
+
+ITEM_ALIGNMENT: Final = 64
+"""Items start, and payloads of small tensors lie, on multiples of this: torch's storage alignment."""
+
+PAGE_BYTES: Final = 4096
+"""Alignment of large payloads in the file: what O_DIRECT and mmap ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTemplate:
+    """The bytes around a tensor's payload.
+
+    Attributes:
+        head: bytes before the payload; a multiple of 64 of them.
+        payload_bytes: size of the payload.
+        tail: bytes after the payload, with zeros where its CRC-32 belongs.
+        crc_positions: offsets in `tail` of those places (little-endian uint32 each).
+        alignment: the payload starts on a multiple of this in the file (see `place`).
+    """
+
+    head: bytes
+    payload_bytes: int
+    tail: bytes
+    crc_positions: tuple[int, ...]
+    alignment: int
+
+    @property
+    def item_bytes(self) -> int:
+        """Size of the whole item."""
+        return len(self.head) + self.payload_bytes + len(self.tail)
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one element of `dtype` (torch's name without `torch.`); raises `UnsupportedDtypeError`."""
+    return dtype_entry(dtype).element_bytes
+
+
+def place(pos: int, template: TensorTemplate) -> int:
+    """The first file offset >= `pos` at which an item of that template may start."""
+    if template.alignment == PAGE_BYTES:
+        head_bytes = len(template.head)
+        return (pos + head_bytes + PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES - head_bytes
+    return (pos + ITEM_ALIGNMENT - 1) // ITEM_ALIGNMENT * ITEM_ALIGNMENT
+
+
+# -------------------------------------------------------------------------------------------------------- zip fields
+
+_LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
+_CENTRAL_ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_END_RECORD = struct.Struct("<4sHHHHIIH")
+_END64_RECORD = struct.Struct("<4sQHHIIQQQQ")
+_END64_LOCATOR = struct.Struct("<4sIQI")
+
+_LOCAL, _DESCRIPTOR, _CENTRAL = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
+_END64, _END64_LOC, _END = b"PK\x06\x06", b"PK\x06\x07", b"PK\x05\x06"
+
+_ZIP64_EXTRA = 0x0001
+_PADDING_EXTRA = int.from_bytes(b"FB", "little")  # torch's own tag for padding; every reader skips it
+_MAX_32 = 0xFFFFFFFF
+_STORED = 0
+_VERSION_20, _VERSION_45 = 20, 45  # zip version needed to extract: 2.0, or 4.5 where zip64 fields occur
+_TIME, _DATE = 0, 0x0021  # 1980-01-01 00:00, the first moment that zip can name: equal tensors give equal bytes
+_UTF8 = 0x0800
+_UTF8_AND_DESCRIPTOR = 0x0808  # sizes and CRC of the payload follow it
+
+_PICKLE_NAME, _PAYLOAD_NAME = b"archive/data.pkl", b"archive/data/0"
+_CONSTANTS = ((b"archive/version", b"3\n"), (b"archive/byteorder", b"little"))
+
+
+def _local_header(name: bytes, version: int, flags: int, crc: int, size: int, extra_bytes: int = 0) -> bytes:
+    return (
+        _LOCAL_HEADER.pack(_LOCAL, version, flags, _STORED, _TIME, _DATE, crc, size, size, len(name), extra_bytes)
+        + name
+    )
+
+
+def _central_entry(
+    name: bytes, version: int, flags: int, crc: int, size: int, offset: int, extra: bytes = b""
+) -> bytes:
+    fixed = (_CENTRAL, version, version, flags, _STORED, _TIME, _DATE, crc, size, size, len(name), len(extra))
+    return _CENTRAL_ENTRY.pack(*fixed, 0, 0, 0, 0, offset) + name + extra
+
+
+def _zip64_extra(*values: int) -> bytes:
+    """The values whose 32-bit fields hold 0xFFFFFFFF, in the order that the zip specification gives."""
+    return struct.pack(f"<HH{len(values)}Q", _ZIP64_EXTRA, 8 * len(values), *values)
+
+
+def _payload_header(payload_bytes: int, padding_bytes: int, zip64: bool) -> bytes:
+    """Local header of the payload; `padding_bytes` of padding at its end move the payload to where it belongs."""
+    padding = struct.pack("<HH", _PADDING_EXTRA, padding_bytes) + b"Z" * padding_bytes
+    if zip64:  # this extra field is also what makes the data descriptor one of 8-byte sizes
+        extra = _zip64_extra(payload_bytes, payload_bytes) + padding
+        return _local_header(_PAYLOAD_NAME, _VERSION_45, _UTF8_AND_DESCRIPTOR, 0, _MAX_32, len(extra)) + extra
+    return _local_header(_PAYLOAD_NAME, _VERSION_20, _UTF8_AND_DESCRIPTOR, 0, 0, len(padding)) + padding
+
+
+def _tail(pickle: bytes, pickle_crc: int, head_bytes: int, payload_bytes: int, zip64: bool) -> bytes:
+    """Everything after the payload, zeros for its CRC-32."""
+    size_format = "<4sIQQ" if zip64 else "<4sIII"
+    parts = [struct.pack(size_format, _DESCRIPTOR, 0, payload_bytes, payload_bytes)]
+    payload_at = _LOCAL_HEADER.size + len(_PICKLE_NAME) + len(pickle)
+    directory = [_central_entry(_PICKLE_NAME, _VERSION_20, _UTF8, pickle_crc, len(pickle), 0)]
+    payload_entry = (_PAYLOAD_NAME, _VERSION_45 if zip64 else _VERSION_20, _UTF8_AND_DESCRIPTOR, 0)
+    if zip64:
+        sizes = _zip64_extra(payload_bytes, payload_bytes)
+        directory.append(_central_entry(*payload_entry, _MAX_32, payload_at, sizes))
+    else:
+        directory.append(_central_entry(*payload_entry, payload_bytes, payload_at))
+    position = head_bytes + payload_bytes + len(parts[0])
+    for name, content in _CONSTANTS:
+        record = (name, _VERSION_20, _UTF8, zlib.crc32(content), len(content))
+        parts.append(_local_header(*record) + content)
+        if zip64:
+            directory.append(_central_entry(*record, _MAX_32, _zip64_extra(position)))
+        else:
+            directory.append(_central_entry(*record, position))
+        position += len(parts[-1])
+    count, directory_bytes = len(directory), sum(map(len, directory))
+    parts += directory
+    if zip64:
+        record_bytes = _END64_RECORD.size - 12  # it does not count its first two fields
+        versions = (_VERSION_45, _VERSION_45)
+        parts.append(_END64_RECORD.pack(_END64, record_bytes, *versions, 0, 0, count, count, directory_bytes, position))
+        parts.append(_END64_LOCATOR.pack(_END64_LOC, 0, position + directory_bytes, 1))
+        parts.append(_END_RECORD.pack(_END, 0, 0, count, count, directory_bytes, _MAX_32, 0))
+    else:
+        parts.append(_END_RECORD.pack(_END, 0, 0, count, count, directory_bytes, position, 0))
+    return b"".join(parts)
+
+
+# ---------------------------------------------------------------------------------------------------------- templates
+
+# A save may hold 20,000 tensors of different shapes, so a template must cost microseconds. Below 4 GiB head and tail
+# are therefore packed by one struct each, whose constant parts are cut here from what the functions above make.
+
+_PADDED_PAYLOAD_HEADERS = tuple(_payload_header(0, padding, zip64=False) for padding in range(ITEM_ALIGNMENT))
+_BARE_HEADER_BYTES = len(_PADDED_PAYLOAD_HEADERS[0])
+
+_SMALL_PICKLE_HEADER = struct.Struct("<14s3I20s")
+_PICKLE_HEADER_PARTS = _SMALL_PICKLE_HEADER.unpack(_local_header(_PICKLE_NAME, _VERSION_20, _UTF8, 0, 0))
+PICKLE_AT: Final = _SMALL_PICKLE_HEADER.size
+"""Where the pickle starts in every head."""
+
+
+_SMALL_TAIL = struct.Struct("<8s2I116s3I54s2I14sI56sI57sI33sI2s")
+_TAIL_PARTS = _SMALL_TAIL.unpack(_tail(b"", 0, 0, 0, zip64=False))
+_BYTEORDER_AT = _LOCAL_HEADER.size + sum(map(len, _CONSTANTS[0]))
+_CONSTANT_RECORD_BYTES = _BYTEORDER_AT + _LOCAL_HEADER.size + sum(map(len, _CONSTANTS[1]))
+
+# Where the payload's CRC-32 stands in the tail: in the data descriptor, and in the second entry of the directory.
+_DESCRIPTOR_CRC, _CENTRAL_CRC = 4, 16
+_SECOND_ENTRY_AT = _CONSTANT_RECORD_BYTES + _CENTRAL_ENTRY.size + len(_PICKLE_NAME)
+_CRC_POSITIONS = (_DESCRIPTOR_CRC, 16 + _SECOND_ENTRY_AT + _CENTRAL_CRC)
+_ZIP64_CRC_POSITIONS = (_DESCRIPTOR_CRC, 24 + _SECOND_ENTRY_AT + _CENTRAL_CRC)
+
+# The end of the tail may pass 4 GiB although the payload does not.
+_ZIP64_FROM_BYTES = _MAX_32 - 64 * 1024
+_MAX_PAYLOAD_BYTES = (1 << 63) - 1024 * 1024
+
+
+# 4096 templates take about 5 MB; more would eat into what a save is allowed to take.
+@lru_cache(maxsize=4096)
+def tensor_template(dtype: str, shape: tuple[int, ...]) -> TensorTemplate:
+    """The bytes around the payload of a C-contiguous tensor.
+
+    Args:
+        dtype: torch's name without `torch.`, for example `"bfloat16"`.
+        shape: sizes in elements, `()` for a scalar.
+
+    Raises:
+        UnsupportedDtypeError: the dtype is not in `DTYPES`.
+        ValueError: a size is negative, or the tensor would pass 2**63 bytes.
+    """
+    element_count = math.prod(shape)
+    payload_bytes = element_count * dtype_entry(dtype).element_bytes
+    if payload_bytes > _MAX_PAYLOAD_BYTES or (shape and min(shape) < 0):
+        raise ValueError(f"shape {list(shape)} of a {dtype} tensor: expected sizes >= 0 and less than 2**63 bytes")
+    pickle = tensor_pickle(dtype, shape, element_count)
+    pickle_bytes, pickle_crc = len(pickle), zlib.crc32(pickle)
+    payload_at = PICKLE_AT + pickle_bytes
+    zip64 = payload_bytes >= _ZIP64_FROM_BYTES
+
+    if zip64:
+        padding = -(payload_at + len(_payload_header(0, 0, zip64))) % ITEM_ALIGNMENT
+        payload_header = _payload_header(payload_bytes, padding, zip64)
+    else:
+        payload_header = _PADDED_PAYLOAD_HEADERS[-(payload_at + _BARE_HEADER_BYTES) % ITEM_ALIGNMENT]
+    before, after = _PICKLE_HEADER_PARTS[0], _PICKLE_HEADER_PARTS[4]
+    pickle_header = _SMALL_PICKLE_HEADER.pack(before, pickle_crc, pickle_bytes, pickle_bytes, after)
+    head = b"".join((pickle_header, pickle, payload_header))
+
+    if zip64:
+        tail = _tail(pickle, pickle_crc, len(head), payload_bytes, zip64)
+        crc_positions = _ZIP64_CRC_POSITIONS
+    else:
+        version_at = len(head) + payload_bytes + 16
+        parts = _TAIL_PARTS
+        tail = _SMALL_TAIL.pack(
+            parts[0], payload_bytes, payload_bytes,
+            parts[3], pickle_crc, pickle_bytes, pickle_bytes,
+            parts[7], payload_bytes, payload_bytes, parts[10], payload_at,
+            parts[12], version_at, parts[14], version_at + _BYTEORDER_AT,
+            parts[16], version_at + _CONSTANT_RECORD_BYTES, parts[18],
+        )  # fmt: skip
+        crc_positions = _CRC_POSITIONS
+    alignment = PAGE_BYTES if payload_bytes >= LARGE_TENSOR_BYTES else ITEM_ALIGNMENT
+    return TensorTemplate(head, payload_bytes, tail, crc_positions, alignment)

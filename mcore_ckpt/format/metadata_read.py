@@ -1,0 +1,650 @@
+"""Inert stand-ins for the classes that a pickled `.metadata` names.
+
+What is allowed, and under which names, was found by reading the planners and writers of torch 2.1 to 2.13 and of
+megatron-core 0.12 to 0.19, and by loading what they wrote (`tests/format`). A stand-in keeps what pickle puts into it
+and does nothing; it is built in C by pickle's NEWOBJ and BUILD, so that it costs less than the class it stands for.
+
+A pickled `.metadata` as a `CheckpointIndex`: unpickled with stand-ins, every field checked before it is believed.
+
+A chunk costs about ten microseconds in all; where the code is less plain than it could be, that is why.
+
+The files that describe a checkpoint: `.metadata`, the index of what is stored, and `metadata.json`.
+
+`read_index` turns `.metadata`, whoever wrote it (Megatron-Core 0.12 and later, torch.distributed.checkpoint, this
+package), into one plain structure that the reader, the command and verify share, without importing torch.
+`metadata_write` makes it, `dcp_metadata` turns it into DCP's own classes.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
+from mcore_ckpt.core.process import collector_paused
+from mcore_ckpt.format.index import (
+    CheckpointIndex,
+    ObjectEntry,
+    ObjectShard,
+    StoredChunk,
+    StoredItem,
+    TensorEntry,
+    object_key,
+    parse_object_key,
+)
+from mcore_ckpt.format.safe_pickle import loads
+
+__all__ = [
+    "ALLOWED_GLOBALS",
+    "COMMON_FILE",
+    "CONFIG_FILE",
+    "DTYPE_NAMES",
+    "INCOMPLETE_MARKER",
+    "MAX_METADATA_BYTES",
+    "METADATA_FILE",
+    "TRACKER_FILE",
+    "BytesEntryState",
+    "CheckpointConfig",
+    "CheckpointIndex",
+    "ChunkState",
+    "DtypeName",
+    "IndexState",
+    "MetadataState",
+    "ObjectEntry",
+    "ObjectShard",
+    "PathState",
+    "PropertiesState",
+    "StorageInfoState",
+    "StorageMetaState",
+    "StoredChunk",
+    "StoredItem",
+    "TensorEntry",
+    "TensorEntryState",
+    "encode_config",
+    "file_name_problem",
+    "object_key",
+    "parse_index",
+    "parse_object_key",
+    "parse_pickled_index",
+    "read_config",
+    "read_index",
+]
+
+
+class _Sealed(type):
+    """Metaclass whose classes cannot be changed: a pickle's BUILD can set attributes on any object it can name."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise TypeError(f"{cls.__name__} is read-only")
+
+    def __delattr__(cls, name: str) -> None:
+        raise TypeError(f"{cls.__name__} is read-only")
+
+
+class MetadataState(metaclass=_Sealed):
+    """`Metadata`; Megatron's `MCoreMetadata`."""
+
+    state_dict_metadata: Any = None
+    planner_data: Any = None
+    storage_data: Any = None
+    storage_meta: Any = None
+    version: Any = None
+    mcore_data: Any = None
+
+
+class IndexState(metaclass=_Sealed):
+    """`MetadataIndex`. Hashed by identity: cheaper than by value, and a hostile value cannot make it slow."""
+
+    fqn: Any = None
+    offset: Any = None
+    index: Any = None
+
+
+class TensorEntryState(metaclass=_Sealed):
+    """`TensorStorageMetadata`."""
+
+    properties: Any = None
+    size: Any = None
+    chunks: Any = None
+
+
+class BytesEntryState(metaclass=_Sealed):
+    """`BytesStorageMetadata`."""
+
+
+class ChunkState(metaclass=_Sealed):
+    """`ChunkStorageMetadata`."""
+
+    offsets: Any = None
+    sizes: Any = None
+
+
+class StorageInfoState(metaclass=_Sealed):
+    """`_StorageInfo`; `transform_descriptors` came with torch 2.7, and None is left out of the state since."""
+
+    relative_path: Any = None
+    offset: Any = None
+    length: Any = None
+    transform_descriptors: Any = None
+
+
+class StorageMetaState(metaclass=_Sealed):
+    """`StorageMeta`."""
+
+    checkpoint_id: Any = None
+    save_id: Any = None
+    load_id: Any = None
+    modules: Any = ()
+
+
+class PropertiesState(metaclass=_Sealed):
+    """`TensorProperties`: pickled as (dtype, layout, requires_grad, memory format, pin_memory)."""
+
+    dtype: Any = None
+    layout: Any = None
+    requires_grad: Any = False
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is dict:
+            self.dtype, self.layout = state.get("dtype"), state.get("layout")
+            self.requires_grad = state.get("requires_grad", False)
+        else:
+            self.dtype, self.layout, self.requires_grad, _memory_format, _pin_memory = state
+
+
+class PathState(metaclass=_Sealed):
+    """`pathlib` paths, as the checkpoint id in `StorageMeta`."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+
+class DtypeName(str):
+    """A `torch.dtype`, as its name without `torch.`."""
+
+    __slots__ = ()
+
+
+class _Inert(metaclass=_Sealed):
+    """What is allowed to be there but is not used: takes any arguments and any state."""
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+# Every dtype that torch has had since 2.1, in its spelling.
+DTYPE_NAMES = (
+    *("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("qint8", "quint8", "qint32", "quint4x2", "quint2x4"),
+    *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+    *(f"{sign}int{bits}" for bits in range(1, 8) for sign in ("", "u")),
+)
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+
+ALLOWED_GLOBALS: dict[tuple[str, str], Any] = {
+    (_METADATA, "Metadata"): MetadataState,
+    (_MEGATRON, "MCoreMetadata"): MetadataState,
+    (_METADATA, "MetadataIndex"): IndexState,
+    (_METADATA, "TensorStorageMetadata"): TensorEntryState,
+    (_METADATA, "BytesStorageMetadata"): BytesEntryState,
+    (_METADATA, "ChunkStorageMetadata"): ChunkState,
+    (_METADATA, "StorageMeta"): StorageMetaState,
+    (_METADATA, "TensorProperties"): PropertiesState,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _Inert,
+    # Up to torch 2.2, DCP took these two from the older sharded tensors.
+    (_SHARDED_TENSOR, "TensorProperties"): PropertiesState,
+    (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): _Inert,
+    (_FILESYSTEM, "_StorageInfo"): StorageInfoState,
+    (_FILESYSTEM, "_StoragePrefix"): _Inert,
+    # `all_local_plans`: every rank's plan, which Megatron keeps for its own reuse.
+    (_PLANNER, "SavePlan"): _Inert,
+    (_MEGATRON, "MCoreSavePlan"): _Inert,
+    (_PLANNER, "WriteItem"): _Inert,
+    (_PLANNER, "WriteItemType"): _Inert,
+    (_PLANNER, "TensorWriteData"): _Inert,
+    (_PLANNER, "BytesIOWriteData"): _Inert,
+    # torch.Size is a tuple of ints; `tuple` returns a tuple argument as it is.
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): _Inert,
+    # Python 3.11.0 to 3.11.2 and 3.12 alphas pickle an enum member as getattr(class, name).
+    ("builtins", "getattr"): _Inert,
+    ("builtins", "slice"): slice,
+    ("collections", "OrderedDict"): OrderedDict,
+    **{
+        (module, name): PathState
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")
+    },
+    **{("torch", name): DtypeName(name) for name in DTYPE_NAMES},
+}
+
+
+_MAX_OFFSET = 2**63 - 1
+_MAX_DIMENSIONS = 64
+_DTYPES = {DtypeName(name): name for name in DTYPE_NAMES}  # stand-in -> one str for all entries
+_ZEROS = tuple((0,) * dimensions for dimensions in range(_MAX_DIMENSIONS + 1))
+
+
+def parse_pickled_index(data: bytes, path: str, file: str, *, strict: bool) -> CheckpointIndex:
+    """The index in `data`, the content of `file` of the checkpoint `path`; see `metadata.read_index`."""
+    with collector_paused():
+        state = _unpickle(data, file)
+        return _IndexBuilder(path, file, strict).build(state, _PLANS_NAME in data)
+
+
+_PLANS_NAME = b"all_local_plans"
+# The name as a key in the pickled state of Metadata, as protocol 4 and later write it.
+_PLANS_KEY = b"\x8c\x0f" + _PLANS_NAME + b"\x94"
+
+
+def _unpickle(data: bytes, file: str) -> MetadataState:
+    """The pickled Metadata, without `all_local_plans` where that can be skipped.
+
+    The plans are the last attribute and half of the file. Cutting the pickle at their key and closing the state there
+    (SETITEMS, BUILD, STOP) leaves a whole Metadata. Should the key's bytes mean something else (an fqn of that name),
+    the cut pickle fails or lacks storage data, and the whole one is read instead.
+    """
+    cut = data.find(_PLANS_KEY)
+    if cut > 0:
+        shortened = bytearray(data)
+        shortened[cut : cut + 3] = b"ub."  # the rest stays, behind STOP, to fill the frame that was announced
+        try:
+            state: Any = loads(bytes(shortened), ALLOWED_GLOBALS, file)
+        except CorruptCheckpointError:
+            state = None
+        # Megatron 0.12 to 0.15 also wrote `mcore_data`, before the plans; where it is only behind them, nothing is cut.
+        whole = type(state) is MetadataState and type(state.storage_data) is dict
+        if whole and (state.mcore_data is not None or data.find(b"mcore_data", cut) < 0):
+            return cast("MetadataState", state)
+    state = loads(data, ALLOWED_GLOBALS, file)
+    if type(state) is not MetadataState:
+        raise CorruptCheckpointError(
+            f"{file}: expected a pickled torch.distributed.checkpoint Metadata, got {type(state).__name__}. "
+            "The file is not the index of a checkpoint."
+        )
+    return state
+
+
+class _IndexBuilder:
+    """Checks the stand-ins of one `.metadata` and makes the index of them."""
+
+    def __init__(self, path: str, file: str, strict: bool) -> None:
+        self._path = path
+        self._file = file
+        self._strict = strict
+        self._problems: list[str] = []
+        self._safe_names: set[str] = set()
+
+    def build(self, state: MetadataState, has_local_plans: bool) -> CheckpointIndex:
+        items = self._items(state.storage_data)
+        if type(state.state_dict_metadata) is not dict:
+            raise self._wrong("state_dict_metadata", "a dict", state.state_dict_metadata)
+        tensors: dict[str, TensorEntry] = {}
+        objects: dict[str, ObjectEntry] = {}
+        for fqn, entry in state.state_dict_metadata.items():
+            if type(fqn) is not str:
+                raise self._wrong("a key of state_dict_metadata", "a str", fqn)
+            if type(entry) is TensorEntryState:
+                tensors[fqn] = self._tensor(fqn, entry, items)
+            elif type(entry) is BytesEntryState:
+                item = items.get((fqn, None))
+                if item is None:
+                    self._problem(f"object {fqn!r} is in the index, but no file holds it")
+                else:
+                    objects[fqn] = ObjectEntry(fqn, item)
+            else:
+                raise self._wrong(f"{fqn!r}", "TensorStorageMetadata or BytesStorageMetadata", entry)
+        return CheckpointIndex(
+            self._path,
+            tensors,
+            objects,
+            planner_data=self._plain(state.planner_data, "planner_data"),
+            mcore_data=self._mcore_data(state.mcore_data),
+            storage_meta=self._storage_meta(state.storage_meta),
+            version=state.version if type(state.version) is str else None,
+            has_local_plans=has_local_plans,
+            problems=tuple(self._problems),
+        )
+
+    def _items(self, storage_data: Any) -> dict[tuple[str, tuple[int, ...] | None], StoredItem]:
+        """Where each (fqn, chunk offsets) lies; offsets are None for objects."""
+        if type(storage_data) is not dict:
+            raise self._wrong("storage_data", "a dict (is the checkpoint unfinished?)", storage_data)
+        items: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
+        safe_names = self._safe_names
+        for key, info in storage_data.items():
+            if type(key) is not IndexState or type(key.fqn) is not str:
+                raise self._wrong("a key of storage_data", "a MetadataIndex with a str fqn", key)
+            fqn, offsets = key.fqn, key.offset
+            if offsets is not None and (offsets := _checked_sizes(offsets)) is None:
+                raise self._wrong(f"offset of {fqn!r}", "non-negative ints", key.offset)
+            if type(info) is not StorageInfoState:
+                raise self._wrong(f"place of {fqn!r}", "a _StorageInfo", info)
+            name, offset, length = info.relative_path, info.offset, info.length
+            if type(name) is not str or name not in safe_names:
+                self._check_file_name(fqn, name)
+            if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+                raise self._wrong(f"place of {fqn!r} in {name!r}", "non-negative offset and length", (offset, length))
+            if offset + length > _MAX_OFFSET:
+                raise self._wrong(f"end of {fqn!r} in {name!r}", "less than 2**63 bytes", offset + length)
+            transforms = info.transform_descriptors
+            items[fqn, offsets] = (
+                StoredItem(name, offset, length)
+                if transforms is None
+                else StoredItem(name, offset, length, self._transforms(fqn, transforms))
+            )
+        return items
+
+    def _tensor(
+        self, fqn: str, entry: TensorEntryState, items: dict[tuple[str, tuple[int, ...] | None], StoredItem]
+    ) -> TensorEntry:
+        properties, shape = entry.properties, _checked_sizes(entry.size)
+        if type(properties) is not PropertiesState or type(properties.dtype) is not DtypeName:
+            raise self._wrong(f"properties of {fqn!r}", "TensorProperties with a dtype", properties)
+        if shape is None:
+            raise self._wrong(f"shape of {fqn!r}", f"at most {_MAX_DIMENSIONS} non-negative ints", entry.size)
+        if type(entry.chunks) is not list:
+            raise self._wrong(f"chunks of {fqn!r}", "a list", entry.chunks)
+        chunks = []
+        zeros = _ZEROS[len(shape)]
+        for chunk in entry.chunks:
+            if type(chunk) is not ChunkState:
+                raise self._wrong(f"a chunk of {fqn!r}", "ChunkStorageMetadata", chunk)
+            offsets, sizes = chunk.offsets, chunk.sizes
+            if offsets == zeros and sizes == shape:
+                offsets, sizes = zeros, shape  # stored whole, most often; these two are known to be tuples of ints
+            elif type(offsets) is not tuple or type(sizes) is not tuple or not _inside(offsets, sizes, shape):
+                raise self._wrong(f"a chunk of {fqn!r}", f"a box inside the shape {list(shape)}", (offsets, sizes))
+            item = items.get((fqn, offsets))
+            if item is None:
+                self._problem(f"tensor {fqn!r}: no file holds the chunk at {list(offsets)} of sizes {list(sizes)}")
+            else:
+                chunks.append(StoredChunk(offsets, sizes, item))
+        return TensorEntry(fqn, _DTYPES[properties.dtype], shape, tuple(chunks), properties.requires_grad is True)
+
+    def _check_file_name(self, fqn: str, name: Any) -> None:
+        if type(name) is not str:
+            raise self._wrong(f"file of {fqn!r}", "a str", name)
+        problem = file_name_problem(name)
+        if problem:
+            raise CorruptCheckpointError(
+                f"{self._file}: {fqn!r:.200} is said to lie in the file {name!r:.200}, whose name {problem}. "
+                "A checkpoint only names files inside its own directory; do not load this one unless you know who "
+                "changed it."
+            )
+        self._safe_names.add(name)
+
+    def _transforms(self, fqn: str, descriptors: Any) -> tuple[str, ...]:
+        if type(descriptors) not in (list, tuple) or not all(type(text) is str for text in descriptors):
+            raise self._wrong(f"transform_descriptors of {fqn!r}", "a sequence of str", descriptors)
+        return tuple(descriptors)
+
+    def _mcore_data(self, value: Any) -> dict[str, dict[str, Any]]:
+        plain = self._plain(value, "mcore_data")
+        if plain is None:
+            return {}
+        if type(plain) is not dict or not all(type(k) is str and type(v) is dict for k, v in plain.items()):
+            raise self._wrong("mcore_data", "a dict of dicts", value)
+        return plain
+
+    def _storage_meta(self, value: Any) -> dict[str, Any] | None:
+        if type(value) is not StorageMetaState:
+            return None
+        fields = {name: getattr(value, name) for name in ("checkpoint_id", "save_id", "load_id", "modules")}
+        return {name: self._plain(part, f"storage_meta.{name}") for name, part in fields.items()}
+
+    def _plain(self, value: Any, what: str) -> Any:
+        """`value` with stand-ins turned into plain values; containers, numbers, strings and paths only.
+
+        Each container is converted once, whatever refers to it, so that a pickle of nested shared references (the
+        "billion laughs") costs no more than its own size.
+        """
+        done: dict[int, Any] = {}
+
+        def convert(part: Any) -> Any:
+            kind = type(part)
+            if part is None or kind in (str, int, float, bool, bytes):
+                return part
+            if kind is DtypeName:
+                return str(part)
+            if id(part) in done:
+                return done[id(part)]
+            if isinstance(part, dict):
+                result: Any = {}
+                done[id(part)] = result
+                result.update((convert(key), convert(item)) for key, item in dict.items(part))
+                return result
+            if kind is list:
+                result = done[id(part)] = []
+                result.extend(map(convert, part))
+                return result
+            if kind is tuple:
+                result = tuple(map(convert, part))
+            elif kind in (set, frozenset):
+                result = kind(map(convert, part))
+            elif kind is PathState:
+                result = str(Path(*map(str, part.parts)))
+            elif kind is slice:
+                result = part
+            else:
+                raise self._wrong(what, "plain containers, numbers and strings", part)
+            done[id(part)] = result
+            return result
+
+        try:
+            return convert(value)
+        except (RecursionError, TypeError) as error:
+            raise self._wrong(what, "plain containers, numbers and strings", value) from error
+
+    def _problem(self, text: str) -> None:
+        if self._strict:
+            raise CorruptCheckpointError(
+                f"{self._file}: {text:.500}. The save that wrote it did not finish; load an earlier checkpoint, or "
+                f"list all that is missing with `mcore-ckpt verify {self._path}`."
+            )
+        self._problems.append(text)
+
+    def _wrong(self, what: str, expected: str, got: Any) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"{self._file}: {what:.300}: expected {expected}, got {_shown(got)}. The index is damaged; restore it "
+            "from another copy, or load an earlier checkpoint."
+        )
+
+
+def _shown(value: Any) -> str:
+    """`value` for a message: never long, and never a walk through something huge or nested without end."""
+    if isinstance(value, tuple) and len(value) <= 16:
+        return "(" + ", ".join(_shown(part) if type(part) is not tuple else _flat(part) for part in value) + ")"
+    if value is None or type(value) in (bool, float):
+        return repr(value)
+    if type(value) is int:
+        return str(value) if value.bit_length() <= 128 else f"an int of {value.bit_length()} bits"
+    if type(value) is str:
+        return repr(value[:200])
+    return f"a {type(value).__name__}"
+
+
+def _flat(value: tuple[Any, ...]) -> str:
+    if len(value) <= 16 and all(type(part) is int for part in value):
+        return "(" + ", ".join(map(_shown, value)) + ")"
+    return f"a tuple of {len(value)}"
+
+
+def _checked_sizes(values: Any) -> tuple[int, ...] | None:
+    """`values` as a tuple of ints from 0 to 2**63 - 1, or None if it is anything else."""
+    if type(values) is not tuple or len(values) > _MAX_DIMENSIONS:
+        return None
+    zeros = _ZEROS[len(values)]
+    if values == zeros:
+        return zeros  # equal need not mean ints: 0.0 == 0
+    for value in values:
+        if type(value) is not int or not 0 <= value <= _MAX_OFFSET:
+            return None
+    return values
+
+
+def _inside(offsets: tuple[Any, ...], sizes: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
+    if not len(offsets) == len(sizes) == len(shape):
+        return False
+    for start, size, whole in zip(offsets, sizes, shape):  # noqa: B905  (lengths compared above; strict= costs time)
+        if type(start) is not int or type(size) is not int or start < 0 or size < 0 or start + size > whole:
+            return False
+    return True
+
+
+def file_name_problem(name: str) -> str | None:
+    """Why `name` cannot be a data file of a checkpoint, or None: it must stay inside the directory on any system."""
+    if not name:
+        return "is empty"
+    if len(name) > 4096:
+        return "is longer than 4096 characters"
+    if not name.isprintable():
+        return "holds control characters"
+    if "\\" in name or ":" in name:
+        return "holds a backslash or colon, which some systems read as a path"
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        return "leaves the checkpoint's directory, or is not in its shortest form"
+    return None
+
+
+METADATA_FILE = ".metadata"
+CONFIG_FILE = "metadata.json"
+COMMON_FILE = "common.pt"
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+INCOMPLETE_MARKER = ".mcore_ckpt_incomplete"
+
+# The index of 1,024 ranks with 1,000 items each, plans included, is 0.43 GB; ten times that is no index any more.
+MAX_METADATA_BYTES = 4 * 1024**3
+_MAX_CONFIG_BYTES = 1024 * 1024
+
+
+def read_index(path: str | Path, *, strict: bool = True) -> CheckpointIndex:
+    """Read the index of the checkpoint in directory `path`.
+
+    Args:
+        path: the checkpoint's directory (`.../iter_0000100`).
+        strict: raise for a chunk or object that has no place in any file; otherwise list it in `problems`.
+
+    Raises:
+        CheckpointNotFoundError: there is no such directory, or it holds no `.metadata`.
+        CorruptCheckpointError: `.metadata` is damaged or contradicts itself.
+        UnsafePickleError: `.metadata` names a class that no index holds.
+    """
+    directory = Path(path)
+    data = _read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
+    return parse_index(data, str(directory), strict=strict)
+
+
+def parse_index(data: bytes, where: str, *, strict: bool = True) -> CheckpointIndex:
+    """The index in `data`, the content of a `.metadata` file of the checkpoint `where`. Raises as `read_index`."""
+    return parse_pickled_index(data, where, f"{where}/{METADATA_FILE}", strict=strict)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """`metadata.json`: which strategy wrote the sharded and the common part."""
+
+    backend: str = "torch_dist"
+    version: int = 1
+    common_backend: str = "torch"
+    common_version: int = 1
+
+
+def read_config(path: str | Path) -> CheckpointConfig | None:
+    """`metadata.json` of the checkpoint in `path`; None where there is none (plain DCP).
+
+    Raises:
+        CorruptCheckpointError: the file is not what Megatron writes.
+    """
+    directory = Path(path)
+    try:
+        text = _read_small_file(directory, CONFIG_FILE, _MAX_CONFIG_BYTES)
+    except CheckpointNotFoundError:
+        return None
+    try:
+        fields = json.loads(text)
+        config = CheckpointConfig(
+            fields["sharded_backend"],
+            fields["sharded_backend_version"],
+            fields.get("common_backend", "torch"),
+            fields.get("common_backend_version", 1),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{directory / CONFIG_FILE}: expected a JSON object with sharded_backend and sharded_backend_version "
+            f"({type(error).__name__}: {error}). Restore it from another checkpoint of the same run."
+        ) from error
+    if type(config.backend) is not str or type(config.version) is not int:
+        raise CorruptCheckpointError(
+            f"{directory / CONFIG_FILE}: expected sharded_backend to be a string and sharded_backend_version an int, "
+            f"got {config.backend!r:.80} and {config.version!r:.80}"
+        )
+    return config
+
+
+def encode_config(backend: str = "torch_dist", version: int = 1) -> bytes:
+    """The content of `metadata.json`, in Megatron's form."""
+    return json.dumps(
+        {
+            "sharded_backend": backend,
+            "sharded_backend_version": version,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        }
+    ).encode()
+
+
+def _read_small_file(directory: Path, name: str, max_bytes: int) -> bytes:
+    path = directory / name
+    try:
+        status = path.stat()
+        # Looked at before it is opened: a pipe would block, and a device has no end.
+        if not stat.S_ISREG(status.st_mode):
+            raise LoadError(f"{path}: cannot be read: it is not a regular file")
+        if status.st_size > max_bytes:
+            raise CorruptCheckpointError(f"{path}: expected at most {max_bytes} bytes, the file has {status.st_size}")
+        with path.open("rb") as stream:
+            return stream.read(max_bytes)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFoundError(_not_found(directory, name)) from error
+    except OSError as error:
+        raise LoadError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _not_found(directory: Path, name: str) -> str:
+    """What is wrong with `directory`, and which directory may have been meant."""
+    if not directory.exists():
+        return f"{directory}: there is no such directory; check the path of the checkpoint"
+    if not directory.is_dir():
+        return f"{directory}: is a file; a checkpoint is a directory that holds {METADATA_FILE}"
+    if (directory / INCOMPLETE_MARKER).exists():
+        return f"{directory}: holds no {name}: a save into it was interrupted. Load an earlier checkpoint."
+    iterations = sorted(child.name for child in directory.glob("iter_*") if (child / METADATA_FILE).exists())
+    if iterations:
+        return (
+            f"{directory}: holds no {name} itself, but checkpoints of {len(iterations)} iterations; "
+            f"give one of them, for example {directory / iterations[-1]}"
+        )
+    if any(directory.glob("__*.metadata")):
+        return (
+            f"{directory}: holds no {name}, but metadata of single ranks: it was saved without collectives "
+            "(`dcp.save(use_collectives=False)`), which cannot be read as one checkpoint"
+        )
+    return (
+        f"{directory}: holds no {name}, so there is no finished checkpoint in it. The save did not finish, "
+        "or this is not a checkpoint in the torch_dist or torch.distributed.checkpoint format."
+    )

@@ -1,0 +1,304 @@
+"""`.metadata` emitted by hand: a pickle of DCP's own classes, made without torch and re-made for a few microseconds.
+
+Stock Megatron-Core and torch.distributed.checkpoint (torch 2.6 and later) unpickle it into the same objects that their
+own writers would have pickled; nothing else is named in it.
+
+The pickle (protocol 4, one frame) is put together from pieces that refer to each other by memo number only:
+
+    names        classes, attribute names, one TensorProperties for each dtype, file names: memoized, then popped
+    Metadata
+      planner_data, mcore_data
+      state_dict_metadata    tensors | objects
+      storage_data           tensors | objects
+      storage_meta, version, all_local_plans
+
+Memo numbers count upwards in the order of the stream. The pieces of the tensors come before those of the objects
+wherever both memoize something, so they depend on the tensors alone: while the structure of a model is unchanged, they
+are emitted once, and later saves of it only add the objects' places.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from struct import Struct
+from typing import Any
+
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredItem, TensorEntry
+
+__all__ = ["FORMAT_VERSION", "MetadataEncoder", "encode_metadata"]
+
+# What torch 2.8 and later write into `Metadata.version`; earlier ones ignore it.
+FORMAT_VERSION = "1.0.0"
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_CLASSES = {
+    "Metadata": _METADATA,
+    "MetadataIndex": _METADATA,
+    "TensorStorageMetadata": _METADATA,
+    "BytesStorageMetadata": _METADATA,
+    "ChunkStorageMetadata": _METADATA,
+    "StorageMeta": _METADATA,
+    "TensorProperties": _METADATA,
+    "_MEM_FORMAT_ENCODING": _METADATA,
+    "_StorageInfo": "torch.distributed.checkpoint.filesystem",
+    "Size": "torch",
+    "_get_layout": "torch.serialization",
+}
+_ATTRIBUTES = (
+    *("fqn", "offset", "index", "properties", "size", "chunks", "offsets", "sizes"),
+    *("relative_path", "length", "transform_descriptors"),
+)
+
+_PACK_INT = Struct("<ci").pack
+_PACK_GET = Struct("<cI").pack
+_PACK_FRAME = Struct("<cQ").pack
+
+
+def _text(value: str) -> bytes:
+    """SHORT_BINUNICODE or BINUNICODE."""
+    data = value.encode("utf-8", "surrogatepass")
+    if len(data) < 256:
+        return b"\x8c" + bytes((len(data),)) + data
+    return b"X" + len(data).to_bytes(4, "little") + data
+
+
+_BYTES = tuple(b"K" + bytes((value,)) for value in range(256))
+
+
+def _integer(value: int) -> bytes:
+    """BININT1, BININT or LONG1."""
+    if 0 <= value < 256:
+        return _BYTES[value]
+    if -(2**31) <= value < 2**31:
+        return _PACK_INT(b"J", value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes((len(data),)) + data
+
+
+def _get(number: int) -> bytes:
+    """BINGET or LONG_BINGET of a memoized object."""
+    return b"h" + bytes((number,)) if number < 256 else _PACK_GET(b"j", number)
+
+
+def _tuple(values: Iterable[int]) -> bytes:
+    """MARK, the ints, TUPLE."""
+    return b"(" + b"".join(map(_integer, values)) + b"t"
+
+
+def _new(class_get: bytes, state: bytes) -> bytes:
+    """NEWOBJ without arguments, its state as a dict (MARK, names and values, SETITEMS), BUILD."""
+    return class_get + b")\x81}(" + state + b"ub"
+
+
+class _Memo:
+    """Numbers of what has been memoized so far; MEMOIZE takes the next one."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def next(self) -> bytes:
+        """The GET of what the MEMOIZE that is being emitted stores."""
+        self.count += 1
+        return _get(self.count - 1)
+
+
+def _pickled(value: Any, memo: _Memo) -> bytes:
+    """Any picklable value, in one piece that continues the memo.
+
+    The C pickler numbers by the size of its memo, so one that is filled with `memo.count` placeholders goes on from
+    there. Protocol 3 has no frames, which must not be nested into ours; its opcodes are legal in a protocol 4 stream.
+    """
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream, protocol=3)
+    placeholders = [object() for _ in range(memo.count)]
+    pickler.memo = {number: (number, placeholder) for number, placeholder in enumerate(placeholders)}
+    pickler.dump(value)
+    memo.count = len(pickler.memo.copy())
+    return stream.getvalue()[2:-1]  # without PROTO and STOP
+
+
+class MetadataEncoder:
+    """Encodes `.metadata` for one structure of tensors; what depends on the tensors alone is made once.
+
+    Args:
+        index: the tensors, planner data and mcore data; its objects are not used.
+    """
+
+    def __init__(self, index: CheckpointIndex) -> None:
+        memo = _Memo()
+        self._names = self._emit_names(memo, index.tensors.values())
+        # File names are emitted at the end of the names, for each save anew: they may change while nothing else does.
+        self._files = list(dict.fromkeys(c.item.file for entry in index.tensors.values() for c in entry.chunks))
+        self._file_gets = {name: memo.next() for name in self._files}
+        self._head = self._attributes["Metadata"] + b")\x81}(" + _text("planner_data")
+        self._head += _pickled(index.planner_data, memo)
+        if index.mcore_data:
+            self._head += _text("mcore_data") + _pickled(index.mcore_data, memo)
+        self._head += _text("state_dict_metadata") + b"}("
+        self._tensor_entries, self._tensor_places = self._emit_tensors(memo, index.tensors.values())
+        self._version = index.version or FORMAT_VERSION
+        self._memo_count = memo.count
+
+    def encode(
+        self,
+        objects: Mapping[str, ObjectEntry],
+        *,
+        files: Mapping[str, str] | None = None,
+        storage_meta: Mapping[str, Any] | None = None,
+        local_plans: Sequence[Any] | None = None,
+    ) -> bytes:
+        """The content of `.metadata`.
+
+        Args:
+            objects: the stored objects by full key.
+            files: new names for files of the tensors; names that are not in it stay.
+            storage_meta: fields of DCP's `StorageMeta` (`checkpoint_id`, `save_id`, `load_id`, `modules`).
+            local_plans: every rank's `SavePlan`, for stock Megatron's reuse of a loaded checkpoint's plan.
+        """
+        memo = _Memo()
+        memo.count = self._memo_count
+        rename = (files or {}).get
+        file_names = b"".join(_text(rename(name, name)) + b"\x940" for name in self._files)
+        entries, places = self._emit_objects(memo, objects)
+        parts = [
+            self._names,
+            file_names,
+            self._head,
+            self._tensor_entries,
+            entries,
+            b"u" + _text("storage_data") + b"}(",
+            self._tensor_places,
+            places,
+            b"u" + _text("storage_meta"),
+            self._emit_storage_meta(storage_meta),
+            _text("version") + _text(self._version),
+        ]
+        if local_plans is not None:
+            # Readers skip the plans by this key, so it is written as the pickler would: memoized, and last.
+            parts.append(_text("all_local_plans") + b"\x94")
+            memo.next()
+            parts.append(_pickled(list(local_plans), memo))
+        parts.append(b"ub.")
+        body = b"".join(parts)
+        return b"\x80\x04" + _PACK_FRAME(b"\x95", len(body)) + body
+
+    def _emit_names(self, memo: _Memo, tensors: Iterable[TensorEntry]) -> bytes:
+        """Memoize (and pop) everything that has a name and is used again and again."""
+        parts = []
+        self._attributes: dict[str, bytes] = {}
+        for name, module in _CLASSES.items():
+            parts.append(_text(module) + _text(name) + b"\x93\x940")
+            self._attributes[name] = memo.next()
+        for name in _ATTRIBUTES:
+            parts.append(_text(name) + b"\x940")
+            self._attributes[name] = memo.next()
+        layout = self._attributes["_get_layout"] + _text("torch.strided") + b"\x85R"
+        memory_format = self._attributes["_MEM_FORMAT_ENCODING"] + b"K\x00\x85R"  # contiguous
+        self._properties: dict[tuple[str, bool], bytes] = {}
+        for dtype, requires_grad in dict.fromkeys((entry.dtype, entry.requires_grad) for entry in tensors):
+            parts += [
+                self._attributes["TensorProperties"] + b")\x81(",
+                _text("torch") + _text(dtype) + b"\x93",
+                layout + (b"\x88" if requires_grad else b"\x89") + memory_format + b"\x89",  # pin_memory is False
+                b"tb\x940",
+            ]
+            self._properties[dtype, requires_grad] = memo.next()
+        return b"".join(parts)
+
+    def _emit_tensors(self, memo: _Memo, tensors: Iterable[TensorEntry]) -> tuple[bytes, bytes]:
+        """Entries of `state_dict_metadata`, and those of `storage_data`, which memoize nothing.
+
+        There may be a million chunks: what repeats is put together once.
+        """
+        get = self._attributes
+        entries: list[bytes] = []
+        places: list[bytes] = []
+        sizes: dict[tuple[int, ...], bytes] = {}
+
+        def new_size(values: tuple[int, ...]) -> bytes:
+            sizes[values] = memo.next()
+            return size_open + _tuple(values) + b"\x85R\x94"
+
+        size_open = get["Size"]
+        entry_open = b"\x94" + get["TensorStorageMetadata"] + b")\x81}(" + get["properties"]
+        chunk_open, chunk_sizes_get = get["ChunkStorageMetadata"] + b")\x81}(" + get["offsets"], get["sizes"]
+        place_open = get["MetadataIndex"] + b")\x81}(" + get["fqn"]
+        numbers: list[bytes] = []  # of the chunks of one tensor
+        placed = {name: b"ub" + self._place_open(file_get) for name, file_get in self._file_gets.items()}
+        length_get = get["length"]
+        for entry in tensors:
+            fqn_get = memo.next()
+            properties = self._properties[entry.dtype, entry.requires_grad]
+            shape = sizes.get(entry.shape) or new_size(entry.shape)
+            entries += (_text(entry.fqn), entry_open, properties, get["size"], shape, get["chunks"], b"](")
+            while len(numbers) < len(entry.chunks):
+                numbers.append(get["index"] + _integer(len(numbers)) + get["offset"])
+            for number, (offsets, chunk_sizes, item) in zip(numbers, entry.chunks, strict=False):
+                start = sizes.get(offsets) or new_size(offsets)
+                entries += (chunk_open, start, chunk_sizes_get, sizes.get(chunk_sizes) or new_size(chunk_sizes), b"ub")
+                file, offset, length, transforms = item
+                places += (place_open, fqn_get, number, sizes[offsets], placed[file], _integer(offset), length_get)
+                places += (
+                    (_integer(length), self._transforms(transforms), b"ub") if transforms else (_integer(length), b"ub")
+                )
+            entries.append(b"eub")
+        return b"".join(entries), b"".join(places)
+
+    def _emit_objects(self, memo: _Memo, objects: Mapping[str, ObjectEntry]) -> tuple[bytes, bytes]:
+        get = self._attributes
+        bytes_entry = get["BytesStorageMetadata"] + b")\x81"
+        entries = [_text(fqn) + b"\x94" + bytes_entry for fqn in objects]
+        fqn_gets = [memo.next() for _ in objects]
+        file_gets: dict[str, bytes] = {}
+        places = []
+        for fqn_get, entry in zip(fqn_gets, objects.values(), strict=True):
+            key = _new(get["MetadataIndex"], get["fqn"] + fqn_get + get["index"] + b"N")
+            name = entry.item.file
+            known = file_gets.get(name)
+            if known is None:
+                file_gets[name] = memo.next()
+            place = self._place(entry.item, file_gets, first_use=known is None)
+            places.append(key + place)
+        return b"".join(entries), b"".join(places)
+
+    def _place(self, item: StoredItem, file_gets: Mapping[str, bytes], first_use: bool = False) -> bytes:
+        """A `_StorageInfo`; transforms are left out where there are none, as torch does."""
+        file = _text(item.file) + b"\x94" if first_use else file_gets[item.file]
+        length = self._attributes["length"] + _integer(item.length)
+        return self._place_open(file) + _integer(item.offset) + length + self._transforms(item.transforms) + b"ub"
+
+    def _place_open(self, file: bytes) -> bytes:
+        """A `_StorageInfo` up to its offset."""
+        get = self._attributes
+        return get["_StorageInfo"] + b")\x81}(" + get["relative_path"] + file + get["offset"]
+
+    def _transforms(self, names: Sequence[str]) -> bytes:
+        if not names:
+            return b""
+        return self._attributes["transform_descriptors"] + b"](" + b"".join(map(_text, names)) + b"e"
+
+    def _emit_storage_meta(self, fields: Mapping[str, Any] | None) -> bytes:
+        if fields is None:
+            return b"N"
+        state = b""
+        for name in ("checkpoint_id", "save_id", "load_id"):
+            value = fields.get(name)
+            state += _text(name) + (b"N" if value is None else _text(str(value)))
+        modules = b"".join(map(_text, fields.get("modules") or ()))
+        return _new(self._attributes["StorageMeta"], state + _text("modules") + b"](" + modules + b"e")
+
+
+def encode_metadata(
+    index: CheckpointIndex,
+    *,
+    storage_meta: Mapping[str, Any] | None = None,
+    local_plans: Sequence[Any] | None = None,
+) -> bytes:
+    """The content of `.metadata` for `index`, in one go; `storage_meta` replaces the index's own.
+
+    What is written names classes of torch only, so that it can be read where this package is not installed.
+    """
+    meta = index.storage_meta if storage_meta is None else storage_meta
+    return MetadataEncoder(index).encode(index.objects, storage_meta=meta, local_plans=local_plans)

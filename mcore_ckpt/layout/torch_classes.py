@@ -1,0 +1,222 @@
+"""The index as torch.distributed.checkpoint's own `Metadata`, and back: for DCP's planners, and for stock callers.
+
+Nothing that DCP reads is lost either way: index hints are the positions of the chunks, as stock writers set them, and
+take no part in comparing or hashing a `MetadataIndex`.
+
+Columns back into DCP's plan objects, for `.metadata` that stock Megatron can reuse (`all_local_plans`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from mcore_ckpt.core.errors import CorruptCheckpointError
+from mcore_ckpt.core.process import collector_paused
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.layout.plans import LocalPlan
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+__all__ = [
+    "dtype_name",
+    "from_dcp_metadata",
+    "local_plans_as_dcp",
+    "plans_of_index",
+    "to_dcp_metadata",
+    "torch_dtype",
+]
+
+
+@collector_paused()
+def to_dcp_metadata(index: CheckpointIndex) -> Metadata:
+    """`index` as DCP's `Metadata`, with `_StorageInfo` as DCP's file system reader and writer use it.
+
+    Raises:
+        CorruptCheckpointError: the installed torch has not one of the dtypes.
+    """
+    import torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    def info(item: StoredItem) -> _StorageInfo:
+        if item.transforms:
+            return _StorageInfo(item.file, item.offset, item.length, list(item.transforms))
+        return _StorageInfo(item.file, item.offset, item.length)
+
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    properties: dict[tuple[str, bool], TensorProperties] = {}
+    for fqn, entry in index.tensors.items():
+        kind = entry.dtype, entry.requires_grad
+        if kind not in properties:
+            dtype = getattr(torch, entry.dtype, None)
+            if not isinstance(dtype, torch.dtype):
+                raise CorruptCheckpointError(
+                    f"{index.path}: {fqn!r} is stored as {entry.dtype}, which torch {torch.__version__} does not have; "
+                    "load the checkpoint with a newer torch"
+                )
+            properties[kind] = TensorProperties(dtype=dtype, requires_grad=entry.requires_grad)
+        chunks = []
+        for number, chunk in enumerate(entry.chunks):
+            offsets = torch.Size(chunk.offsets)
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
+            places[MetadataIndex(fqn, offsets, number)] = info(chunk.item)
+        entries[fqn] = TensorStorageMetadata(properties[kind], torch.Size(entry.shape), chunks)
+    for fqn, stored in index.objects.items():
+        entries[fqn] = BytesStorageMetadata()
+        places[MetadataIndex(fqn)] = info(stored.item)
+    meta = index.storage_meta
+    metadata = Metadata(
+        entries,
+        planner_data=index.planner_data,
+        storage_data=places,
+        storage_meta=StorageMeta() if meta is None else StorageMeta(**meta),
+    )
+    # Neither is a field of every torch's Metadata; where it is not, it is an attribute that nobody reads.
+    metadata.version = index.version
+    if index.mcore_data:
+        metadata.mcore_data = index.mcore_data  # type: ignore[attr-defined]
+    return metadata
+
+
+@collector_paused()
+def from_dcp_metadata(metadata: Metadata, path: str | Path) -> CheckpointIndex:
+    """The index of the checkpoint in `path`, from a `Metadata` that DCP or Megatron-Core has read or planned.
+
+    Raises:
+        CorruptCheckpointError: a chunk or object has no place in `storage_data`, or there is none at all.
+    """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    if not isinstance(metadata.storage_data, dict):
+        raise CorruptCheckpointError(
+            f"{path}: the metadata holds no storage data of DCP's file system writer (got "
+            f"{type(metadata.storage_data).__name__}); expected a finished checkpoint of torch_dist or DCP"
+        )
+    items: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
+    for key, info in metadata.storage_data.items():
+        offsets = None if key.offset is None else tuple(key.offset)
+        transforms = tuple(getattr(info, "transform_descriptors", None) or ())
+        items[key.fqn, offsets] = StoredItem(info.relative_path, info.offset, info.length, transforms)
+
+    def item_of(fqn: str, offsets: tuple[int, ...] | None) -> StoredItem:
+        item = items.get((fqn, offsets))
+        if item is None:
+            at = "" if offsets is None else f", chunk at {list(offsets)},"
+            raise CorruptCheckpointError(f"{path}: {fqn!r}{at} is in the index, but no file holds it")
+        return item
+
+    tensors: dict[str, TensorEntry] = {}
+    objects: dict[str, ObjectEntry] = {}
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            stored = []
+            for chunk in entry.chunks:
+                offsets = tuple(chunk.offsets)
+                stored.append(StoredChunk(offsets, tuple(chunk.sizes), item_of(fqn, offsets)))
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            tensors[fqn] = TensorEntry(
+                fqn, dtype, tuple(entry.size), tuple(stored), bool(entry.properties.requires_grad)
+            )
+        else:
+            objects[fqn] = ObjectEntry(fqn, item_of(fqn, None))
+    meta = getattr(metadata, "storage_meta", None)
+    fields = None
+    if meta is not None:
+        checkpoint_id = None if meta.checkpoint_id is None else str(meta.checkpoint_id)
+        fields = {
+            "checkpoint_id": checkpoint_id,
+            "save_id": meta.save_id,
+            "load_id": meta.load_id,
+            "modules": list(meta.modules),
+        }
+    return CheckpointIndex(
+        str(path),
+        tensors,
+        objects,
+        planner_data=metadata.planner_data,
+        mcore_data=getattr(metadata, "mcore_data", None) or {},
+        storage_meta=fields,
+        version=getattr(metadata, "version", None),
+        has_local_plans=getattr(metadata, "all_local_plans", None) is not None,
+    )
+
+
+_DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp$")
+
+
+def local_plans_as_dcp(plans: Sequence[LocalPlan], object_keys: Sequence[Sequence[str]]) -> list[SavePlan]:
+    """Every rank's `SavePlan`: its tensors from the columns, and its objects."""
+    return [_as_dcp(plan, keys) for plan, keys in zip(plans, object_keys, strict=True)]
+
+
+def _as_dcp(plan: LocalPlan, object_keys: Sequence[str]) -> SavePlan:
+    properties = [TensorProperties(dtype=getattr(torch, name)) for name in plan.dtypes]
+    items = []
+    position = 0
+    for key, ndim, code in zip(plan.keys, plan.ndims, plan.dtype_codes, strict=True):
+        shape, offsets, sizes = (
+            (
+                torch.Size(plan.boxes[begin : begin + ndim])
+                for begin in range(position, position + 3 * ndim, max(ndim, 1))
+            )
+            if ndim
+            else (torch.Size(()),) * 3
+        )
+        chunk = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
+        data = TensorWriteData(chunk=chunk, properties=properties[code], size=shape)
+        items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
+        position += 3 * ndim
+    items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in object_keys]
+    return SavePlan(items=items)
+
+
+def plans_of_index(index: CheckpointIndex) -> list[SavePlan]:
+    """Every rank's `SavePlan` of a stored checkpoint, told by whose file each item lies in."""
+    items: dict[int, list[WriteItem]] = {}
+    for entry in index.tensors.values():
+        properties = TensorProperties(dtype=getattr(torch, entry.dtype))
+        for stored in entry.chunks:
+            offsets = torch.Size(stored.offsets)
+            chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(stored.sizes))
+            data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(entry.shape))
+            item = WriteItem(MetadataIndex(entry.fqn, offsets), WriteItemType.SHARD, tensor_data=data)
+            items.setdefault(_rank_of(stored.item.file), []).append(item)
+    for key, stored_object in index.objects.items():
+        item = WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
+        items.setdefault(_rank_of(stored_object.item.file), []).append(item)
+    return [SavePlan(items=items.get(rank, [])) for rank in range(max(items, default=-1) + 1)]
+
+
+def _rank_of(file: str) -> int:
+    match = _DATA_FILE.search(file)
+    return int(match.group(1)) if match else 0
+
+
+@lru_cache(maxsize=256)
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype without `torch.`, as stored in the index."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype | None:
+    """The dtype of that name, or None if this torch does not have it."""
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) else None

@@ -1,0 +1,162 @@
+"""Carrying out reads: threads that share one list of tasks, files opened as they are reached, one buffer per thread.
+
+Knows nothing of tensors. Each thread takes the next task when it is done with the last, so tasks are worked on in the
+order in which they come (which is the order of the files), `io_threads` of them at once. The first error stops all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.core.options import DirectIo
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, Storage, align_up
+
+__all__ = ["OpenFiles", "ReadStats", "in_parallel", "naming", "padded_range"]
+
+_Task = TypeVar("_Task")
+
+# Threads work in neighbouring files, so few are in use at once; a reader of 1,000 ranks' files must not need 1,000 fds.
+_MAX_IDLE_FILES = 16
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """What reads have cost so far; add to it under `lock`.
+
+    Attributes:
+        reads: read calls.
+        bytes_read: bytes that they brought, headers, padding and gaps included.
+        bytes_needed: bytes of the elements and objects that were asked for.
+        records_checked: records whose CRC-32 was compared.
+        fallbacks: items that had to be decoded by `torch.load`.
+    """
+
+    reads: int = 0
+    bytes_read: int = 0
+    bytes_needed: int = 0
+    records_checked: int = 0
+    fallbacks: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(
+        self,
+        *,
+        reads: int = 0,
+        bytes_read: int = 0,
+        bytes_needed: int = 0,
+        records_checked: int = 0,
+        fallbacks: int = 0,
+    ) -> None:
+        """Count; safe from any thread."""
+        with self.lock:
+            self.reads += reads
+            self.bytes_read += bytes_read
+            self.bytes_needed += bytes_needed
+            self.records_checked += records_checked
+            self.fallbacks += fallbacks
+
+
+class OpenFiles:
+    """Readers of a checkpoint's files, opened on first use and closed when they are no longer in use."""
+
+    def __init__(self, storage: Storage, direct: DirectIo) -> None:
+        self._storage = storage
+        self._direct: DirectIo = direct
+        self._lock = threading.Lock()
+        self._in_use: dict[str, tuple[RangeReader, int]] = {}
+        self._idle: OrderedDict[str, RangeReader] = OrderedDict()
+
+    @contextmanager
+    def reader(self, name: str) -> Iterator[RangeReader]:
+        """The reader of a file; several threads get the same one. Raises as `Storage.open_reader`."""
+        with self._lock:
+            reader, users = self._in_use.get(name, (None, 0))
+            if reader is None:
+                reader = self._idle.pop(name, None) or self._storage.open_reader(name, direct=self._direct)
+            self._in_use[name] = (reader, users + 1)
+        try:
+            yield reader
+        finally:
+            self._release(name)
+
+    def _release(self, name: str) -> None:
+        surplus = None
+        with self._lock:
+            reader, users = self._in_use.pop(name)
+            if users > 1:
+                self._in_use[name] = (reader, users - 1)
+            else:
+                self._idle[name] = reader
+                if len(self._idle) > _MAX_IDLE_FILES:
+                    _, surplus = self._idle.popitem(last=False)
+        if surplus is not None:
+            surplus.close()
+
+    def close(self) -> None:
+        """Close what is idle; all is, when no thread reads any more."""
+        with self._lock:
+            readers = list(self._idle.values())
+            self._idle.clear()
+        for reader in readers:
+            reader.close()
+
+
+def in_parallel(tasks: Iterable[_Task], work: Callable[[_Task], None], threads: int) -> None:
+    """Call `work` on each task, in order, in at most `threads` threads at once; one task is done in the caller's.
+
+    Raises:
+        BaseException: the first error of `work` (or of making the tasks); tasks that had not begun are not done.
+    """
+    remaining = iter(tasks)
+    lock = threading.Lock()
+    stopped = False
+
+    def next_task() -> tuple[_Task] | None:
+        # Making the next task (planning a read) is done by whoever needs it; generators are not thread-safe.
+        with lock:
+            for task in remaining:
+                return (task,)
+        return None
+
+    def drain(*first: tuple[_Task] | None) -> None:
+        nonlocal stopped
+        taken = [task for task in first if task is not None]
+        while not stopped:
+            task = taken.pop(0) if taken else next_task()
+            if task is None:
+                return
+            try:
+                work(task[0])
+            except BaseException:
+                stopped = True
+                raise
+
+    first, second = next_task(), next_task()
+    if second is None or threads == 1:
+        drain(first, second)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="mcore_ckpt-read") as pool:
+        futures = [pool.submit(drain, first), pool.submit(drain, second)]
+        futures += [pool.submit(drain) for _ in range(threads - 2)]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            stopped = True
+
+
+def padded_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:
+    """The aligned range around `[start, stop)`, which O_DIRECT can read straight into a buffer; not past the file."""
+    return start // ALIGNMENT_BYTES * ALIGNMENT_BYTES, max(stop, min(align_up(stop), file_bytes))
+
+
+def naming(error: LoadError, where: str) -> LoadError:
+    """The same error; it names `where` it happened, if it does not yet."""
+    return error if where in str(error) else type(error)(f"{where}: {error}")

@@ -1,0 +1,267 @@
+"""Stretches of flattened tensors: how Megatron-Core 0.12 to 0.15 kept optimizer state, to be read by any version.
+
+A rank of the distributed optimizer owns elements `[start, stop)` of its flattened parameter, which in turn is a box of
+the global parameter: Megatron's `ShardedTensor` with a `flattened_range`. Such a stretch is no box of the global
+tensor, so it is stored under another shape (Megatron's own form, which stock readers expect):
+
+    parameter   global [X, Y], local [x, y]                          elements
+    stored      [X / x, Y / y, x * y]                                grid of local boxes, each flattened
+    one shard   offsets [i, j, start], sizes [1, 1, stop - start]
+
+and `.metadata` notes the parameter's own global shape in `mcore_data`. Reading goes from any stored form to any wanted
+one: the same grid directly; another grid, or none, by way of the parameter's own coordinates.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from mcore_ckpt.core.boxes import Box, flat_boxes, intersect
+from mcore_ckpt.core.errors import CorruptCheckpointError, PlanError, ShapeMismatchError
+from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.load.read_requests import ReadRequest
+from mcore_ckpt.load.reader import FileSystemReader
+
+__all__ = ["StoredForm", "noted_shapes", "original_shape", "read_shards", "stored_form"]
+
+_NOTE = "nd_reformulated_orig_global_shape"
+# Pieces of stored stretches that are held at once while they are spread over their destinations.
+_BATCH_BYTES = 64 * 1024 * 1024
+
+
+class StoredForm(NamedTuple):
+    """What a shard is in the checkpoint, in elements.
+
+    Attributes:
+        shape: of the global tensor as stored.
+        offsets: of the shard in it.
+        sizes: of the shard in it.
+        original_shape: of the global parameter, where the stored one is another; None where it is the same.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    original_shape: tuple[int, ...] | None = None
+
+
+def stored_form(shard: Any) -> StoredForm:
+    """How a `ShardedTensor` is stored.
+
+    Raises:
+        PlanError: a flattened shard whose local box is not a cell of a regular grid.
+    """
+    if getattr(shard, "flattened_range", None) is None:
+        return StoredForm(tuple(shard.global_shape), tuple(shard.global_offset), _local_box(shard))
+    cell = _local_box(shard)
+    if any(offset % size for offset, size in zip(shard.global_offset, cell, strict=True)):
+        raise PlanError(
+            f"{shard.key}: a flattened shard must lie on a grid of boxes {list(cell)}; its box starts at "
+            f"{list(shard.global_offset)} of the global tensor {list(shard.global_shape)}"
+        )
+    start, stop = shard.flattened_range.start, shard.flattened_range.stop
+    return StoredForm(
+        (*shard.axis_fragmentations, math.prod(cell)),
+        (*(offset // size for offset, size in zip(shard.global_offset, cell, strict=True)), start),
+        (*(1 for _ in cell), stop - start),
+        tuple(shard.global_shape),
+    )
+
+
+def noted_shapes(original_shapes: Iterable[Mapping[str, tuple[int, ...]]]) -> dict[str, dict[str, Any]]:
+    """The notes for `.metadata`, from each rank's parameter shapes by key.
+
+    Raises:
+        PlanError: two ranks disagree.
+    """
+    merged: dict[str, tuple[int, ...]] = {}
+    for shapes in original_shapes:
+        for key, shape in shapes.items():
+            if merged.setdefault(key, shape) != shape:
+                raise PlanError(f"{key}: global shape {list(shape)} on one rank, {list(merged[key])} on another")
+    return {key: {_NOTE: shape} for key, shape in merged.items()}
+
+
+def original_shape(index: CheckpointIndex, key: str) -> tuple[int, ...] | None:
+    """Global shape of a parameter that is stored as flattened stretches; None if it is stored as it is."""
+    shape = index.mcore_data.get(key, {}).get(_NOTE)
+    return None if shape is None else tuple(shape)
+
+
+def read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
+    """Fill the data of `ShardedTensor`s, flattened or not, from a checkpoint that may hold them either way.
+
+    Args:
+        reader: of the checkpoint.
+        shards: what to fill. Those without data get some on the CPU; what of a tensor with `allow_shape_mismatch` is
+            not stored becomes zero.
+
+    Raises:
+        LoadError: see `FileSystemReader.read_items`.
+    """
+    direct: list[ReadRequest] = []
+    spread: list[_Wanted] = []
+    for shard in shards:
+        if shard.data is None:
+            shard.init_data("cpu", torch.zeros if shard.allow_shape_mismatch else torch.empty)
+        elif shard.allow_shape_mismatch:
+            shard.data.detach().zero_()
+        own_shape = original_shape(reader.index, shard.key)
+        flattened = getattr(shard, "flattened_range", None) is not None
+        if (not flattened and own_shape is None) or (
+            flattened and own_shape == tuple(shard.global_shape) and _same_grid(reader.index, shard)
+        ):
+            direct.append(_request(shard, stored_form(shard)))
+        elif own_shape is None:
+            wanted_shape = None if shard.allow_shape_mismatch else tuple(shard.global_shape)
+            direct += [
+                ReadRequest(shard.key, tensor, box.offsets, box.sizes, wanted_shape, shard.allow_shape_mismatch)
+                for box, tensor in _boxes(shard)
+            ]
+        else:
+            _check_shape(reader, shard, own_shape)
+            spread += [_Wanted(shard.key, own_shape, box, tensor) for box, tensor in _boxes(shard)]
+    reader.read_items(direct)
+    _read_spread(reader, spread)
+
+
+def _local_box(shard: Any) -> tuple[int, ...]:
+    prepended: int = shard.prepend_axis_num
+    return (1,) * prepended + tuple(shard.local_shape)
+
+
+def _request(shard: Any, form: StoredForm) -> ReadRequest:
+    tensor = shard.data.detach()
+    if tuple(tensor.shape) != form.sizes:
+        tensor = tensor.view(form.sizes)
+    shape = None if shard.allow_shape_mismatch else form.shape
+    return ReadRequest(shard.key, tensor, form.offsets, form.sizes, shape, shard.allow_shape_mismatch)
+
+
+def _same_grid(index: CheckpointIndex, shard: Any) -> bool:
+    entry = index.tensors.get(shard.key)
+    return entry is not None and tuple(entry.shape) == stored_form(shard).shape
+
+
+def _check_shape(reader: FileSystemReader, shard: Any, own_shape: tuple[int, ...]) -> None:
+    if not shard.allow_shape_mismatch and own_shape != tuple(shard.global_shape):
+        raise ShapeMismatchError(
+            f"{shard.key}: {reader.checkpoint_id} holds a tensor of global shape {list(own_shape)} (flattened), wanted "
+            f"is {list(shard.global_shape)}; load into a model of the shape that was saved"
+        )
+
+
+def _boxes(shard: Any) -> list[tuple[Box, torch.Tensor]]:
+    """What a shard holds, as boxes of the global parameter, each with the view of its data that has the box's shape."""
+    data = shard.data.detach()
+    stretch = getattr(shard, "flattened_range", None)
+    if stretch is None:
+        sizes = _local_box(shard)
+        return [(Box(tuple(shard.global_offset), sizes), data.view(sizes) if shard.prepend_axis_num else data)]
+    found = []
+    position = 0
+    for box in flat_boxes(_local_box(shard), stretch.start, stretch.stop):
+        count = math.prod(box.sizes)
+        offsets = tuple(own + base for own, base in zip(box.offsets, shard.global_offset, strict=True))
+        found.append((Box(offsets, box.sizes), data[position : position + count].view(box.sizes)))
+        position += count
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A box of a parameter that is stored flattened, in the parameter's own coordinates, and where it goes."""
+
+    key: str
+    own_shape: tuple[int, ...]
+    box: Box
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The elements `[first, stop)` of one flattened cell, which hold what is wanted of `share`."""
+
+    wanted: _Wanted
+    cell: Box
+    grid: tuple[int, ...]
+    stored_shape: tuple[int, ...]
+    share: Box
+    first: int
+    stop: int
+
+
+def _read_spread(reader: FileSystemReader, wanted: Iterable[_Wanted]) -> None:
+    """Read the stretches that hold the wanted boxes, some at a time, and copy the boxes out of them."""
+    batch: list[tuple[_Piece, torch.Tensor]] = []
+    held_bytes = 0
+    for one in wanted:
+        for piece in _pieces(reader, one):
+            buffer = torch.empty(piece.stop - piece.first, dtype=one.tensor.dtype)
+            batch.append((piece, buffer))
+            held_bytes += buffer.nbytes
+            if held_bytes >= _BATCH_BYTES:
+                _read_batch(reader, batch)
+                batch, held_bytes = [], 0
+    _read_batch(reader, batch)
+
+
+def _pieces(reader: FileSystemReader, wanted: _Wanted) -> list[_Piece]:
+    entry = reader.index.tensors.get(wanted.key)
+    if entry is None:
+        reader.read_items([ReadRequest(wanted.key, wanted.tensor, wanted.box.offsets, wanted.box.sizes)])  # raises
+        return []
+    stored_shape = tuple(entry.shape)
+    grid = stored_shape[:-1]
+    own_shape = wanted.own_shape
+    if len(grid) != len(own_shape) or any(n <= 0 or size % n for size, n in zip(own_shape, grid, strict=True)):
+        raise CorruptCheckpointError(
+            f"{wanted.key}: stored as a grid {list(grid)} of flattened boxes of a tensor {list(own_shape)}, which it "
+            "does not divide; `.metadata` contradicts itself"
+        )
+    cell = tuple(size // n for size, n in zip(wanted.own_shape, grid, strict=True))
+    ranges = [
+        range(start // size, min(-(-(start + extent) // size), n))
+        for start, extent, size, n in zip(wanted.box.offsets, wanted.box.sizes, cell, grid, strict=True)
+    ]
+    found = []
+    for place in itertools.product(*ranges):
+        cell_box = Box(tuple(i * size for i, size in zip(place, cell, strict=True)), cell)
+        share = intersect(cell_box, wanted.box)
+        if share is None:
+            continue
+        inner = [offset - base for offset, base in zip(share.offsets, cell_box.offsets, strict=True)]
+        strides = _strides(cell)
+        first = sum(i * stride for i, stride in zip(inner, strides, strict=True))
+        last = first + sum((n - 1) * stride for n, stride in zip(share.sizes, strides, strict=True))
+        found.append(_Piece(wanted, cell_box, place, stored_shape, share, first, last + 1))
+    return found
+
+
+def _read_batch(reader: FileSystemReader, batch: list[tuple[_Piece, torch.Tensor]]) -> None:
+    requests = []
+    for piece, buffer in batch:
+        sizes = (*(1 for _ in piece.grid), piece.stop - piece.first)
+        requests.append(
+            ReadRequest(piece.wanted.key, buffer.view(sizes), (*piece.grid, piece.first), sizes, piece.stored_shape)
+        )
+    reader.read_items(requests)
+    for piece, buffer in batch:
+        source = torch.as_strided(buffer, piece.share.sizes, _strides(piece.cell.sizes), 0)
+        target = piece.wanted.tensor
+        for axis, (offset, base, size) in enumerate(
+            zip(piece.share.offsets, piece.wanted.box.offsets, piece.share.sizes, strict=True)
+        ):
+            target = target.narrow(axis, offset - base, size)
+        target.copy_(source)
+
+
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a C-contiguous array, in elements."""
+    return tuple(itertools.accumulate(reversed(sizes[1:]), lambda a, b: a * b, initial=1))[::-1] if sizes else ()

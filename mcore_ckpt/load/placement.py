@@ -1,0 +1,218 @@
+"""Where read bytes end up: destination tensors, and the ways of putting a stored box into one.
+
+A destination that lies in host memory as the bytes lie in the file (same dtype, C-contiguous, a plain tensor) has an
+*address*: bytes are read or copied straight there. Everything else (strided views, other dtypes, devices, tensor
+subclasses) goes through torch, from a strided view of the buffer that the bytes were read into.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from mcore_ckpt.core.boxes import Box, intersect
+from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.storage.direct_io import aligned_buffer
+
+__all__ = [
+    "HostBytes",
+    "ReadBuffer",
+    "Want",
+    "address_of",
+    "alignment_for",
+    "memory_at",
+    "narrow",
+    "place_box",
+]
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+# Same-dtype copies are done on integers of the same width: torch copies those for every dtype, and bit by bit.
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class Want(NamedTuple):
+    """A box of a stored chunk, and the destination of the same shape that wants it.
+
+    Attributes:
+        box: relative to the chunk, in elements.
+        whole: the box is the whole chunk.
+        tensor: the destination; written in place.
+        address: where its bytes lie, when they lie exactly as stored (`address_of`); 0 otherwise.
+    """
+
+    box: Box
+    whole: bool
+    tensor: torch.Tensor
+    address: int
+
+
+def address_of(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
+    """Where in host memory a box of the tensor's own shape, stored as `stored_dtype`, belongs byte for byte; else 0."""
+    if (
+        tensor.dtype is stored_dtype
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and type(tensor) in _PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    ):
+        return tensor.data_ptr()
+    return 0
+
+
+def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of `tensor` that `box` (in elements) names."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def memory_at(address: int, length: int) -> memoryview:
+    """Writable bytes `[address, address + length)` of this process; whoever owns them has to stay alive."""
+    return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
+
+
+class HostBytes:
+    """Host memory that holds stored bytes, for copying out of.
+
+    Attributes:
+        address: of the first byte.
+        tensor: the bytes, as a flat uint8 tensor.
+    """
+
+    __slots__ = ("address", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.address = tensor.data_ptr()
+
+    @classmethod
+    def at(cls, address: int, length: int) -> HostBytes:
+        """Bytes `[address, address + length)` of this process; whoever owns them has to stay alive."""
+        return cls(torch.frombuffer((ctypes.c_ubyte * length).from_address(address), dtype=torch.uint8))
+
+    def strided(self, at: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+        """Elements of `dtype` from byte `at` on, as a view of that shape and strides (in elements).
+
+        A copy where the elements are not aligned, which torch wants: stock writers pack items at odd offsets.
+        """
+        span_elems = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        flat = self.tensor[at : at + span_elems * dtype.itemsize]
+        if (self.address + at) % dtype.itemsize:
+            flat = flat.clone()
+        elif flat.storage_offset() % dtype.itemsize:
+            flat = HostBytes.at(self.address + at, len(flat)).tensor
+        return flat.view(dtype).as_strided(sizes, strides)
+
+
+class ReadBuffer(HostBytes):
+    """Page-aligned host memory that spans are read into; reused from span to span, freed when dropped.
+
+    Args:
+        size_bytes: capacity.
+        pinned: page-locked, for fast copies to a device.
+    """
+
+    __slots__ = ("_keep", "size_bytes", "view")
+
+    def __init__(self, size_bytes: int, pinned: bool = False) -> None:
+        self.size_bytes = size_bytes
+        if pinned:
+            block = torch.empty(size_bytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
+            skip = -block.data_ptr() % mmap.PAGESIZE
+            super().__init__(block[skip : skip + size_bytes])
+            self._keep: object = block
+            self.view = memory_at(self.address, size_bytes)
+        else:
+            self.view = aligned_buffer(size_bytes)[:size_bytes]
+            super().__init__(torch.frombuffer(self.view, dtype=torch.uint8))
+            self._keep = self.view
+
+
+def _takes_bits(tensor: torch.Tensor, stored_dtype: torch.dtype) -> bool:
+    """True if stored elements can be put into the tensor bit by bit."""
+    return (
+        tensor.dtype is stored_dtype and type(tensor) in _PLAIN_TYPES and not tensor.is_neg() and not tensor.is_conj()
+    )
+
+
+def alignment_for(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
+    """The alignment at which `place_box` can use bytes in memory as they are; at others it may have to copy them first.
+
+    Whole rows are copied as bytes; single elements, and those that are converted, have to be aligned as such.
+    """
+    if tensor.dim() and tensor.stride(-1) == 1 and _takes_bits(tensor, stored_dtype):
+        return 1
+    return stored_dtype.itemsize
+
+
+def place_box(
+    memory: HostBytes,
+    at: int,
+    read_box: Box,
+    chunk_sizes: Sequence[int],
+    stored_dtype: torch.dtype,
+    want: Want,
+) -> None:
+    """Copy what a destination wants of a box that lies in a buffer.
+
+    Args:
+        memory: holds the bytes from the first to the last element of `read_box`, gaps included.
+        at: where in it the first element lies.
+        read_box: relative to the chunk, in elements.
+        chunk_sizes: shape of the stored chunk.
+        stored_dtype: dtype of the stored chunk.
+        want: the destination and what it wants of the chunk; its overlap with `read_box` is copied.
+    """
+    overlap = intersect(read_box, want.box)
+    if overlap is None:
+        return
+    strides = _strides(chunk_sizes)
+    first = sum(
+        (offset - base) * stride
+        for offset, base, stride in zip(overlap.offsets, read_box.offsets, strides, strict=True)
+    )
+    span_elems = 1 + sum((size - 1) * stride for size, stride in zip(overlap.sizes, strides, strict=True))
+    elem_bytes = stored_dtype.itemsize
+    inside = Box(tuple(o - w for o, w in zip(overlap.offsets, want.box.offsets, strict=True)), overlap.sizes)
+    destination = want.tensor.detach()
+    if inside.sizes != tuple(destination.shape):
+        destination = narrow(destination, inside)
+    wanted_elems = math.prod(overlap.sizes)
+    if want.address and span_elems == wanted_elems and destination.is_contiguous():
+        source = memory.address + at + first * elem_bytes
+        ctypes.memmove(destination.data_ptr(), source, wanted_elems * elem_bytes)
+        return
+    same_bits = _takes_bits(destination, stored_dtype)
+    at += first * elem_bytes
+    with torch.no_grad():
+        if same_bits and overlap.sizes and destination.stride(-1) == 1:
+            # As bytes, rows need not be aligned; torch copies each of them in one go.
+            row = [*overlap.sizes[:-1], overlap.sizes[-1] * elem_bytes]
+            source_view = memory.strided(at, torch.uint8, row, [*(stride * elem_bytes for stride in strides[:-1]), 1])
+            destination.view(torch.uint8).copy_(source_view)
+        elif same_bits:
+            carrier = _CARRIERS[elem_bytes]
+            destination.view(carrier).copy_(memory.strided(at, carrier, overlap.sizes, strides))
+        else:
+            destination.copy_(memory.strided(at, stored_dtype, overlap.sizes, strides))
+
+
+def _strides(sizes: Sequence[int]) -> list[int]:
+    strides = [1] * len(sizes)
+    for dim in range(len(sizes) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * sizes[dim + 1]
+    return strides
+
+
+def payload_bytes(dtype: str, sizes: Sequence[int]) -> int:
+    """Bytes of a C-contiguous box of that dtype (torch's name) and shape."""
+    return math.prod(sizes) * element_bytes(dtype)

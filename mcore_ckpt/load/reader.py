@@ -1,0 +1,310 @@
+"""The load half of the story, from a checkpoint's directory to filled tensors.
+
+    index (.metadata)  ->  wanted items (read_requests)  ->  byte ranges (ranges)  ->  reads (fetch)  ->  destinations
+
+`FileSystemReader` is DCP's `StorageReader`, so `dcp.load(sd, storage_reader=FileSystemReader(path))` works; what else
+loads (the strategies, the optimizer's state, the offline commands) asks it for boxes and objects directly.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from mcore_ckpt.core.boxes import Box, covers
+from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, ShapeMismatchError
+from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.safe_pickle import load_object
+from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
+from mcore_ckpt.load.items import ItemDecoder, ItemLocations
+from mcore_ckpt.load.read_requests import (
+    ReadRequest,
+    WantedItems,
+    dtype_mismatch,
+    missing_key,
+    stored_dtype,
+    tensor_entry,
+    want_chunk,
+    wanted_items,
+)
+from mcore_ckpt.load.tensor_reads import TensorReads
+from mcore_ckpt.storage.local import LocalStorage
+
+__all__ = ["FileSystemReader", "ReadRequest"]
+
+
+class FileSystemReader(StorageReader):
+    """Reads a `torch_dist` checkpoint from a directory: exactly the bytes that are wanted, and checks them.
+
+    Args:
+        path: the checkpoint's directory.
+        options: how to read; by default from the environment.
+
+    Attributes:
+        stats: what the reads have cost so far (`ReadStats`).
+        options: the options in force.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], options: LoadOptions | None = None) -> None:
+        super().__init__()
+        self.options = LoadOptions.from_environment() if options is None else options
+        self.stats = ReadStats()
+        self.reset(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Forget what is known of the checkpoint, and read from another one if `checkpoint_id` names it."""
+        if checkpoint_id is not None and str(checkpoint_id):
+            self.path = Path(checkpoint_id)
+        self._storage = LocalStorage(self.path)
+        self._index: CheckpointIndex | None = None
+        self._metadata: Metadata | None = None
+        self._located = ItemLocations()
+        self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
+        self._decoder = ItemDecoder(self._storage, self.options, self.stats)
+        self.load_id = str(uuid.uuid4())
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The directory that is read."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """True for what can be a directory of a local file system: a path, or a string that is no URL."""
+        return isinstance(checkpoint_id, Path) or "://" not in str(checkpoint_id)
+
+    @property
+    def index(self) -> CheckpointIndex:
+        """What the checkpoint holds; read on first use, then kept.
+
+        Raises:
+            CheckpointNotFoundError: no such directory, or no `.metadata` in it.
+            CorruptCheckpointError, UnsafePickleError: `.metadata` cannot be right.
+        """
+        if self._index is None:
+            self._index = read_index(self.path)
+        return self._index
+
+    # ----------------------------------------------------------------------------------------------- boxes and objects
+
+    def read_items(self, requests: Iterable[ReadRequest]) -> None:
+        """Fill destinations with boxes of global tensors.
+
+        Each stored byte is read once, however many destinations want it. Memory beyond the destinations stays within
+        `buffer_bytes`. When it raises, destinations may be filled in part.
+
+        Args:
+            requests: boxes and destinations, in any order.
+
+        Raises:
+            MissingKeyError, KindMismatchError, ShapeMismatchError, DtypeMismatchError: the checkpoint does not hold
+                what is asked for; nothing has been read.
+            CorruptCheckpointError: stored chunks do not hold all of a box (nothing has been read), or an item is not
+                what the index says.
+            ChecksumError: a record's bytes are not those that were written.
+        """
+        wanted = wanted_items(requests, self.index, allow_dtype_cast=self.options.allow_dtype_cast)
+        self._read(wanted)
+
+    def _read(self, wanted: WantedItems) -> None:
+        files = OpenFiles(self._storage, self.options.direct_io)
+        try:
+            reads = TensorReads(files, self.options, self._located, self.stats, self._decoder.place_tensor)
+            reads.run([wanted[key] for key in sorted(wanted)])
+        except LoadError as error:
+            raise naming(error, str(self.path)) from error
+        finally:
+            files.close()
+
+    def object_bytes(self, fqn: str) -> bytes:
+        """A stored object as `torch.save` made it, transforms undone, checksums compared, not unpickled.
+
+        Raises:
+            MissingKeyError, KindMismatchError: no object is stored under that key.
+            CorruptCheckpointError, ChecksumError: its bytes are not what was written.
+        """
+        return next(self._object_contents([self._object_entry(fqn)]))[1]
+
+    def _object_contents(self, entries: Iterable[ObjectEntry]) -> Iterator[tuple[ObjectEntry, bytes]]:
+        try:
+            yield from self._decoder.object_contents(entries)
+        except LoadError as error:
+            raise naming(error, str(self.path)) from error
+
+    def read_object(self, fqn: str) -> Any:
+        """A stored object, its pickle held to the allow-list.
+
+        Raises:
+            UnsafePickleError: it contains a class outside the allow-list; the message says how to allow it.
+            MissingKeyError, KindMismatchError, CorruptCheckpointError, ChecksumError: as `object_bytes`.
+        """
+        return self._unpickled(fqn, self.object_bytes(fqn))
+
+    def _unpickled(self, fqn: str, content: bytes) -> Any:
+        return load_object(content, self.options.allowed_classes, where=f"{fqn} in {self.path}")
+
+    def read_objects(self, fqns: Iterable[str]) -> dict[str, Any]:
+        """Stored objects by key; those that lie together are read together. Raises as `read_object`."""
+        keys = list(dict.fromkeys(fqns))
+        loaded = {
+            entry.fqn: self._unpickled(entry.fqn, content)
+            for entry, content in self._object_contents(self._object_entry(fqn) for fqn in keys)
+        }
+        return {fqn: loaded[fqn] for fqn in keys}
+
+    def _object_entry(self, fqn: str) -> ObjectEntry:
+        entry = self.index.objects.get(fqn)
+        if entry is None:
+            if fqn in self.index.tensors:
+                raise KindMismatchError(f"{fqn}: an object is wanted, but {self.path} holds a tensor under this key")
+            raise missing_key(fqn, self.index)
+        return entry
+
+    # ---------------------------------------------------------------------------------------------- DCP's StorageReader
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """DCP's `Metadata` of the checkpoint; the same object until `reset`."""
+        if self._metadata is None:
+            from mcore_ckpt.layout.torch_classes import to_dcp_metadata
+
+            self._metadata = to_dcp_metadata(self.index)
+        if self._metadata.storage_meta is None:
+            self._metadata.storage_meta = StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """DCP hands every rank the coordinator's metadata: the index is made from it, and `.metadata` read once."""
+        if metadata is self._metadata:
+            return
+        if self._index is None and metadata.storage_data is not None:
+            from mcore_ckpt.layout.torch_classes import from_dcp_metadata
+
+            self._index = from_dcp_metadata(metadata, self.path)
+            self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is: what to read follows from the items."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the items of a plan into what its planner gives as destinations.
+
+        Raises:
+            ShapeMismatchError, DtypeMismatchError: a destination has another shape or dtype than what is stored.
+            CorruptCheckpointError, ChecksumError, UnsafePickleError: stored bytes cannot be right, or not be trusted.
+        """
+        objects: dict[str, list[ReadItem]] = {}
+        tensors: list[ReadItem] = []
+        for read_item in plan.items:
+            if read_item.type == LoadItemType.BYTE_IO:
+                objects.setdefault(read_item.storage_index.fqn, []).append(read_item)
+            else:
+                tensors.append(read_item)
+        self._hand_over_objects(objects, planner)
+        # A planner may make a buffer for each destination and keep it until the commit (to dequantize from, say): those
+        # of a few items at a time must do.
+        batch_bytes = None if _destinations_are_in_place(planner) else 2 * self.options.buffer_bytes
+        for batch in self._batches(tensors, batch_bytes):
+            wanted: WantedItems = {}
+            pending: list[tuple[ReadItem, torch.Tensor]] = []
+            for read_item in batch:
+                tensor = planner.resolve_tensor(read_item)
+                self._want(wanted, read_item, tensor)
+                pending.append((read_item, tensor))
+            self._read(wanted)
+            for read_item, tensor in pending:
+                planner.commit_tensor(read_item, tensor)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _hand_over_objects(self, objects: dict[str, list[ReadItem]], planner: LoadPlanner) -> None:
+        for entry, content in self._object_contents(self._object_entry(fqn) for fqn in objects):
+            # The planner may unpickle without restraint, as DCP's own does: the pickle is tried here first.
+            self._unpickled(entry.fqn, content)
+            for read_item in objects[entry.fqn]:
+                planner.load_bytes(read_item, io.BytesIO(content))
+
+    def _batches(self, tensors: list[ReadItem], batch_bytes: int | None) -> Iterator[list[ReadItem]]:
+        """Read items in order of the files, cut where their destinations take more than `batch_bytes` together."""
+        if batch_bytes is None:
+            yield tensors
+            return
+        placed = [(self._chunk_of(read_item), read_item) for read_item in tensors]
+        placed.sort(key=lambda pair: (pair[0].item.file, pair[0].item.offset))
+        batch: list[ReadItem] = []
+        total_bytes = 0
+        for _, read_item in placed:
+            entry = tensor_entry(read_item.storage_index.fqn, self.index)
+            item_bytes = math.prod(read_item.lengths) * stored_dtype(entry).itemsize
+            if batch and total_bytes + item_bytes > batch_bytes:
+                yield batch
+                batch, total_bytes = [], 0
+            batch.append(read_item)
+            total_bytes += item_bytes
+        if batch:
+            yield batch
+
+    def _want(self, wanted: WantedItems, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        place = read_item.storage_index
+        entry = tensor_entry(place.fqn, self.index)
+        dtype = stored_dtype(entry)
+        if tensor.dtype is not dtype and not self.options.allow_dtype_cast:
+            raise dtype_mismatch(entry, tensor.dtype, self.index)
+        chunk = self._chunk_of(read_item)
+        box = Box(tuple(read_item.storage_offsets), tuple(read_item.lengths))
+        if tuple(tensor.shape) != box.sizes:
+            raise ShapeMismatchError(
+                f"{place.fqn}: a box of sizes {list(box.sizes)} is to be read into a destination of shape"
+                f" {list(tensor.shape)}"
+            )
+        want_chunk(wanted, entry, dtype, chunk, box, tensor)
+
+    def _chunk_of(self, read_item: ReadItem) -> StoredChunk:
+        fqn, offsets = read_item.storage_index.fqn, tuple(read_item.storage_index.offset or ())
+        chunks = self._chunks.get(fqn)
+        if chunks is None:
+            entry = tensor_entry(fqn, self.index)
+            # DCP plans the overlaps that it finds: where a chunk is missing, the destination would stay as it was.
+            problem = covers(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
+            if problem:
+                raise CorruptCheckpointError(
+                    f"{fqn}: the stored chunks do not make up the tensor: {problem}. The save of {self.path} did not"
+                    " finish or its index is damaged; load an earlier checkpoint"
+                )
+            chunks = self._chunks[fqn] = {chunk.offsets: chunk for chunk in entry.chunks}
+        chunk = chunks.get(offsets)
+        if chunk is None:
+            raise CorruptCheckpointError(
+                f"{fqn}: the plan wants the stored chunk at {list(offsets)}, the index of {self.path} has chunks at"
+                f" {[list(known) for known in list(chunks)[:8]]}"
+            )
+        return chunk
+
+
+def _destinations_are_in_place(planner: LoadPlanner) -> bool:
+    """True if a planner's destinations are views of the state dict, as those of DCP's default planner are."""
+    kind = type(planner)
+    return isinstance(planner, DefaultLoadPlanner) and all(
+        getattr(kind, name) is getattr(DefaultLoadPlanner, name)
+        for name in ("resolve_tensor", "transform_tensor", "commit_tensor")
+    )

@@ -1,0 +1,389 @@
+"""Wanted items -> reads -> destination tensors: the middle of a load.
+
+    small items      read whole, many in one span; each is located inside the buffer and copied out
+    large items      located first (head and tail, once per item and reader); then the wanted boxes of the payload are
+                     read, straight into the destination where they lie there as in the file, through a buffer otherwise
+    all other items  (compressed, transformed, strided) decoded by `torch.load`, one at a time
+
+The CRC-32 of every record that is read whole is compared, in pieces where it is read in pieces.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+
+from mcore_ckpt.core.boxes import Box, runs
+from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor_in
+from mcore_ckpt.format.zip_records import NotRangeable
+from mcore_ckpt.load.fetch import OpenFiles, ReadStats, in_parallel, naming, padded_range
+from mcore_ckpt.load.items import ItemLocations, RecordSum, check_located, checksum_error
+from mcore_ckpt.load.placement import HostBytes, ReadBuffer, Want, alignment_for, memory_at, place_box
+from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES, MAX_WASTE, Extent, Piece, Span, cluster_boxes, coalesce, split_box
+from mcore_ckpt.load.read_requests import WantedItem
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader
+
+__all__ = ["TensorReads"]
+
+# Below, an item is read whole with its neighbours, and copied out of the buffer: a copy at memory speed costs less than
+# reads of its own for header and payload.
+_PACKED_ITEM_BYTES = 1024 * 1024
+
+# From here on a piece goes straight into its destination rather than through a buffer that it shares with others.
+_DIRECT_PIECE_BYTES = 1024 * 1024
+
+# A packed item of which less is wanted is not read whole.
+_MOSTLY = 0.8
+
+# A span of more items than this is placed by one thread at a time, while others read.
+_MANY_ITEMS = 32
+
+# Rows with gaps between them are read so many bytes at a time: what a core's own cache holds.
+_ROWS_AT_ONCE_BYTES = 512 * 1024
+
+# Forms of items that are remembered; each takes 1 to 4 KB.
+_MAX_FORMS = 2048
+
+# Copies out of the page cache to a place a few bytes ahead, modulo the page, take four times as long on some CPUs (seen
+# on AMD EPYC: 3 GB/s for a shift of 1 to 16 bytes, 12 GB/s for none or for one of half a page).
+_FAR_SKEW = 2048
+
+
+class _PieceRead(NamedTuple):
+    """A piece of a located item, and where it goes.
+
+    Attributes:
+        wanted: the item.
+        payload_start: where the item's payload starts in its file.
+        piece: box and bytes of the payload.
+        wants: destinations that overlap the piece.
+        address: host memory that takes the piece's bytes just as they are; 0 if there is none.
+        alignment: the bytes have to lie on a multiple of this to be placed without a further copy.
+        record: sum of the whole record, if all of it is read.
+    """
+
+    wanted: WantedItem
+    payload_start: int
+    piece: Piece
+    wants: list[Want]
+    address: int
+    alignment: int
+    record: RecordSum | None
+
+
+class TensorReads:
+    """Reads wanted items into their destinations.
+
+    Args:
+        files: readers of the checkpoint's files.
+        options: window, gap, threads, and whether checksums are compared.
+        located: where payloads lie, as far as known; added to.
+        stats: counters; added to.
+        decode: reads an item that cannot be ranged: called with the item and the reason.
+    """
+
+    def __init__(
+        self,
+        files: OpenFiles,
+        options: LoadOptions,
+        located: ItemLocations,
+        stats: ReadStats,
+        decode: Callable[[WantedItem, str], None],
+    ) -> None:
+        self._files = files
+        self._options = options
+        self._located = located
+        self._stats = stats
+        self._decode = decode
+        self._unranged: list[tuple[WantedItem, str]] = []
+        self._forms: dict[tuple[torch.dtype, tuple[int, ...], int], ItemForm] = {}
+        self._pinned = False
+        self._threads = min(options.io_threads, max(1, options.buffer_bytes // options.window_bytes))
+        self._per_thread = threading.local()
+        self._placing = threading.Lock()
+
+    def run(self, items: Sequence[WantedItem]) -> None:
+        """Fill the destinations of `items`, which are in order of file and offset.
+
+        Raises:
+            ChecksumError: a record's bytes are not those that were written.
+            CorruptCheckpointError: an item is not what the index says, or its file is too short.
+            LoadError: reading failed.
+        """
+        self._pinned = any(want.tensor.is_cuda for wanted in items[:64] for want in wanted.wants)
+        rangeable: list[tuple[WantedItem, bool]] = []
+        unlocated: list[WantedItem] = []
+        needed_bytes = 0
+        for wanted in items:
+            needed = wanted.needed_bytes
+            needed_bytes += needed
+            item = wanted.chunk.item
+            if item.transforms:
+                self._unranged.append((wanted, f"it is stored through {', '.join(item.transforms)}"))
+                continue
+            packed = self._is_packed(item.length, needed)
+            rangeable.append((wanted, packed))
+            if not packed and wanted not in self._located:
+                unlocated.append(wanted)
+        self._stats.add(bytes_needed=needed_bytes)
+
+        def decode_later(wanted: WantedItem, reason: str) -> None:
+            self._unranged.append((wanted, reason))
+
+        with self._located.ahead(unlocated, self._files, self._stats, self._threads, decode_later) as located:
+            spans = coalesce(
+                self._extents(rangeable, located),
+                window_bytes=self._options.window_bytes,
+                max_gap_bytes=self._options.max_gap_bytes,
+            )
+            try:
+                in_parallel(spans, self._read_span, self._threads)
+            finally:
+                self._per_thread = threading.local()  # frees the buffers
+        for wanted, reason in self._unranged:
+            self._decode(wanted, reason)
+
+    # ------------------------------------------------------------------------------------------------- what to read
+
+    def _is_packed(self, length: int, needed_bytes: int) -> bool:
+        if length > _PACKED_ITEM_BYTES or length > self._options.window_bytes:
+            return False
+        return length <= CHEAP_GAP_BYTES or needed_bytes >= _MOSTLY * length
+
+    def _extents(
+        self, rangeable: Iterable[tuple[WantedItem, bool]], located_at: Callable[[WantedItem], LocatedTensor | None]
+    ) -> Iterator[Extent]:
+        for wanted, packed in rangeable:
+            if packed:
+                item = wanted.chunk.item
+                start, length = item.offset, item.length
+                yield Extent(item.file, start, start + length, length, wanted)
+            elif located := located_at(wanted):  # else it was found not to be rangeable
+                yield from self._piece_extents(wanted, located)
+
+    def _piece_extents(self, wanted: WantedItem, located: LocatedTensor) -> Iterator[Extent]:
+        clusters = cluster_boxes(wanted.chunk.sizes, [want.box for want in wanted.wants])
+        record = None
+        if self._options.verify_crc and located.crc32 is not None and clusters[0][0].sizes == wanted.chunk.sizes:
+            record = RecordSum(wanted.payload_bytes, located.crc32)
+        payload_start = wanted.item.offset + located.payload_offset
+        if len(clusters) == 1:
+            return self._cluster_extents(wanted, payload_start, clusters[0][0], wanted.wants, record)
+        # Pieces of one cluster may lie between those of another.
+        return heapq.merge(
+            *(
+                self._cluster_extents(wanted, payload_start, box, [wanted.wants[at] for at in members], record)
+                for box, members in clusters
+            ),
+            key=lambda extent: extent.start,
+        )
+
+    def _cluster_extents(
+        self, wanted: WantedItem, payload_start: int, box: Box, wants: list[Want], record: RecordSum | None
+    ) -> Iterator[Extent]:
+        options, elem_bytes = self._options, wanted.dtype.itemsize
+        alignment = max(alignment_for(want.tensor, wanted.dtype) for want in wants)
+        for piece in split_box(
+            wanted.chunk.sizes,
+            box,
+            elem_bytes,
+            window_bytes=options.window_bytes,
+            max_gap_bytes=options.max_gap_bytes,
+        ):
+            wanted_bytes = math.prod(piece.box.sizes) * elem_bytes
+            contiguous = wanted_bytes == piece.stop - piece.start
+            address = _address(wants[0], piece.box, elem_bytes) if contiguous and len(wants) == 1 else 0
+            # Long straight pieces need no buffer to share; pieces that are mostly gaps may be copied without a read.
+            straight = address != 0 and wanted_bytes >= _DIRECT_PIECE_BYTES
+            gappy = piece.stop - piece.start > (1 + MAX_WASTE) * wanted_bytes
+            yield Extent(
+                wanted.item.file,
+                payload_start + piece.start,
+                payload_start + piece.stop,
+                wanted_bytes,
+                _PieceRead(wanted, payload_start, piece, wants, address, alignment, record),
+                alone=straight or gappy,
+            )
+
+    # -------------------------------------------------------------------------------------------- reading and placing
+
+    def _read_span(self, span: Span) -> None:
+        first = span.extents[0]
+        owner = first.owner
+        try:
+            with self._files.reader(span.file) as reader:
+                if first.alone and owner.address:
+                    self._read_straight(reader, span, owner)
+                    return
+                reader.check_range(span.start, span.stop - span.start)
+                if first.alone:
+                    if not self._copy_cached(reader, first):
+                        self._read_rows(reader, first)
+                    return
+                buffer = self._buffer(span.stop - span.start)
+                start, stop = padded_range(span.start, span.stop, reader.size_bytes)
+                skew = _skew(first, start)
+                reader.read_into(start, buffer.view[skew : skew + stop - start])
+        except LoadError as error:
+            raise _naming(error, owner if isinstance(owner, WantedItem) else owner.wanted) from error
+        self._stats.add(reads=1, bytes_read=stop - start)
+        shift = skew - start
+        checked = 0
+        # Many small items are Python's work more than memory's: two threads at it would only wait for each other.
+        with self._placing if len(span.extents) > _MANY_ITEMS else nullcontext():
+            for extent in span.extents:
+                owner = extent.owner
+                if isinstance(owner, WantedItem):
+                    checked += self._place_packed(buffer, extent.start + shift, owner)
+                else:
+                    self._place_piece(buffer, extent.start + shift, owner)
+        self._stats.add(records_checked=checked)
+
+    def _read_straight(self, reader: RangeReader, span: Span, read: _PieceRead) -> None:
+        """Read a piece to where it belongs, summing it while its bytes are in the CPU's cache."""
+        length, crc = span.stop - span.start, 0
+
+        def add_to_sum(part: memoryview) -> None:
+            nonlocal crc
+            crc = crc32(part, crc)
+
+        reader.read_into(span.start, memory_at(read.address, length), add_to_sum if read.record else None)
+        self._stats.add(reads=1, bytes_read=length)
+        self._compare(read, length, crc)
+
+    def _copy_cached(self, reader: RangeReader, extent: Extent) -> bool:
+        """Copy the wanted bytes of a piece that is mostly gaps straight out of the page cache, if they are there."""
+        length = extent.stop - extent.start
+        with reader.cached(extent.start, length) as address:
+            if not address or address % extent.owner.alignment:
+                return False
+            self._place_piece(HostBytes.at(address, length), 0, extent.owner)
+        self._stats.add(reads=1, bytes_read=extent.wanted_bytes)
+        return True
+
+    def _read_rows(self, reader: RangeReader, extent: Extent) -> None:
+        """Read a piece that is mostly gaps, some rows at a time.
+
+        What one rank leaves out between its rows, the next one wants: from the page cache, both get it.
+        """
+        read: _PieceRead = extent.owner
+        wanted, sizes = read.wanted, read.wanted.chunk.sizes
+        buffer = self._buffer(0)
+        for part in split_box(
+            sizes,
+            read.piece.box,
+            wanted.dtype.itemsize,
+            window_bytes=min(_ROWS_AT_ONCE_BYTES, self._options.window_bytes),
+            max_gap_bytes=self._options.max_gap_bytes,
+        ):
+            start, length = read.payload_start + part.start, part.stop - part.start
+            at = start % ALIGNMENT_BYTES
+            if at % read.alignment:
+                at = _FAR_SKEW
+            reader.read_shared(start, buffer.view[at : at + length])
+            self._stats.add(reads=1, bytes_read=length)
+            for want in read.wants:
+                place_box(buffer, at, part.box, sizes, wanted.dtype, want)
+
+    def _buffer(self, needed_bytes: int) -> ReadBuffer:
+        buffer: ReadBuffer | None = getattr(self._per_thread, "buffer", None)
+        size_bytes = max(needed_bytes, self._options.window_bytes) + 3 * ALIGNMENT_BYTES
+        if buffer is None or buffer.size_bytes < size_bytes:
+            self._per_thread.buffer = None  # freed before the larger one is made
+            buffer = self._per_thread.buffer = ReadBuffer(size_bytes, self._pinned)
+        return buffer
+
+    def _place_packed(self, buffer: ReadBuffer, at: int, wanted: WantedItem) -> int:
+        """Copy a whole item out of the buffer; returns how many records were checked."""
+        chunk = wanted.chunk
+        length = chunk.item.length
+        view = buffer.view[at : at + length]
+        kind = wanted.dtype, chunk.sizes, length
+        form = self._forms.get(kind)
+        if form is not None:
+            stated = form.payload_crc32(view)
+            start, stop = len(form.head), form.payload_stop
+            if stated is not None and (not self._options.verify_crc or crc32(view[start:stop]) == stated):
+                self._place_payload(buffer, at + start, stop - start, wanted)
+                return int(self._options.verify_crc)
+        try:
+            located = locate_tensor_in(view, wanted.fqn)
+            check_located(wanted, located)
+        except NotRangeable as reason:
+            self._unranged.append((wanted, str(reason).removeprefix(f"{wanted.fqn}: ")))
+            return 0
+        except LoadError as error:
+            raise _naming(error, wanted) from error
+        check = self._options.verify_crc and located.record_crc32 is not None
+        if located.crc32 is not None and len(self._forms) < _MAX_FORMS:
+            form = form_of(view, located.payload_offset, located.payload_bytes, located.crc32)
+            if form is not None:
+                self._forms[kind] = form
+        if check:
+            offset, length = located.record_offset, located.record_bytes
+            got = crc32(view[offset : offset + length])
+            if got != located.record_crc32:
+                raise checksum_error(wanted, offset, length, located.record_crc32, got)
+        self._place_payload(buffer, at + located.payload_offset, located.payload_bytes, wanted)
+        return int(check)
+
+    def _place_payload(self, buffer: ReadBuffer, at: int, length: int, wanted: WantedItem) -> None:
+        """Copy a whole payload out of the buffer."""
+        for want in wanted.wants:
+            if want.whole and want.address:
+                ctypes.memmove(want.address, buffer.address + at, length)
+            else:
+                sizes = wanted.chunk.sizes
+                place_box(buffer, at, Box((0,) * len(sizes), sizes), sizes, wanted.dtype, want)
+
+    def _place_piece(self, memory: HostBytes, at: int, read: _PieceRead) -> None:
+        length = read.piece.stop - read.piece.start
+        if read.record is not None:
+            self._compare(read, length, crc32(memory_at(memory.address + at, length)))
+        if read.address:
+            ctypes.memmove(read.address, memory.address + at, length)
+            return
+        for want in read.wants:
+            place_box(memory, at, read.piece.box, read.wanted.chunk.sizes, read.wanted.dtype, want)
+
+    def _compare(self, read: _PieceRead, length: int, crc: int) -> None:
+        """Note a piece's CRC-32; with the last piece of a record, compare the sum with what was written."""
+        if read.record is None:
+            return
+        total = read.record.add(read.piece.start, length, crc)
+        if total is None:
+            return
+        if total != read.record.expected:
+            offset = read.payload_start - read.wanted.item.offset
+            raise checksum_error(read.wanted, offset, read.record.length, read.record.expected, total)
+        self._stats.add(records_checked=1)
+
+
+def _address(want: Want, box: Box, elem_bytes: int) -> int:
+    """Where in host memory the bytes of `box` (relative to the chunk) belong, if they are contiguous there; else 0."""
+    if not want.address:
+        return 0
+    inside = Box(tuple(o - w for o, w in zip(box.offsets, want.box.offsets, strict=True)), box.sizes)
+    destination = runs(want.box.sizes, inside, elem_bytes)
+    return 0 if destination.counts else want.address + destination.first_byte
+
+
+def _skew(first: Extent, start: int) -> int:
+    """How far into the buffer to read a span from `start` on, so that its first piece lies aligned there."""
+    owner = first.owner
+    skew = 0 if isinstance(owner, WantedItem) else -(first.start - start) % owner.alignment
+    return skew + _FAR_SKEW if skew else 0
+
+
+def _naming(error: LoadError, wanted: WantedItem) -> LoadError:
+    return naming(error, wanted.where)

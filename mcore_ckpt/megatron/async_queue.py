@@ -1,0 +1,150 @@
+"""Megatron's async queue, served by ours: its methods, and what its training code asks for by strategy name.
+
+The methods of the class are replaced, not the class: training code makes queues when it is imported, frameworks keep
+them as attributes, and all of them must be served. Each gets a queue of ours of its own at its first use.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any
+
+from mcore_ckpt.core.errors import SaveError
+from mcore_ckpt.megatron.patches import Patches
+from mcore_ckpt.save.async_queue import AsyncCallsQueue
+
+__all__ = ["async_strategy_source", "replace_methods", "require_idle", "served_queue"]
+
+_ATTRIBUTE = "_mcore_ckpt_queue"
+_FIRST_INDEX = "_mcore_ckpt_first_index"
+_served: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def served_queue(queue: Any) -> AsyncCallsQueue:
+    """The queue of ours that stands behind a queue of Megatron's; made at the first call."""
+    ours: AsyncCallsQueue | None = vars(queue).get(_ATTRIBUTE)
+    if ours is None:
+        ours = AsyncCallsQueue(persistent=bool(getattr(queue, "persistent", False)))
+        setattr(queue, _ATTRIBUTE, ours)
+        _served.add(queue)
+    return ours
+
+
+def require_idle() -> None:
+    """Raise unless every save of every served queue has been finalized.
+
+    Raises:
+        SaveError: one has not been.
+    """
+    waiting = sum(served_queue(queue).get_num_unfinalized_calls() for queue in list(_served))
+    if waiting:
+        raise SaveError(
+            f"{waiting} async saves are not finalized yet, and the stock queue could not finish them; call "
+            "maybe_finalize_async_calls(blocking=True) first"
+        )
+    for queue in list(_served):
+        vars(queue).pop(_ATTRIBUTE, None)
+    _served.clear()
+
+
+def replace_methods(patches: Patches, stock: Any, errors: type[AbstractContextManager[None]]) -> None:
+    """Let ours serve every instance of the stock queue class, and of its subclasses, old and new.
+
+    Calls that the stock methods had in flight when the methods were replaced are finished by the stock methods.
+
+    Args:
+        patches: takes note of what is replaced.
+        stock: Megatron's class.
+        errors: a context in which our exceptions become Megatron's.
+    """
+    finalize, close = stock.maybe_finalize_async_calls, stock.close
+    close_takes_abort = "abort" in inspect.signature(close).parameters  # from 0.15 on
+
+    def schedule_async_request(self: Any, async_request: Any) -> int:
+        self.call_idx = served_queue(self).schedule_async_request(async_request) + _first_index(self)
+        return int(self.call_idx)
+
+    def maybe_finalize_async_calls(self: Any, blocking: bool = False, no_dist: bool = False) -> list[int]:
+        before = finalize(self, blocking, no_dist) if self.async_calls else []
+        if self.async_calls:
+            return list(before)  # in order: what was scheduled later is finalized later
+        with errors():
+            indices = served_queue(self).maybe_finalize_async_calls(blocking, no_dist)
+        return [*before, *(index + _first_index(self) for index in indices)]
+
+    def get_num_unfinalized_calls(self: Any) -> int:
+        return len(self.async_calls) + served_queue(self).get_num_unfinalized_calls()
+
+    def close_both(self: Any, abort: bool = False) -> None:
+        if self.async_calls or getattr(self, "persistent_caller", None) is not None:
+            close(self, abort) if close_takes_abort else close(self)
+        with errors():
+            served_queue(self).close(abort=abort)
+
+    patches.set(stock, "schedule_async_request", schedule_async_request)
+    patches.set(stock, "maybe_finalize_async_calls", maybe_finalize_async_calls)
+    patches.set(stock, "get_num_unfinalized_calls", get_num_unfinalized_calls)
+    patches.set(stock, "close", close_both)
+    if "warmup_persistent_caller" in vars(stock):
+        patches.set(stock, "warmup_persistent_caller", AsyncCallsQueue.warmup_persistent_caller)
+
+
+def _first_index(queue: Any) -> int:
+    """Index of the first call that ours serves: those that the stock methods served before have the lower ones."""
+    first = vars(queue).get(_FIRST_INDEX)
+    if first is None:
+        first = max(int(queue.call_idx), -1) + 1
+        setattr(queue, _FIRST_INDEX, first)
+    return int(first)
+
+
+def async_strategy_source(torch_strategies: ModuleType) -> Any:
+    """A `get_async_strategy` (0.17 on) that serves `"nvrx"` with or without nvidia-resiliency-ext installed.
+
+    What it returns serves the formats that are not ours, too (`torch_dcp`, `fsdp_dtensor`); the queue is always ours,
+    and so is the writer, unless NVRx brings one.
+    """
+    stock = torch_strategies.get_async_strategy
+
+    @functools.wraps(stock)
+    def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
+        try:
+            name, modules = stock(async_strategy)
+        except ModuleNotFoundError:
+            if async_strategy != "nvrx":
+                raise
+            name, modules = "nvrx", stock("mcore")[1]
+        modules = {
+            **modules,
+            "AsyncCallsQueue": AsyncCallsQueue,
+            "get_write_results_queue": _results_queue_is_made_when_needed,
+            "save_state_dict_async_plan": _plan_with_cache_argument(modules["save_state_dict_async_plan"]),
+        }
+        return name, modules if module is None else modules[module]
+
+    return get_async_strategy
+
+
+def _results_queue_is_made_when_needed(mp_mode: str = "spawn") -> None:
+    """Called by the launch ahead of time; ours needs no such queue, and the stock writers make theirs on first use."""
+
+
+def _plan_with_cache_argument(plan: Any) -> Any:
+    """Megatron's planning function for the training code, which calls it as if it were NVRx's.
+
+    The training code passes `enable_cache=` and takes the result for the arguments of the finalize function; Megatron's
+    own function knows no such argument, and returns its caches beside them.
+    """
+    if "enable_cache" in inspect.signature(plan).parameters:
+        return plan
+
+    @functools.wraps(plan)
+    def plan_and_drop_caches(*args: Any, enable_cache: bool | None = None, **kwargs: Any) -> Any:
+        result = plan(*args, **kwargs)
+        return result if enable_cache is None else result[0]
+
+    return plan_and_drop_caches

@@ -1,0 +1,114 @@
+"""The common state of a checkpoint: what is not sharded (arguments, schedules, iteration), the same for all ranks.
+
+To 0.18 Megatron-Core keeps it in `common.pt`, from 0.19 on in an object `common_state` inside the data files. Either is
+read here, whichever version is installed, and the one that belongs to the `.metadata` in force is taken: a `common.pt`
+may be the rest of an older checkpoint, or be waiting under its pending name (see `commit`).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.core.errors import CheckpointNotFoundError, SaveError
+from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.core.ranks import coordination_group
+from mcore_ckpt.directory.commit import PENDING_COMMON, common_file_in_force
+from mcore_ckpt.format.index import object_key
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE
+from mcore_ckpt.format.safe_pickle import load_object
+from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.storage.local import LocalStorage
+
+__all__ = ["COMMON_STATE_KEY", "load_common", "save_common", "save_config"]
+
+COMMON_STATE_KEY = object_key("common_state", (0,), (1,))
+_PENDING_SUFFIX = ".pending"
+
+
+def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Write the common state beside the checkpoint that is going to be saved; every rank calls it, the first writes.
+
+    Where the directory holds a checkpoint already, the new state gets a name of its own, and takes the place of the
+    old one only when the new checkpoint is published: an overwritten `common.pt` would spoil the old checkpoint.
+
+    Args:
+        common_state_dict: what to write.
+        checkpoint_dir: directory of the checkpoint; it must exist.
+
+    Raises:
+        SaveError: it cannot be written; raised on every rank.
+    """
+    storage = LocalStorage(checkpoint_dir)
+
+    def write() -> None:
+        content = io.BytesIO()
+        torch.save(common_state_dict, content)
+        storage.publish(PENDING_COMMON if storage.exists(METADATA_FILE) else COMMON_FILE, content.getvalue())
+
+    coordination_group().run_on_coordinator("write the common state", write, wrap=SaveError)
+
+
+def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Write `metadata.json`; the first rank calls it, when the checkpoint has been published.
+
+    A checkpoint that replaces another needs the file that is there: so it is replaced by a rename, or, if it says the
+    same, not at all. Killed while it overwrites the file, a save would leave a checkpoint that nobody can load.
+
+    Args:
+        config: Megatron's `CheckpointingConfig`, a dataclass.
+        checkpoint_dir: directory of the checkpoint.
+
+    Raises:
+        SaveError: it cannot be written.
+    """
+    storage = LocalStorage(checkpoint_dir)
+    content = json.dumps(asdict(config)).encode()
+    if not storage.exists(CONFIG_FILE) or storage.read(CONFIG_FILE) != content:
+        storage.publish(CONFIG_FILE, content)
+
+
+def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | None = None) -> Any:
+    """The common state of a checkpoint, tensors on the CPU.
+
+    Raises:
+        CheckpointNotFoundError: there is neither a file nor an object that holds it.
+        UnsafePickleError: it contains a class outside the allow-list; the message says how to allow it.
+        CorruptCheckpointError: it cannot be decoded.
+    """
+    options = LoadOptions.from_environment() if options is None else options
+    directory = Path(checkpoint_dir)
+    storage = LocalStorage(directory)
+    names = storage.list() if directory.is_dir() else []
+    file: str | None = COMMON_FILE if COMMON_FILE in names else None
+    if METADATA_FILE in names and _index_decides(storage, names):
+        reader = FileSystemReader(directory, options)
+        file = common_file_in_force(names, reader.index)
+        if file is None and COMMON_STATE_KEY in reader.index.objects:
+            stored = reader.read_object(COMMON_STATE_KEY)
+            return stored[0] if isinstance(stored, list) else stored
+    if file is None:
+        raise CheckpointNotFoundError(
+            f"{directory / COMMON_FILE}: Common file does not exist, nor does .metadata name an object "
+            f"{COMMON_STATE_KEY}; expected one of them in a checkpoint of Megatron-Core. The directory holds "
+            f"{', '.join(sorted(names)[:8]) or 'nothing'}{', ...' if len(names) > 8 else ''}"
+        )
+    return load_object(storage.read(file), options.allowed_classes)
+
+
+def _index_decides(storage: LocalStorage, names: list[str]) -> bool:
+    """Whether the index has to be read to know where the common state is: most have only `common.pt`.
+
+    An index of many ranks takes seconds to decode. That it names no `common_state` shows in its bytes.
+    """
+    if COMMON_FILE not in names:
+        return True
+    if any(name.startswith(COMMON_FILE) and name.endswith(_PENDING_SUFFIX) for name in names):
+        return True
+    return COMMON_STATE_KEY.encode() in storage.read(METADATA_FILE)

@@ -1,0 +1,207 @@
+"""`install()` and `uninstall()`: this package in the place of Megatron-Core's own checkpointing, version by version.
+
+Names are replaced, not behaviour of torch: the strategy classes, the reader and writer of the common state, and the
+methods of the async queue (so that queues made before `install()` are served too). docs/megatron.md lists them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from mcore_ckpt.core.errors import UnsupportedMegatronError
+from mcore_ckpt.core.options import LoadOptions, SaveOptions, unknown_variables
+from mcore_ckpt.core.version import __version__
+from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.megatron import async_queue as megatron_queue
+from mcore_ckpt.megatron import common_state
+from mcore_ckpt.megatron.errors import MegatronErrors
+from mcore_ckpt.megatron.patches import (
+    MODULES_CALLING_PRODUCT,
+    MODULES_NAMING_CUDA,
+    serve_with_numpy_2,
+    serve_without_cuda,
+)
+from mcore_ckpt.megatron.registry import get_strategy, registered_strategies
+from mcore_ckpt.megatron.versions import (
+    CHECKPOINTING,
+    TESTED_VERSIONS,
+    installed_version_text,
+    megatron_module,
+    megatron_version,
+    patches,
+)
+
+__all__ = ["existing_modules", "install", "uninstall"]
+
+logger = logging.getLogger("mcore_ckpt")
+
+_NEWEST = (0, 19)
+
+
+def install() -> dict[str, Any]:
+    """Make Megatron-Core save and load `torch_dist` checkpoints with this package, wherever it would use its own code.
+
+    Strategies that Megatron looks up or constructs by name are ours from then on, in modules that have imported the
+    names already, too; so are the reader and writer of the common state, and every `AsyncCallsQueue`, including those
+    that exist. Where torch sees no CUDA device, the parts of `dist_checkpointing` that name one are served on the CPU.
+    Options come from `MCORE_CKPT_*` variables (`SaveOptions.from_environment`).
+
+    A second call changes nothing. `uninstall()` takes everything back.
+
+    Returns:
+        What was replaced: dotted name -> Megatron's own object.
+
+    Raises:
+        OptionError: a `MCORE_CKPT_*` variable has a value that cannot be.
+        UnsupportedMegatronError: megatron-core is missing, too old, or lacks a name that has to be replaced. Nothing
+            is changed then: a job never runs half on stock code.
+    """
+    if not patches.replaced():
+        # A value that cannot be is refused here: the first save may be hours away.
+        SaveOptions.from_environment()
+        LoadOptions.from_environment()
+        for name, alike in unknown_variables().items():
+            logger.warning("%s sets no option of mcore_ckpt%s", name, f"; {alike} would" if alike else "")
+        version = megatron_version()
+        if version[:2] > _NEWEST:
+            logger.warning(
+                "megatron-core %s is newer than what this package was tested with (%s to %s); going on, since all "
+                "that has to be replaced must be found, or install() fails",
+                installed_version_text(),
+                TESTED_VERSIONS[0],
+                TESTED_VERSIONS[-1],
+            )
+        try:
+            _replace_all(version)
+        except BaseException:
+            patches.undo()
+            raise
+        _announce()
+    return patches.replaced()
+
+
+def uninstall() -> None:
+    """Put back everything that `install()` replaced; does nothing where it is not in force.
+
+    Raises:
+        SaveError: an async queue still holds a save that was not finalized; finalize it first.
+    """
+    if patches.replaced():
+        megatron_queue.require_idle()
+        patches.undo()
+
+
+def _replace_all(version: tuple[int, int, int]) -> None:
+    # Here and not above: importing the strategies needs megatron-core, importing the name `install` must not.
+    from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
+
+    torch_strategies = _required("strategies.torch", "TorchDistSaveShardedStrategy", "TorchDistLoadShardedStrategy")
+    async_utils = _required("strategies.async_utils", "AsyncCallsQueue", "AsyncRequest")
+    common = _required("strategies.common")
+    serialization = _required("serialization", "save", "load", "load_common_state_dict")
+
+    patches.replace(torch_strategies, "TorchDistSaveShardedStrategy", TorchDistSaveStrategy)
+    patches.replace(torch_strategies, "TorchDistLoadShardedStrategy", TorchDistLoadStrategy)
+    filesystem_async = _required("strategies.filesystem_async", "FileSystemWriterAsync")
+    patches.replace(filesystem_async, "FileSystemWriterAsync", FileSystemWriterAsync)
+    if version[:2] <= (0, 16):
+        # Called by Megatron at every look-up, to put the stock strategies into its registry.
+        _required("strategies.torch", "register_default_torch_strategies")
+        patches.replace(torch_strategies, "register_default_torch_strategies", _register_ours)
+        _required("strategies.common", "TorchCommonSaveStrategy", "TorchCommonLoadStrategy")
+        patches.set(common.TorchCommonSaveStrategy, "save_common", _as_method(common_state.save_common))
+        patches.set(common.TorchCommonLoadStrategy, "load_common", _as_method(_load_common))
+    else:
+        _required("strategies.common", "save_common", "load_common")
+        patches.replace(common, "save_common", common_state.save_common)
+        patches.replace(common, "load_common", _load_common)
+        patches.replace(serialization, "remove_sharded_tensors", _remove_sharded_tensors)
+        _required("strategies.torch", "get_async_strategy")
+        patches.replace(torch_strategies, "get_async_strategy", megatron_queue.async_strategy_source(torch_strategies))
+    if version[:2] >= (0, 19):
+        patches.replace(serialization, "load_common_state_dict", _load_common_state_dict)
+    patches.replace(_required("core", "save_config"), "save_config", common_state.save_config)
+    megatron_queue.replace_methods(patches, async_utils.AsyncCallsQueue, MegatronErrors)
+    if version[:2] <= (0, 15):
+        serve_with_numpy_2(patches, existing_modules(MODULES_CALLING_PRODUCT))
+    serve_without_cuda(patches, existing_modules(MODULES_NAMING_CUDA))
+
+
+def _required(module_name: str, *names: str) -> Any:
+    module = megatron_module(module_name)
+    missing = [name for name in names if not hasattr(module, name)]
+    if missing:
+        raise UnsupportedMegatronError(
+            f"megatron-core {installed_version_text()}: {module.__name__} has no {', '.join(missing)}, so this "
+            f"version cannot be served (tested: {TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}). Nothing was changed. "
+            "Install a tested version of megatron-core, or a newer mcore-ckpt"
+        )
+    return module
+
+
+def existing_modules(module_names: Iterable[str]) -> Iterator[ModuleType]:
+    """Those of Megatron's modules that can be imported: some need packages of their own, and are not in use then."""
+    for name in module_names:
+        with contextlib.suppress(ImportError):
+            yield import_module(f"{CHECKPOINTING}.{name}")
+
+
+def _register_ours() -> None:
+    """Fill Megatron's registry (0.12 - 0.16) from ours: new strategies for each look-up that it serves."""
+    registry = megatron_module("strategies.base")
+    for action, backend, version in registered_strategies():
+        registry.register_default_strategy(
+            registry.StrategyAction(action), backend, version, get_strategy(action, backend, version)
+        )
+
+
+def _as_method(function: Any) -> Any:
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return method
+
+
+def _load_common(checkpoint_dir: Any) -> Any:
+    with MegatronErrors():
+        return common_state.load_common(checkpoint_dir)
+
+
+def _load_common_state_dict(checkpoint_dir: Any) -> Any:
+    megatron_module("validation").verify_checkpoint(str(checkpoint_dir))
+    return _load_common(checkpoint_dir)
+
+
+def _remove_sharded_tensors(checkpoint_dir: Any, key_prefix: str) -> None:
+    # 0.17 and 0.18 ask the save strategy, which has no such method; the load strategy has had it since 0.12.
+    megatron_module("validation").verify_checkpoint(str(checkpoint_dir))
+    get_strategy("load_sharded", "torch_dist", 1).remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+
+def _announce() -> None:
+    """Say on rank 0 what is in force; also where no logging has been set up, since a silent swap helps nobody."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    # Only for this line: how much is logged later, and where, is for the program to say.
+    level = logger.level
+    if level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    own = None if logger.hasHandlers() else logging.StreamHandler()
+    if own is not None:
+        logger.addHandler(own)
+    logger.info(
+        "mcore_ckpt %s: TorchDistSaveStrategy and TorchDistLoadStrategy are in force for megatron-core %s",
+        __version__,
+        installed_version_text(),
+    )
+    if own is not None:
+        logger.removeHandler(own)
+    logger.setLevel(level)

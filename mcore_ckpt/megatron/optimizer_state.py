@@ -1,0 +1,218 @@
+"""Load the optimizer's state alone, in the layout that the model has now, without reading the rest of the checkpoint.
+
+Three ways in which a model can be laid out are understood, key by key:
+
+- Megatron's sharded state dicts (what `optimizer.sharded_state_dict(...)` returns), through Megatron's own `load`;
+- DTensors (FSDP2 and its kin): each state tensor gets the mesh and placements of its parameter;
+- plain tensors that are a part of the global tensor: whole, a box at an offset, or a flat run of elements at an offset.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from mcore_ckpt.core.boxes import flat_boxes
+from mcore_ckpt.core.errors import LoadError, MissingKeyError, ShapeMismatchError
+from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
+from mcore_ckpt.layout.shards import leaves
+from mcore_ckpt.load.read_requests import ReadRequest
+from mcore_ckpt.load.reader import FileSystemReader
+
+__all__ = ["load_sharded_optimizer_state"]
+
+# Parameter groups of an optimizer are a handful; a list in a state dict has no more entries than a checkpoint has keys.
+_MAX_LIST = 10_000_000
+
+
+def load_sharded_optimizer_state(
+    state_dict: Mapping[str, Any],
+    checkpoint: str | os.PathLike[str],
+    optimizer_key: str = "optimizer",
+    *,
+    offsets: Mapping[str, int | Sequence[int]] | None = None,
+    options: LoadOptions | None = None,
+) -> dict[str, Any]:
+    """Load what a checkpoint holds of the optimizer.
+
+    The job of DCP's `load_sharded_optimizer_state_dict` and of its reader for flat shards at an offset.
+
+    Args:
+        state_dict: for Megatron, a sharded state dict with the optimizer's part under `optimizer_key` (anything else in
+            it is left alone). Otherwise the model's state dict, parameter fqn -> DTensor or tensor: the layout that the
+            optimizer's state shall have.
+        checkpoint: directory of the checkpoint.
+        optimizer_key: first part of the optimizer's keys in the checkpoint.
+        offsets: for a tensor that is only part of its global tensor: where it starts, in elements; one number for each
+            axis, or a single number into the flattened (row-major) global tensor, for a tensor of one axis.
+        options: `LoadOptions`; None takes them from the environment.
+
+    Returns:
+        `{optimizer_key: ...}`, nested as it was saved; for Megatron the loaded optimizer state dict.
+
+    Raises:
+        MissingKeyError: the checkpoint has nothing under `optimizer_key`.
+        ShapeMismatchError: a parameter's part does not lie inside the stored state tensor.
+        LoadError: see `FileSystemReader.read_items`.
+    """
+    if optimizer_key in state_dict and any(True for _ in leaves(state_dict[optimizer_key])):
+        return _load_megatron(state_dict[optimizer_key], checkpoint, optimizer_key, options)
+    reader = FileSystemReader(checkpoint, options)
+    index = reader.index
+    prefix = optimizer_key + "."
+    keys = [key for key in [*index.tensors, *index.objects] if key.startswith(prefix)]
+    if not keys:
+        raise MissingKeyError(f"{optimizer_key}: {checkpoint} holds no key that begins with {prefix!r}")
+    layouts = _Layouts(state_dict, offsets or {})
+    requests: list[ReadRequest] = []
+    loaded: dict[str, Any] = {}
+    for key in keys:
+        entry = index.tensors.get(key)
+        value = reader.read_object(key) if entry is None else _wanted_part(entry, layouts.of(key), requests)
+        _place(loaded, _path(index, key, optimizer_key, state_dict), value)
+    reader.read_items(requests)
+    return loaded
+
+
+def _load_megatron(
+    sharded: Any, checkpoint: str | os.PathLike[str], optimizer_key: str, options: LoadOptions | None
+) -> dict[str, Any]:
+    """Megatron's `load` applies factories and local objects; handed the optimizer's part only, it reads only that."""
+    from mcore_ckpt.megatron.strategy import load_state_dict
+
+    loaded = load_state_dict({optimizer_key: sharded}, os.fspath(checkpoint), options)
+    return {optimizer_key: loaded[optimizer_key]}
+
+
+class _Layouts:
+    """Which parameter a state tensor belongs to, by its key."""
+
+    def __init__(self, model: Mapping[str, Any], offsets: Mapping[str, int | Sequence[int]]) -> None:
+        self._model = {fqn: value for fqn, value in model.items() if isinstance(value, torch.Tensor)}
+        self._offsets = offsets
+
+    def of(self, key: str) -> tuple[torch.Tensor | None, int | Sequence[int] | None]:
+        """The parameter whose name is a part of the key (the longest such name), and its offset."""
+        parts = key.split(".")
+        for length in range(len(parts), 0, -1):
+            for start in range(len(parts) - length + 1):
+                fqn = ".".join(parts[start : start + length])
+                if fqn in self._model:
+                    return self._model[fqn], self._offsets.get(fqn)
+        return None, None
+
+
+def _wanted_part(
+    entry: TensorEntry, layout: tuple[torch.Tensor | None, int | Sequence[int] | None], requests: list[ReadRequest]
+) -> torch.Tensor:
+    """A tensor to hold this rank's part of a stored state tensor; the reads that fill it are added to `requests`."""
+    parameter, offset = layout
+    dtype = getattr(torch, entry.dtype)
+    shape = entry.shape
+    if parameter is None or math.prod(shape) <= 1:
+        whole = torch.empty(shape, dtype=dtype)
+        requests.append(ReadRequest(entry.fqn, whole, (0,) * len(shape), shape, shape))
+        return whole
+    if isinstance(parameter, DTensor):
+        return _wanted_dtensor(entry, parameter, dtype, requests)
+    local_shape = tuple(parameter.shape)
+    part = torch.empty(local_shape, dtype=dtype, device=parameter.device)
+    if isinstance(offset, int) and len(shape) != 1:
+        if len(local_shape) != 1:
+            raise ShapeMismatchError(
+                f"{entry.fqn}: a flat offset {offset} needs a tensor of one axis, the parameter has shape {local_shape}"
+            )
+        _want_flat_run(entry, part, offset, requests)
+        return part
+    start = (0,) * len(shape) if offset is None else (offset,) if isinstance(offset, int) else tuple(offset)
+    requests.append(ReadRequest(entry.fqn, part, start, local_shape))
+    return part
+
+
+def _want_flat_run(entry: TensorEntry, part: torch.Tensor, start: int, requests: list[ReadRequest]) -> None:
+    stop = start + part.numel()
+    if start < 0 or stop > math.prod(entry.shape):
+        raise ShapeMismatchError(
+            f"{entry.fqn}: elements [{start}, {stop}) are wanted, the stored tensor of shape {entry.shape} has"
+            f" {math.prod(entry.shape)}"
+        )
+    filled = 0
+    for box in flat_boxes(entry.shape, start, stop):
+        count = math.prod(box.sizes)
+        requests.append(ReadRequest(entry.fqn, part[filled : filled + count].view(box.sizes), box.offsets, box.sizes))
+        filled += count
+
+
+def _wanted_dtensor(
+    entry: TensorEntry, parameter: DTensor, dtype: torch.dtype, requests: list[ReadRequest]
+) -> torch.Tensor:
+    if tuple(parameter.shape) != entry.shape:
+        raise ShapeMismatchError(
+            f"{entry.fqn}: the checkpoint holds global shape {entry.shape}, the parameter has {tuple(parameter.shape)}"
+        )
+    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    local = torch.empty(tuple(sizes), dtype=dtype, device=parameter.to_local().device)
+    if local.numel():
+        requests.append(ReadRequest(entry.fqn, local, tuple(offsets), tuple(sizes), entry.shape))
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _path(index: CheckpointIndex, key: str, optimizer_key: str, model: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Where a value belongs in the nested state dict: as DCP noted it, or else by the names in the key."""
+    noted = index.planner_data.get(key) if isinstance(index.planner_data, dict) else None
+    if noted:
+        return tuple(noted)
+    rest = key[len(optimizer_key) + 1 :]
+    for fqn in sorted((fqn for fqn in model if fqn in rest), key=len, reverse=True):
+        before, _, after = rest.partition(fqn)
+        names = [name for name in (*before.strip(".").split("."), fqn, *after.strip(".").split(".")) if name]
+        return (optimizer_key, *names)
+    return (optimizer_key, *rest.split("."))
+
+
+def _place(tree: dict[str, Any], path: Sequence[Any], value: Any) -> None:
+    """Put `value` at `path`; integers in a path are positions in lists, as DCP writes them."""
+    node: Any = tree
+    for here, following in pairwise(path):
+        empty: Any = [] if isinstance(following, int) else {}
+        if isinstance(here, int):
+            _make_room(node, here, path)
+            if node[here] is None:
+                node[here] = empty
+            node = node[here]
+        elif isinstance(node, dict):
+            node = node.setdefault(here, empty)
+        else:
+            raise _contradiction(path)
+    last = path[-1]
+    if isinstance(last, int):
+        _make_room(node, last, path)
+    elif not isinstance(node, dict):
+        raise _contradiction(path)
+    node[last] = value
+
+
+def _make_room(node: Any, position: int, path: Sequence[Any]) -> None:
+    """Lengthen a list until it has that position, which a file has named: within reason."""
+    if not isinstance(node, list) or not 0 <= position < _MAX_LIST:
+        raise _contradiction(path)
+    node.extend([None] * (position + 1 - len(node)))
+
+
+def _contradiction(path: Sequence[Any]) -> LoadError:
+    return LoadError(f"{'.'.join(map(str, path))}: the checkpoint's key contradicts the other keys' structure")

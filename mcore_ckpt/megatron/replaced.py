@@ -1,0 +1,153 @@
+"""What somebody has put in the place of Megatron's own methods, honoured in saves and loads of ours.
+
+Code written for Megatron patches `FileSystemWriterAsync.write_preloaded_data` (to inject faults, to write elsewhere
+besides, to time it) and `MCoreLoadPlanner.create_local_plan` (to record what a rank reads, to drop items). Where the
+first has been replaced, a save hands it every bucket, in line, and compares what it returns with the plan; where the
+second has been, a load asks that planner for its plan and carries it out. Where neither has, nothing of this runs.
+"""
+
+from __future__ import annotations
+
+import io
+import queue
+from array import array
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from mcore_ckpt.core.errors import PlanError, SaveError
+from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.dcp.bucket_writer import WriteBucket
+from mcore_ckpt.dcp.writer import replaced_write_function
+from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout, TensorSpec
+from mcore_ckpt.layout.file_image import ImageResult
+from mcore_ckpt.layout.shards import box_sizes
+from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.save.rank_state import RankState
+from mcore_ckpt.save.transaction import BucketWriter
+
+__all__ = [
+    "read_through",
+    "replaced_bucket_writer",
+]
+
+
+def replaced_bucket_writer() -> BucketWriter | None:
+    """Writing through the replacement of `write_preloaded_data`; None if it has not been replaced."""
+    write = replaced_write_function()
+    return None if write is None else partial(_write_through, write)
+
+
+def _write_through(
+    write: Callable[..., Any],
+    directory: Path,
+    layout: RankLayout,
+    placed: PlacedObjects,
+    state: RankState,
+    options: SaveOptions,
+) -> list[ImageResult]:
+    """Hand each bucket to `write`, as Megatron's writer does.
+
+    `write` takes `(transforms, number, bucket, results queue, count queue, use_fsync)` and puts `(number, results or
+    exception)` into the results queue.
+
+    Raises:
+        SaveError: the function reported an exception, or results that are not the plan's.
+    """
+    results = []
+    for number, bucket in enumerate(layout.buckets):
+        tensor_data = [(_item(layout.specs[i]), state.tensors[i].cpu()) for i in layout.members[number]]
+        bytes_data = [
+            (WriteItem(MetadataIndex(state.objects[i][0]), WriteItemType.BYTE_IO), io.BytesIO(state.objects[i][1]))
+            for i in placed.buckets[number]
+        ]
+        planned = [*placed.offsets[number], *bucket.item_offsets]
+        reports: queue.Queue[Any] = queue.Queue()
+        pending: queue.Queue[Any] = queue.Queue()
+        pending.put(number)
+        path = str(directory / bucket.file_name)
+        write(
+            [], number, WriteBucket.of(path, bucket.file_name, bytes_data, tensor_data), reports, pending, options.fsync
+        )
+        _, outcome = reports.get_nowait()
+        if isinstance(outcome, BaseException):
+            raise SaveError(f"{path}: {type(outcome).__name__}: {outcome}") from outcome
+        if [result.storage_data.offset for result in outcome] != planned:
+            raise SaveError(
+                f"{path}: {len(planned)} items were planned, the writer reports {len(outcome)} or elsewhere"
+            )
+        crcs = array("I", bytes(4 * len(bucket.templates)))
+        results.append(ImageResult(bucket.file_name, bucket.image.size_bytes, crcs, 0.0, 0.0, 0.0, 0.0))
+    return results
+
+
+def _item(spec: TensorSpec) -> WriteItem:
+    offsets = torch.Size(spec.offsets)
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(spec.sizes)),
+        properties=TensorProperties(dtype=getattr(torch, spec.dtype)),
+        size=torch.Size(spec.shape),
+    )
+    return WriteItem(MetadataIndex(spec.key, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+class _LocalShards:
+    """All of a rank's shards of one tensor, as DCP's planners take them (the protocol `_Checkpointable`)."""
+
+    def __init__(self) -> None:
+        self._shards: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def add(self, shard: Any) -> None:
+        self._shards[tuple(shard.global_offset)] = shard.data.detach().view(box_sizes(shard))
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        raise PlanError(f"{fqn}: these shards are for loading")
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(at), tensor.shape) for at, tensor in self._shards.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self._shards[tuple(index.offset or ())]
+
+
+def read_through(planner_class: Any, reader: FileSystemReader, shards: Iterable[Any]) -> None:
+    """Fill the data of `ShardedTensor`s by the plan of Megatron's load planner.
+
+    Args:
+        planner_class: Megatron's `MCoreLoadPlanner`.
+        reader: of the checkpoint.
+        shards: what to fill; those without data get some on the CPU.
+
+    Raises:
+        LoadError: see `FileSystemReader.read_data`.
+    """
+    state: dict[str, _LocalShards] = {}
+    exact, flexible = [], {}
+    for shard in shards:
+        if shard.data is None:
+            shard.init_data("cpu", torch.zeros if shard.allow_shape_mismatch else torch.empty)
+        elif shard.allow_shape_mismatch:
+            shard.data.detach().zero_()
+        if shard.allow_shape_mismatch:
+            flexible[shard.key] = shard
+        else:
+            exact.append(shard)
+        state.setdefault(shard.key, _LocalShards()).add(shard)
+    planner = planner_class(
+        shapes_validation_sharded_tensors=exact,
+        allow_shape_mismatch_sharded_tensors=flexible,
+        flatten_state_dict=False,
+        flatten_sharded_tensors=False,
+    )
+    metadata = reader.read_metadata()
+    planner.set_up_planner({}, metadata, False)  # with `state` it would look for tensors in it, and find none
+    planner.state_dict = state
+    planner.lookup_tensor = lambda index: state[index.fqn].__get_tensor_shard__(index)
+    reader.set_up_storage_reader(metadata, False)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    reader.read_data(plan, planner).wait()

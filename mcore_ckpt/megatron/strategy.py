@@ -1,0 +1,362 @@
+"""Megatron's save and load strategies for `torch_dist`: the two stories, from a sharded state dict and back.
+
+save:  sharded_state_dict -> main replicas -> SaveTransaction: prepare | write | commit
+load:  sharded_state_dict -> read requests -> FileSystemReader -> the tensors, in the structure that came in
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt.core.errors import KindMismatchError, LoadError
+from mcore_ckpt.core.options import LoadOptions, SaveOptions
+from mcore_ckpt.core.process import collector_paused
+from mcore_ckpt.core.ranks import coordination_group
+from mcore_ckpt.directory.remove import remove_tensors
+from mcore_ckpt.format.metadata_read import METADATA_FILE
+from mcore_ckpt.layout.buckets import TensorSpec
+from mcore_ckpt.layout.shards import (
+    is_main_replica,
+    is_sharded_object,
+    is_sharded_tensor,
+    leaves,
+    replace_leaves,
+)
+from mcore_ckpt.layout.torch_classes import plans_of_index
+from mcore_ckpt.load.fetch import ReadStats
+from mcore_ckpt.load.flattened import original_shape, read_shards
+from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.megatron.errors import MegatronErrors
+from mcore_ckpt.megatron.replaced import read_through, replaced_bucket_writer
+from mcore_ckpt.megatron.versions import (
+    async_request_class,
+    load_strategy_base,
+    mapping,
+    megatron_module,
+    megatron_version,
+    refuse_multi_storage_client,
+    replaced_load_planner,
+    save_strategy_base,
+    sharded_tensor_of,
+)
+from mcore_ckpt.save.rank_state import collect
+from mcore_ckpt.save.transaction import SaveTransaction, Structure
+from mcore_ckpt.writing.stage_pool import warm_up_stage
+
+__all__ = ["TorchDistLoadStrategy", "TorchDistSaveStrategy", "load_state_dict"]
+
+_logger = logging.getLogger(__name__)
+_Path = str | os.PathLike[str]
+
+
+class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
+    """Saves a sharded state dict in the `torch_dist` format, in line or asynchronously.
+
+    Args:
+        backend: name of the format, as in `metadata.json`.
+        version: its version.
+        keep_only_main_replica: accepted for Megatron's sake; of a replicated shard only the main replica is written.
+        thread_count: files that each rank writes, at most; None takes it from `options`.
+        cached_metadata: Megatron's name for "the structure stays": puts every rank's plan into `.metadata`, so that
+            stock Megatron can reuse it. Plans are reused in any case, whenever the structure has in fact not changed.
+        separation_hint: tensors whose key starts with it go to files whose names start with it.
+        options: `SaveOptions`; None takes them from the environment.
+
+    Attributes:
+        use_cached_ckpt_structure: as `cached_metadata`; Megatron's training code sets it.
+        cached_global_metadata: Megatron's training code puts the metadata of a loaded checkpoint here.
+        validated_cache_reuse: the last save reused the plan of the one before.
+        validated_loaded_metadata_reuse: the last save had the structure of the loaded checkpoint.
+    """
+
+    def __init__(
+        self,
+        backend: str = "torch_dist",
+        version: int = 1,
+        keep_only_main_replica: bool = True,
+        thread_count: int | None = None,
+        cached_metadata: bool = False,
+        separation_hint: str | None = None,
+        *,
+        options: SaveOptions | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(backend, version)
+        self.options = SaveOptions.from_environment() if options is None else options
+        self.keep_only_main_replica = keep_only_main_replica
+        self.thread_count = self.options.thread_count if thread_count is None else thread_count
+        self.separation_hint = separation_hint
+        self.use_cached_ckpt_structure = cached_metadata
+        self.cached_global_metadata: Any = None
+        self.validated_cache_reuse = False
+        self.validated_loaded_metadata_reuse = False
+        self._structure = Structure()
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Sharded objects lie in the same files as tensors."""
+        return True
+
+    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, *_: Any, **__: Any) -> Any:
+        """Take a snapshot of the state and begin to write it; training may go on as soon as this returns.
+
+        Args:
+            sharded_state_dict: nested dict/list of Megatron's sharded tensors and objects; shapes in elements.
+            checkpoint_dir: directory to save into.
+
+        Returns:
+            Megatron's `AsyncRequest`. Its finalization publishes the checkpoint, or raises on every rank.
+
+        Raises:
+            CheckpointError (as a `CheckpointingException`, too): the save cannot be done; nothing was changed.
+        """
+        with MegatronErrors(), collector_paused():
+            transaction = self._prepare(sharded_state_dict, checkpoint_dir, may_skip=True)
+            call = transaction.start()
+        return async_request_class()(call, (), [_Commit(transaction)])
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, *_: Any, **__: Any) -> None:
+        """Write the state and publish the checkpoint; starts no process.
+
+        Args and raises: as `async_save`.
+        """
+        with MegatronErrors():
+            with collector_paused():
+                transaction = self._prepare(sharded_state_dict, checkpoint_dir)
+            transaction.write_in_line()
+            transaction.commit()
+
+    def warm_up(self, sharded_state_dict: dict[str, Any]) -> None:
+        """Start the writer process and take the memory that an async save of this state needs, ahead of the first.
+
+        Args:
+            sharded_state_dict: as `async_save` will get it; nothing of it is read but sizes.
+        """
+        shards = [leaf for leaf in leaves(sharded_state_dict) if is_sharded_tensor(leaf) and is_main_replica(leaf)]
+        # Headers and alignment take a page for each tensor at most, objects a few.
+        nbytes = sum(leaf.data.nbytes + 4096 for leaf in shards) + 16 * 4096
+        with MegatronErrors():
+            warm_up_stage(nbytes, self.options)
+
+    def _prepare(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, may_skip: bool = False
+    ) -> SaveTransaction:
+        refuse_multi_storage_client()
+        options = self.options
+        if self.use_cached_ckpt_structure:
+            options = replace(options, keep_local_plans=True)
+        transaction = SaveTransaction(
+            Path(checkpoint_dir), coordination_group(), options, self._structure, replaced_bucket_writer()
+        )
+        state = transaction.prepare(
+            partial(collect, sharded_state_dict, self._structure.shards),
+            thread_count=self.thread_count,
+            separation_hint=self.separation_hint,
+            may_skip=may_skip,
+        )
+        if state is None:
+            return transaction
+        self._structure.shards = state.shards
+        self.validated_cache_reuse = self._structure.reused
+        if self.use_cached_ckpt_structure and not self.validated_loaded_metadata_reuse:
+            group = coordination_group()
+            # Asked on all ranks, also on one that has not loaded what the others have.
+            loaded_plans = getattr(self.cached_global_metadata, "all_local_plans", None) or ()
+            same = len(loaded_plans) == group.size and _same_tensors(loaded_plans[group.rank], state.specs)
+            self.validated_loaded_metadata_reuse = not group.any(not same)
+        return transaction
+
+
+def _same_tensors(plan: Any, specs: list[TensorSpec]) -> bool:
+    """Whether a rank's plan of a loaded checkpoint has the tensors that the rank saves now."""
+    loaded = {
+        (item.index.fqn, tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+        for item in plan.items
+        if item.tensor_data is not None
+    }
+    return loaded == {(spec.key, spec.offsets, spec.sizes) for spec in specs}
+
+
+class _Commit:
+    """The finalize function of an async save."""
+
+    def __init__(self, transaction: SaveTransaction) -> None:
+        self._transaction = transaction
+        # The queue looks here for the save that this commits: Megatron may move callbacks to another request.
+        self.save_call = transaction.call
+
+    def __call__(self) -> None:
+        with MegatronErrors():
+            self._transaction.commit()
+
+
+class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
+    """Loads a `torch_dist` checkpoint into a sharded state dict of any layout.
+
+    Args:
+        options: `LoadOptions`; None takes them from the environment.
+
+    Attributes:
+        cached_global_metadata: DCP's `Metadata` of the last checkpoint that was loaded.
+    """
+
+    def __init__(self, *_: Any, options: LoadOptions | None = None, **__: Any) -> None:
+        super().__init__()
+        self.options = LoadOptions.from_environment() if options is None else options
+        self._reader: FileSystemReader | None = None
+        self._read_version: tuple[Path, tuple[int, ...]] | None = None
+        # Up to 0.17 all ranks load together, so an error can reach them all; later ones let some ranks load alone.
+        self._collective = megatron_version() < (0, 18)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Sharded objects lie in the same files as tensors."""
+        return True
+
+    @property
+    def stats(self) -> ReadStats | None:
+        """What the loads of the last checkpoint have cost; None before the first load."""
+        return None if self._reader is None else self._reader.stats
+
+    @property
+    def cached_global_metadata(self) -> Any:
+        """DCP's `Metadata` of the checkpoint that was loaded last; None before the first load."""
+        if self._reader is None:
+            return None
+        metadata = self._reader.read_metadata()
+        if self._reader.index.has_local_plans and not hasattr(metadata, "all_local_plans"):
+            metadata.all_local_plans = plans_of_index(self._reader.index)  # type: ignore[attr-defined]
+        return metadata
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, *_: Any, **__: Any) -> dict[str, Any]:
+        """Fill the sharded state dict's tensors from the checkpoint, reading only what this rank needs.
+
+        Args:
+            sharded_state_dict: nested dict/list of Megatron's sharded tensors and objects. Tensors with data are filled
+                in place, the others are allocated on the CPU.
+            checkpoint_dir: directory to load from.
+
+        Returns:
+            The same structure with tensors and objects in place of their sharded descriptions.
+
+        Raises:
+            LoadError (as a `CheckpointingException`, too): see `FileSystemReader.read_items`.
+        """
+        loaded: list[dict[str, Any]] = []
+        with MegatronErrors():
+            if self._collective:
+                group = coordination_group()
+                group.run("load", lambda: loaded.append(self._load(sharded_state_dict, checkpoint_dir)), wrap=LoadError)
+            else:
+                loaded.append(self._load(sharded_state_dict, checkpoint_dir))
+        return loaded[0]
+
+    @collector_paused()
+    def _load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path) -> dict[str, Any]:
+        reader = self._open(checkpoint_dir)
+        wanted = list(leaves(sharded_state_dict))
+        shards = [leaf for leaf in wanted if is_sharded_tensor(leaf)]
+        replaced = replaced_load_planner()
+        if replaced is None or any(getattr(shard, "flattened_range", None) is not None for shard in shards):
+            read_shards(reader, shards)
+        else:
+            read_through(replaced, reader, shards)
+        keys = [leaf.unique_key for leaf in wanted if is_sharded_object(leaf)]
+        objects = _ObjectsInTurn(reader.read_objects(keys))
+        filled: dict[str, Any] = replace_leaves(
+            sharded_state_dict, lambda leaf: objects.of(leaf) if is_sharded_object(leaf) else leaf.data
+        )
+        return filled
+
+    def _open(self, checkpoint_dir: _Path) -> FileSystemReader:
+        """A reader whose index is read anew only when the checkpoint is another one, or has been replaced."""
+        refuse_multi_storage_client()
+        path = Path(checkpoint_dir)
+        version = _metadata_version(path)
+        if self._reader is None or self._read_version != (path, version):
+            self._reader = FileSystemReader(path, self.options)
+            self._read_version = (path, version)
+        return self._reader
+
+    def load_tensors_metadata(self, checkpoint_dir: _Path, metadata: Any = None) -> dict[str, Any]:
+        """What tensors the checkpoint holds: key -> Megatron `ShardedTensor` of the global shape, without data."""
+        with MegatronErrors():
+            index = self._open(checkpoint_dir).index
+            found = {}
+            for key, entry in index.tensors.items():
+                stored = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+                found[key] = sharded_tensor_of(key, original_shape(index, key), stored)
+            return found
+
+    def load_sharded_metadata(self, checkpoint_dir: _Path) -> dict[str, Any]:
+        """What tensors and objects the checkpoint holds, as `load_tensors_metadata`; objects by their unique key."""
+        with MegatronErrors():
+            sharded_object = mapping().ShardedObject
+            objects = {
+                key: sharded_object.empty_from_unique_key(key) for key in self._open(checkpoint_dir).index.objects
+            }
+            return {**objects, **self.load_tensors_metadata(checkpoint_dir)}
+
+    def remove_sharded_tensors(self, checkpoint_dir: _Path, key_prefix: str) -> None:
+        """Remove all tensors and objects whose key starts with `key_prefix`, and the files that held only them.
+
+        Raises:
+            LoadError, SaveError (as a `CheckpointingException`, too): the checkpoint cannot be read or written.
+        """
+        with MegatronErrors():
+            remove_tensors(Path(checkpoint_dir), key_prefix)
+
+    def check_backend_compatibility(self, loaded_backend: Any) -> None:
+        """Any `torch_dist` checkpoint can be loaded."""
+
+    def check_version_compatibility(self, loaded_version: Any) -> None:
+        """Any version of `torch_dist` can be loaded; what cannot be read says so by key."""
+
+
+def load_state_dict(sharded_state_dict: dict[str, Any], checkpoint: str, options: LoadOptions | None) -> dict[str, Any]:
+    """Megatron's `dist_checkpointing.load` with a strategy of ours: factories and local objects included.
+
+    Each rank may ask for something else, or for the same, so that Megatron's check that every shard is loaded by
+    exactly one rank is left out.
+    """
+    with MegatronErrors():
+        loaded: dict[str, Any] = megatron_module().load(
+            sharded_state_dict, checkpoint, TorchDistLoadStrategy(options=options), validate_access_integrity=False
+        )
+        return loaded
+
+
+def _metadata_version(path: Path) -> tuple[int, ...]:
+    """Changes when the checkpoint in that directory is replaced; empty if there is none."""
+    try:
+        status = (path / METADATA_FILE).stat()
+    except OSError:
+        return ()
+    return (status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+class _ObjectsInTurn:
+    """Objects that were saved together under one key are handed out one by one, in their order."""
+
+    def __init__(self, stored: Mapping[str, Any]) -> None:
+        self._lists = {key: value if isinstance(value, list) else [value] for key, value in stored.items()}
+        self._next: dict[str, int] = {}
+
+    def of(self, leaf: Any) -> Any:
+        key = leaf.unique_key
+        values = self._lists[key]
+        position = self._next.get(key, 0)
+        self._next[key] = position + 1
+        if position >= len(values):
+            raise KindMismatchError(
+                f"{key}: object {position + 1} is wanted, the checkpoint holds {len(values)} under this key"
+            )
+        return values[position]

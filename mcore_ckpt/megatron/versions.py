@@ -1,0 +1,199 @@
+"""What a version of Megatron-Core offers: modules, classes to derive from, and what it cannot be asked.
+
+Megatron-Core has three shapes that matter here:
+
+    0.12 - 0.16   a registry of strategies, refilled with the stock ones at every look-up; `common.pt` by a strategy
+    0.17, 0.18    no registry: the classes are used by name; `common.pt` by a function
+    0.19 -        the same, and the common state is an object inside the checkpoint
+
+What is replaced in each of them, `megatron_install.py` knows.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from mcore_ckpt.core.errors import UnsupportedMegatronError
+from mcore_ckpt.megatron.errors import MegatronErrors, as_megatron_error
+from mcore_ckpt.megatron.patches import Patches
+
+__all__ = [
+    "CHECKPOINTING",
+    "TESTED_VERSIONS",
+    "MegatronErrors",
+    "as_megatron_error",
+    "async_request_class",
+    "installed_version_text",
+    "load_strategy_base",
+    "mapping",
+    "megatron_module",
+    "megatron_version",
+    "patches",
+    "refuse_multi_storage_client",
+    "replaced_load_planner",
+    "save_strategy_base",
+    "sharded_tensor_of",
+    "stock_class",
+]
+
+TESTED_VERSIONS = ("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+_OLDEST = (0, 12)
+CHECKPOINTING = "megatron.core.dist_checkpointing"
+
+patches = Patches()
+"""What `install()` has replaced; empty while it is not in force."""
+
+
+def megatron_module(name: str = "") -> ModuleType:
+    """Import `megatron.core.dist_checkpointing` or, by dotted name, one of its modules.
+
+    Raises:
+        UnsupportedMegatronError: megatron-core is not installed, or has no such module.
+    """
+    full_name = f"{CHECKPOINTING}.{name}" if name else CHECKPOINTING
+    try:
+        return import_module(full_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (error.name == "megatron" or error.name == "megatron.core"):
+            raise UnsupportedMegatronError(
+                "megatron-core is not installed, and this needs it (the reader, the writer and the command do "
+                "not). Install it with: pip install 'mcore-ckpt[megatron]'"
+            ) from error
+        raise UnsupportedMegatronError(
+            f"megatron-core {installed_version_text()} has no module {error.name}; "
+            f"tested versions: {TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}"
+        ) from error
+
+
+def megatron_version() -> tuple[int, int, int]:
+    """Version of the megatron-core that would be imported, as (major, minor, patch).
+
+    Raises:
+        UnsupportedMegatronError: megatron-core is not installed, or older than 0.12.
+    """
+    megatron_module()
+    facts = import_module("megatron.core.package_info")
+    version = (int(facts.MAJOR), int(facts.MINOR), int(facts.PATCH))
+    if version[:2] < _OLDEST:
+        raise UnsupportedMegatronError(
+            f"megatron-core {'.'.join(map(str, version))} is too old: expected {TESTED_VERSIONS[0]} or later "
+            f"(tested up to {TESTED_VERSIONS[-1]}); upgrade it with: pip install -U megatron-core"
+        )
+    return version
+
+
+def installed_version_text() -> str:
+    """Version of megatron-core as it calls itself, for messages."""
+    try:
+        return str(import_module("megatron.core.package_info").__version__)
+    except (ImportError, AttributeError):
+        return "(of unknown version)"
+
+
+def mapping() -> Any:
+    """Megatron's module `dist_checkpointing.mapping`: ShardedTensor, ShardedObject, ShardedBase and others."""
+    return megatron_module("mapping")
+
+
+def sharded_tensor_of(key: str, original_shape: tuple[int, ...] | None, stored: Any) -> Any:
+    """A `ShardedTensor` without data that describes a stored tensor.
+
+    Args:
+        key: of the tensor.
+        original_shape: where it is stored as stretches of a flattened tensor, that tensor's global shape, in elements.
+        stored: a tensor on the meta device, of the stored shape and dtype.
+    """
+    cls = mapping().ShardedTensor
+    if original_shape is None:
+        return cls.from_rank_offsets(key, stored).without_data()
+    whole = stored.new_empty(original_shape)
+    if not hasattr(cls, "from_rank_offsets_flat"):  # from 0.16 on; ours loads it unflattened
+        return cls.from_rank_offsets(key, whole).without_data()
+    everything = slice(0, whole.numel())
+    return cls.from_rank_offsets_flat(key, whole.flatten(), whole.shape, flattened_range=everything).without_data()
+
+
+def async_request_class() -> Any:
+    """Megatron's `AsyncRequest` named tuple, which its training code extends with finalize callbacks."""
+    return megatron_module("strategies.async_utils").AsyncRequest
+
+
+def save_strategy_base() -> Any:
+    """The class that a save strategy must derive from, so that `dist_checkpointing.save` takes it.
+
+    To 0.16 that is the abstract `AsyncSaveShardedStrategy`. From 0.17 on Megatron replaces whatever is not an instance
+    of its own `TorchDistSaveShardedStrategy` by a new stock one, without a word; so the base is that class, with each
+    of its methods closed off: one that is not overridden raises instead of running stock code.
+    """
+    if megatron_version()[:2] <= (0, 16):
+        return megatron_module("strategies.base").AsyncSaveShardedStrategy
+    return _closed_off(stock_class("TorchDistSaveShardedStrategy"))
+
+
+def load_strategy_base() -> Any:
+    """The class that a load strategy must derive from; see `save_strategy_base`."""
+    if megatron_version()[:2] <= (0, 16):
+        return megatron_module("strategies.base").LoadShardedStrategy
+    return _closed_off(stock_class("TorchDistLoadShardedStrategy"))
+
+
+def replaced_load_planner() -> Any:
+    """Megatron's `MCoreLoadPlanner` if somebody has replaced its `create_local_plan`, otherwise None."""
+    planner = getattr(megatron_module("strategies.torch"), "MCoreLoadPlanner", None)
+    method = getattr(planner, "create_local_plan", None)
+    return None if getattr(method, "__qualname__", "") == "MCoreLoadPlanner.create_local_plan" else planner
+
+
+def stock_class(name: str) -> Any:
+    """Megatron's own class of that name in `strategies.torch`, also while `install()` has put ours in its place."""
+    module = megatron_module("strategies.torch")
+    return patches.original(module, name)
+
+
+@functools.cache
+def _closed_off(stock: type) -> type:
+    """A subclass of `stock` in which every method of it raises, and whose constructor runs nothing of it."""
+
+    def closed(method_name: str) -> Any:
+        def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+            raise UnsupportedMegatronError(
+                f"megatron-core {installed_version_text()} calls {stock.__name__}.{method_name}, which "
+                f"{type(self).__name__} does not serve; running the stock method in its place would mix two strategies"
+            )
+
+        return refuse
+
+    def construct(self: Any, backend: str = "torch_dist", version: int = 1) -> None:
+        self.backend = backend
+        self.version = version
+
+    members: dict[str, Any] = {
+        name: closed(name)
+        for name, member in vars(stock).items()
+        if callable(member) and not (name.startswith("__") and name.endswith("__"))
+    }
+    members["__init__"] = construct
+    return type(stock.__name__, (stock,), members)
+
+
+def refuse_multi_storage_client() -> None:
+    """Raise if `--enable-msc` is in force: its object stores cannot be reached through local file operations.
+
+    Raises:
+        UnsupportedMegatronError: Megatron's multi-storage client is switched on.
+    """
+    try:
+        feature = import_module("megatron.core.msc_utils").MultiStorageClientFeature
+    except (ImportError, AttributeError):
+        return  # 0.12 has no such feature
+    if feature.is_enabled():
+        # To 0.16 it is on wherever its package is installed, and has to be switched off; later it is the other way.
+        remedy = "with --disable-msc" if megatron_version()[:2] <= (0, 16) else "without --enable-msc"
+        raise UnsupportedMegatronError(
+            "Megatron's multi-storage client (MSC) is switched on, and mcore_ckpt does not support it: it reads and "
+            "writes directories of a file system, while MSC may keep any path in an object store. Start the job "
+            f"{remedy}, or without mcore_ckpt.install()"
+        )

@@ -1,0 +1,501 @@
+"""What goes into a queue of async saves: a request, and as its work a save of ours that is on its way.
+
+Async requests in order: who has finished, what failed, and which callbacks may run.
+
+A request pairs work that goes on beside training with callbacks that make it count: publish the checkpoint, advance the
+tracker file, delete the previous checkpoint. The rule here is that callbacks run only if the work is done well on
+every rank. If it failed anywhere, or was skipped, then none of them runs on any rank; the failure is raised (or
+warned about) once, on all ranks, when the request is finalized.
+
+The work of our own saves is a `SaveCall`: it has been started already, and the queue only watches it. Anything else is
+somebody's function (a flush of logits, a local checkpoint, another format); it runs in a process apart from the byte
+writer, so that neither can harm the other.
+
+Ranks agree in small gloo collectives on the caller's thread; nothing is put on a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol
+
+from mcore_ckpt.core.errors import CheckpointError, SaveError
+from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.core.ranks import RankGroup, coordination_group, reached_every_rank
+from mcore_ckpt.writing.call_process import ForkedCall
+from mcore_ckpt.writing.call_worker import CallWorker
+from mcore_ckpt.writing.job_handle import JobHandle
+from mcore_ckpt.writing.process import shared_writer
+
+__all__ = [
+    "AsyncCallsQueue",
+    "AsyncRequest",
+    "FailedCall",
+    "SaveCall",
+    "staged_arguments",
+]
+
+
+class AsyncRequest(NamedTuple):
+    """Work to run beside training and what to do afterwards; field for field Megatron's class of that name.
+
+    Attributes:
+        async_fn: the work; None for a request that has callbacks only.
+        async_fn_args: positional arguments for it.
+        finalize_fns: called in order, on the trainer, once the work is done on all ranks.
+        async_fn_kwargs: keyword arguments for `async_fn`.
+        preload_fn: makes what `async_fn` gets as its second positional argument (the staged tensors).
+        is_frozen: no more callbacks may be added.
+        call_idx: number given by the queue.
+    """
+
+    async_fn: Callable[..., Any] | None
+    async_fn_args: tuple[Any, ...]
+    finalize_fns: list[Callable[..., Any]]
+    async_fn_kwargs: dict[str, Any] = {}
+    preload_fn: Callable[..., Any] | None = None
+    is_frozen: bool = False
+    call_idx: int = 0
+
+    def add_finalize_fn(self, fn: Callable[..., Any]) -> None:
+        """Add a callback behind those that are there. Raises `RuntimeError` once the request is frozen."""
+        if self.is_frozen:
+            raise RuntimeError("the request has been scheduled: no more finalize functions can be added")
+        self.finalize_fns.append(fn)
+
+    def execute_sync(self) -> None:
+        """Do the work here and now, then, when all ranks have done so, run the callbacks."""
+        if self.async_fn is not None:
+            self.async_fn(*staged_arguments(self), **(self.async_fn_kwargs or {}))
+        coordination_group().barrier()
+        for fn in self.finalize_fns:
+            fn()
+
+    def freeze(self) -> AsyncRequest:
+        """The same request, closed for further callbacks."""
+        return self._replace(is_frozen=True)
+
+
+def staged_arguments(request: Any) -> tuple[Any, ...]:
+    """Positional arguments of a request's work, staged by its `preload_fn` if it has one."""
+    arguments = list(request.async_fn_args)
+    if request.preload_fn is not None:
+        arguments[1] = request.preload_fn()
+    return tuple(arguments)
+
+
+class SaveCall(ABC):
+    """A save of ours on its way: the writing has been started, this tells how it fares.
+
+    Used as a request's `async_fn`. In a queue of ours it is only watched. A stock queue calls it in a forked or spawned
+    process, where it waits until the writing has ended, without touching what belongs to the trainer.
+
+    Attributes:
+        skipped: there is nothing to wait for and nothing to commit; the same on all ranks.
+        on_failure: what to do if this save fails; None leaves it to the queue's options. The same on all ranks.
+        what: the save in words for messages, such as its directory.
+    """
+
+    skipped: bool = False
+    on_failure: Literal["raise", "warn"] | None = None
+    what: str = "a checkpoint"
+    _owner_pid: int
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SaveCall:
+        self = super().__new__(cls)
+        self._owner_pid = os.getpid()
+        return self
+
+    @abstractmethod
+    def poll(self) -> bool:
+        """Whether this rank's writing is done. Returns at once.
+
+        Raises:
+            SaveError: it failed; again at every further call.
+        """
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """As `poll`, but waits up to `timeout_s` seconds, None for as long as it takes."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Stop writing and remove what was written. Called on every rank, and harmless on one that is done.
+
+        The queue calls it when the save will not be committed: it failed on some rank, or the queue was closed. It is
+        no place for collectives.
+        """
+
+    def elsewhere(self) -> Callable[[], None]:
+        """A function, picklable by name, that waits in another process until the writing has ended, well or not.
+
+        By default it waits for nothing: the commit waits anyway.
+        """
+        return _wait_for_nothing
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for the writing; in another process than the one that started it, by `elsewhere`."""
+        if os.getpid() == self._owner_pid:
+            self.wait()
+        else:
+            self.elsewhere()()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Elsewhere, (self.elsewhere(),)
+
+
+class _Elsewhere:
+    """What a `SaveCall` becomes when it is pickled: callable with the arguments of a request, which it ignores."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._wait()
+
+
+def _wait_for_nothing() -> None:
+    pass
+
+
+_logger = logging.getLogger("mcore_ckpt")
+
+# While a caller waits, the ranks compare notes this often: a failure anywhere ends the wait everywhere that soon, and
+# no collective waits so long for a slow writer that gloo gives up.
+_COMPARE_EVERY_S = 1.0
+
+
+class _Work(Protocol):
+    """What the queue needs of work in progress: a `SaveCall`, or somebody's function in a process of its own."""
+
+    def poll(self) -> bool: ...
+    def wait(self, timeout_s: float | None = None) -> bool: ...
+    def abort(self) -> object: ...
+
+
+class _Ended:
+    """Work that there is none of, or that could not be started; the others must hear of that at the same point."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+
+    def poll(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self.poll()
+
+    def abort(self) -> None:
+        pass
+
+
+class _Foreign:
+    """Somebody's function in a process of its own."""
+
+    def __init__(self, handle: JobHandle) -> None:
+        self._handle = handle
+
+    def poll(self) -> bool:
+        return self.wait(0)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if not self._handle.wait(timeout_s):
+            return False
+        self._handle.result()
+        return True
+
+    def abort(self) -> None:
+        self._handle.abort()
+
+
+class _ActiveCall(NamedTuple):
+    idx: int
+    async_caller: _Work
+    async_request: Any
+
+    @property
+    def saves(self) -> list[SaveCall]:
+        """The saves of ours that the callbacks commit. Megatron may move callbacks to the request that follows."""
+        found = [self.async_caller] if isinstance(self.async_caller, SaveCall) else []
+        for fn in self.async_request.finalize_fns:
+            for owner in (fn, getattr(fn, "__self__", None)):
+                save = owner if isinstance(owner, SaveCall) else getattr(owner, "save_call", None)
+                if isinstance(save, SaveCall) and save not in found:
+                    found.append(save)
+        return found
+
+    @property
+    def work(self) -> list[_Work]:
+        """All that has to be done before the callbacks may run."""
+        return [self.async_caller, *(save for save in self.saves if save is not self.async_caller)]
+
+    @property
+    def what(self) -> str:
+        saves = self.saves
+        name = getattr(self.async_request.async_fn, "__qualname__", None)
+        return saves[0].what if saves else f"async request {self.idx}" + (f" ({name})" if name else "")
+
+
+@dataclass(frozen=True, slots=True)
+class FailedCall:
+    """A request that failed.
+
+    Attributes:
+        call_idx: its number in the queue.
+        what: what it was, in words.
+        error: the first cause, the same on every rank.
+    """
+
+    call_idx: int
+    what: str
+    error: BaseException
+
+
+class AsyncCallsQueue:
+    """Requests in flight, oldest first. Every rank makes the same calls in the same order, as with Megatron's queue.
+
+    Attributes:
+        async_calls: requests that are not finalized yet.
+        call_idx: number of the last request.
+        persistent: functions of others run in one long-lived spawned worker instead of a forked child for each.
+        failures: requests that failed; their callbacks were not run.
+        skipped: how many saves were skipped; nor were theirs.
+    """
+
+    _priority: tuple[int | None, int | None] = (None, None)
+
+    def __init__(
+        self, persistent: bool = False, cpu_shm_mode: bool | None = None, *, options: SaveOptions | None = None
+    ) -> None:
+        """Make an empty queue; no process is started.
+
+        Args:
+            persistent: see the attribute. Saves of ours are written by whichever writer their options name.
+            cpu_shm_mode: accepted since newer launch code passes it; our stage is in shared memory always.
+            options: `on_failure` matters here, for requests that do not bring their own.
+        """
+        self.async_calls: deque[_ActiveCall] = deque()
+        self.call_idx = -1
+        self.persistent = persistent
+        self.persistent_caller: CallWorker | None = None
+        self.failures: list[FailedCall] = []
+        self.skipped = 0
+        self._options = options if options is not None else SaveOptions.from_environment()
+        self._reported: list[SaveCall] = []
+
+    @classmethod
+    def warmup_persistent_caller(
+        cls,
+        rank: int = 0,
+        mp_mode: str = "spawn",
+        cpu_priority: int | None = 10,
+        io_priority: int | None = None,
+        cpu_shm_mode: bool = False,
+        **others: Any,
+    ) -> None:
+        """Start the byte writer ahead of the first save. Functions of others get a worker when the first one comes.
+
+        Args:
+            rank: this rank; not needed.
+            mp_mode: how Megatron would start its worker; ours is a bare interpreter always.
+            cpu_priority: nice value of the writer.
+            io_priority: its I/O scheduling class (1 real time, 2 best effort, 3 idle).
+            cpu_shm_mode: accepted by name, since newer launch code looks for it in the signature; our stage is in
+                shared memory always.
+            others: what other implementations take here.
+        """
+        AsyncCallsQueue._priority = (cpu_priority, io_priority)
+        writer = shared_writer()
+        writer.cpu_priority, writer.io_priority = cpu_priority, io_priority
+        writer.warm_up(wait=False)
+
+    def schedule_async_request(self, async_request: Any) -> int:
+        """Start a request's work (a `SaveCall` has been started already) and put it into the queue.
+
+        Never raises because the work cannot be started: the other ranks hear of it when the request is finalized.
+
+        Args:
+            async_request: ours, Megatron's, or that of nvidia-resiliency-ext.
+
+        Returns:
+            The request's number.
+        """
+        self.call_idx += 1
+        request = async_request.freeze()
+        work: _Work
+        if request.async_fn is None:
+            work = _Ended()
+        elif isinstance(request.async_fn, SaveCall):
+            work = request.async_fn
+        else:
+            try:
+                work = self._start(request)
+            except Exception as error:  # noqa: BLE001  (a preload function may raise anything; raised at finalization)
+                work = _Ended(error)
+        self.async_calls.append(_ActiveCall(self.call_idx, work, request))
+        return self.call_idx
+
+    def _start(self, request: Any) -> _Work:
+        name = getattr(request.async_fn, "__qualname__", repr(request.async_fn))
+        keywords = dict(request.async_fn_kwargs or {})
+        if not self.persistent:
+            return _Foreign(ForkedCall(request.async_fn, staged_arguments(request), keywords, name=name))
+        if self.persistent_caller is None:
+            self.persistent_caller = CallWorker(*self._priority)
+        handle = self.persistent_caller.submit(
+            request.async_fn, tuple(request.async_fn_args), keywords, preload_fn=request.preload_fn, name=name
+        )
+        return _Foreign(handle)
+
+    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
+        """Finalize the requests whose work is done on all ranks, oldest first.
+
+        Args:
+            blocking: wait for all requests.
+            no_dist: look at this rank only; no rank communicates, except where a callback does.
+
+        Returns:
+            Numbers of the requests that were finalized; not of those that failed or were skipped.
+
+        Raises:
+            CheckpointError: a request failed on some rank and `on_failure` is `"raise"`; the same error on every rank.
+                The request is out of the queue, those behind it are still there.
+        """
+        finalized: list[int] = []
+        while self.async_calls:
+            active = self.async_calls[0]
+            group = RankGroup(None) if no_dist else coordination_group()
+            if any(save in self._reported for save in active.saves):
+                _logger.warning("%s failed before: the callbacks of request %d are not run", active.what, active.idx)
+                self._abandon(self.async_calls.popleft())
+                continue
+            try:
+                outcome = self._outcome(group, active, blocking)
+                if outcome == "running":
+                    break
+                if outcome == "skipped":
+                    self.async_calls.popleft()
+                    self.skipped += 1
+                    _logger.warning("%s was skipped: its finalize callbacks are not run", active.what)
+                    continue
+                self.async_calls.popleft()  # whatever comes of it, callbacks are not run twice
+                group.run(f"finalize {active.what}", partial(_run_callbacks, active), wrap=SaveError)
+            except Exception as error:
+                if group.size > 1 and not reached_every_rank(error):
+                    raise  # not agreed upon: contact with another rank is lost, or the ranks disagree
+                self._fail(active, error)
+                continue
+            finalized.append(active.idx)
+        return finalized
+
+    def _outcome(self, group: RankGroup, active: _ActiveCall, blocking: bool) -> Literal["running", "skipped", "done"]:
+        """What became of a request's work, on all ranks. A failure anywhere is raised everywhere, at once."""
+        work = active.work
+        skipped = any(save.skipped for save in active.saves)
+        while True:
+            error: BaseException | None = None
+            running = False
+            try:
+                for one in work:
+                    running = running or not (skipped or (one.wait(_COMPARE_EVERY_S) if blocking else one.poll()))
+            except Exception as caught:  # noqa: BLE001  (the other ranks have to hear of whatever it is)
+                error = caught
+            any_running, any_failed, any_skipped, last, minus_first = group.maximum(
+                [int(running), int(error is not None), int(skipped), active.idx, -active.idx], wrap=SaveError
+            )
+            if last != -minus_first:
+                raise SaveError(
+                    f"the ranks are finalizing different async requests, from number {-minus_first} to {last}, this "
+                    f"one number {active.idx}: every rank must schedule and finalize the same requests in order"
+                )
+            if any_failed:
+                group.run(f"write {active.what}", partial(_raise, error), wrap=SaveError)
+            if any_skipped:
+                return "skipped"
+            if not any_running:
+                return "done"
+            if not blocking:
+                return "running"
+
+    def _fail(self, active: _ActiveCall, error: BaseException) -> None:
+        """Take a request that failed on some rank out of the queue, and raise or warn."""
+        if self.async_calls and self.async_calls[0] is active:
+            self.async_calls.popleft()
+        self._abandon(active)
+        self.failures.append(FailedCall(active.idx, active.what, error))
+        # Only requests that are still queued can bring the same save up again.
+        queued = [save for call in self.async_calls for save in call.saves]
+        self._reported = [save for save in (*self._reported, *active.saves) if save in queued]
+        policy = next((save.on_failure for save in active.saves if save.on_failure), self._options.on_failure)
+        if policy == "raise":
+            raise error
+        _logger.error(
+            "%s failed (failure %d of this queue) and training goes on, as on_failure='warn' asks: %s",
+            active.what,
+            len(self.failures),
+            error,
+        )
+
+    def _abandon(self, active: _ActiveCall) -> None:
+        for work in active.work:
+            try:
+                work.abort()
+            except Exception:
+                _logger.exception("could not clean up after %s", active.what)
+
+    def get_num_unfinalized_calls(self) -> int:
+        """How many requests are in the queue."""
+        return len(self.async_calls)
+
+    def close(self, abort: bool = False) -> None:
+        """Empty the queue and end the worker for functions of others. The queue can be used again afterwards.
+
+        Args:
+            abort: stop the work and run no callbacks, without talking to other ranks (they may be gone); otherwise
+                wait for all requests and finalize them.
+
+        Raises:
+            CheckpointError: as `maybe_finalize_async_calls`; the first failure, after all requests were dealt with.
+        """
+        first: CheckpointError | None = None
+        while self.async_calls and not abort:
+            before = len(self.async_calls)
+            try:
+                self.maybe_finalize_async_calls(blocking=True)
+            except CheckpointError as error:
+                first = first or error
+                abort = len(self.async_calls) == before  # no way to agree with the other ranks any more
+        while self.async_calls:
+            active = self.async_calls.popleft()
+            _logger.warning("%s is aborted: its finalize callbacks are not run", active.what)
+            self._abandon(active)
+        self._reported.clear()
+        if self.persistent_caller is not None:
+            self.persistent_caller.close(abort=abort)
+            self.persistent_caller = None
+        if first is not None:
+            raise first
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            if self.persistent_caller is not None:
+                self.persistent_caller.close(abort=True)
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _run_callbacks(active: _ActiveCall) -> None:
+    for fn in active.async_request.finalize_fns:
+        fn()

@@ -1,0 +1,399 @@
+"""An async save of one rank: the snapshot, and the process that writes it.
+
+Two independent choices (`SaveOptions.stage`, `SaveOptions.writer`) make three combinations:
+
+    stage="copy", writer="persistent"   tensors are copied into the stage, which the writer process maps
+    stage="copy", writer="fork"         the same stage, written by a child forked for this save
+    stage="cow",  writer="fork"         nothing is copied: the child's copy-on-write memory is the snapshot (CPU only)
+
+A save that does not fit into the staging budget is passed through it window by window, which blocks the trainer for
+the part that does not fit, at the disk's speed (`writer="persistent"` only).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from mcore_ckpt.core.console import WaitingBar
+from mcore_ckpt.core.errors import OptionError, SaveError
+from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.format.metadata_write import MetadataEncoder
+from mcore_ckpt.layout.file_image import FileImage, ImageResult, plan_windows
+from mcore_ckpt.layout.plans import TensorPlans, encoded_beside
+from mcore_ckpt.save.async_queue import SaveCall
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, Storage, align_up
+from mcore_ckpt.writing.call_process import report_progress
+from mcore_ckpt.writing.image_writer import ImageWriter, check_results, write_in_line
+from mcore_ckpt.writing.job_handle import JobHandle
+from mcore_ckpt.writing.process import ForkedWriter, shared_writer
+from mcore_ckpt.writing.stage_pool import StageLease, lease_stage
+from mcore_ckpt.writing.staging import BucketSource
+from mcore_ckpt.writing.writer_messages import FileJob, JobResult, Ring, WriterJob
+
+__all__ = ["AsyncSave", "FailedSave", "SkippedSave", "WrittenSave", "log_choice", "start_writing"]
+
+_logger = logging.getLogger(__name__)
+# A ring of fewer windows would make the trainer and the device wait for each other.
+_LEAST_SLOTS = 2
+_told: set[str] = set()
+# How often a person who waits sees the bar move.
+_BAR_PERIOD_S = 0.2
+
+
+class AsyncSave(SaveCall):
+    """One rank's writing in progress.
+
+    Attributes:
+        on_abort: called when the queue gives the save up.
+        written_between: when the writer began and ended, on the clock of `time.monotonic()`; None before it has.
+        handed_over: when the snapshot was handed to the writer, or the writer forked: begin and end; None where the
+            two cannot be told apart.
+        encoder: of the plans that were given to the writer, once it has ended.
+    """
+
+    def __init__(
+        self,
+        handle: JobHandle,
+        images: Sequence[FileImage],
+        lease: StageLease | None,
+        options: SaveOptions,
+        what: str,
+    ) -> None:
+        self.on_failure = options.on_failure
+        self.what = what
+        self.on_abort: Callable[[], None] | None = None
+        self.written_between: tuple[float, float] | None = None
+        self.handed_over: tuple[float, float] | None = None
+        self.encoder: MetadataEncoder | None = None
+        self._handle = handle
+        self._images = list(images)
+        self._lease = lease
+        self._progress = WaitingBar(what, sum(image.size_bytes for image in images), options.progress)
+
+    def poll(self) -> bool:
+        return self._look(self._handle.poll())
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        with self._progress:
+            until_s = None if timeout_s is None else time.monotonic() + timeout_s
+            while True:
+                left_s = _BAR_PERIOD_S if until_s is None else min(_BAR_PERIOD_S, until_s - time.monotonic())
+                ended = self._handle.wait(max(0.0, left_s))
+                self._progress.show(self._handle.written_bytes())
+                if ended or (until_s is not None and time.monotonic() >= until_s):
+                    return self._look(ended)
+
+    def _look(self, ended: bool) -> bool:
+        if ended:
+            self.results()
+        return ended
+
+    def results(self) -> Sequence[ImageResult]:
+        """What was written; waits for it.
+
+        Raises:
+            SaveError: the writing failed, the writer died, or what it wrote is not what was planned.
+        """
+        self._handle.wait()
+        if self._lease is not None:
+            self._lease.give_back()
+        result: JobResult = self._handle.result()
+        check_results(self._images, result.files)
+        self.written_between = (result.started_s, result.finished_s)
+        self.encoder = result.encoder
+        return result.files
+
+    def abort(self) -> None:
+        memory_is_free = self._handle.abort()
+        if self._lease is not None:
+            self._lease.give_back(reusable=memory_is_free)
+        if self.on_abort is not None:
+            self.on_abort()
+
+    def elsewhere(self) -> Callable[[], None]:
+        return self._handle.watch().wait
+
+
+class FailedSave(SaveCall):
+    """A writing that could not even be started on this rank; the others hear of it when they finalize."""
+
+    handed_over = None
+
+    def __init__(self, error: SaveError, options: SaveOptions, what: str) -> None:
+        self.on_failure = options.on_failure
+        self.what = what
+        self.on_abort: Callable[[], None] | None = None
+        self._error = error
+
+    def poll(self) -> bool:
+        raise self._error
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        raise self._error
+
+    def results(self) -> Sequence[ImageResult]:
+        """Raises the error."""
+        raise self._error
+
+    def abort(self) -> None:
+        if self.on_abort is not None:
+            self.on_abort()
+
+
+class WrittenSave(SaveCall):
+    """A save whose files were written before the call returned; its error waits for `poll`."""
+
+    def __init__(self, results: Callable[[], Sequence[ImageResult]], options: SaveOptions, what: str) -> None:
+        self.on_failure = options.on_failure
+        self.what = what
+        self._results = results
+
+    def poll(self) -> bool:
+        self._results()
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self.poll()
+
+    def abort(self) -> None:
+        """There is nothing to stop."""
+
+
+class SkippedSave(SaveCall):
+    """A save that is not made, since the one before is still in the writing (`when_busy="skip"`)."""
+
+    skipped = True
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def poll(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return True
+
+    def abort(self) -> None:
+        """There is nothing to stop."""
+
+
+def log_choice(sources: Sequence[BucketSource], options: SaveOptions) -> None:
+    """Say once where snapshots live and who writes them."""
+    where = "on a device" if any(source.on_device for source in sources) else "in host memory"
+    snapshot = (
+        "the forked child's copy-on-write memory"
+        if options.stage == "cow"
+        else "a reused stage in shared memory" + (", copied to through pinned memory" if "device" in where else "")
+    )
+    writer = "one writer process for all saves" if options.writer == "persistent" else "one forked child for each save"
+    choice = f"async saves: tensors are {where}; snapshot: {snapshot}; {writer}"
+    if choice not in _told:
+        _told.add(choice)
+        _logger.info('%s (options: stage="%s", writer="%s")', choice, options.stage, options.writer)
+
+
+def start_writing(
+    storage: Storage,
+    sources: Sequence[BucketSource],
+    options: SaveOptions,
+    what: str,
+    plans: TensorPlans | None = None,
+) -> AsyncSave | FailedSave:
+    """Take the snapshot and start the writing. When this returns, the trainer may change its state.
+
+    Args:
+        storage: the checkpoint's directory.
+        sources: this rank's buckets.
+        options: see `SaveOptions`.
+        what: the save, for messages.
+        plans: of a new structure, on the coordinator, for the writer to put `.metadata` together.
+
+    Returns:
+        The save in progress. An error is kept for its `results`, where all ranks hear of it.
+    """
+    try:
+        if options.stage == "cow":
+            return _fork_cow(storage, sources, options, what, plans)
+        return _stage_and_start(storage, sources, options, what, plans)
+    except Exception as error:  # noqa: BLE001  (the other ranks are on their way to the commit and have to hear of it)
+        wrapped = (
+            error if isinstance(error, SaveError) else SaveError(f"{what}: the writing could not be started: {error}")
+        )
+        if wrapped is not error:
+            wrapped.__cause__ = error
+        return FailedSave(wrapped, options, what)
+
+
+def _fork_cow(
+    storage: Storage, sources: Sequence[BucketSource], options: SaveOptions, what: str, plans: TensorPlans | None
+) -> AsyncSave:
+    if any(source.on_device for source in sources):
+        raise OptionError(
+            'stage="cow" snapshots host memory by forking, and some tensors are on a device; use stage="copy"'
+        )
+    if any(source.is_pinned for source in sources):
+        raise OptionError(
+            'stage="cow" snapshots memory by forking, and some tensors are in pinned memory, which a forked process '
+            'does not inherit: it would crash when it reads them; use stage="copy"'
+        )
+    write = _timed(lambda: write_in_line(storage, sources, options, report_progress), plans)
+    started = time.monotonic()
+    handle = ForkedWriter().submit(write, what, options.write_deadline_s)
+    save = AsyncSave(handle, [source.layout.image for source in sources], None, options, what)
+    save.handed_over = (started, time.monotonic())
+    return save
+
+
+def _stage_and_start(
+    storage: Storage, sources: Sequence[BucketSource], options: SaveOptions, what: str, plans: TensorPlans | None
+) -> AsyncSave:
+    images = [source.layout.image for source in sources]
+    offsets = []
+    total_bytes = 0
+    for image in images:
+        offsets.append(total_bytes)
+        total_bytes += align_up(image.size_bytes)
+    lease = lease_stage(total_bytes, options)
+    try:
+        if lease.budget_bytes < total_bytes:
+            return _stream(storage, sources, options, what, lease, total_bytes, plans)
+        on_device = any(source.on_device for source in sources)
+        view = lease.stage.reserve(max(total_bytes, 1), touch=on_device)
+        if on_device:
+            lease.stage.pin()
+        layouts = [source.layout for source in sources]
+        laid_out = lease.stage.contents == layouts
+        lease.stage.contents = None
+        for source, offset in zip(sources, offsets, strict=True):
+            piece = view[offset : offset + align_up(source.layout.image.size_bytes)]
+            source.fill_stage(piece, laid_out, None if lease.stage.is_touched else lease.stage.write)
+        lease.stage.contents = layouts
+        files = tuple(FileJob(image, offset) for image, offset in zip(images, offsets, strict=True))
+        handle: JobHandle
+        staged = time.monotonic()
+        if options.writer == "fork":
+            handle = _fork_staged(storage, files, lease, options, what, plans)
+        else:
+            handle = shared_writer().submit(_job(storage, files, options, plans), lease.stage.fd)
+        lease.stage_is_used_by(handle)
+        save = AsyncSave(handle, images, lease, options, what)
+        save.handed_over = (staged, time.monotonic())
+        lease.stage.touch_meanwhile()
+        return save
+    except BaseException:
+        lease.give_back()
+        raise
+
+
+def _job(
+    storage: Storage,
+    files: tuple[FileJob, ...],
+    options: SaveOptions,
+    plans: TensorPlans | None,
+    ring: Ring | None = None,
+) -> WriterJob:
+    return WriterJob(
+        storage=storage,
+        files=files,
+        ring=ring,
+        direct=options.direct_io,
+        fsync=options.fsync,
+        io_threads=options.io_threads,
+        piece_bytes=options.window_bytes,
+        deadline_s=options.write_deadline_s,
+        plans=plans,
+    )
+
+
+def _fork_staged(
+    storage: Storage,
+    files: Sequence[FileJob],
+    lease: StageLease,
+    options: SaveOptions,
+    what: str,
+    plans: TensorPlans | None,
+) -> JobHandle:
+    stage = lease.stage
+
+    def write() -> list[ImageResult]:
+        # Mapped anew: pages that are pinned for a device are not inherited by a forked child.
+        view = stage.map_again()
+        with ImageWriter(
+            io_threads=options.io_threads,
+            piece_bytes=options.window_bytes,
+            fsync=options.fsync,
+            on_written=report_progress,
+        ) as images:
+            for file in files:
+                size_bytes = file.image.size_bytes
+                writer = storage.open_writer(file.image.file_name, size_bytes=size_bytes, direct=options.direct_io)
+                images.write_image(
+                    writer, file.image, view[file.stage_offset : file.stage_offset + align_up(size_bytes)]
+                )
+        return images.results
+
+    return ForkedWriter().submit(_timed(write, plans), what, options.write_deadline_s)
+
+
+def _timed(write: Callable[[], Sequence[ImageResult]], plans: TensorPlans | None) -> Callable[[], JobResult]:
+    def job() -> JobResult:
+        started_s = time.monotonic()
+        files, encoder = encoded_beside(plans, write)
+        return JobResult(tuple(files), started_s, time.monotonic(), encoder)
+
+    return job
+
+
+def _stream(
+    storage: Storage,
+    sources: Sequence[BucketSource],
+    options: SaveOptions,
+    what: str,
+    lease: StageLease,
+    total_bytes: int,
+    plans: TensorPlans | None,
+) -> AsyncSave:
+    """Pass a save that is larger than its budget through a ring of windows."""
+    if options.writer == "fork":
+        raise OptionError(
+            f"the save has {total_bytes} bytes, the staging budget {lease.budget_bytes}: a forked writer cannot be"
+            ' fed piece by piece; raise staging_budget_bytes, or use writer="persistent" or stage="cow"'
+        )
+    started = time.perf_counter()
+    slot_bytes = min(options.window_bytes, lease.budget_bytes // _LEAST_SLOTS // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+    slots = lease.budget_bytes // slot_bytes
+    ring = Ring(0, slot_bytes, slots)
+    view = lease.stage.reserve(slots * slot_bytes)
+    if any(source.on_device for source in sources):
+        lease.stage.pin()
+    lease.stage.contents = None
+    images = [source.layout.image for source in sources]
+    files = tuple(FileJob(image) for image in images)
+    handle = shared_writer().submit(_job(storage, files, options, plans, ring), lease.stage.fd)
+    lease.stage_is_used_by(handle)
+    number = 0
+    try:
+        for source in sources:
+            for window in plan_windows(source.layout.image, slot_bytes):
+                handle.acquire_window(number)
+                slot = number % slots * slot_bytes
+                source.fill(window.start, window.stop, view[slot : slot + window.stop - window.start])
+                handle.window_ready(number)
+                number += 1
+    except BaseException as error:
+        # Where the job has failed, its own error says why, and `results` will raise it.
+        if not (isinstance(error, SaveError) and handle.poll()):
+            handle.abort()  # or it would wait for ever for windows that nobody fills
+            raise
+    blocked_s = time.perf_counter() - started
+    _logger.warning(
+        "%s: %d bytes do not fit into the staging budget of %d bytes; training was blocked for %.2f s (%.2f GB/s)",
+        what,
+        total_bytes,
+        lease.budget_bytes,
+        blocked_s,
+        total_bytes / 1e9 / max(blocked_s, 1e-9),
+    )
+    return AsyncSave(handle, images, lease, options, what)

@@ -1,0 +1,163 @@
+"""What one rank writes of a sharded state dict: its main replicas, described, checked, and its objects serialized.
+
+All that can be wrong with one rank's state is found here, in one call, which a save makes where the other ranks hear of
+its error: a rank that raised on its own would leave them waiting for it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from mcore_ckpt.core.errors import PlanError
+from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout, TensorSpec
+from mcore_ckpt.layout.shards import is_main_replica, is_sharded_object, leaves
+from mcore_ckpt.layout.torch_classes import dtype_name
+from mcore_ckpt.load.flattened import stored_form
+from mcore_ckpt.writing.staging import BucketSource
+
+__all__ = ["RankState", "collect"]
+
+# Of subclasses nobody knows what their storage holds.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class RankState(NamedTuple):
+    """One rank's part of a save.
+
+    Attributes:
+        specs: its tensors, as the checkpoint will know them.
+        tensors: the same, detached, in the same order.
+        objects: key and serialized form of its objects; those that share a key are one list.
+        shards: of each tensor's shard, what its specification follows from, and that: for the next save to compare.
+    """
+
+    specs: list[TensorSpec]
+    tensors: list[torch.Tensor]
+    objects: list[tuple[str, memoryview]]
+    shards: list[tuple[tuple[Any, ...], TensorSpec]]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors and objects."""
+        return sum(spec.nbytes for spec in self.specs) + sum(self.object_bytes)
+
+    @property
+    def object_keys(self) -> list[str]:
+        """Keys of the objects."""
+        return [key for key, _ in self.objects]
+
+    @property
+    def object_bytes(self) -> list[int]:
+        """Sizes of the objects."""
+        return [len(data) for _, data in self.objects]
+
+    def sources(self, layout: RankLayout, placed: PlacedObjects) -> list[BucketSource]:
+        """The bytes of each of the layout's files."""
+        return [
+            BucketSource(bucket, [self.tensors[i] for i in members], [self.objects[i][1] for i in chosen], offsets)
+            for bucket, members, chosen, offsets in zip(
+                layout.buckets, layout.members, placed.buckets, placed.offsets, strict=True
+            )
+        ]
+
+
+def collect(sharded_state_dict: Any, known: list[tuple[tuple[Any, ...], TensorSpec]]) -> RankState:
+    """What this rank writes of a nested dict/list of Megatron's sharded tensors and objects.
+
+    Args:
+        sharded_state_dict: what is to be saved.
+        known: `shards` of the save before.
+
+    Raises:
+        PlanError: a shard has no data, or data that cannot be its: another number of elements, no memory of its own.
+        Exception: whatever serializing an object raises.
+    """
+    specs: list[TensorSpec] = []
+    tensors: list[torch.Tensor] = []
+    objects: dict[str, list[Any]] = {}
+    shards: list[tuple[tuple[Any, ...], TensorSpec]] = []
+    for leaf in leaves(sharded_state_dict):
+        if not is_main_replica(leaf):
+            continue
+        if is_sharded_object(leaf):
+            objects.setdefault(leaf.unique_key, []).append(leaf.data)
+            continue
+        tensor = _own_data(leaf)
+        seen = _described(leaf, tensor)
+        number = len(specs)
+        spec = known[number][1] if number < len(known) and known[number][0] == seen else _specified(leaf, tensor)
+        specs.append(spec)
+        shards.append((seen, spec))
+        tensors.append(tensor)
+    serialized = [(key, memoryview(serialize_objects(values).getvalue())) for key, values in objects.items()]
+    return RankState(specs, tensors, serialized, shards)
+
+
+def _where(shard: Any) -> str:
+    return f"{shard.key} at offset {tuple(shard.global_offset)}"
+
+
+def _own_data(shard: Any) -> torch.Tensor:
+    """The data of a shard as they lie in memory, which is read by address: so it has to be there, all of it."""
+    data = shard.data
+    if data is None:
+        raise PlanError(f"{_where(shard)}: the shard has no data to save")
+    tensor: torch.Tensor = data.detach() if data.requires_grad else data
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise PlanError(
+            f"{_where(shard)}: expected a dense tensor with data, got one of layout {tensor.layout} on {tensor.device};"
+            " convert it before the save"
+        )
+    if type(data) in _PLAIN and tensor.untyped_storage().nbytes() < tensor.nbytes:
+        _check_memory(shard, tensor)
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor
+
+
+def _check_memory(shard: Any, tensor: torch.Tensor) -> None:
+    """Raise unless a tensor whose storage is smaller than itself is a broadcast view."""
+    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    held_bytes = tensor.untyped_storage().nbytes()
+    if (last + 1) * tensor.itemsize > held_bytes:
+        raise PlanError(
+            f"{_where(shard)}: the tensor's memory was given back ({held_bytes} bytes are left of {tensor.nbytes});"
+            " bring it back, from where it was offloaded to, before the save"
+        )
+
+
+def _described(shard: Any, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """All that the specification of a shard follows from, cheaply had and compared."""
+    return (
+        shard.key,
+        tensor.dtype,
+        tensor.shape,
+        tuple(shard.global_shape),
+        tuple(shard.global_offset),
+        tuple(shard.local_shape),
+        shard.prepend_axis_num,
+        shard.axis_fragmentations,
+        getattr(shard, "flattened_range", None),
+    )
+
+
+def _specified(shard: Any, tensor: torch.Tensor) -> TensorSpec:
+    form = stored_form(shard)
+    if tensor.numel() != math.prod(form.sizes):
+        raise PlanError(
+            f"{_where(shard)}: expected {math.prod(form.sizes)} elements, as its sizes are {list(form.sizes)}, got data"
+            f" of shape {list(tensor.shape)}; the data were replaced after the shard was described"
+        )
+    dtype = dtype_name(tensor.dtype)
+    return TensorSpec(shard.key, dtype, form.shape, form.offsets, form.sizes, tensor.nbytes, form.original_shape)
+
+
+def serialize_objects(values: list[Any]) -> io.BytesIO:
+    """Serialize the objects that share one key: `torch.save` of their list, which is what Megatron's readers expect."""
+    stream = io.BytesIO()
+    torch.save(values, stream)
+    return stream

@@ -1,0 +1,288 @@
+"""A checkpoint as something to hold in one's hands: tensors by key, any slice of them, objects, files.
+
+    with mcore_ckpt.open_checkpoint("runs/a/iter_0001000") as ckpt:
+        ckpt["decoder.layers.0.mlp.linear_fc1.weight"][0:4, :]       # a torch tensor; only these rows are read
+        ckpt["embedding.word_embeddings.weight"].numpy()             # a numpy array
+        ckpt.objects["rng_state/shard_0_1"]                          # unpickled under the allow-list
+        [file.file for file in ckpt.files]
+
+Nothing is read before it is asked for, whatever sharding it is stored under. torch is imported when the first torch
+tensor or object is asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.errors import KindMismatchError, LoadError, MissingKeyError
+from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
+from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.tools.dtype_cast import as_numbers
+from mcore_ckpt.tools.inspection import FileRow, Summary, checkpoint_directory, file_rows, summarize
+from mcore_ckpt.tools.payloads import StoredPayloads, read_box
+from mcore_ckpt.tools.regrid import carrier
+
+if TYPE_CHECKING:
+    import torch
+
+    from mcore_ckpt.load.reader import FileSystemReader
+
+__all__ = ["Checkpoint", "LazyTensor", "open_checkpoint"]
+
+
+def open_checkpoint(path: str | Path, options: LoadOptions | None = None) -> Checkpoint:
+    """Open the checkpoint in directory `path`, or the one that the tracker file in `path` names.
+
+    Args:
+        path: the directory.
+        options: how to read; by default from the environment.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        CorruptCheckpointError, UnsafePickleError: its index cannot be right.
+    """
+    options = LoadOptions.from_environment() if options is None else options
+    return Checkpoint(read_index(checkpoint_directory(path)), options)
+
+
+class Checkpoint(Mapping[str, Any]):
+    """An open checkpoint; a mapping from keys to tensors (lazy) and objects, and a context manager.
+
+    Attributes:
+        path: its directory.
+        index: what it holds, and where.
+        tensors: the tensors alone, by key.
+        objects: the objects alone, by full key; each is read and unpickled when it is looked up.
+    """
+
+    def __init__(self, index: CheckpointIndex, options: LoadOptions) -> None:
+        self.path = Path(index.path)
+        self.index = index
+        self.tensors: Mapping[str, LazyTensor] = _Tensors(self)
+        self.objects: Mapping[str, Any] = _Objects(self)
+        self.payloads = StoredPayloads(index, direct=options.direct_io)
+        self._options = options
+        self._reader: FileSystemReader | None = None
+
+    def __getitem__(self, key: str) -> Any:
+        """A tensor (not read yet) or an object.
+
+        Raises:
+            MissingKeyError: there is nothing under that key; the message names similar ones.
+        """
+        return self.tensors[key] if key in self.index.tensors else self.objects[key]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.index.tensors
+        yield from self.index.objects
+
+    def __len__(self) -> int:
+        return len(self.index.tensors) + len(self.index.objects)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path}: {len(self.index.tensors)} tensors, {len(self.index.objects)} objects>"
+
+    @property
+    def files(self) -> list[FileRow]:
+        """The data files: sizes, items, and the two halves of each."""
+        return file_rows(self.index)
+
+    @property
+    def summary(self) -> Summary:
+        """What `mcore-ckpt inspect` shows."""
+        return summarize(self.path, self.index)
+
+    def common_state(self) -> Any:
+        """The common state (Megatron's arguments, iteration, optimizer settings), unpickled under the allow-list.
+
+        Raises:
+            CheckpointNotFoundError: there is none (plain DCP).
+            UnsafePickleError: it contains a class outside the allow-list.
+        """
+        from mcore_ckpt.megatron.common_state import load_common
+
+        return load_common(self.path, self._options)
+
+    def reader(self) -> FileSystemReader:
+        """A reader of this checkpoint, for many boxes at once or as DCP's storage reader."""
+        if self._reader is None:
+            from mcore_ckpt.load.reader import FileSystemReader
+
+            self._reader = FileSystemReader(self.path, self._options)
+        return self._reader
+
+    def missing(self, key: str) -> MissingKeyError:
+        """The error for a key that is not there."""
+        close = difflib.get_close_matches(key, list(self), n=3, cutoff=0.6)
+        hint = f"similar keys: {', '.join(close)}" if close else f"it has {len(self)} keys, none of them similar"
+        return MissingKeyError(f"{key}: the checkpoint {self.path} has no such key; {hint}")
+
+    def close(self) -> None:
+        """Close its files; what was read stays valid."""
+        self.payloads.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Tensors(Mapping[str, "LazyTensor"]):
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __getitem__(self, key: str) -> LazyTensor:
+        entry = self._checkpoint.index.tensors.get(key)
+        if entry is None:
+            if key in self._checkpoint.index.objects:
+                raise KindMismatchError(f"{key}: an object is stored under this key, not a tensor; see `objects`")
+            raise self._checkpoint.missing(key)
+        return LazyTensor(self._checkpoint.payloads, entry)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint.index.tensors)
+
+    def __len__(self) -> int:
+        return len(self._checkpoint.index.tensors)
+
+
+class _Objects(Mapping[str, Any]):
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._checkpoint.index.objects:
+            if key in self._checkpoint.index.tensors:
+                raise KindMismatchError(f"{key}: a tensor is stored under this key, not an object; see `tensors`")
+            raise self._checkpoint.missing(key)
+        return self._checkpoint.reader().read_object(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint.index.objects)
+
+    def __len__(self) -> int:
+        return len(self._checkpoint.index.objects)
+
+
+class LazyTensor:
+    """A stored tensor; slicing it reads what the slice needs and nothing else.
+
+    Attributes:
+        fqn: its key.
+        shape: global shape, in elements.
+        dtype: torch's name without `torch.` (`"bfloat16"`).
+        chunks: how it is stored.
+    """
+
+    def __init__(self, payloads: StoredPayloads, entry: TensorEntry) -> None:
+        self._payloads = payloads
+        self._entry = entry
+        self.fqn = entry.fqn
+        self.shape: tuple[int, ...] = entry.shape
+        self.dtype = entry.dtype
+        self.chunks: tuple[StoredChunk, ...] = entry.chunks
+
+    def __repr__(self) -> str:
+        return f"<LazyTensor {self.fqn}: {self.dtype} {list(self.shape)} in {len(self.chunks)} chunks>"
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a tensor without axes has no length")
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return int(np.prod(self.shape, dtype=np.int64)) * element_bytes(self.dtype)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """A slice as a torch tensor: ints, slices (any step) and `...`, as numpy has them."""
+        import torch
+
+        content, box, rest = self._read(index)
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise LoadError(f"{self.fqn}: stored as {self.dtype}, which torch {torch.__version__} does not have")
+        flat = torch.frombuffer(content, dtype=torch.uint8) if len(content) else torch.empty(0, dtype=torch.uint8)
+        return flat.view(dtype).reshape(box.sizes)[rest] if box.sizes else flat.view(dtype).reshape(())
+
+    def torch(self) -> torch.Tensor:
+        """The whole tensor."""
+        return self[...]
+
+    def numpy(self, index: Any = ...) -> np.ndarray[Any, Any]:
+        """A slice (by default everything) as a numpy array; bfloat16 and 8-bit floats as float32, exactly.
+
+        Raises:
+            LoadError: numpy cannot hold the dtype (packed 4-bit floats, raw bits).
+        """
+        content, box, rest = self._read(index)
+        numbers = as_numbers(content, self.dtype)
+        if numbers is None:
+            raise LoadError(f"{self.fqn}: numpy has no numbers like {self.dtype}; take raw() or a torch tensor")
+        found: np.ndarray[Any, Any] = numbers.reshape(box.sizes)[rest]
+        return found
+
+    def raw(self, index: Any = ...) -> np.ndarray[Any, Any]:
+        """A slice as unsigned integers of the elements' width: their bits."""
+        content, box, rest = self._read(index)
+        bits: np.ndarray[Any, Any] = np.frombuffer(content, carrier(element_bytes(self.dtype))).reshape(box.sizes)[rest]
+        return bits
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        found = self.numpy()
+        return found if dtype is None else found.astype(dtype)
+
+    def _read(self, index: Any) -> tuple[memoryview, Box, tuple[Any, ...]]:
+        """The bytes of the box around a slice, and what is left to do on it in memory (steps, dropped axes)."""
+        box, rest = _box_of(index, self.shape, self.fqn)
+        content = read_box(self._payloads, self._entry, box.offsets, box.sizes)
+        return content, box, rest
+
+
+def _box_of(index: Any, shape: tuple[int, ...], fqn: str) -> tuple[Box, tuple[Any, ...]]:
+    parts = list(index) if isinstance(index, tuple) else [index]
+    dots = [n for n, part in enumerate(parts) if part is Ellipsis]
+    if len(dots) > 1:
+        raise IndexError(f"{fqn}: one `...` at most")
+    if dots:
+        at = dots[0]
+        parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
+    parts += [slice(None)] * (len(shape) - len(parts))
+    if len(parts) != len(shape):
+        raise IndexError(f"{fqn}: {len(parts)} indices for a tensor of {len(shape)} axes")
+    offsets: list[int] = []
+    sizes: list[int] = []
+    rest: list[slice | int] = []
+    for axis, (part, size) in enumerate(zip(parts, shape, strict=True)):
+        if isinstance(part, slice):
+            start, stop, step = part.indices(size)
+            chosen = range(start, stop, step)
+            low, high = (min(chosen[0], chosen[-1]), max(chosen[0], chosen[-1]) + 1) if chosen else (0, 0)
+            offsets.append(low)
+            sizes.append(high - low)
+            if step < 0 and chosen:
+                raise IndexError(f"{fqn}: slices with a negative step are not supported; flip the result")
+            rest.append(slice(None, None, step) if chosen else slice(None))
+        elif isinstance(part, (int, np.integer)) and not isinstance(part, bool):
+            position = int(part) + size if part < 0 else int(part)
+            if not 0 <= position < size:
+                raise IndexError(f"{fqn}: index {part} on axis {axis} of size {size}")
+            offsets.append(position)
+            sizes.append(1)
+            rest.append(0)
+        else:
+            raise IndexError(f"{fqn}: expected ints, slices and `...`, got {type(part).__name__} on axis {axis}")
+    return Box(tuple(offsets), tuple(sizes)), tuple(rest)

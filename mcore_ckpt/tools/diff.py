@@ -1,0 +1,284 @@
+"""What two checkpoints have in common, and by how much the rest differs; whatever their sharding, in bounded memory.
+
+Keys, shapes and dtypes come from the indexes. Values are read from both in the same slabs and compared there: bits
+first, at memory speed, numbers only where bits differ.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.console import Progress
+from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, TensorEntry
+from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.format.item_reading import verify_records
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.load.fetch import in_parallel
+from mcore_ckpt.tools.keys import key_filter
+from mcore_ckpt.tools.payloads import StoredPayloads, check_elements
+from mcore_ckpt.tools.plain_state import read_plain_state
+from mcore_ckpt.tools.regrid import slabs
+from mcore_ckpt.tools.tensor_stats import SLAB_BYTES, Difference, Differences, SlabReader
+
+__all__ = ["DiffReport", "TensorDiff", "diff_checkpoints"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDiff:
+    """A tensor of both checkpoints. `values` is None where the shapes differ, or values were not compared."""
+
+    fqn: str
+    dtype_a: str
+    dtype_b: str
+    shape_a: tuple[int, ...]
+    shape_b: tuple[int, ...]
+    values: Difference | None = None
+    within_tolerance: bool = False
+
+    @property
+    def same(self) -> bool:
+        """Nothing to report: the same dtype, shape and values (or values within the tolerance that was given)."""
+        same_kind = self.shape_a == self.shape_b and self.dtype_a == self.dtype_b
+        return same_kind and (self.values is None or self.values.identical or self.within_tolerance)
+
+    @property
+    def magnitude(self) -> tuple[float, float, float]:
+        """For sorting: what differs most comes first."""
+        if self.shape_a != self.shape_b:
+            return (math.inf, math.inf, math.inf)
+        if self.values is None:
+            return (0.0, 0.0, 0.0 if self.dtype_a == self.dtype_b else 1.0)
+        if not self.values.measured:
+            return (float(self.values.differing), 0.0, 0.0)
+        return (float(self.values.nan_mismatches), self.values.max_rel, self.values.max_abs)
+
+
+@dataclass(frozen=True, slots=True)
+class DiffReport:
+    """Attributes:
+    tensors: of both, those that differ most first.
+    objects_differ: by full key.
+    common_differs: top-level entries of the common state (iteration, arguments, optimizer settings) that differ, or
+        that only one of the two has.
+    """
+
+    a: str
+    b: str
+    only_in_a: tuple[str, ...]
+    only_in_b: tuple[str, ...]
+    tensors: tuple[TensorDiff, ...]
+    objects_differ: tuple[str, ...]
+    objects_same: int
+    read_bytes: int
+    common_differs: tuple[str, ...] = ()
+
+    @property
+    def identical(self) -> bool:
+        """Keys, shapes, dtypes, values, objects and common state are the same."""
+        keys = not self.only_in_a and not self.only_in_b and not self.objects_differ and not self.common_differs
+        return keys and all(tensor.same for tensor in self.tensors)
+
+
+def diff_checkpoints(
+    a: str | Path,
+    b: str | Path,
+    *,
+    only: str | None = None,
+    values: bool = True,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    workers: int = 2,
+    progress: bool | None = False,
+) -> DiffReport:
+    """Compare two checkpoints.
+
+    Args:
+        a, b: their directories.
+        only: keys to compare, by pattern (`key_patterns`); the common state, which has none, is then left out.
+        values: compare values, not just keys, shapes and dtypes.
+        rtol, atol: tensors whose largest difference is within either count as the same.
+        workers: threads; each takes about 100 MB.
+        progress: show a bar; None: if standard error is a terminal.
+
+    Raises:
+        CheckpointNotFoundError, CorruptCheckpointError: one of them cannot be read.
+        ChecksumError: a tensor differs since one of them is damaged.
+    """
+    left, right = read_index(a), read_index(b)
+    wanted = key_filter(only)
+    keys_a = [key for key in (*left.tensors, *left.objects) if wanted(key)]
+    keys_b = [key for key in (*right.tensors, *right.objects) if wanted(key)]
+    in_a, in_b = set(keys_a), set(keys_b)
+    both = [key for key in keys_a if key in left.tensors and key in right.tensors]
+    kinds = {key for key in in_a & in_b if (key in left.tensors) != (key in right.tensors)}
+    found = {key: _structure(left.tensors[key], right.tensors[key]) for key in both}
+    comparable = [key for key in both if left.tensors[key].shape == right.tensors[key].shape]
+    read_bytes = 0
+    with StoredPayloads(left) as payloads_a, StoredPayloads(right) as payloads_b:
+        if values:
+            total = sum(_nbytes(left.tensors[key]) + _nbytes(right.tensors[key]) for key in comparable)
+            with Progress("diff", total, shown=progress) as bar:
+                compare = _Comparison(payloads_a, payloads_b, bar.advance)
+                in_parallel(_tasks(left, comparable), compare.task, workers)
+            results = compare.results()
+            _check_those_that_differ(results, payloads_a, payloads_b, workers)
+            for key, difference in results.items():
+                tensor = found[key]
+                within = not difference.differing or (
+                    difference.measured
+                    and not difference.nan_mismatches
+                    and (difference.max_abs <= atol or difference.max_rel <= rtol)
+                )
+                found[key] = TensorDiff(
+                    key, tensor.dtype_a, tensor.dtype_b, tensor.shape_a, tensor.shape_b, difference, within
+                )
+            read_bytes = total
+        objects = [key for key in keys_a if key in left.objects and key in right.objects]
+        differing = [
+            key for key in objects if not _same_object(left.objects[key], payloads_a, right.objects[key], payloads_b)
+        ]
+    return DiffReport(
+        a=left.path,
+        b=right.path,
+        only_in_a=tuple(key for key in keys_a if key not in in_b or key in kinds),
+        only_in_b=tuple(key for key in keys_b if key not in in_a or key in kinds),
+        tensors=tuple(sorted(found.values(), key=lambda tensor: tensor.magnitude, reverse=True)),
+        objects_differ=tuple(differing),
+        objects_same=len(objects) - len(differing),
+        read_bytes=read_bytes,
+        common_differs=() if only else _different_entries(read_plain_state(left), read_plain_state(right)),
+    )
+
+
+def _different_entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, ...]:
+    """Top-level keys under which two common states differ."""
+    missing = object()
+    keys = dict.fromkeys((*a, *b))
+    return tuple(key for key in keys if not _same_value(a.get(key, missing), b.get(key, missing)))
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    return bool(type(a) is type(b) and (a == b or repr(a) == repr(b)))  # a NaN is the same value as itself
+
+
+def _structure(a: TensorEntry, b: TensorEntry) -> TensorDiff:
+    return TensorDiff(a.fqn, a.dtype, b.dtype, a.shape, b.shape)
+
+
+def _nbytes(entry: TensorEntry) -> int:
+    return math.prod(entry.shape) * element_bytes(entry.dtype)
+
+
+class _Task(NamedTuple):
+    """Some slabs of one tensor."""
+
+    fqn: str
+    slabs: list[Box]
+
+
+_TASK_BYTES = 256 * 1024 * 1024
+
+
+def _tasks(index: CheckpointIndex, keys: list[str]) -> list[_Task]:
+    """Tensors in the order of their files; large ones in several tasks."""
+
+    def place(key: str) -> tuple[str, int]:
+        chunks = index.tensors[key].chunks
+        return (chunks[0].item.file, chunks[0].item.offset) if chunks else ("", 0)
+
+    tasks = []
+    for key in sorted(keys, key=place):
+        entry = index.tensors[key]
+        found = list(slabs(Box((0,) * len(entry.shape), entry.shape), element_bytes(entry.dtype), SLAB_BYTES))
+        step = max(1, _TASK_BYTES // SLAB_BYTES)
+        tasks += [_Task(key, found[at : at + step]) for at in range(0, len(found), step)] or [_Task(key, [])]
+    return tasks
+
+
+class _Comparison:
+    """Compares slabs, in several threads."""
+
+    def __init__(self, a: StoredPayloads, b: StoredPayloads, advance: Callable[[int], None]) -> None:
+        self._a, self._b, self._advance = a, b, advance
+        self._threads = threading.local()
+        self._lock = threading.Lock()
+        self._found: dict[str, list[Difference]] = {}
+
+    def task(self, task: _Task) -> None:
+        """Compare one task's slabs."""
+        readers = getattr(self._threads, "readers", None)
+        if readers is None:
+            readers = self._threads.readers = SlabReader(self._a), SlabReader(self._b)
+        a, b = self._a.index.tensors[task.fqn], self._b.index.tensors[task.fqn]
+        differences = Differences(a.dtype, b.dtype)
+        for slab in task.slabs:
+            left, right = readers[0].read(a, slab), readers[1].read(b, slab)
+            differences.add(left, right)
+            self._advance(len(left) + len(right))
+        with self._lock:
+            self._found.setdefault(task.fqn, []).append(differences.result())
+
+    def results(self) -> dict[str, Difference]:
+        """Of each tensor, over all its tasks."""
+        return {fqn: _sum(parts) for fqn, parts in self._found.items()}
+
+
+def _check_those_that_differ(
+    found: Mapping[str, Difference], a: StoredPayloads, b: StoredPayloads, workers: int
+) -> None:
+    """Compare the checksums of tensors with different bits: a damaged file is not another value.
+
+    Where all bits are the same there is nothing to be mistaken about.
+    """
+    suspects = [(payloads, key) for key, value in found.items() if not value.identical for payloads in (a, b)]
+    in_parallel(suspects, lambda suspect: check_elements(suspect[0], suspect[0].index.tensors[suspect[1]]), workers)
+
+
+def _sum(parts: list[Difference]) -> Difference:
+    if len(parts) == 1:
+        return parts[0]
+    return Difference(
+        sum(part.elements for part in parts),
+        sum(part.differing for part in parts),
+        max(part.max_abs for part in parts),
+        max(part.max_rel for part in parts),
+        sum(part.nan_mismatches for part in parts),
+        sum(part.nans_a for part in parts),
+        sum(part.nans_b for part in parts),
+        all(part.identical for part in parts),
+        all(part.measured for part in parts),
+    )
+
+
+def _same_object(a: ObjectEntry, in_a: StoredPayloads, b: ObjectEntry, in_b: StoredPayloads) -> bool:
+    """Whether two objects were pickled to the same bytes; the archives around them may differ."""
+    return _contents(a, in_a) == _contents(b, in_b)
+
+
+# What torch.save adds that says nothing about the object.
+_INCIDENTAL = ("version", "byteorder", ".data/serialization_id", ".format_version", ".storage_alignment")
+
+
+def _contents(entry: ObjectEntry, payloads: StoredPayloads) -> object:
+    item = entry.item
+    with payloads.files.reader(item.file) as reader:
+        if item.transforms:
+            return reader.read(item.offset, item.length)
+        try:
+            spans = list(
+                verify_records(lambda at, length: reader.read(item.offset + at, length), item.length, entry.fqn)
+            )
+        except LoadError:
+            return reader.read(item.offset, item.length)
+        return {
+            name: reader.read(item.offset + span.offset, span.nbytes)
+            for span in spans
+            if (name := span.name.partition("/")[2]) not in _INCIDENTAL
+        }

@@ -1,0 +1,131 @@
+"""Elements of any stored dtype as numpy floats, and back: for comparing, for looking, and for `reshard --dtype`.
+
+numpy has no bfloat16 and no 8-bit floats. Conversions round to nearest, ties to even, as torch does. No torch.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from mcore_ckpt.core.errors import OptionError
+
+__all__ = ["DTYPE_NAMES", "as_numbers", "cast_floats", "numpy_dtype"]
+
+_NUMPY = {
+    "float64": np.float64,
+    "float32": np.float32,
+    "float16": np.float16,
+    "int64": np.int64,
+    "int32": np.int32,
+    "int16": np.int16,
+    "int8": np.int8,
+    "uint8": np.uint8,
+    "uint16": np.uint16,
+    "uint32": np.uint32,
+    "uint64": np.uint64,
+    "bool": np.bool_,
+    "complex64": np.complex64,
+    "complex128": np.complex128,
+}
+
+DTYPE_NAMES = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "float16": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "float32": "float32",
+    "fp64": "float64",
+    "float64": "float64",
+}
+"""What people call floating-point dtypes -> torch's name."""
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any] | None:
+    """numpy's dtype of the same elements; None if numpy has none."""
+    found = _NUMPY.get(dtype)
+    return None if found is None else np.dtype(found)
+
+
+@lru_cache(maxsize=8)
+def _float8_values(dtype: str) -> np.ndarray[Any, np.dtype[np.float32]] | None:
+    """The value of each of the 256 codes of an 8-bit float, by the definition of its format."""
+    formats = {  # exponent bits, mantissa bits, bias
+        "float8_e4m3fn": (4, 3, 7),
+        "float8_e4m3fnuz": (4, 3, 8),
+        "float8_e5m2": (5, 2, 15),
+        "float8_e5m2fnuz": (5, 2, 16),
+        "float8_e8m0fnu": (8, 0, 127),
+    }
+    if dtype not in formats:
+        return None
+    exponent_bits, mantissa_bits, bias = formats[dtype]
+    codes = np.arange(256)
+    if dtype == "float8_e8m0fnu":
+        values = np.ldexp(1.0, codes - bias)
+        values[255] = np.nan
+        return values.astype(np.float32)
+    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    mantissa = codes & ((1 << mantissa_bits) - 1)
+    fraction = mantissa / (1 << mantissa_bits)
+    values = np.where(exponent == 0, np.ldexp(fraction, 1 - bias), np.ldexp(1 + fraction, exponent - bias))
+    values = np.where(codes >= 128, -values, values)
+    if dtype.endswith("fnuz"):
+        values[128] = np.nan
+    elif dtype == "float8_e4m3fn":
+        values[[127, 255]] = np.nan
+    else:
+        top = exponent == (1 << exponent_bits) - 1
+        values = np.where(top & (mantissa == 0), np.where(codes >= 128, -np.inf, np.inf), values)
+        values = np.where(top & (mantissa != 0), np.nan, values)
+    return values.astype(np.float32)
+
+
+def as_numbers(content: memoryview, dtype: str) -> np.ndarray[Any, Any] | None:
+    """Elements as a flat numpy array of numbers: bfloat16 and 8-bit floats as float32, others as they are.
+
+    Returns:
+        None for dtypes that are no numbers by themselves (packed 4-bit floats, raw bits).
+    """
+    direct = _NUMPY.get(dtype)
+    if direct is not None:
+        return np.frombuffer(content, direct)
+    if dtype == "bfloat16":
+        return (np.frombuffer(content, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype == "complex32":
+        return np.frombuffer(content, np.float16).astype(np.float32).view(np.complex64)
+    values = _float8_values(dtype)
+    return None if values is None else values[np.frombuffer(content, np.uint8)]
+
+
+def cast_floats(content: memoryview, dtype: str, to: str) -> memoryview:
+    """Floating-point elements in another floating-point dtype.
+
+    Raises:
+        OptionError: either is no floating-point dtype that this can convert.
+    """
+    numbers = as_numbers(content, dtype)
+    if numbers is None or numbers.dtype.kind != "f":
+        raise OptionError(f"{dtype} cannot be converted to {to}; expected a floating-point dtype")
+    if to == "bfloat16":
+        with np.errstate(over="ignore"):
+            return _to_bfloat16(numbers.astype(np.float32)).data.cast("B")
+    target = _NUMPY.get(to)
+    if target is None or np.dtype(target).kind != "f":
+        raise OptionError(f"dtype {to!r}: expected one of {', '.join(sorted(DTYPE_NAMES))}")
+    with np.errstate(over="ignore"):
+        # As torch does, float64 goes to float16 by way of float32.
+        narrow = numbers.astype(np.float32) if to == "float16" else numbers
+        return np.ascontiguousarray(narrow.astype(target)).data.cast("B")
+
+
+def _to_bfloat16(numbers: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    bits = numbers.view(np.uint32)
+    rounded = ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype(np.uint16)
+    rounded[np.isnan(numbers)] = 0x7FC0
+    return rounded

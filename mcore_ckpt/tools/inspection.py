@@ -1,0 +1,374 @@
+"""What a checkpoint holds, from its index and the sizes of its files: no payload is read, and no torch is needed.
+
+Each `*_rows` function gives one view, as plain rows for a table, for JSON, or for the report in `html_report`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_key
+from mcore_ckpt.format.metadata_read import METADATA_FILE, TRACKER_FILE, read_config, read_index
+from mcore_ckpt.format.tensor_pickle import DTYPES
+from mcore_ckpt.tools.keys import group_of, key_filter
+from mcore_ckpt.tools.parallel_layout import (
+    ParallelLayout,
+    data_file_rank,
+    layout_of_arguments,
+    layout_of_chunks,
+    optimizer_layout,
+)
+from mcore_ckpt.tools.plain_state import read_plain_state
+
+__all__ = [
+    "FileRow",
+    "GroupRow",
+    "ItemRow",
+    "ObjectRow",
+    "Summary",
+    "TensorRow",
+    "checkpoint_directory",
+    "describe_items",
+    "file_rows",
+    "object_rows",
+    "rank_balance",
+    "summarize",
+    "tensor_rows",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """A global tensor: sizes in elements, `grid` the number of chunks along each axis, `files` in order."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    payload_bytes: int
+    chunks: int
+    grid: tuple[int, ...]
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ItemRow:
+    """One stored item: bytes `[start, stop)` of `file`; box of its chunk in elements (None for objects)."""
+
+    file: str
+    start: int
+    stop: int
+    half: Literal["tensor_data", "bytes_data"]
+    fqn: str
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    offsets: tuple[int, ...] | None
+    transforms: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileRow:
+    """One data file: how many items and bytes of either half it holds, and where these lie.
+
+    Attributes:
+        size_bytes: as found on the disk; None if the file is missing.
+        tensor_data, bytes_data: `[start, stop)` of the region from the first to the last item of that half.
+        unused_bytes: bytes of the file that belong to no item (padding, slack); None if the file is missing.
+    """
+
+    file: str
+    rank: int | None
+    size_bytes: int | None
+    tensors: int
+    tensor_bytes: int
+    tensor_data: tuple[int, int] | None
+    objects: int
+    object_bytes: int
+    bytes_data: tuple[int, int] | None
+    unused_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRow:
+    """One stored object; `key`, `offset` and `grid` for Megatron's sharded objects."""
+
+    fqn: str
+    key: str | None
+    offset: tuple[int, ...] | None
+    grid: tuple[int, ...] | None
+    file: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """Tensors of one kind; `dtypes` by number of elements, most first."""
+
+    group: str
+    tensors: int
+    elements: int
+    payload_bytes: int
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A checkpoint at a glance.
+
+    Attributes:
+        written_by: `"megatron"` if there is a `metadata.json`, else `"dcp"`.
+        metadata_bytes: size of `.metadata`.
+        file_bytes: size of all data files.
+        balance: largest over mean bytes of a rank's files; 1.0 is even.
+        optimizer: layout of the optimizer's state; None without one.
+        layout: the parallel layout that chunks and files show.
+        trained_layout: the one that Megatron's arguments name, if they are stored.
+        arguments: Megatron's arguments, as stored.
+        problems: what the index names but cannot be there.
+    """
+
+    path: str
+    written_by: str
+    backend: str | None
+    iteration: int | None
+    metadata_bytes: int
+    file_bytes: int
+    files: int
+    ranks: int
+    balance: float | None
+    tensors: int
+    chunks: int
+    objects: int
+    model_elements: int
+    model_bytes: int
+    optimizer_bytes: int
+    optimizer: str | None
+    layout: ParallelLayout
+    trained_layout: ParallelLayout | None
+    groups: tuple[GroupRow, ...]
+    arguments: dict[str, Any]
+    problems: tuple[str, ...]
+
+
+def checkpoint_directory(path: str | Path) -> Path:
+    """The directory that holds `.metadata`: `path` itself, or the iteration that the tracker file in `path` names."""
+    directory = Path(path)
+    tracker = directory / TRACKER_FILE
+    if not (directory / METADATA_FILE).exists() and tracker.is_file():
+        text = tracker.read_text(errors="replace").strip()
+        name = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() and len(text) < 20 else text
+        if name == "release" or re.fullmatch(r"iter_\w+", name):  # and not a path that leads elsewhere
+            return directory / name
+    return directory
+
+
+def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
+    """Bytes of the elements; 0 for a dtype that this package does not know."""
+    entry = DTYPES.get(dtype)
+    return math.prod(shape) * entry.element_bytes if entry else 0
+
+
+def tensor_rows(index: CheckpointIndex, pattern: str | None = None) -> Iterator[TensorRow]:
+    """The tensors whose key matches, in the order of the index."""
+    wanted = key_filter(pattern)
+    for fqn, entry in index.tensors.items():
+        if wanted(fqn):
+            grid = tuple(len({chunk.offsets[axis] for chunk in entry.chunks}) for axis in range(len(entry.shape)))
+            files = tuple(dict.fromkeys(chunk.item.file for chunk in entry.chunks))
+            nbytes = tensor_bytes(entry.dtype, entry.shape)
+            yield TensorRow(fqn, entry.dtype, entry.shape, nbytes, len(entry.chunks), grid, files)
+
+
+def describe_items(index: CheckpointIndex, pattern: str | None = None) -> list[ItemRow]:
+    """Every stored item whose key matches, by file and offset: the byte-level view of each bucket."""
+    wanted = key_filter(pattern)
+    rows = [
+        ItemRow(
+            chunk.item.file,
+            chunk.item.offset,
+            chunk.item.offset + chunk.item.length,
+            "tensor_data",
+            fqn,
+            entry.dtype,
+            chunk.sizes,
+            chunk.offsets,
+            chunk.item.transforms,
+        )
+        for fqn, entry in index.tensors.items()
+        if wanted(fqn)
+        for chunk in entry.chunks
+    ]
+    rows += [
+        ItemRow(
+            entry.item.file,
+            entry.item.offset,
+            entry.item.offset + entry.item.length,
+            "bytes_data",
+            fqn,
+            None,
+            None,
+            None,
+            entry.item.transforms,
+        )
+        for fqn, entry in index.objects.items()
+        if wanted(fqn)
+    ]
+    rows.sort(key=lambda row: (_file_order(row.file), row.start))
+    return rows
+
+
+def _file_order(file: str) -> tuple[int, str]:
+    rank = data_file_rank(file)
+    return (-1 if rank is None else rank, file)
+
+
+def object_rows(index: CheckpointIndex, pattern: str | None = None) -> Iterator[ObjectRow]:
+    """The objects whose key matches, in the order of the index."""
+    wanted = key_filter(pattern)
+    for fqn, entry in index.objects.items():
+        if wanted(fqn):
+            shard = parse_object_key(fqn)
+            place = (entry.item.file, entry.item.offset, entry.item.offset + entry.item.length)
+            if shard is None:
+                yield ObjectRow(fqn, None, None, None, *place)
+            else:
+                yield ObjectRow(fqn, shard.key, shard.offset, shard.shape, *place)
+
+
+class _FileTally:
+    def __init__(self) -> None:
+        self.count = 0
+        self.nbytes = 0
+        self.start: int | None = None
+        self.stop = 0
+
+    def add(self, item: StoredItem) -> None:
+        self.count += 1
+        self.nbytes += item.length
+        self.start = item.offset if self.start is None else min(self.start, item.offset)
+        self.stop = max(self.stop, item.offset + item.length)
+
+    @property
+    def region(self) -> tuple[int, int] | None:
+        return None if self.start is None else (self.start, self.stop)
+
+
+def file_rows(index: CheckpointIndex) -> list[FileRow]:
+    """The data files that the index names, by rank and name."""
+    tensors: dict[str, _FileTally] = {}
+    objects: dict[str, _FileTally] = {}
+    for tensor in index.tensors.values():
+        for chunk in tensor.chunks:
+            tensors.setdefault(chunk.item.file, _FileTally()).add(chunk.item)
+    for entry in index.objects.values():
+        objects.setdefault(entry.item.file, _FileTally()).add(entry.item)
+    rows = []
+    for file in sorted({*tensors, *objects}, key=_file_order):
+        tensor_data, bytes_data = tensors.get(file, _FileTally()), objects.get(file, _FileTally())
+        size_bytes = _size_bytes(Path(index.path) / file)
+        unused = None if size_bytes is None else size_bytes - tensor_data.nbytes - bytes_data.nbytes
+        rows.append(
+            FileRow(
+                file,
+                data_file_rank(file),
+                size_bytes,
+                tensor_data.count,
+                tensor_data.nbytes,
+                tensor_data.region,
+                bytes_data.count,
+                bytes_data.nbytes,
+                bytes_data.region,
+                unused,
+            )
+        )
+    return rows
+
+
+def rank_balance(rows: Iterable[FileRow]) -> dict[int, int]:
+    """Bytes on the disk of each rank's files, by rank."""
+    per_rank: dict[int, int] = {}
+    for row in rows:
+        if row.rank is not None:
+            per_rank[row.rank] = per_rank.get(row.rank, 0) + (row.size_bytes or 0)
+    return dict(sorted(per_rank.items()))
+
+
+def _size_bytes(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _groups(index: CheckpointIndex) -> tuple[GroupRow, ...]:
+    tensors: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    dtypes: dict[str, Counter[str]] = {}
+    for fqn, entry in index.tensors.items():
+        group = group_of(fqn)
+        count = math.prod(entry.shape)
+        tensors[group] += 1
+        elements[group] += count
+        nbytes[group] += tensor_bytes(entry.dtype, entry.shape)
+        dtypes.setdefault(group, Counter())[entry.dtype] += count
+    return tuple(
+        GroupRow(
+            group,
+            tensors[group],
+            elements[group],
+            nbytes[group],
+            tuple(dtype for dtype, _ in dtypes[group].most_common()),
+        )
+        for group in sorted(tensors, key=lambda group: (group.startswith("optimizer"), -nbytes[group]))
+    )
+
+
+def summarize(path: str | Path, index: CheckpointIndex | None = None) -> Summary:
+    """A checkpoint at a glance.
+
+    Raises:
+        CheckpointNotFoundError, CorruptCheckpointError: there is no checkpoint, or its index cannot be read.
+    """
+    index = read_index(checkpoint_directory(path), strict=False) if index is None else index
+    directory = Path(index.path)
+    common = read_plain_state(index)
+    config = read_config(directory)
+    files = file_rows(index)
+    per_rank = rank_balance(files)
+    mean = sum(per_rank.values()) / len(per_rank) if per_rank else 0
+    groups = _groups(index)
+    model = [row for row in groups if not row.group.startswith("optimizer")]
+    optimizer = [row for row in groups if row.group.startswith("optimizer")]
+    arguments = common.get("args")
+    iteration = common.get("iteration")
+    missing = [f"{row.file}: the index names this file, but it is not there" for row in files if row.size_bytes is None]
+    return Summary(
+        path=str(directory),
+        written_by="dcp" if config is None else "megatron",
+        backend=None if config is None else f"{config.backend} {config.version}",
+        iteration=iteration if isinstance(iteration, int) else None,
+        metadata_bytes=_size_bytes(directory / METADATA_FILE) or 0,
+        file_bytes=sum(row.size_bytes or 0 for row in files),
+        files=len(files),
+        ranks=len(per_rank),
+        balance=max(per_rank.values()) / mean if mean else None,
+        tensors=len(index.tensors),
+        chunks=sum(len(entry.chunks) for entry in index.tensors.values()),
+        objects=len(index.objects),
+        model_elements=sum(row.elements for row in model),
+        model_bytes=sum(row.payload_bytes for row in model),
+        optimizer_bytes=sum(row.payload_bytes for row in optimizer),
+        optimizer=optimizer_layout(index, common),
+        layout=layout_of_chunks(index),
+        trained_layout=layout_of_arguments(common),
+        groups=groups,
+        arguments=arguments if isinstance(arguments, dict) else {},
+        problems=(*index.problems, *missing),
+    )

@@ -1,0 +1,127 @@
+"""Which parallel layout a checkpoint was written under: what Megatron's arguments say, and what its chunks show."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
+from mcore_ckpt.tools.keys import is_optimizer_key, layer_number
+
+__all__ = [
+    "ParallelLayout",
+    "data_file_rank",
+    "layout_of_arguments",
+    "layout_of_chunks",
+    "optimizer_layout",
+]
+
+_DATA_FILE = re.compile(r"(?:^|[^0-9])__(\d+)_(\d+)\.distcp$")
+_STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.[^0-9]")
+_ARGUMENTS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """Sizes of the parallel groups; None where nothing tells."""
+
+    tp: int | None
+    pp: int | None
+    ep: int | None
+    etp: int | None = None
+
+
+def data_file_rank(file: str) -> int | None:
+    """The rank that wrote a data file, from its name `__{rank}_{i}.distcp`; None for other names."""
+    found = _DATA_FILE.search(file)
+    return int(found.group(1)) if found else None
+
+
+def optimizer_layout(index: CheckpointIndex, common: Mapping[str, Any]) -> str | None:
+    """Megatron's name of the optimizer's layout, `"unknown"` if it is none of Megatron's, None without an optimizer."""
+    keys = [fqn for fqn in (*index.tensors, *index.objects) if is_optimizer_key(fqn)]
+    content = common.get("content_metadata")
+    declared = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+    if not keys:
+        return None
+    if isinstance(declared, str):
+        return declared
+    for fqn in keys:
+        if ".gbuf_idx_" in fqn and ".bucket_idx_" in fqn:
+            return "dp_reshardable"
+        if ".optimizer_state" in fqn or "dp_zero" in fqn:
+            return "dp_zero_gather_scatter"
+    if any(fqn in index.mcore_data and index.mcore_data[fqn] for fqn in keys):
+        return "fully_sharded_model_space"
+    if any(fqn.startswith("optimizer.state.") for fqn in keys):
+        return "fully_reshardable"
+    return "unknown"
+
+
+def layout_of_arguments(common: Mapping[str, Any]) -> ParallelLayout | None:
+    """The layout that Megatron's stored arguments name; None without them."""
+    arguments = common.get("args")
+    if not isinstance(arguments, dict) or not isinstance(arguments.get(_ARGUMENTS["tp"]), int):
+        return None
+    sizes = {name: arguments.get(argument) for name, argument in _ARGUMENTS.items()}
+    return ParallelLayout(**{name: size if isinstance(size, int) else None for name, size in sizes.items()})
+
+
+def layout_of_chunks(index: CheckpointIndex) -> ParallelLayout:
+    """The layout that the chunks of the model and the names of their files show."""
+    return ParallelLayout(_tensor_parallel(index), _pipeline_parallel(index), _expert_parallel(index))
+
+
+def _tensor_parallel(index: CheckpointIndex) -> int | None:
+    """What most weights of attention are divided into; those are never stored in halves or by expert."""
+    votes: Counter[int] = Counter()
+    for fqn, entry in index.tensors.items():
+        if not is_optimizer_key(fqn) and fqn.endswith(("linear_qkv.weight", "linear_proj.weight")):
+            votes[max(_divisions(entry)[-2:], default=1)] += 1
+    return votes.most_common(1)[0][0] if votes else None
+
+
+def _divisions(entry: TensorEntry) -> list[int]:
+    return [len({chunk.offsets[axis] for chunk in entry.chunks}) for axis in range(len(entry.shape))]
+
+
+def _pipeline_parallel(index: CheckpointIndex) -> int | None:
+    """Groups of layers that share no rank. A key without a number holds all layers, stacked along its first axis."""
+    ranks_of_layer: dict[int, set[int]] = {}
+    for fqn, entry in index.tensors.items():
+        number = layer_number(fqn)
+        stacked = number is None and len(entry.shape) > 1 and _STACKED_LAYERS.search(fqn) is not None
+        if is_optimizer_key(fqn) or (number is None and not stacked):
+            continue
+        for chunk in entry.chunks:
+            rank = data_file_rank(chunk.item.file)
+            if rank is not None:
+                layer = chunk.offsets[0] if number is None else number
+                ranks_of_layer.setdefault(layer, set()).add(rank)
+    groups: list[set[int]] = []
+    for ranks in ranks_of_layer.values():
+        touching = [group for group in groups if group & ranks]
+        groups = [group for group in groups if not group & ranks]
+        groups.append(set().union(ranks, *touching))
+    return len(groups) or None
+
+
+def _expert_parallel(index: CheckpointIndex) -> int | None:
+    """Groups of experts (the axis before the last two, or the number in the key) that share no rank."""
+    counts: Counter[int] = Counter()
+    for fqn, entry in index.tensors.items():
+        if ".experts." not in fqn or is_optimizer_key(fqn) or len(entry.shape) < 3:
+            continue
+        ranks: dict[int, set[int | None]] = {}
+        for chunk in entry.chunks:
+            ranks.setdefault(chunk.offsets[-3], set()).add(data_file_rank(chunk.item.file))
+        counts[len({frozenset(group) for group in ranks.values()})] += 1
+    return counts.most_common(1)[0][0] if counts else None

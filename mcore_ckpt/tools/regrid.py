@@ -1,0 +1,268 @@
+"""From one division of a tensor into chunks to another, in one pass: each byte is taken once and given once.
+
+A tensor falls into *blocks*: chunks of either side that have only to do with one another. A block is walked in *slabs*,
+which span all trailing axes, so that what a chunk has of a slab is one contiguous run of its bytes, whichever axis it
+is divided along; and the runs of a chunk come in ascending order. Hence sources can be read, and targets written and
+summed, front to back, in memory that depends on the size of a slab alone.
+
+Knows neither files nor checkpoints: sources fill memory, sinks take it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mcore_ckpt.core.boxes import Box, intersect
+from mcore_ckpt.format.crc import crc32
+
+__all__ = ["Block", "CrcSink", "Sink", "Source", "Walk", "blocks", "carrier", "slabs"]
+
+SLAB_BYTES = 4 * 1024 * 1024
+
+_CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+def carrier(elem_bytes: int) -> Any:
+    """A numpy dtype of that width, to move elements bit by bit whatever they mean."""
+    return _CARRIERS[elem_bytes]
+
+
+class Source(Protocol):
+    """Where the bytes of one chunk come from."""
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fill `view` with the chunk's bytes from `start` on."""
+
+
+class Sink(Protocol):
+    """Where the bytes of one chunk go, front to back."""
+
+    def space(self, nbytes: int) -> memoryview:
+        """Memory for the next bytes: `nbytes` of them or fewer, but at least one."""
+
+    def filled(self, view: memoryview) -> None:
+        """`view`, which `space` gave, holds the bytes."""
+
+
+class Block(NamedTuple):
+    """Positions of sources and targets that overlap no others, each in the order of their offsets."""
+
+    sources: list[int]
+    targets: list[int]
+
+
+def blocks(sources: Sequence[Box], targets: Sequence[Box]) -> Iterator[Block]:
+    """Split a tensor into independent blocks, in the order of their offsets. Boxes without elements are left out."""
+    if len(sources) == 1 and len(targets) == 1 and 0 not in sources[0].sizes:  # most tensors of most checkpoints
+        yield Block([0], [0])
+        return
+    boxes = [*sources, *targets]
+    count = len(sources)
+
+    def split(members: list[int], axis: int) -> Iterator[list[int]]:
+        if not members or axis == len(boxes[members[0]].offsets):
+            if members:
+                yield members
+            return
+        members.sort(key=lambda n: boxes[n].offsets[axis])
+        group: list[int] = []
+        stop = 0
+        for member in members:
+            start, size = boxes[member].offsets[axis], boxes[member].sizes[axis]
+            if group and start >= stop:
+                yield from split(group, axis + 1)
+                group = []
+            stop = max(stop, start + size) if group else start + size
+            group.append(member)
+        yield from split(group, axis + 1)
+
+    nonempty = [n for n, box in enumerate(boxes) if 0 not in box.sizes]
+    for members in split(nonempty, 0):
+        members.sort(key=lambda n: boxes[n].offsets)
+        yield Block([n for n in members if n < count], [n - count for n in members if n >= count])
+
+
+def bounding(boxes: Sequence[Box]) -> Box:
+    """The smallest box around some boxes."""
+    starts = [min(box.offsets[axis] for box in boxes) for axis in range(len(boxes[0].offsets))]
+    stops = [max(box.offsets[axis] + box.sizes[axis] for box in boxes) for axis in range(len(starts))]
+    return Box(tuple(starts), tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+
+
+def slabs(box: Box, elem_bytes: int, slab_bytes: int = SLAB_BYTES) -> Iterator[Box]:
+    """Cut a box into pieces of at most `slab_bytes` that span all its trailing axes, in C order."""
+    rank = len(box.sizes)
+    if not rank:
+        yield box
+        return
+    cut, inner_bytes = rank - 1, elem_bytes
+    while cut > 0 and inner_bytes * box.sizes[cut] <= slab_bytes:
+        inner_bytes *= box.sizes[cut]
+        cut -= 1
+    step = max(1, slab_bytes // inner_bytes)
+    for index in itertools.product(*(range(size) for size in box.sizes[:cut])):
+        lead = tuple(offset + i for offset, i in zip(box.offsets, index, strict=False))
+        for start in range(0, box.sizes[cut], step):
+            count = min(step, box.sizes[cut] - start)
+            yield Box(
+                (*lead, box.offsets[cut] + start, *box.offsets[cut + 1 :]),
+                (*(1,) * cut, count, *box.sizes[cut + 1 :]),
+            )
+
+
+def _start_in(chunk: Box, part: Box, elem_bytes: int) -> int:
+    """Byte offset of a part's first element in its chunk."""
+    position = 0
+    for outer, size, inner in zip(chunk.offsets, chunk.sizes, part.offsets, strict=True):
+        position = position * size + inner - outer
+    return position * elem_bytes
+
+
+class CrcSink:
+    """A sink that keeps nothing but the CRC-32.
+
+    Args:
+        window: memory to fill, shared by all sinks of one thread.
+    """
+
+    __slots__ = ("_window", "crc32")
+
+    def __init__(self, window: memoryview) -> None:
+        self._window = window
+        self.crc32 = 0
+
+    def space(self, nbytes: int) -> memoryview:
+        """The window, or its beginning."""
+        return self._window[:nbytes]
+
+    def filled(self, view: memoryview) -> None:
+        """Sum what is there."""
+        self.crc32 = crc32(view, self.crc32)
+
+
+@dataclass(slots=True)
+class Walk:
+    """Moves blocks from sources to sinks, in one thread; its memory is used again for each.
+
+    Attributes:
+        elem_bytes: size of an element, in sources and sinks alike.
+        slab_bytes: about what is worked on at once.
+    """
+
+    elem_bytes: int = 1
+    slab_bytes: int = SLAB_BYTES
+    _read_memory: bytearray = field(default_factory=bytearray)
+    _part_memory: bytearray = field(default_factory=bytearray)
+
+    def move(
+        self,
+        source_boxes: Sequence[Box],
+        sources: Sequence[Source],
+        target_boxes: Sequence[Box],
+        sinks: Sequence[Sink],
+        *,
+        summed: bool = True,
+    ) -> list[int]:
+        """Fill the sinks of one block.
+
+        Returns:
+            The CRC-32 of what was read of each source (all of it, where targets cover it); zeros unless `summed`.
+        """
+        sum_up = crc32 if summed else _no_sum
+        crcs = [0] * len(sources)
+        if len(sources) == 1 and list(source_boxes) == list(target_boxes):
+            crcs[0] = self._straight(sources[0], 0, source_boxes[0], sinks[0], 0, sum_up)
+            return crcs
+        for slab in slabs(bounding(target_boxes), self.elem_bytes, self.slab_bytes):
+            given = [(n, part) for n, box in enumerate(source_boxes) if (part := intersect(box, slab)) is not None]
+            taken = [(n, part) for n, box in enumerate(target_boxes) if (part := intersect(box, slab)) is not None]
+            if len(given) == 1 and len(taken) == 1 and given[0][1] == taken[0][1]:
+                (n, part), (m, _) = given[0], taken[0]
+                start = _start_in(source_boxes[n], part, self.elem_bytes)
+                crcs[n] = self._straight(sources[n], start, part, sinks[m], crcs[n], sum_up)
+                continue
+            read: dict[int, tuple[Box, Any]] = {}
+            straight: dict[int, int] = {}
+            for m, part in taken:
+                for n, other in given:
+                    if other == part:
+                        straight[m] = n
+            memory = self._memory(sum(math.prod(part.sizes) for n, part in given if n not in straight.values()))
+            for n, part in given:
+                if n in straight.values():
+                    continue
+                nbytes = math.prod(part.sizes) * self.elem_bytes
+                view, memory = memory[:nbytes], memory[nbytes:]
+                sources[n].read_into(_start_in(source_boxes[n], part, self.elem_bytes), view)
+                crcs[n] = sum_up(view, crcs[n])
+                read[n] = part, np.frombuffer(view, carrier(self.elem_bytes)).reshape(part.sizes)
+            for m, part in taken:
+                if m in straight:
+                    n = straight[m]
+                    start = _start_in(source_boxes[n], part, self.elem_bytes)
+                    crcs[n] = self._straight(sources[n], start, part, sinks[m], crcs[n], sum_up)
+                else:
+                    self._assemble(part, list(read.values()), sinks[m])
+        return crcs
+
+    def _memory(self, elems: int) -> memoryview:
+        nbytes = elems * self.elem_bytes
+        if len(self._read_memory) < nbytes:
+            self._read_memory = bytearray(nbytes)
+        return memoryview(self._read_memory)[:nbytes]
+
+    def _straight(
+        self, source: Source, start: int, part: Box, sink: Sink, value: int, sum_up: Callable[[memoryview, int], int]
+    ) -> int:
+        """What one source has of the slab is what one sink wants of it: read it to where it goes."""
+        nbytes = math.prod(part.sizes) * self.elem_bytes
+        done = 0
+        while done < nbytes:
+            view = sink.space(nbytes - done)
+            source.read_into(start + done, view)
+            value = sum_up(view, value)
+            sink.filled(view)
+            done += len(view)
+        return value
+
+    def _assemble(self, part: Box, read: list[tuple[Box, Any]], sink: Sink) -> None:
+        """Put a sink's part of the slab together from what was read."""
+        nbytes = math.prod(part.sizes) * self.elem_bytes
+        view = sink.space(nbytes)
+        whole = len(view) == nbytes
+        if not whole and len(self._part_memory) < nbytes:
+            self._part_memory = bytearray(nbytes)
+        memory = view if whole else memoryview(self._part_memory)[:nbytes]
+        array = np.frombuffer(memory, carrier(self.elem_bytes)).reshape(part.sizes)
+        for box, elements in read:
+            cell = intersect(box, part)
+            if cell is not None:
+                array[_within(part, cell)] = elements[_within(box, cell)]
+        if whole:
+            sink.filled(view)
+            return
+        done = 0
+        while done < nbytes:
+            piece = min(len(view), nbytes - done)
+            view[:piece] = memory[done : done + piece]
+            sink.filled(view[:piece])
+            done += piece
+            if done < nbytes:
+                view = sink.space(nbytes - done)
+
+
+def _no_sum(view: memoryview, value: int) -> int:
+    return value
+
+
+def _within(outer: Box, inner: Box) -> tuple[slice, ...]:
+    return tuple(
+        slice(start - base, start - base + size)
+        for start, base, size in zip(inner.offsets, outer.offsets, inner.sizes, strict=True)
+    )

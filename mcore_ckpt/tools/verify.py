@@ -1,0 +1,381 @@
+"""Is a checkpoint whole? Its structure, and the CRC-32 of every record in every file.
+
+Structure: each chunk of each tensor is there once, chunks tile their tensor, items lie inside their files and do not
+overlap, and say of themselves what the index says of them. Content: `torch.save` archives carry the CRC-32 of each
+record (those of stock Megatron-Core and PyTorch too, where nothing ever compares them); here all are compared.
+
+Small items are read many at a time, large ones in windows, by a few threads: at the speed of the disk, in bounded
+memory, without torch.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from mcore_ckpt.core.boxes import Box, covers
+from mcore_ckpt.core.console import Progress
+from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
+from mcore_ckpt.directory.commit import common_file_in_force
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry, parse_object_key
+from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor, locate_tensor_in, verify_records
+from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_config, read_index
+from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
+from mcore_ckpt.load.fetch import OpenFiles, in_parallel
+from mcore_ckpt.storage.base import RangeReader, Storage
+from mcore_ckpt.storage.direct_io import aligned_buffer
+from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.tools.payloads import check_located
+
+__all__ = ["ItemCheck", "Problem", "VerifyReport", "check_item", "verify_checkpoint"]
+
+_WINDOW_BYTES = 8 * 1024 * 1024
+_MAX_GAP_BYTES = 256 * 1024
+_COMMON_STATE = "common_state"  # where it is no file of its own, the key of the object that holds it
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is wrong.
+
+    Attributes:
+        kind: `"index"`, `"file"`, `"structure"` (chunks, overlaps), `"item"` (headers) or `"checksum"`.
+        message: what, where, expected and got.
+        fqn: the key, where it is one item's problem.
+        file, offset, length: the bytes of that item.
+    """
+
+    kind: Literal["index", "file", "structure", "item", "checksum"]
+    message: str
+    fqn: str | None = None
+    file: str | None = None
+    offset: int | None = None
+    length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was checked, and what is wrong; `repaired` names items that were mended meanwhile.
+
+    Attributes:
+        unchecked: items whose bytes carry no CRC-32, or are stored through a transform that hides it.
+    """
+
+    path: str
+    problems: tuple[Problem, ...]
+    items: int
+    records: int
+    read_bytes: int
+    seconds: float
+    unchecked: int = 0
+    repaired: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Nothing is wrong."""
+        return not self.problems
+
+
+class ItemCheck(NamedTuple):
+    """One stored item to check: its tensor's entry and chunk, or None for an object."""
+
+    fqn: str
+    item: StoredItem
+    entry: TensorEntry | None = None
+    chunk: StoredChunk | None = None
+
+    @property
+    def where(self) -> str:
+        """The item as messages name it."""
+        item = self.item
+        return f"{self.fqn} ({item.file}, bytes [{item.offset}, {item.offset + item.length}))"
+
+
+class _Span(NamedTuple):
+    """Items of one file that are read at once; or one item that is too large for that."""
+
+    items: list[ItemCheck]
+    start: int
+    stop: int
+
+
+def verify_checkpoint(path: str | Path, *, workers: int = 2, progress: bool | None = False) -> VerifyReport:
+    """Check structure and content of the checkpoint in `path`.
+
+    Args:
+        path: directory of the checkpoint.
+        workers: threads that read and sum; each takes one window (8 MiB) of memory.
+        progress: show a bar; None: if standard error is a terminal.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint. Whatever else is wrong is in the report.
+    """
+    started = time.monotonic()
+    directory = Path(path)
+    try:
+        index = read_index(directory, strict=False)
+    except CorruptCheckpointError as error:
+        problem = Problem("index", str(error), file=METADATA_FILE)
+        return VerifyReport(str(directory), (problem,), 0, 0, 0, time.monotonic() - started)
+    problems = [Problem("index", text, file=METADATA_FILE) for text in index.problems]
+    try:
+        megatron = read_config(directory) is not None
+    except CorruptCheckpointError as error:
+        problems.append(Problem("index", str(error), file="metadata.json"))
+        megatron = True
+    problems += _tiling_problems(index)
+    if megatron:
+        problems += _object_problems(index)
+
+    storage = LocalStorage(directory)
+    common, common_problems = _common_state(directory, index, storage, megatron)
+    readable, file_problems = _items_in_files(index, storage, common)
+    problems += common_problems + file_problems
+    checker = _Checker(storage)
+    spans = list(_spans(readable))
+    with Progress("verify", sum(span.stop - span.start for span in spans), shown=progress) as bar:
+        checker.run(spans, workers, bar)
+    order = {check.where: n for n, check in enumerate(readable)}
+    checker.problems.sort(key=lambda found: order.get(found[0], len(order)))
+    return VerifyReport(
+        path=str(directory),
+        problems=(*problems, *(problem for _, problem in checker.problems)),
+        items=checker.items,
+        records=checker.records,
+        read_bytes=checker.read_bytes,
+        seconds=time.monotonic() - started,
+        unchecked=checker.unchecked,
+    )
+
+
+def _tiling_problems(index: CheckpointIndex) -> Iterator[Problem]:
+    for fqn, entry in index.tensors.items():
+        problem = covers(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
+        # An empty chunk list of a tensor without elements tiles it.
+        if problem and (entry.chunks or math.prod(entry.shape)):
+            yield Problem("structure", f"{fqn}: {problem}", fqn=fqn)
+
+
+def _object_problems(index: CheckpointIndex) -> Iterator[Problem]:
+    """Sharded objects of which some shard of the grid is missing."""
+    grids: dict[tuple[str, tuple[int, ...]], int] = {}
+    for fqn in index.objects:
+        shard = parse_object_key(fqn)
+        if shard is not None and -1 not in shard.shape:
+            grids[shard.key, shard.shape] = grids.get((shard.key, shard.shape), 0) + 1
+    for (key, shape), count in grids.items():
+        if count != math.prod(shape):
+            message = f"{key}: {count} of the {math.prod(shape)} shards of a grid of {list(shape)} are stored"
+            yield Problem("structure", message, fqn=key)
+
+
+def _common_state(
+    directory: Path, index: CheckpointIndex, storage: Storage, megatron: bool
+) -> tuple[list[ItemCheck], list[Problem]]:
+    """The file of the common state, an archive like any item, whose checksums nobody else compares either."""
+    file = common_file_in_force([path.name for path in directory.iterdir()], index)
+    if file is not None:
+        try:
+            return [ItemCheck(_COMMON_STATE, StoredItem(file, 0, storage.size(file)))], []
+        except LoadError as error:
+            return [], [Problem("file", str(error), file=file)]
+    if not megatron or any(fqn.startswith(f"{_COMMON_STATE}/") for fqn in index.objects):
+        return [], []
+    message = f"{directory / COMMON_FILE}: missing, and no object {_COMMON_STATE}: Megatron-Core cannot load it so"
+    return [], [Problem("file", message, file=COMMON_FILE)]
+
+
+def _items_in_files(
+    index: CheckpointIndex, storage: Storage, more: list[ItemCheck]
+) -> tuple[list[ItemCheck], list[Problem]]:
+    """Items that lie inside their files, by file and offset; and what is wrong with the others."""
+    checks = more + [
+        ItemCheck(fqn, chunk.item, entry, chunk) for fqn, entry in index.tensors.items() for chunk in entry.chunks
+    ]
+    checks += [ItemCheck(fqn, entry.item) for fqn, entry in index.objects.items()]
+    checks.sort(key=lambda check: (check.item.file, check.item.offset))
+    sizes: dict[str, int | None] = {}
+    problems: list[Problem] = []
+    readable: list[ItemCheck] = []
+    previous: ItemCheck | None = None
+    for check in checks:
+        item = check.item
+        if item.file not in sizes:
+            previous = None
+            try:
+                sizes[item.file] = storage.size(item.file)
+            except LoadError as error:
+                sizes[item.file] = None
+                problems.append(Problem("file", str(error), file=item.file))
+        size = sizes[item.file]
+        if size is None:
+            problems.append(_problem("file", check, f"{check.where}: its file is missing"))
+            continue
+        if item.offset + item.length > size:
+            message = f"{check.where}: the file ends at byte {size}; it was truncated, or belongs to another save"
+            problems.append(_problem("item", check, message))
+            continue
+        if previous is not None and previous.item.offset + previous.item.length > item.offset:
+            message = f"{check.where}: overlaps {previous.where}"
+            problems.append(_problem("structure", check, message))
+        previous = check
+        readable.append(check)
+    return readable, problems
+
+
+def _problem(kind: Literal["file", "structure", "item", "checksum"], check: ItemCheck, message: str) -> Problem:
+    item = check.item
+    return Problem(kind, message, check.fqn, item.file, item.offset, item.length)
+
+
+def _spans(checks: list[ItemCheck]) -> Iterator[_Span]:
+    """Small neighbours together, as far as a window goes; each large item for itself. Zero-length items go along."""
+    items: list[ItemCheck] = []
+    start = stop = 0
+    for check in checks:
+        item = check.item
+        joins = (
+            items
+            and items[-1].item.file == item.file
+            and item.offset - stop <= _MAX_GAP_BYTES
+            and max(stop, item.offset + item.length) - start <= _WINDOW_BYTES
+        )
+        if not joins:
+            if items:
+                yield _Span(items, start, stop)
+            items, start, stop = [], item.offset, item.offset
+        items.append(check)
+        stop = max(stop, item.offset + item.length)
+    if items:
+        yield _Span(items, start, stop)
+
+
+class _Checker:
+    """Reads spans in threads and collects what is wrong."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.problems: list[tuple[str, Problem]] = []
+        self.items = self.records = self.read_bytes = self.unchecked = 0
+        self._files = OpenFiles(storage, "auto")
+        self._lock = threading.Lock()
+        self._buffers = threading.local()
+
+    def run(self, spans: list[_Span], workers: int, bar: Progress) -> None:
+        """Check all spans."""
+
+        def work(span: _Span) -> None:
+            self._check(span)
+            bar.advance(span.stop - span.start)
+
+        try:
+            in_parallel(spans, work, workers)
+        finally:
+            self._files.close()
+
+    def _check(self, span: _Span) -> None:
+        with self._files.reader(span.items[0].item.file) as reader:
+            view: memoryview | None = None
+            if span.stop - span.start <= _WINDOW_BYTES:
+                view = self._buffer()[: span.stop - span.start]
+                try:
+                    reader.read_into(span.start, view)
+                except LoadError as error:
+                    for check in span.items:
+                        self._found(check, _problem("item", check, f"{check.where}: {error}"))
+                    return
+            records = unchecked = 0
+            for check in span.items:
+                item = check.item
+                inside = None if view is None else view[item.offset - span.start :][: item.length]
+                try:
+                    checked = check_item(check, reader, inside, self._buffer)
+                except ChecksumError as error:
+                    self._found(check, _problem("checksum", check, str(error)))
+                except LoadError as error:
+                    self._found(check, _problem("item", check, str(error)))
+                else:
+                    records += checked
+                    unchecked += checked == 0
+        with self._lock:
+            self.items += len(span.items)
+            self.records += records
+            self.unchecked += unchecked
+            self.read_bytes += span.stop - span.start
+
+    def _found(self, check: ItemCheck, problem: Problem) -> None:
+        with self._lock:
+            self.problems.append((check.where, problem))
+
+    def _buffer(self) -> memoryview:
+        """This thread's window."""
+        buffer: memoryview | None = getattr(self._buffers, "window", None)
+        if buffer is None:
+            buffer = self._buffers.window = memoryview(aligned_buffer(_WINDOW_BYTES))
+        return buffer
+
+
+def check_item(
+    check: ItemCheck, reader: RangeReader, inside: memoryview | None, buffer: Callable[[], memoryview]
+) -> int:
+    """Compare all checksums of one item, and what it says of itself with the index.
+
+    Args:
+        check: the item.
+        reader: of its file.
+        inside: the item's bytes, if they have been read.
+        buffer: returns a window to read into otherwise.
+
+    Returns:
+        How many records were compared; 0 if the item is stored in a way that hides them.
+
+    Raises:
+        ChecksumError: a record's bytes are not those that were written.
+        CorruptCheckpointError, LoadError: the item is damaged otherwise, or cannot be read.
+    """
+    item, where = check.item, check.where
+    if item.transforms:
+        return 0
+
+    def read(offset: int, length: int) -> bytes:
+        if inside is not None:
+            return bytes(inside[offset : offset + length])
+        return reader.read(item.offset + offset, length)
+
+    checked = 0
+    try:
+        for name, offset, nbytes, expected in verify_records(read, item.length, where):
+            if expected is None:
+                continue
+            if inside is not None:
+                value = crc32(inside[offset : offset + nbytes])
+            else:
+                value = _streamed_crc(reader, item.offset + offset, nbytes, buffer())
+            if value != expected:
+                raise ChecksumError(
+                    f"{where}: record {name} (bytes [{item.offset + offset}, {item.offset + offset + nbytes}) of "
+                    f"{item.file}) has CRC-32 {value:#010x}, expected {expected:#010x}"
+                )
+            checked += 1
+        if check.entry is not None and check.chunk is not None:
+            found: LocatedTensor
+            found = locate_tensor(read, item.length, where) if inside is None else locate_tensor_in(inside, where)
+            check_located(found, check.entry, check.chunk, where)
+    except NotRangeable:  # whether it is what the index says, only torch.load can tell
+        return verify_compressed(read, item.length, where)
+    return checked
+
+
+def _streamed_crc(reader: RangeReader, start: int, nbytes: int, window: memoryview) -> int:
+    value = done = 0
+    while done < nbytes:
+        view = window[: min(len(window), nbytes - done)]
+        reader.read_into(start + done, view)
+        value = crc32(view, value)
+        done += len(view)
+    return value

@@ -1,0 +1,642 @@
+"""Threads that write finished pieces of files while the caller computes the next ones.
+
+One `PieceQueue` serves all files of a rank, one after the other. Since the threads are idle only when nothing is ready,
+the device stays busy across the boundary between two files, and the fsync of one overlaps the filling of the next.
+
+Life of a file: `open_file`, any number of `submit`, `close_file` when all is submitted, and then, on whichever thread
+writes the last piece, `finish`. The first error stops everything: what waits is dropped, all files of the queue are
+aborted (also those that were finished, since a save is published whole or not at all), and the error is raised from
+the caller's next call.
+
+The image of one file: which bytes are payloads, and where their checksums belong.
+
+The layout of a file is known before its first byte is written. What is not known is the CRC-32 of each payload, which
+the container repeats behind it. An image therefore names the payloads and, for each, the positions of the four bytes
+(uint32, little endian) that take its CRC-32. Writing walks the payloads in file order, fills those positions in, and
+hands each piece to the I/O threads as soon as nothing in it can change any more, so that checksums cost no time of
+their own: the device is busy with the piece before.
+
+Two ways to write, with the same result:
+
+- `write_image`: the whole image lies in memory (the shared-memory stage). Where private memory can have huge pages and
+  shared memory cannot, it is copied into windows all the same: the device is so much faster from those, and spends so
+  much less CPU time, that the copy pays.
+- `write_windows`: the caller puts the image together one window at a time, in a few buffers that are used again; the
+  memory this takes does not depend on the size of the image.
+
+Write a rank's buckets, in the process that calls.
+
+A synchronous save runs `write_in_line` on the trainer's own thread; a forked writer runs the same in the child.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Final
+
+from mcore_ckpt.core.errors import SaveError, WriteTimeoutError
+from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.layout.file_image import FileImage, Fill, ImageResult, Window, plan_windows
+from mcore_ckpt.storage.base import RangeWriter, Storage, align_up
+from mcore_ckpt.storage.direct_io import aligned_buffer, copy_bytes, has_huge_pages
+from mcore_ckpt.writing.staging import BucketSource
+
+__all__ = [
+    "FileInProgress",
+    "ImageWriter",
+    "PieceQueue",
+    "WindowPool",
+    "check_results",
+    "write_image",
+    "write_in_line",
+    "write_windows",
+]
+
+Release = Callable[[memoryview], None]
+
+
+class WindowPool:
+    """Aligned buffers of one size, lent out one at a time and kept between saves, so that a save allocates nothing.
+
+    Args:
+        window_bytes: size of each, a multiple of 4096.
+        windows: how many. Three keep both ends busy: one is filled, one is written, one is in between.
+    """
+
+    def __init__(self, window_bytes: int = 8 * 1024 * 1024, windows: int = 3) -> None:
+        if window_bytes <= 0 or window_bytes % mmap.PAGESIZE or windows < 1:
+            raise ValueError(f"window_bytes={window_bytes}, windows={windows}: expected whole pages and at least one")
+        self.window_bytes = window_bytes
+        self.windows = windows
+        self._free: deque[memoryview] = deque()
+        self._made = 0
+
+    def take(self) -> memoryview | None:
+        """A free buffer, made on first use; None when all are lent out. Not for several threads at once."""
+        if self._free:
+            return self._free.popleft()
+        if self._made == self.windows:
+            return None
+        self._made += 1
+        return aligned_buffer(self.window_bytes)
+
+    def give_back(self, buffer: memoryview) -> None:
+        """Return a buffer that `take` lent; may come from any thread."""
+        self._free.append(buffer)
+
+
+class FileInProgress:
+    """One file in a `PieceQueue`, and what it took. Times are summed over threads, in seconds."""
+
+    __slots__ = ("closed", "finished", "fsync", "fsync_s", "pending", "size_bytes", "write_s", "writer")
+
+    def __init__(self, writer: RangeWriter, size_bytes: int, fsync: bool) -> None:
+        self.writer = writer
+        self.size_bytes = size_bytes
+        self.fsync = fsync
+        self.write_s = 0.0
+        self.fsync_s = 0.0
+        self.pending = 0
+        self.closed = False
+        self.finished = False
+
+
+class PieceQueue:
+    """A context manager: on leaving, all files are written and finished, or the first error is raised.
+
+    Args:
+        io_threads: writes in flight at once.
+        on_written: called with the number of bytes after each write, on the thread that wrote; a sign of life.
+        deadline_s: seconds without any write or fsync ending, while the caller waits for one, after which the device
+            counts as stuck; None waits for ever.
+    """
+
+    def __init__(
+        self,
+        io_threads: int = 2,
+        on_written: Callable[[int], None] | None = None,
+        deadline_s: float | None = None,
+    ) -> None:
+        self._condition = threading.Condition()
+        self._pieces: deque[tuple[FileInProgress, int, memoryview, Release | None]] = deque()
+        self._to_finish: deque[FileInProgress] = deque()
+        self._files: list[FileInProgress] = []
+        self._unfinished = 0
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._on_written = on_written
+        self._deadline_s = deadline_s
+        self._threads = [
+            threading.Thread(target=self._work, name=f"mcore-ckpt-write-{i}", daemon=True) for i in range(io_threads)
+        ]
+
+    def open_file(self, writer: RangeWriter, size_bytes: int, *, fsync: bool = True) -> FileInProgress:
+        """Take over `writer`: the queue finishes it at `size_bytes`, or aborts it."""
+        file = FileInProgress(writer, size_bytes, fsync)
+        with self._condition:
+            self._files.append(file)
+            self._unfinished += 1
+        self._raise_failure()
+        return file
+
+    def submit(
+        self,
+        file: FileInProgress,
+        offset: int,
+        piece: memoryview,
+        release: Release | None = None,
+    ) -> None:
+        """Have `piece` written at `offset`; `release(piece)` is called when its memory may be used again."""
+        with self._condition:
+            if self._failure is None:
+                file.pending += 1
+                self._pieces.append((file, offset, piece, release))
+                self._condition.notify()
+                return
+            if release is not None:
+                release(piece)
+        self._raise_failure()
+
+    def close_file(self, file: FileInProgress) -> None:
+        """All of the file has been submitted: finish it as soon as it is written."""
+        with self._condition:
+            file.closed = True
+            if file.pending == 0 and self._failure is None:
+                self._to_finish.append(file)
+                self._condition.notify()
+        self._raise_failure()
+
+    def take(self, pool: WindowPool) -> memoryview:
+        """A free buffer of `pool`, waiting for a write to end if need be."""
+        with self._condition:
+            while True:
+                if self._failure is not None:
+                    break
+                buffer = pool.take()
+                if buffer is not None:
+                    return buffer
+                self._wait_for_progress()
+        self._raise_failure()
+        raise AssertionError("unreachable: a failure was set")
+
+    def wait(self) -> None:
+        """Return when every closed file is finished. Raises the first error of any thread."""
+        with self._condition:
+            while self._unfinished and self._failure is None:
+                self._wait_for_progress()
+        self._raise_failure()
+
+    def _wait_for_progress(self) -> None:
+        # Whatever ends notifies; the caller, who submits, is here and does not.
+        if not self._condition.wait(self._deadline_s) and self._failure is None:
+            names = ", ".join(file.writer.name for file in self._files if not file.finished)
+            self._failure = WriteTimeoutError(
+                f"{names}: no write has ended for {self._deadline_s} s (write_deadline_s); the device or the network "
+                "file system hangs, or the deadline is too short for it"
+            )
+            self._drop_waiting()
+
+    def abort(self) -> None:
+        """Drop what waits, let writes in progress end (unless they are stuck), and remove all files of the queue."""
+        with self._condition:
+            if self._failure is None:
+                self._failure = RuntimeError("the writing was aborted")
+            self._drop_waiting()
+        self._join()
+        for file in self._files:
+            file.writer.abort()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _join(self) -> None:
+        with self._condition:
+            self._stopping = True
+            self._condition.notify_all()
+        # Threads that are stuck in the kernel cannot be waited for; they end by themselves if the device comes back.
+        timeout_s = 0.1 if isinstance(self._failure, WriteTimeoutError) else None
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(timeout_s)
+
+    def _drop_waiting(self) -> None:
+        while self._pieces:
+            _, _, piece, release = self._pieces.popleft()
+            if release is not None:
+                release(piece)
+        self._to_finish.clear()
+        self._condition.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                while not (self._pieces or self._to_finish or self._stopping):
+                    self._condition.wait()
+                if self._to_finish:
+                    file, piece = self._to_finish.popleft(), None
+                elif self._pieces:
+                    file, offset, piece, release = self._pieces.popleft()
+                else:
+                    return
+            try:
+                if piece is None:
+                    self._finish(file)
+                else:
+                    self._write(file, offset, piece)
+            except BaseException as error:  # noqa: BLE001  (whatever it is, the caller has to hear of it)
+                with self._condition:
+                    if self._failure is None:
+                        self._failure = error
+                    self._drop_waiting()
+            if piece is not None:
+                with self._condition:
+                    if release is not None:
+                        release(piece)
+                    file.pending -= 1
+                    if file.pending == 0 and file.closed and self._failure is None:
+                        self._to_finish.append(file)
+                    self._condition.notify_all()
+
+    def _write(self, file: FileInProgress, offset: int, piece: memoryview) -> None:
+        started = time.perf_counter()
+        file.writer.write(offset, piece)
+        took_s = time.perf_counter() - started
+        with self._condition:
+            file.write_s += took_s
+        if self._on_written is not None:
+            self._on_written(len(piece))
+
+    def _finish(self, file: FileInProgress) -> None:
+        started = time.perf_counter()
+        file.writer.finish(file.size_bytes, file.fsync)
+        file.fsync_s = time.perf_counter() - started
+        file.finished = True
+        with self._condition:
+            self._unfinished -= 1
+            self._condition.notify_all()
+
+    def __enter__(self) -> PieceQueue:
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # no more threads to be had
+            self._join()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            try:
+                self.wait()
+            except BaseException:
+                self.abort()
+                raise
+            self._join()
+        else:
+            self.abort()
+
+
+_PIECE_BYTES: Final = 8 * 1024 * 1024
+_CRC: Final = struct.Struct("<I")
+
+
+class _Checksums:
+    """The CRC-32s of one image, computed in file order as the bytes come to lie in memory."""
+
+    def __init__(self, image: FileImage) -> None:
+        self.crcs = array("I", bytes(4 * len(image.payload_offsets)))
+        self._image = image
+        self._crcs_per_item = len(image.crc_positions) // max(1, len(image.payload_offsets))
+        self._item = 0
+        self._summed_to = 0  # file offset; counts only inside the payload of the current item
+        self._partial = 0
+        self._late: list[tuple[int, bytes]] = []  # (file offset, bytes) to patch in windows to come
+
+    def advance(self, view: memoryview, base: int, stop: int) -> None:
+        """Sum all payload bytes before `stop` that are not summed yet, and patch what is complete.
+
+        Args:
+            view: the image's bytes from file offset `base` on; at least to `stop`.
+            base: file offset of `view[0]`.
+            stop: file offset. After the call, the bytes before it are final.
+        """
+        if self._late:
+            self._patch_late(view, base)
+        image = self._image
+        offsets, lengths, positions = image.payload_offsets, image.payload_lengths, image.crc_positions
+        crcs, per_item = self.crcs, self._crcs_per_item
+        view_stop = base + len(view)
+        item, start, value = self._item, self._summed_to, self._partial
+        while item < len(offsets):
+            offset = offsets[item]
+            if offset >= stop:
+                break
+            end = offset + lengths[item]
+            if start < offset:
+                start = offset
+            if end > stop:
+                value = crc32(view[start - base : stop - base], value)
+                start = stop
+                break
+            value = crc32(view[start - base : end - base], value)
+            crcs[item] = value
+            for position in positions[item * per_item : (item + 1) * per_item]:
+                if end <= position <= view_stop - 4:
+                    _CRC.pack_into(view, position - base, value)
+                else:
+                    self._patch_edge(view, base, item, position, value)
+            value = 0
+            item += 1
+        self._item, self._summed_to, self._partial = item, start, value
+
+    def _patch_edge(self, view: memoryview, base: int, item: int, position: int, value: int) -> None:
+        """Patch a CRC-32 that does not lie in `view`, or not whole."""
+        image = self._image
+        end = image.payload_offsets[item] + image.payload_lengths[item]
+        if not end <= position <= image.size_bytes - 4:
+            raise ValueError(
+                f"{image.file_name}: the CRC-32 of payload {item}, which ends at byte {end}, cannot lie at byte "
+                f"{position} of a file of {image.size_bytes}"
+            )
+        self._late.append((position, _CRC.pack(value)))
+        self._patch_late(view, base)
+
+    def _patch_late(self, view: memoryview, base: int) -> None:
+        stop = base + len(view)
+        waiting = []
+        for position, content in self._late:
+            inside = content[: max(0, stop - position)]
+            view[position - base : position - base + len(inside)] = inside
+            if len(inside) < len(content):
+                waiting.append((position + len(inside), content[len(inside) :]))
+        self._late = waiting
+
+
+class ImageWriter:
+    """Writes images one after the other through one set of I/O threads, as one job: all of them or none.
+
+    A context manager. Inside, `write_image` and `write_windows` return when their image has been handed over, so that
+    the next one's first pieces follow without a gap; on leaving, all files are finished and `results` is complete. If
+    anything fails, on any thread, all files of the job are removed and the first error is raised.
+
+    Args:
+        io_threads: writes in flight at once.
+        pool: buffers for `write_windows`; keep one between saves.
+        piece_bytes: size of one write, a multiple of 4096, where no pool is given.
+        through_windows: whether `write_image` copies into windows; None: if those lie in huge pages.
+        fsync: make each file durable before it counts as finished.
+        on_written: called with a number of bytes after each write, on an I/O thread.
+        deadline_s: seconds without progress after which the device counts as stuck (`WriteTimeoutError`); None: never.
+    """
+
+    def __init__(
+        self,
+        *,
+        io_threads: int = 2,
+        pool: WindowPool | None = None,
+        piece_bytes: int = _PIECE_BYTES,
+        fsync: bool = True,
+        on_written: Callable[[int], None] | None = None,
+        through_windows: bool | None = None,
+        deadline_s: float | None = None,
+    ) -> None:
+        self.results: list[ImageResult] = []
+        self._queue = PieceQueue(io_threads, on_written, deadline_s)
+        self._pool = pool
+        self._piece_bytes = piece_bytes
+        self._fsync = fsync
+        self._through_windows = has_huge_pages() if through_windows is None else through_windows
+        self._written: list[_Written] = []
+
+    def write_image(self, writer: RangeWriter, image: FileImage, view: memoryview) -> None:
+        """Write an image from memory.
+
+        Args:
+            writer: of the new file; from here on the job's to finish or abort.
+            image: its layout.
+            view: all of it, writable (checksums may be patched in place) and page-aligned, padded to a multiple of 4096
+                bytes. Not to be touched before the job is done.
+        """
+        padded_bytes = align_up(image.size_bytes)
+        if len(view) < padded_bytes:
+            writer.abort()
+            raise ValueError(
+                f"{image.file_name}: the view has {len(view)} bytes; expected {padded_bytes}, the "
+                f"{image.size_bytes} of the file in whole pages"
+            )
+        if self._through_windows:
+
+            def fill(window: Window, buffer: memoryview) -> None:
+                copy_bytes(buffer, view[window.start : window.stop])
+
+            self.write_windows(writer, image, fill)
+        else:
+            self._write_in_place(writer, image, view)
+
+    def _write_in_place(self, writer: RangeWriter, image: FileImage, view: memoryview) -> None:
+        file = self._queue.open_file(writer, image.size_bytes, fsync=self._fsync)
+        padded_bytes = align_up(image.size_bytes)
+        checksums = _Checksums(image)
+        written = _Written(image, file, checksums)
+        for start in range(0, padded_bytes, self._piece_bytes):
+            stop = min(start + self._piece_bytes, padded_bytes)
+            started = time.perf_counter()
+            checksums.advance(view, 0, stop)
+            written.crc_s += time.perf_counter() - started
+            self._queue.submit(file, start, view[start:stop])
+        self._queue.close_file(file)
+        self._written.append(written)
+
+    def write_windows(self, writer: RangeWriter, image: FileImage, fill: Fill) -> None:
+        """Write an image that never lies in memory as a whole.
+
+        Args:
+            writer: of the new file; from here on the job's to finish or abort.
+            image: its layout.
+            fill: `fill(window, view)` puts the bytes `[window.start, window.stop)` of the image into `view`, all of
+                them, those between two items included, as the buffer has been used before. Called in file order on
+                this thread. What it raises is raised here.
+        """
+        file = self._queue.open_file(writer, image.size_bytes, fsync=self._fsync)
+        pool = self._pool
+        if pool is None:
+            pool = self._pool = WindowPool(self._piece_bytes)
+        checksums = _Checksums(image)
+        written = _Written(image, file, checksums)
+        for window in plan_windows(image, pool.window_bytes):
+            buffer = self._queue.take(pool)
+            try:
+                view = buffer[: window.stop - window.start]
+                started = time.perf_counter()
+                fill(window, view)
+                filled = time.perf_counter()
+                checksums.advance(view, window.start, window.stop)
+                written.fill_s += filled - started
+                written.crc_s += time.perf_counter() - filled
+            except BaseException:
+                pool.give_back(buffer)
+                raise
+            # Padded to whole blocks for O_DIRECT; the file is cut to its size when it is finished.
+            self._queue.submit(file, window.start, buffer[: align_up(len(view))], _GiveBack(pool, buffer))
+        self._queue.close_file(file)
+        self._written.append(written)
+
+    def __enter__(self) -> ImageWriter:
+        self._queue.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._queue.__exit__(kind, error, traceback)
+        if error is None:
+            self.results = [written.result() for written in self._written]
+
+
+@dataclass(slots=True)
+class _Written:
+    """An image on its way."""
+
+    image: FileImage
+    file: FileInProgress
+    checksums: _Checksums
+    fill_s: float = field(default=0.0)
+    crc_s: float = field(default=0.0)
+
+    def result(self) -> ImageResult:
+        return ImageResult(
+            file_name=self.image.file_name,
+            size_bytes=self.image.size_bytes,
+            crcs=self.checksums.crcs,
+            fill_s=self.fill_s,
+            crc_s=self.crc_s,
+            write_s=self.file.write_s,
+            fsync_s=self.file.fsync_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _GiveBack:
+    """Returns the whole buffer, of which a piece was written, to its pool."""
+
+    pool: WindowPool
+    buffer: memoryview
+
+    def __call__(self, piece: memoryview) -> None:
+        self.pool.give_back(self.buffer)
+
+
+def write_image(
+    writer: RangeWriter,
+    image: FileImage,
+    view: memoryview,
+    *,
+    piece_bytes: int = _PIECE_BYTES,
+    io_threads: int = 2,
+    fsync: bool = True,
+) -> ImageResult:
+    """Write one image from memory; see `ImageWriter.write_image`. The file is finished, or removed, on return."""
+    with ImageWriter(io_threads=io_threads, piece_bytes=piece_bytes, fsync=fsync) as images:
+        images.write_image(writer, image, view)
+    return images.results[0]
+
+
+def write_windows(
+    writer: RangeWriter,
+    image: FileImage,
+    fill: Fill,
+    *,
+    pool: WindowPool | None = None,
+    io_threads: int = 2,
+    fsync: bool = True,
+) -> ImageResult:
+    """Write one image by windows; see `ImageWriter.write_windows`. The file is finished, or removed, on return."""
+    with ImageWriter(io_threads=io_threads, pool=pool, fsync=fsync) as images:
+        images.write_windows(writer, image, fill)
+    return images.results[0]
+
+
+# Three windows: one is being filled, one written, one waits; more would not make the device busier.
+_WINDOWS = 3
+_free_pools: dict[int, list[WindowPool]] = {}
+_pools_lock = threading.Lock()
+
+
+@contextmanager
+def _window_pool(window_bytes: int) -> Iterator[WindowPool]:
+    """A pool of window buffers, kept for the next save of this process."""
+    with _pools_lock:
+        kept = _free_pools.setdefault(window_bytes, [])
+        pool = kept.pop() if kept else WindowPool(window_bytes, _WINDOWS)
+    try:
+        yield pool
+    finally:
+        with _pools_lock:
+            kept.append(pool)
+
+
+def write_in_line(
+    storage: Storage,
+    sources: Sequence[BucketSource],
+    options: SaveOptions,
+    on_written: Callable[[int], None] | None = None,
+) -> list[ImageResult]:
+    """Write the files of a rank and make them durable; all of them, or none stays.
+
+    Args:
+        storage: the checkpoint's directory.
+        sources: the buckets.
+        options: `io_threads`, `window_bytes`, `direct_io` and `fsync` matter here.
+        on_written: called with a number of bytes after each write, on an I/O thread.
+
+    Raises:
+        SaveError: the device or file system failed; names the file and the errno.
+    """
+    with (
+        _window_pool(options.window_bytes) as pool,
+        ImageWriter(
+            io_threads=options.io_threads,
+            pool=pool,
+            fsync=options.fsync,
+            on_written=on_written,
+            deadline_s=options.write_deadline_s,
+        ) as images,
+    ):
+        for source in sources:
+            image = source.layout.image
+            writer = storage.open_writer(image.file_name, size_bytes=image.size_bytes, direct=options.direct_io)
+            images.write_windows(writer, image, _filler(source))
+    check_results([source.layout.image for source in sources], images.results)
+    return images.results
+
+
+def _filler(source: BucketSource) -> Callable[[Window, memoryview], None]:
+    def fill(window: Window, view: memoryview) -> None:
+        source.fill(window.start, window.stop, view)
+
+    return fill
+
+
+def check_results(images: Sequence[FileImage], results: Sequence[ImageResult]) -> None:
+    """Compare what was written with what was planned: every file, of its planned length, every payload summed.
+
+    Raises:
+        SaveError: they differ.
+    """
+    planned = [(image.file_name, image.size_bytes, len(image.payload_offsets)) for image in images]
+    written = [(result.file_name, result.size_bytes, len(result.crcs)) for result in results]
+    if planned != written:
+        raise SaveError(f"the writer's results are not what was planned: expected {planned}, got {written}")

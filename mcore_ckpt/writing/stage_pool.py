@@ -1,0 +1,332 @@
+"""Shared memory that snapshots lie in, kept between saves.
+
+Copying into memory that has been touched before costs about 0.06 s per GB, touching new memory two to eight times that.
+So a stage is reused, and the first save, which finds it new, writes to it instead of touching it.
+
+The stages of this process: how many there are, how large they may be, and who waits when all are in use.
+
+The budget is one for all stages of a rank together. Saves are in flight at once only while they fit into it together; a
+save that fits only alone waits for those before it, and one that does not even then is passed through what there is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mcore_ckpt.core.errors import SaveError
+from mcore_ckpt.core.options import SaveOptions, ranks_of_this_host
+from mcore_ckpt.storage import direct_io
+from mcore_ckpt.writing.job_handle import JobHandle
+from mcore_ckpt.writing.process import shared_writer
+
+__all__ = [
+    "Stage",
+    "StageLease",
+    "free_host_bytes",
+    "is_busy",
+    "lease_stage",
+    "warm_up_stage",
+]
+
+_logger = logging.getLogger(__name__)
+
+# Short enough that neither a call of the trainer's that maps memory nor the end of the process waits for it.
+_MAPPED_AT_ONCE_BYTES = 32 * 1024 * 1024
+
+
+class Stage:
+    """Shared memory of one rank that holds snapshots, one save after the other.
+
+    It is a memfd: it needs no name, so nothing is left behind whatever dies, and no space in /dev/shm.
+
+    Attributes:
+        fd: the memory's file descriptor, to be sent to the writer.
+        capacity_bytes: how much it holds; grows on demand, never shrinks.
+        contents: what was laid out last (the caller's own note), or None.
+        is_touched: its pages are mapped; until then every first access to one is a fault, and `write` is faster.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("mcore_ckpt_stage", os.MFD_CLOEXEC)
+        self.capacity_bytes = 0
+        self.contents: object = None
+        self.is_touched = False
+        self._memory: mmap.mmap | None = None
+        self._pinned = False
+
+    def reserve(self, nbytes: int, *, touch: bool = True) -> memoryview:
+        """Memory for `nbytes`, page-aligned. What an earlier call returned must not be used any more.
+
+        Args:
+            nbytes: how much.
+            touch: have the kernel find, clear and map all of it now; else see `is_touched`.
+
+        Raises:
+            SaveError: the host has not that much memory.
+        """
+        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if nbytes > self.capacity_bytes:
+            self._unmap()
+            try:
+                os.ftruncate(self.fd, nbytes)
+                self._memory = mmap.mmap(self.fd, nbytes)
+            except OSError as error:
+                raise SaveError(f"no memory for a stage of {nbytes} bytes: {error}") from error
+            self.capacity_bytes = nbytes
+            self.contents = None
+        if touch and not self.is_touched:
+            self._touch_all()
+        assert self._memory is not None
+        return memoryview(self._memory)[:nbytes]
+
+    def map_again(self) -> memoryview:
+        """All of the memory by a mapping of its own, for a forked child."""
+        return memoryview(mmap.mmap(self.fd, self.capacity_bytes))
+
+    def _touch_all(self) -> None:
+        """Touch all of the memory now, so that no save has to wait for the kernel to find and clear pages."""
+        assert self._memory is not None
+        try:
+            self._memory.madvise(direct_io.MADV_POPULATE_WRITE)
+        except OSError:  # a kernel before 5.14
+            for offset in range(0, self.capacity_bytes, mmap.PAGESIZE):
+                self._memory[offset] = 0
+            self.contents = None
+        self.is_touched = True
+
+    def write(self, address: int, source: int, nbytes: int) -> None:
+        """Copy host memory to `address`, which lies in what `reserve` returned, by a system call.
+
+        Into pages that were never touched this takes half the time of copying: the kernel need not clear what it is
+        going to overwrite, nor handle a fault for each page.
+
+        Raises:
+            SaveError: the host has not that much memory.
+        """
+        assert self._memory is not None
+        offset = address - direct_io.address(memoryview(self._memory))
+        try:
+            direct_io.write_from(self.fd, source, nbytes, offset)
+        except OSError as error:
+            raise SaveError(f"no memory for a stage of {self.capacity_bytes} bytes: {error}") from error
+
+    def touch_meanwhile(self) -> None:
+        """Map the pages that were written by `write`, in a thread, while the writer is busy with the device: the next
+        save then copies at the speed of memory.
+        """
+        if self._memory is None or self.is_touched:
+            return
+        thread = threading.Thread(target=self._map_pages, args=(self._memory,), name="mcore_ckpt-stage", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread to be had: the next save writes to the stage once more
+            return
+        self.is_touched = True
+
+    def _map_pages(self, memory: mmap.mmap) -> None:
+        start, stop = direct_io.address(memoryview(memory)), len(memory)
+        for offset in range(0, stop, _MAPPED_AT_ONCE_BYTES):
+            if self._memory is not memory:
+                return
+            direct_io.populate(start + offset, min(_MAPPED_AT_ONCE_BYTES, stop - offset))
+
+    def pin(self) -> None:
+        """Register the memory with CUDA, so that device copies run at full speed and beside computation.
+
+        Where that is refused, copies are slower and correct all the same.
+        """
+        if self._pinned or self._memory is None:
+            return
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = int(runtime.cudaHostRegister(address, self.capacity_bytes, 0))
+        self._pinned = status == 0
+        if not self._pinned:
+            # CUDA would report it again from the next call of anybody, a kernel of the trainer's above all.
+            forget_error = getattr(ctypes.CDLL(None), "cudaGetLastError", None)
+            if forget_error is not None:
+                forget_error()
+            _logger.warning(
+                "the stage of %d bytes cannot be registered with CUDA (cudaHostRegister: error %d): copies to it are "
+                "slower; check the limit on locked memory (ulimit -l)",
+                self.capacity_bytes,
+                status,
+            )
+
+    def _unmap(self) -> None:
+        if self._memory is None:
+            return
+        if self._pinned:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(address)
+            self._pinned = False
+        # Views that a caller still holds keep the mapping alive until they go; it is not reused.
+        self._memory = None
+        self.capacity_bytes = 0
+        self.contents = None
+        self.is_touched = False
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._unmap()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def free_host_bytes() -> int:
+    """Memory that this host, or the control group this process lives in, has to spare, in bytes."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        if limit != "max":
+            available = min(available, int(limit) - int((group / "memory.current").read_text(encoding="ascii")))
+    except OSError:
+        pass  # no such file outside Linux or outside a control group: the first figure stands
+    return max(available, 0)
+
+
+# Share of the host's free memory that the stages of all its ranks may take together by default. The state itself, the
+# page cache and the optimizer's peaks need the rest.
+_DEFAULT_SHARE = 0.25
+# Even on a host without free memory: a save has to pass through something.
+_LEAST_BYTES = 1024 * 1024
+
+_free: list[Stage] = []
+_in_use: list[StageLease] = []
+
+
+@dataclass(slots=True, eq=False)
+class StageLease:
+    """A stage that a save may use, until it gives it back.
+
+    Attributes:
+        stage: the memory.
+        budget_bytes: how much of it may be reserved: what other saves of this rank in flight have left.
+    """
+
+    stage: Stage
+    budget_bytes: int
+    _job: JobHandle | None = None
+    _given_back: bool = False
+
+    def stage_is_used_by(self, job: JobHandle) -> None:
+        """From now on the stage is free as soon as this job has ended, whether anybody asks for its result or not."""
+        self._job = job
+
+    def give_back(self, reusable: bool = True) -> None:
+        """The save needs the stage no more; twice is harmless.
+
+        Args:
+            reusable: False for memory that a stuck writer may still read.
+        """
+        if self._given_back:
+            return
+        self._given_back = True
+        _in_use.remove(self)
+        if reusable:
+            _free.append(self.stage)
+        else:
+            self.stage.close()
+
+    def ended(self) -> bool:
+        """Whether the job that reads the stage has ended."""
+        return self._job is not None and self._job.poll()
+
+    def wait(self) -> None:
+        """Wait until the job that reads the stage has ended, well or not."""
+        if self._job is not None:
+            self._job.wait()
+
+
+def _forget() -> None:
+    """In a process forked from the trainer: the memory is shared, so a save there must not take the trainer's."""
+    _free.clear()
+    _in_use.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _collect() -> None:
+    for lease in [lease for lease in _in_use if lease.ended()]:
+        lease.give_back()
+
+
+def _has_room(nbytes: int, options: SaveOptions) -> bool:
+    """Whether a save of `nbytes` can begin beside those in flight."""
+    if not _in_use:
+        return True
+    return len(_in_use) < options.max_in_flight and _taken_bytes() + nbytes <= _budget_bytes(options)
+
+
+def _taken_bytes() -> int:
+    return sum(lease.stage.capacity_bytes for lease in _in_use)
+
+
+def is_busy(nbytes: int, options: SaveOptions) -> bool:
+    """Whether an async save of `nbytes` would have to wait for one of this rank to be written."""
+    _collect()
+    return not _has_room(nbytes, options)
+
+
+def lease_stage(nbytes: int, options: SaveOptions) -> StageLease:
+    """A stage for a save of `nbytes`; waits for saves of this rank that are in the writing and leave it no room."""
+    _collect()
+    while not _has_room(nbytes, options):
+        oldest = _in_use[0]
+        oldest.wait()
+        oldest.give_back()
+    budget_bytes = max(_budget_bytes(options) - _taken_bytes(), _LEAST_BYTES)
+    _free.sort(key=lambda stage: stage.capacity_bytes)
+    stage = _free.pop() if _free else Stage()
+    if stage.capacity_bytes > budget_bytes:  # of a time when the budget was larger
+        _drop(stage)
+        stage = Stage()
+    # Idle stages may keep only what this save leaves of the budget.
+    left_bytes = budget_bytes - max(stage.capacity_bytes, min(nbytes, budget_bytes))
+    while _free and sum(idle.capacity_bytes for idle in _free) > left_bytes:
+        _drop(_free.pop())
+    lease = StageLease(stage, budget_bytes)
+    _in_use.append(lease)
+    return lease
+
+
+def _drop(stage: Stage) -> None:
+    """Give a stage's memory back to the host; the writer's mapping would keep it."""
+    shared_writer().forget_stage(stage.fd)
+    stage.close()
+
+
+def _budget_bytes(options: SaveOptions) -> int:
+    """What all stages of this rank may take together."""
+    if options.staging_budget_bytes is not None:
+        return options.staging_budget_bytes
+    share = int(free_host_bytes() * _DEFAULT_SHARE) // ranks_of_this_host()
+    # What the stages hold already is no longer free memory, and needs no new leave.
+    return max(share, _taken_bytes() + sum(stage.capacity_bytes for stage in _free))
+
+
+def warm_up_stage(nbytes: int, options: SaveOptions) -> None:
+    """Allocate and touch a stage of `nbytes`, within the budget, and start the writer, ahead of the first save."""
+    lease = lease_stage(nbytes, options)
+    try:
+        if options.stage == "copy":
+            lease.stage.reserve(min(nbytes, lease.budget_bytes))
+        if options.writer == "persistent":
+            shared_writer().warm_up(stage_fd=lease.stage.fd)
+    finally:
+        lease.give_back()

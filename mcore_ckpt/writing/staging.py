@@ -1,0 +1,277 @@
+"""Copies from a device to host memory, on a stream of their own, beside what the trainer computes.
+
+Each device has one side stream. It first waits for what the trainer has queued on its current stream, which belongs to
+the state that is saved; then come the copies, an event behind each. Waiting goes from event to event, so it ends with
+the last copy and never waits for the device as a whole, nor does it keep a core busy.
+
+From the trainer's memory to memory that a writer may read while the trainer goes on.
+
+`BucketSource` knows how to produce any part of a bucket's file from the tensors where they lie: it fills a writer's
+window (a synchronous save, or a save larger than its stage), or a whole stage (`stage_memory.py`). The stage is the
+image of the file, so the writer needs no layout but the places of checksums.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mcore_ckpt.core.errors import SaveError
+from mcore_ckpt.layout.buckets import BucketLayout
+
+__all__ = [
+    "BucketSource",
+    "DeviceCopies",
+]
+
+
+class DeviceCopies:
+    """Copies in progress of one snapshot."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._in_order: set[torch.device] = set()
+        # The tensor is kept until its copy is done: whatever interrupts the save, its memory must not be given away.
+        self._pending: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        self._idle: list[torch.cuda.Event] = []
+
+    def copy(self, tensor: torch.Tensor, source: Callable[[], torch.Tensor], target: torch.Tensor) -> None:
+        """Queue a copy; it is complete after `wait`.
+
+        Args:
+            tensor: on a CUDA device.
+            source: makes the bytes to copy, on the same device; called on the side stream, so that what makes them
+                contiguous is queued there, too.
+            target: host memory of as many bytes; asynchronous where that is registered with the device.
+        """
+        stream = self._stream(tensor.device)
+        event = self._idle.pop() if self._idle else torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            target.copy_(source(), non_blocking=True)
+        event.record(stream)
+        self._pending.append((event, tensor))
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if device not in self._in_order:
+            stream.wait_stream(torch.cuda.current_stream(device))
+            self._in_order.add(device)
+        return stream
+
+    def wait(self) -> None:
+        """Wait for the copies queued so far, one after the other, and for nothing else on the device."""
+        while self._pending:
+            event, _ = self._pending[0]
+            event.synchronize()
+            self._pending.popleft()
+            self._idle.append(event)
+        # What the trainer queues from now on belongs to the state of a later snapshot.
+        self._in_order.clear()
+
+
+_ZEROS = bytes(4096)
+# Writing a shorter payload by a system call costs more than the few pages that it saves from being cleared.
+_LEAST_WRITTEN_BYTES = 16 * 1024
+
+_Write = Callable[[int, int, int], None]
+
+
+class _Payloads:
+    """The bytes of a bucket's tensors, copied piecewise to host memory."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        # 0 marks a tensor whose bytes cannot be copied from where it lies as they are.
+        self.pointers = [t.data_ptr() if t.is_cpu and t.is_contiguous() else 0 for t in tensors]
+        self._flat: tuple[int, torch.Tensor] | None = None
+        self._device_copies = DeviceCopies()
+        # In place of copying host memory: called with the addresses of target and source, and a number of bytes.
+        self.write: _Write | None = None
+
+    def _move(self, address: int, source: int, nbytes: int) -> None:
+        if self.write is not None and nbytes >= _LEAST_WRITTEN_BYTES:
+            self.write(address, source, nbytes)
+        else:
+            ctypes.memmove(address, source, nbytes)
+
+    def copy(self, index: int, start: int, stop: int, address: int) -> None:
+        """Copy bytes [start, stop) of tensor `index` to `address`; device copies are complete after `wait`."""
+        if stop <= start:
+            return
+        pointer = self.pointers[index]
+        if pointer:
+            self._move(address, pointer + start, stop - start)
+            return
+        tensor = self._tensors[index]
+        if tensor.device.type == "cpu":
+            source = self._contiguous_bytes(index).data_ptr()
+            if not source:
+                raise SaveError(f"tensor {index} of a file: its memory was given back (a storage of 0 bytes)")
+            self._move(address, source + start, stop - start)
+            return
+        memory = (ctypes.c_char * (stop - start)).from_address(address)
+        target = torch.frombuffer(memory, dtype=torch.uint8)
+        if tensor.device.type == "cuda":
+            self._device_copies.copy(tensor, lambda: self._contiguous_bytes(index)[start:stop], target)
+        else:
+            target.copy_(self._contiguous_bytes(index)[start:stop])
+
+    def _contiguous_bytes(self, index: int) -> torch.Tensor:
+        """Tensor `index` as contiguous bytes; only the last one is kept, so that one tensor is doubled at most."""
+        if self._flat is None or self._flat[0] != index:
+            self._flat = None
+            tensor = self._tensors[index].contiguous()
+            self._flat = (index, tensor.view(-1).view(torch.uint8))
+        return self._flat[1]
+
+    def wait(self) -> None:
+        """Wait for the device copies queued so far, and for nothing else on the device."""
+        self._device_copies.wait()
+
+
+class BucketSource:
+    """The bytes of one bucket's file, from where the trainer keeps them.
+
+    Args:
+        layout: where everything lies in the file.
+        tensors: the bucket's tensors, detached, in the layout's order.
+        objects: the serialized objects.
+        object_offsets: where each of them lies in the file.
+
+    Attributes:
+        on_device: some tensor is not in host memory.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        tensors: Sequence[torch.Tensor],
+        objects: Sequence[memoryview],
+        object_offsets: Sequence[int],
+    ) -> None:
+        self.layout = layout
+        self.objects = objects
+        self.object_offsets = object_offsets
+        self._payloads = _Payloads(tensors)
+        self.on_device = not all(tensor.is_cpu for tensor in tensors)
+        self._tensors = tensors
+
+    @property
+    def is_pinned(self) -> bool:
+        """Some tensor is in host memory that is registered with a device; takes a look-up for each tensor."""
+        return any(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in self._tensors)
+
+    def fill(self, start: int, stop: int, view: memoryview) -> None:
+        """Put bytes [start, stop) of the file at the beginning of `view`; checksum fields are left zero."""
+        try:
+            self._fill(start, stop, view)
+        finally:
+            self._payloads.wait()  # also after an error: what is under way must not land in the view's next contents
+
+    def _fill(self, start: int, stop: int, view: memoryview) -> None:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        self._fill_region(start, stop, view)
+        layout = self.layout
+        payload_offsets = layout.image.payload_offsets
+        payload_lengths = layout.image.payload_lengths
+        # Items are in file order: from the one that holds `start` to the last that begins before `stop`.
+        first = max(0, bisect_right(layout.item_offsets, start) - 1)
+        last = bisect_left(layout.item_offsets, stop)
+        filled = max(start, layout.region_bytes)
+        memmove, copy = ctypes.memmove, self._payloads.copy
+        base = address - start  # where the first byte of the file would lie
+        for index in range(first, last):
+            template = layout.templates[index]
+            head, end_bytes = template.head, template.tail
+            item, payload = layout.item_offsets[index], payload_offsets[index]
+            tail = payload + payload_lengths[index]
+            end = tail + len(end_bytes)
+            if end <= start:
+                continue
+            if item > filled:
+                ctypes.memset(base + filled, 0, min(item, stop) - filled)
+            if item >= start and end <= stop:
+                memmove(base + item, head, payload - item)
+                copy(index, 0, tail - payload, base + payload)
+                memmove(base + tail, end_bytes, end - tail)
+            else:
+                _put(view, start, stop, item, head)
+                low, high = max(payload, start), min(tail, stop)
+                copy(index, low - payload, high - payload, base + low)
+                _put(view, start, stop, tail, end_bytes)
+            filled = min(end, stop)
+        ctypes.memset(base + filled, 0, max(0, stop - filled))
+
+    def _fill_region(self, start: int, stop: int, view: memoryview) -> None:
+        end = min(stop, self.layout.region_bytes)
+        if start >= end:
+            return
+        filled = start
+        for offset, data in zip(self.object_offsets, self.objects, strict=True):
+            if offset + len(data) <= start or offset >= end:
+                continue
+            if offset > filled:
+                _zero(view, filled - start, offset - start)
+            _put(view, start, stop, offset, data)
+            filled = min(offset + len(data), end)
+        _zero(view, filled - start, end - start)
+
+    def fill_stage(
+        self, view: memoryview, laid_out: bool, write: Callable[[int, int, int], None] | None = None
+    ) -> None:
+        """Put the whole file into `view`, which is a piece of a stage.
+
+        Args:
+            view: writable bytes, at least the file's size.
+            laid_out: the last thing that this piece held had the same layout: heads, tails and gaps are there already.
+            write: for a stage that was never touched, how to put host memory there: called with the address in `view`,
+                the address of the source and a number of bytes.
+        """
+        size_bytes = self.layout.image.size_bytes
+        if not laid_out:
+            self._payloads.write = write
+            try:
+                self.fill(0, size_bytes, view)
+            finally:
+                self._payloads.write = None
+            _zero(view, size_bytes, len(view))
+            return
+        try:
+            self._fill_payloads(view)
+        finally:
+            self._payloads.wait()
+
+    def _fill_payloads(self, view: memoryview) -> None:
+        """Put objects and payloads into a piece that has everything else already."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        self._fill_region(0, self.layout.image.size_bytes, view)
+        pointers = self._payloads.pointers
+        lengths = self.layout.image.payload_lengths
+        memmove = ctypes.memmove
+        for index, offset in enumerate(self.layout.image.payload_offsets):
+            pointer = pointers[index]
+            if pointer:
+                memmove(address + offset, pointer, lengths[index])
+            else:
+                self._payloads.copy(index, 0, lengths[index], address + offset)
+
+
+def _put(view: memoryview, start: int, stop: int, offset: int, data: bytes | memoryview) -> None:
+    """Copy the part of `data`, which lies at `offset` of the file, that falls into [start, stop)."""
+    low, high = max(offset, start), min(offset + len(data), stop)
+    if low < high:
+        view[low - start : high - start] = data[low - offset : high - offset]
+
+
+def _zero(view: memoryview, low: int, high: int) -> None:
+    """Zero `view[low:high]`: buffers are reused, and a checkpoint must not carry what they held before."""
+    while low < high:
+        step = min(len(_ZEROS), high - low)
+        view[low : low + step] = _ZEROS[:step]
+        low += step

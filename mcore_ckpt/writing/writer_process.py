@@ -1,0 +1,254 @@
+"""The writer process: a bare interpreter that gets bytes and layouts and writes files. No torch, no numpy.
+
+The main thread writes, one job after the other. A second thread reads the control socket, watches the trainer, and ends
+the process as soon as the trainer is gone, in the middle of a write if need be: nobody would commit what it writes.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+import traceback
+from typing import Any, Final
+
+from mcore_ckpt.core.failures import FailureReport, describe
+from mcore_ckpt.core.process import die_with_parent, lower_priority, until_parent_is_gone
+from mcore_ckpt.layout.file_image import Fill, ImageResult, Window
+from mcore_ckpt.layout.plans import encoded_beside
+from mcore_ckpt.storage.base import align_up
+from mcore_ckpt.writing.image_writer import ImageWriter, WindowPool
+from mcore_ckpt.writing.writer_messages import (
+    CANCEL,
+    DONE,
+    FAILED,
+    FORGET_STAGE,
+    JOB,
+    STAGE,
+    STOP,
+    WINDOW_FREE,
+    WINDOW_READY,
+    Inbox,
+    JobResult,
+    Ring,
+    StatusPage,
+    WriterJob,
+    pack,
+)
+
+__all__ = ["main"]
+
+_RING_WINDOWS: Final = 3
+
+
+class _CancelledError(Exception):
+    """The trainer does not want the job any more."""
+
+
+class _RunningJob:
+    """What the control thread tells the main thread about a job: windows that are ready, and whether to give up."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.cancelled = False
+        self._ready = 0
+        self._condition = threading.Condition()
+
+    def window_ready(self, window: int) -> None:
+        with self._condition:
+            self._ready = window + 1
+            self._condition.notify()
+
+    def cancel(self) -> None:
+        with self._condition:
+            self.cancelled = True
+            self._condition.notify()
+
+    def wait_for_window(self, window: int) -> None:
+        with self._condition:
+            while self._ready <= window and not self.cancelled:
+                self._condition.wait()
+        self.check()
+
+    def check(self) -> None:
+        if self.cancelled:
+            raise _CancelledError("cancelled by the trainer")
+
+
+class _Writer:
+    """The state of the process."""
+
+    def __init__(self, connection: socket.socket, status: StatusPage) -> None:
+        self.inbox = Inbox(connection)
+        self._connection = connection
+        self._status = status
+        self._stages: dict[Any, mmap.mmap] = {}
+        self._jobs: queue.SimpleQueue[tuple[_RunningJob, WriterJob, Any, str | None] | None] = queue.SimpleQueue()
+        self._known: dict[int, _RunningJob] = {}
+        self._pools: dict[int, WindowPool] = {}
+        self._sending = threading.Lock()
+
+    def receive(self) -> bool:
+        """Act on what has arrived on the socket; on the control thread. False if the trainer has closed it."""
+        self.inbox.fill()
+        for kind, content, fd in self.inbox.messages():
+            if kind == STAGE:
+                assert fd is not None
+                key, nbytes = content
+                try:
+                    self._stages[key] = mmap.mmap(fd, nbytes)
+                finally:
+                    os.close(fd)
+            elif kind == FORGET_STAGE:
+                self._stages.pop(content, None)
+            elif kind == JOB:
+                number, job, key, directory = content
+                running = self._known[number] = _RunningJob(number)
+                self._jobs.put((running, job, self._stages.get(key), directory))
+            elif kind == WINDOW_READY:
+                number, window = content
+                if (running_now := self._known.get(number)) is not None:
+                    running_now.window_ready(window)
+            elif kind == CANCEL:
+                if (running_now := self._known.get(content)) is not None:
+                    running_now.cancel()
+            elif kind == STOP:
+                self._jobs.put(None)
+        return not self.inbox.closed
+
+    def serve(self) -> None:
+        """Do one job after the other until told to stop."""
+        while (entry := self._jobs.get()) is not None:
+            running, job, stage, directory = entry
+            kind: int
+            content: tuple[int, JobResult | FailureReport]
+            try:
+                running.check()
+                if directory is not None:  # asking where this process is fails if that directory has been removed
+                    os.chdir(directory)  # a relative path means what it means to the trainer
+                kind, content = DONE, (running.number, self._write(running, job, stage))
+            except Exception as error:  # noqa: BLE001  (whatever it is, the trainer has to hear of it)
+                kind, content = FAILED, (running.number, describe(error))
+            del entry, stage
+            self._known.pop(running.number, None)
+            self._status.progress("idle")
+            self._status.finished(running.number)
+            self.send(kind, content)
+
+    def send(self, kind: int, content: Any) -> None:
+        message, fds, to_close = pack(kind, content)
+        try:
+            with self._sending:
+                if fds:
+                    socket.send_fds(self._connection, [message[:1]], fds)
+                    message = message[1:]
+                self._connection.sendall(message)
+        except OSError:
+            os._exit(0)  # the trainer is gone
+        finally:
+            if to_close is not None:
+                os.close(to_close)
+
+    def _write(self, running: _RunningJob, job: WriterJob, stage: mmap.mmap | None) -> JobResult:
+        if stage is None:
+            raise RuntimeError(f"job {running.number} came without its stage")
+        started_s = time.monotonic()
+        self._status.progress("writing")
+        results, encoder = encoded_beside(job.plans, lambda: self._write_files(running, job, stage))
+        return JobResult(tuple(results), started_s, time.monotonic(), encoder)
+
+    def _write_files(self, running: _RunningJob, job: WriterJob, stage: mmap.mmap) -> list[ImageResult]:
+        status = self._status
+
+        def written(nbytes: int) -> None:
+            status.progress("writing", nbytes)
+            running.check()
+
+        pool = self._pool(job.piece_bytes if job.ring is None else job.ring.slot_bytes)
+        fill = None if job.ring is None else self._ring_fill(running, job.ring, stage)
+        with ImageWriter(
+            io_threads=job.io_threads, pool=pool, piece_bytes=job.piece_bytes, fsync=job.fsync, on_written=written
+        ) as images:
+            for file in job.files:
+                image = file.image
+                writer = job.storage.open_writer(image.file_name, size_bytes=image.size_bytes, direct=job.direct)
+                if fill is not None:
+                    images.write_windows(writer, image, fill)
+                else:
+                    stop = file.stage_offset + align_up(image.size_bytes)
+                    images.write_image(writer, image, memoryview(stage)[file.stage_offset : stop])
+        return images.results
+
+    def _pool(self, window_bytes: int) -> WindowPool:
+        if window_bytes not in self._pools:
+            self._pools.clear()
+            self._pools[window_bytes] = WindowPool(window_bytes, _RING_WINDOWS)
+        return self._pools[window_bytes]
+
+    def _ring_fill(self, running: _RunningJob, ring: Ring, stage: mmap.mmap) -> Fill:
+        memory = memoryview(stage)
+        window_number = 0
+
+        def fill(window: Window, view: memoryview) -> None:
+            nonlocal window_number
+            self._status.progress("waiting")
+            running.wait_for_window(window_number)
+            self._status.progress("writing")
+            start = ring.offset + window_number % ring.slots * ring.slot_bytes
+            view[:] = memory[start : start + window.stop - window.start]
+            self.send(WINDOW_FREE, (running.number, window_number))
+            window_number += 1
+
+        return fill
+
+
+def main(
+    control_fd: int,
+    status_fd: int,
+    parent_pid: int,
+    kernel_watches: bool,
+    cpu_priority: int | None,
+    io_priority: int | None,
+) -> None:
+    """Run the writer process until its trainer says stop or is gone.
+
+    Args:
+        control_fd: this end of the control socket.
+        status_fd: the shared status page.
+        parent_pid: the trainer.
+        kernel_watches: the kernel may be asked to kill this process when the trainer ends.
+        cpu_priority: nice value to take, None to keep the trainer's.
+        io_priority: I/O scheduling class to take (1 real time, 2 best effort, 3 idle), None to keep.
+    """
+    if kernel_watches:
+        die_with_parent(parent_pid)
+    faulthandler.enable(all_threads=False)  # a dump of threads that still run can crash, and hide the first signal
+    # The trainer decides when the writer ends: a Ctrl-C, or a scheduler's SIGTERM to all processes of a job, must not
+    # take away the writer that the trainer's last save needs.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    lower_priority(cpu_priority, io_priority)
+    connection = socket.socket(fileno=control_fd)
+    status = StatusPage(status_fd)
+    os.close(status_fd)
+    status.progress("idle")
+    writer = _Writer(connection, status)
+    threading.Thread(
+        target=_control, args=(writer, connection, parent_pid), name="mcore-ckpt-control", daemon=True
+    ).start()
+    writer.serve()
+    os._exit(0)  # the control thread is inside a system call
+
+
+def _control(writer: _Writer, connection: socket.socket, parent_pid: int) -> None:
+    try:
+        until_parent_is_gone(parent_pid, connection.fileno(), writer.receive)
+    except BaseException:  # noqa: BLE001  (without this thread nobody hears the trainer)
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # nobody is left to read the code

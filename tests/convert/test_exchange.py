@@ -1,0 +1,223 @@
+"""Export and import: what others read is what was stored, and comes back the same."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.convert.export import ExportOptions, export_checkpoint
+from mcore_ckpt.convert.import_ import ImportOptions, import_checkpoint
+from mcore_ckpt.convert.reshard_plan import TargetLayout
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafePickleError
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.tools.keys import parse_rename_rules, rename_keys
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.model_like import assert_same, model_tensors, read_all, write_model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("exchange") / "ckpt"
+    write_model(directory)
+    return directory
+
+
+def read_by_definition(path: Path) -> dict[str, torch.Tensor]:
+    """safetensors as the format's own page describes it, in a dozen lines."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    dtypes = {"BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "I64": torch.int64}
+    tensors, covered = {}, 0
+    for name, fields in header.items():
+        start, stop = fields["data_offsets"]
+        assert start == covered  # no holes
+        covered = stop
+        data = np.frombuffer(content[8 + length + start : 8 + length + stop], np.uint8).copy()
+        tensors[name] = torch.from_numpy(data).view(dtypes[fields["dtype"]]).reshape(fields["shape"])
+    assert 8 + length + covered == len(content)
+    return tensors
+
+
+def test_safetensors_in_one_file(checkpoint: Path, tmp_path: Path) -> None:
+    report = export_checkpoint(checkpoint, tmp_path / "e", ExportOptions("safetensors"))
+    assert report.files == ("model.safetensors",)
+    assert report.left_out == 2
+    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["e"]
+
+
+def test_safetensors_sharded_as_hugging_face_names_them(checkpoint: Path, tmp_path: Path) -> None:
+    export_checkpoint(checkpoint, tmp_path / "e", ExportOptions("safetensors", max_shard_bytes=20_000))
+    document = json.loads((tmp_path / "e" / "model.safetensors.index.json").read_bytes())
+    files = sorted(path.name for path in (tmp_path / "e").glob("*.safetensors"))
+    assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    assert len(files) > 2
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        found = read_by_definition(tmp_path / "e" / file)
+        assert sum(tensor.nbytes for tensor in found.values()) <= 20_000
+        assert {document["weight_map"][name] for name in found} == {file}
+        tensors |= found
+    assert_same(tensors, model_tensors())
+    assert document["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_torch(checkpoint: Path, tmp_path: Path) -> None:
+    export_checkpoint(checkpoint, tmp_path / "e", ExportOptions("torch"))
+    assert_same(torch.load(tmp_path / "e" / "pytorch_model.bin", weights_only=True), model_tensors())
+    export_checkpoint(checkpoint, tmp_path / "s", ExportOptions("torch", max_shard_bytes=20_000))
+    weights = json.loads((tmp_path / "s" / "pytorch_model.bin.index.json").read_bytes())["weight_map"]
+    tensors: dict[str, Any] = {}
+    for file in set(weights.values()):
+        tensors |= torch.load(tmp_path / "s" / file, weights_only=True)
+    assert_same(tensors, model_tensors())
+
+
+def test_dcp(checkpoint: Path, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    export_checkpoint(checkpoint, tmp_path / "e", ExportOptions("dcp"))
+    assert sorted(path.name for path in (tmp_path / "e").iterdir()) == [".metadata", "__0_0.distcp"]
+    assert_same(read_all(tmp_path / "e"), model_tensors())
+    dcp_to_torch_save(tmp_path / "e", tmp_path / "flat.pt")
+    assert_same(torch.load(tmp_path / "flat.pt", weights_only=True), model_tensors())
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
+@pytest.mark.parametrize("layout", [TargetLayout(1, 1), TargetLayout(4, 2)], ids=str)
+def test_there_and_back(checkpoint: Path, tmp_path: Path, to: Any, layout: TargetLayout) -> None:
+    export_checkpoint(checkpoint, tmp_path / "e", ExportOptions(to, max_shard_bytes=30_000))
+    report = import_checkpoint(tmp_path / "e", tmp_path / "i", ImportOptions(layout))
+    assert report.format == to
+    assert_same(read_all(tmp_path / "i"), model_tensors())
+    assert verify_checkpoint(tmp_path / "i").whole
+    assert json.loads((tmp_path / "i" / "metadata.json").read_bytes())["sharded_backend"] == "torch_dist"
+    assert torch.load(tmp_path / "i" / "common.pt", weights_only=True) == {}
+    chunks = read_index(tmp_path / "i").tensors["decoder.layers.0.self_attention.linear_qkv.weight"].chunks
+    assert len(chunks) == layout.tp
+
+
+def test_rename_only_drop_and_dtype(checkpoint: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules"
+    rules.write_text(
+        "# to another library's names\n^decoder\\.layers\\.(\\d+)\\.  model.layers.\\1.\noutput_layer  -\n"
+    )
+    arguments = ["--rename", str(rules), "--drop", "optimizer", "--dtype", "fp32"]
+    assert main(["export", str(checkpoint), str(tmp_path / "e"), *arguments, "-q"]) == 0
+    found = read_by_definition(tmp_path / "e" / "model.safetensors")
+    expected = {
+        key.replace("decoder.layers.", "model.layers."): value.float()
+        for key, value in model_tensors(optimizer=False).items()
+        if "output_layer" not in key
+    }
+    assert_same(found, expected)
+    back = tmp_path / "back"
+    back.write_text("^model\\.layers\\.(\\d+)\\.  decoder.layers.\\1.\n")
+    words = ["import", str(tmp_path / "e"), str(tmp_path / "i"), "--rename", str(back), "--dtype", "bf16", "--tp", "2"]
+    assert main(words) == 0
+    wanted = {key: value for key, value in model_tensors(optimizer=False).items() if "output_layer" not in key}
+    assert_same(read_all(tmp_path / "i"), wanted)
+
+
+class TestRefusals:
+    def test_names_that_collide(self, checkpoint: Path, tmp_path: Path) -> None:
+        rules = parse_rename_rules(r"layers\.\d+ layers.0", "r")
+        with pytest.raises(OptionError, match="would both be called"):
+            export_checkpoint(checkpoint, tmp_path / "e", ExportOptions("safetensors", rename=tuple(rules)))
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("line", ["one", "a b c", "( x"])
+    def test_rename_rules_that_are_none(self, line: str) -> None:
+        with pytest.raises(OptionError, match="r, line 1"):
+            parse_rename_rules(line, "r")
+
+    def test_a_group_that_is_not_there(self) -> None:
+        with pytest.raises(OptionError, match="replacement"):
+            rename_keys(["a"], parse_rename_rules(r"a \7", "r"))
+
+    def test_nothing_to_import(self, tmp_path: Path) -> None:
+        (tmp_path / "empty").mkdir()
+        for source in (tmp_path / "empty", tmp_path / "gone"):
+            with pytest.raises(CheckpointNotFoundError):
+                import_checkpoint(source, tmp_path / "t")
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            b"",
+            b"\x00" * 7,
+            struct.pack("<Q", 2**62) + b"{}",
+            struct.pack("<Q", 100) + b"{}",
+            struct.pack("<Q", 2) + b"[]",
+            struct.pack("<Q", 5) + b"\xff\xff\xff\xff\xff",
+        ],
+    )
+    def test_hostile_headers(self, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / "x.safetensors").write_bytes(content)
+        with pytest.raises(CorruptCheckpointError):
+            import_checkpoint(tmp_path / "x.safetensors", tmp_path / "t")
+        assert not (tmp_path / "t").exists()
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"dtype": "F32", "shape": [4], "data_offsets": [0, 12]},
+            {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]},
+            {"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]},
+            {"dtype": "F33", "shape": [4], "data_offsets": [0, 16]},
+            {"dtype": "F32", "shape": [4.0], "data_offsets": [0, 16]},
+            {"dtype": "F32", "shape": [4]},
+        ],
+        ids=str,
+    )
+    def test_hostile_entries(self, tmp_path: Path, fields: dict[str, Any]) -> None:
+        header = json.dumps({"t": fields}).encode()
+        (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 16)
+        with pytest.raises(CorruptCheckpointError, match="safetensors"):
+            import_checkpoint(tmp_path / "x.safetensors", tmp_path / "t")
+
+    def test_a_torch_file_that_runs_code(self, tmp_path: Path) -> None:
+        torch.save({"t": torch.zeros(2), "evil": _Evil()}, tmp_path / "x.pt")
+        with pytest.raises(UnsafePickleError):
+            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
+
+    def test_a_torch_file_with_nested_dicts_and_other_values(self, tmp_path: Path) -> None:
+        tensors = {"a": {"b": torch.randn(3, 5).t(), "c": {"d": torch.arange(4)}}, "step": 3}
+        torch.save(tensors, tmp_path / "x.pt")
+        report = import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
+        assert (report.tensors, report.left_out) == (2, 1)
+        expected = {"a.b": tensors["a"]["b"].contiguous(), "a.c.d": tensors["a"]["c"]["d"]}  # type: ignore[index]
+        assert_same(read_all(tmp_path / "t"), expected)
+
+    def test_a_directory_of_somebody_else_is_left_alone(self, checkpoint: Path, tmp_path: Path) -> None:
+        (tmp_path / "e.partial").mkdir()
+        (tmp_path / "e.partial" / ".reshard_journal").write_text("hours of work")
+        with pytest.raises(OptionError, match="reshard_journal"):
+            export_checkpoint(checkpoint, tmp_path / "e", ExportOptions("safetensors"))
+        assert (tmp_path / "e.partial" / ".reshard_journal").exists()
+        (tmp_path / "e.partial" / ".reshard_journal").rename(tmp_path / "e.partial" / "model.safetensors")
+        export_checkpoint(checkpoint, tmp_path / "e", ExportOptions("safetensors"))
+
+    def test_a_damaged_source_is_not_exported(self, tmp_path: Path) -> None:
+        index = write_model(tmp_path / "c")
+        item = index.tensors["output_layer.weight"].chunks[0].item
+        content = bytearray((tmp_path / "c" / item.file).read_bytes())
+        content[item.offset + item.length // 2] ^= 1
+        (tmp_path / "c" / item.file).write_bytes(content)
+        with pytest.raises(CorruptCheckpointError, match="output_layer"):
+            export_checkpoint(tmp_path / "c", tmp_path / "e", ExportOptions("safetensors"))
+        assert not (tmp_path / "e").exists()
+
+
+class _Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("never",)

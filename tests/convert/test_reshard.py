@@ -1,0 +1,547 @@
+"""Resharding: the same tensors bit for bit under any layout, nothing half done, and an interrupted run goes on."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.convert.partition import parse_rules
+from mcore_ckpt.convert.reshard import ReshardOptions, reshard
+from mcore_ckpt.convert.reshard_copy import JOURNAL_FILE
+from mcore_ckpt.convert.reshard_plan import TargetLayout
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.errors import CheckpointExistsError, ChecksumError, CorruptCheckpointError, OptionError, SaveError
+from mcore_ckpt.format.index import StoredChunk, TensorEntry
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.tools.parallel_layout import data_file_rank
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.model_like import LAYERS, assert_same, model_tensors, read_all, write_model
+from tests.support.stored_layouts import StoredTensor, tilings, write_checkpoint
+
+if TYPE_CHECKING:
+    from mcore_ckpt.format.index import CheckpointIndex
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def files_of(directory: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def grid(index: CheckpointIndex, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...], int | None]]:
+    return sorted((chunk.offsets, chunk.sizes, data_file_rank(chunk.item.file)) for chunk in index.tensors[key].chunks)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("source") / "iter_0000007"
+    write_model(directory, tp=2)
+    return directory
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ReshardOptions(TargetLayout(1, 1)),
+        ReshardOptions(TargetLayout(4, 1)),
+        ReshardOptions(TargetLayout(2, 2), workers=1),
+        ReshardOptions(TargetLayout(8, 2), workers=3),
+        ReshardOptions(TargetLayout(1, 2, dp=4)),
+        ReshardOptions(TargetLayout(2, 1), merge=True),
+        ReshardOptions(TargetLayout(4, 1), verify=False, memory_bytes=128 * 1024**2),
+    ],
+    ids=lambda options: f"{options.layout} workers={options.workers} merge={options.merge}",
+)
+def test_the_same_tensors_under_another_layout(source: Path, tmp_path: Path, options: ReshardOptions) -> None:
+    before = files_of(source)
+    report = reshard(source, tmp_path / "target", options)
+    assert_same(read_all(tmp_path / "target"), model_tensors())
+    assert verify_checkpoint(tmp_path / "target").whole
+    assert files_of(source) == before
+    assert report.guesses == 0
+    assert not (tmp_path / "target.partial").exists()
+    assert sorted(path.name for path in (tmp_path / "target").glob("*.distcp")) == sorted(
+        read_files(tmp_path / "target")
+    )
+
+
+@pytest.mark.parametrize("kernel_copies", [True, False])
+def test_payloads_that_stay_as_they_are_are_left_to_the_kernel(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_copies: bool
+) -> None:
+    from mcore_ckpt.convert import reshard_copy
+
+    monkeypatch.setattr(reshard_copy, "_MIN_FILE_COPY_BYTES", 1)
+    copied: list[int] = []
+    original = os.copy_file_range
+
+    def copy(src: int, dst: int, count: int, offset_src: int, offset_dst: int) -> int:
+        copied.append(count)
+        if not kernel_copies:
+            raise OSError(errno.EXDEV, "another file system")
+        return original(src, dst, min(count, 100), offset_src, offset_dst)  # it may stop short
+
+    monkeypatch.setattr(os, "copy_file_range", copy)
+    reshard(source, tmp_path / "t", ReshardOptions(TargetLayout(2, 1)))
+    assert len(copied) > len(model_tensors())
+    assert_same(read_all(tmp_path / "t"), model_tensors())
+    assert verify_checkpoint(tmp_path / "t").whole
+    copied.clear()
+    reshard(source, tmp_path / "u", ReshardOptions(TargetLayout(2, 1), move_files=False))
+    assert not copied
+
+
+def read_files(directory: Path) -> set[str]:
+    index = read_index(directory)
+    found = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
+    return found | {entry.item.file for entry in index.objects.values()}
+
+
+def test_each_rank_finds_its_shards_whole_in_its_own_files(source: Path, tmp_path: Path) -> None:
+    reshard(source, tmp_path / "t", ReshardOptions(TargetLayout(4, 2)))
+    index = read_index(tmp_path / "t")
+    for layer in range(LAYERS):
+        stage = 4 * layer  # two layers, two stages, four ranks each
+        prefix = f"decoder.layers.{layer}"
+        assert grid(index, f"{prefix}.self_attention.linear_qkv.weight") == [
+            ((12 * rank, 0), (12, 16), stage + rank) for rank in range(4)
+        ]
+        assert grid(index, f"optimizer.state.exp_avg.{prefix}.mlp.linear_fc2.weight") == [
+            ((0, 8 * rank), (16, 8), stage + rank) for rank in range(4)
+        ]
+        # A gated first layer: rank r has the r-th part of either half.
+        assert grid(index, f"{prefix}.mlp.linear_fc1.weight") == [
+            ((32 * half + 8 * rank, 0), (8, 16), stage + rank) for half in range(2) for rank in range(4)
+        ]
+        assert grid(index, f"{prefix}.mlp.linear_fc1.layer_norm_weight") == [((0,), (16,), stage)]
+    assert [rank for _, _, rank in grid(index, "embedding.word_embeddings.weight")] == [0, 1, 2, 3]
+    assert [rank for _, _, rank in grid(index, "output_layer.weight")] == [4, 5, 6, 7]
+
+
+def test_data_parallel_ranks_share_the_chunks(source: Path, tmp_path: Path) -> None:
+    reshard(source, tmp_path / "t", ReshardOptions(TargetLayout(2, 1, dp=3)))
+    sizes: dict[int, int] = {}
+    for entry in read_index(tmp_path / "t").tensors.values():
+        for chunk in entry.chunks:
+            rank = data_file_rank(chunk.item.file)
+            assert rank is not None
+            sizes[rank] = sizes.get(rank, 0) + chunk.item.length
+    assert sorted(sizes) == list(range(6))
+    assert max(sizes.values()) < 1.3 * min(sizes.values())
+
+
+def test_merge_is_one_file_a_rank(source: Path, tmp_path: Path) -> None:
+    reshard(source, tmp_path / "t", ReshardOptions(TargetLayout(2, 1), merge=True, workers=4))
+    assert read_files(tmp_path / "t") == {"__0_0.distcp", "__1_0.distcp"}
+
+
+def test_like_takes_over_chunks_and_files(source: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "like", tp=4, tensors=model_tensors(seed=5))
+    reshard(source, tmp_path / "t", ReshardOptions(None, like=str(tmp_path / "like")))
+    target, like = read_index(tmp_path / "t"), read_index(tmp_path / "like")
+    for key in like.tensors:
+        assert grid(target, key) == grid(like, key)
+    assert_same(read_all(tmp_path / "t"), model_tensors())
+
+
+def test_rules_decide_before_the_grid(source: Path, tmp_path: Path) -> None:
+    rules = tuple(parse_rules(r"linear_proj\.weight$ 0", "rules"))
+    reshard(source, tmp_path / "t", ReshardOptions(TargetLayout(2, 1), rules=rules))
+    index = read_index(tmp_path / "t")
+    assert grid(index, "decoder.layers.0.self_attention.linear_proj.weight") == [
+        ((0, 0), (8, 16), 0),
+        ((8, 0), (8, 16), 1),
+    ]
+    assert_same(read_all(tmp_path / "t"), model_tensors())
+
+
+def test_only_and_drop(source: Path, tmp_path: Path) -> None:
+    reshard(source, tmp_path / "a", ReshardOptions(TargetLayout(1, 1), drop_optimizer=True))
+    assert_same(read_all(tmp_path / "a"), model_tensors(optimizer=False))
+    reshard(source, tmp_path / "b", ReshardOptions(TargetLayout(1, 1), only="decoder.layers.1.*"))
+    wanted = {key: value for key, value in model_tensors().items() if key.startswith("decoder.layers.1.")}
+    assert_same(read_all(tmp_path / "b"), wanted)
+    assert not read_index(tmp_path / "b").objects
+
+
+def test_dtype_converts_the_model_and_not_the_optimizer(source: Path, tmp_path: Path) -> None:
+    reshard(source, tmp_path / "t", ReshardOptions(TargetLayout(4, 1), dtype="float32"))
+    expected = {key: value.float() for key, value in model_tensors().items()}
+    assert_same(read_all(tmp_path / "t"), expected)
+    reshard(tmp_path / "t", tmp_path / "back", ReshardOptions(TargetLayout(1, 1), dtype="bfloat16"))
+    assert_same(read_all(tmp_path / "back"), model_tensors())
+
+
+def test_what_lies_beside_the_data_is_carried(tmp_path: Path) -> None:
+    write_model(tmp_path / "run" / "iter_0000007")
+    source = tmp_path / "run" / "iter_0000007"
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("7")
+    (source / "modelopt_state").mkdir()
+    (source / "modelopt_state" / "common.pt").write_bytes(b"x")
+    (source / "integrity.json").write_text("{}")
+    assert main(["reshard", str(tmp_path / "run"), str(tmp_path / "new"), "--tp", "1", "--pp", "1"]) == 0
+    target = tmp_path / "new" / "iter_0000007"
+    assert (tmp_path / "new" / "latest_checkpointed_iteration.txt").read_text() == "7"
+    for name in ("common.pt", "metadata.json", "modelopt_state/common.pt"):
+        assert (target / name).read_bytes() == (source / name).read_bytes()
+    assert not (target / "integrity.json").exists()
+    assert torch.load(target / "common.pt", weights_only=False)["iteration"] == 7
+    source_objects, objects = read_index(source).objects, read_index(target).objects
+    assert objects.keys() == source_objects.keys()
+    # The tracker comes along for an iteration given by name, too.
+    reshard(source, tmp_path / "named" / "iter_0000007", ReshardOptions(TargetLayout(1, 1)))
+    assert (tmp_path / "named" / "latest_checkpointed_iteration.txt").read_text() == "7"
+
+
+SHAPE = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
+
+
+@settings(max_examples=25)
+@given(
+    data=st.data(), shape=SHAPE, dtype=st.sampled_from([torch.bfloat16, torch.float64, torch.uint8, torch.complex64])
+)
+def test_any_chunks_to_any_layout(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    directory = tmp_path_factory.mktemp("any")
+    tensor = torch.arange(int(torch.tensor(shape).prod())).reshape(shape).to(dtype)
+    other = torch.randn(4, 6).to(dtype)
+    boxes = data.draw(tilings(shape))
+    write_checkpoint(
+        directory / "s",
+        {"a.weight": StoredTensor(tensor, boxes), "b.weight": StoredTensor(other, data.draw(tilings((4, 6))))},
+        {"object": {"x": 1}},
+        files=2,
+    )
+    axis = data.draw(st.integers(0, len(shape) - 1))
+    rules = tuple(parse_rules(f"^a {axis} x{data.draw(st.integers(1, 2))}\n^b {data.draw(st.integers(0, 1))}", "r"))
+    layout = TargetLayout(data.draw(st.integers(1, 4)), 1)
+    reshard(directory / "s", directory / "t", ReshardOptions(layout, rules=rules, workers=data.draw(st.integers(1, 2))))
+    assert_same(read_all(directory / "t"), {"a.weight": tensor, "b.weight": other})
+
+
+class TestRefusals:
+    def test_flat_optimizer_buckets(self, tmp_path: Path) -> None:
+        key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(a, b).bucket_idx_0.exp_avg"
+        tensors = {**model_tensors(optimizer=False), key: torch.randn(100)}
+        write_model(tmp_path / "s", tensors=tensors)
+        with pytest.raises(OptionError, match="fully-reshardable"):
+            reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["s"]
+        reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1), drop_optimizer=True))
+        assert_same(read_all(tmp_path / "t"), model_tensors(optimizer=False))
+
+    def test_flat_optimizer_buckets_may_stay_in_their_layout(self, tmp_path: Path) -> None:
+        key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(a, b).bucket_idx_0.exp_avg"
+        tensors = {**model_tensors(optimizer=False), key: torch.randn(100)}
+        arguments = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
+        write_model(tmp_path / "s", tensors=tensors, arguments=arguments)
+        reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(2, 1, dp=2)))
+        assert_same(read_all(tmp_path / "t"), tensors)
+
+    def test_a_target_that_exists(self, source: Path, tmp_path: Path) -> None:
+        (tmp_path / "t").mkdir()
+        (tmp_path / "t" / "mine").write_text("keep")
+        with pytest.raises(CheckpointExistsError):
+            reshard(source, tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
+        assert (tmp_path / "t" / "mine").read_text() == "keep"
+
+    def test_a_target_inside_the_source(self, source: Path) -> None:
+        with pytest.raises(OptionError, match="inside the source"):
+            reshard(source, source / "t", ReshardOptions(TargetLayout(1, 1)))
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["--tp", "0", "--pp", "1"],
+            ["--tp", "2"],
+            [],
+            ["--tp", "1", "--pp", "1", "--only", "nothing.like.it"],
+            ["--tp", "1", "--pp", "1", "--dtype", "int7"],
+            ["--tp", "2", "--pp", "1", "--ep", "3", "--dp", "1"],
+            ["--tp", "1", "--pp", "1", "--memory", "3"],
+            ["--tp", "1", "--pp", "1", "--workers", "0"],
+        ],
+        ids=" ".join,
+    )
+    def test_options_that_cannot_be(
+        self, source: Path, tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["reshard", str(source), str(tmp_path / "t"), *arguments]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_damaged_source(self, tmp_path: Path) -> None:
+        index = write_model(tmp_path / "s")
+        item = index.tensors["output_layer.weight"].chunks[0].item
+        path = tmp_path / "s" / item.file
+        content = bytearray(path.read_bytes())
+        content[item.offset + item.length // 2] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(ChecksumError, match="output_layer"):
+            reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
+        assert not (tmp_path / "t").exists()
+
+    def test_a_missing_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        write_model(tmp_path / "s")
+        (tmp_path / "s" / "__1_0.distcp").unlink()
+        assert main(["reshard", str(tmp_path / "s"), str(tmp_path / "t"), "--tp", "1", "--pp", "1"]) == 2
+        assert "__1_0.distcp" in capsys.readouterr().err
+        assert not (tmp_path / "t").exists()
+
+
+def test_dry_run_shows_each_decision_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path / "s", tp=1)
+    arguments = ["reshard", str(tmp_path / "s"), str(tmp_path / "t"), "--tp", "2", "--pp", "1", "--dry-run"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "table (guess)" in shown
+    assert main([*arguments, "--json"]) == 0
+    decisions = {row["key"]: row for row in json.loads(capsys.readouterr().out)["tensors"]}
+    assert decisions.keys() == model_tensors().keys()
+    qkv = decisions["decoder.layers.0.self_attention.linear_qkv.weight"]
+    assert (qkv["axis"], qkv["source"], qkv["guess"], qkv["chunks_after"]) == (0, "table", True, 2)
+    gated = decisions["decoder.layers.0.mlp.linear_fc1.weight"]
+    assert (gated["parts"], gated["source"], gated["chunks_before"], gated["chunks_after"]) == (2, "grid", 2, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s"]
+
+
+class TestInterruption:
+    """A run that was stopped leaves DST.partial; the same command finishes it."""
+
+    @pytest.fixture
+    def big(self, tmp_path: Path) -> dict[str, torch.Tensor]:
+        tensors = {f"decoder.layers.{n}.mlp.linear_fc2.weight": torch.randn(512, 1024) for n in range(24)}
+        write_model(tmp_path / "s", tensors=tensors)
+        return tensors
+
+    def test_what_was_done_is_not_done_again(
+        self, tmp_path: Path, big: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from mcore_ckpt.convert import reshard_copy
+
+        monkeypatch.setattr(reshard_copy, "_SYNC_BYTES", 4 * 1024**2)
+        original = reshard_copy._Worker._tensor
+        moved: list[str] = []
+
+        def fail_late(self: object, streams: object, move: object) -> None:
+            if len(moved) == 17:
+                raise SaveError("the disk is gone")
+            moved.append(move.entry.fqn)  # type: ignore[attr-defined]
+            original(self, streams, move)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(reshard_copy._Worker, "_tensor", fail_late)
+        options = ReshardOptions(TargetLayout(1, 1), workers=1)
+        with pytest.raises(SaveError, match="the disk is gone"):
+            reshard(tmp_path / "s", tmp_path / "t", options)
+        assert not (tmp_path / "t").exists()
+        assert not (tmp_path / "t.partial" / ".metadata").exists()
+
+        def count(self: object, streams: object, move: object) -> None:
+            moved.append(move.entry.fqn)  # type: ignore[attr-defined]
+            original(self, streams, move)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(reshard_copy._Worker, "_tensor", count)
+        report = reshard(tmp_path / "s", tmp_path / "t", options)
+        assert report.resumed
+        assert set(moved) == set(big)
+        assert len(moved) < len(big) + 4  # two tensors are 4 MiB: no more than those since the last note again
+        assert_same(read_all(tmp_path / "t"), big)
+        assert verify_checkpoint(tmp_path / "t").whole
+        assert not (tmp_path / "t" / JOURNAL_FILE).exists()
+
+    def test_another_plan_does_not_take_over(self, tmp_path: Path, big: dict[str, torch.Tensor]) -> None:
+        (tmp_path / "t.partial").mkdir()
+        (tmp_path / "t.partial" / JOURNAL_FILE).write_text('{"version": 1, "fingerprint": "other"}\n')
+        with pytest.raises(OptionError, match="--restart"):
+            reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
+        reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1), restart=True))
+        assert_same(read_all(tmp_path / "t"), big)
+
+    def test_a_source_that_changed_is_not_taken_for_the_same(
+        self, tmp_path: Path, big: dict[str, torch.Tensor]
+    ) -> None:
+        (tmp_path / "t.partial").mkdir()
+        reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
+        (tmp_path / "t").rename(tmp_path / "t.partial")
+        os.utime(tmp_path / "s" / "__0_0.distcp", (1, 1))
+        (tmp_path / "t.partial" / JOURNAL_FILE).write_text('{"version": 1, "fingerprint": "of before"}\n')
+        with pytest.raises(OptionError, match="another source"):
+            reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
+
+    @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT], ids=lambda stop: stop.name)
+    def test_a_process_that_is_stopped(
+        self, tmp_path: Path, big: dict[str, torch.Tensor], stop: signal.Signals
+    ) -> None:
+        code = (
+            "import sys, time\nfrom mcore_ckpt import reshard_copy\n"
+            "reshard_copy._SYNC_BYTES = 4 * 1024**2\n"
+            "original = reshard_copy._Worker._tensor\n"
+            "def slow(self, streams, move):\n    time.sleep(0.05)\n    original(self, streams, move)\n"
+            "reshard_copy._Worker._tensor = slow\n"
+            "from mcore_ckpt.commands.cli import main\nsys.exit(main(sys.argv[1:]))"
+        )
+        arguments = ["reshard", str(tmp_path / "s"), str(tmp_path / "t"), "--tp", "1", "--pp", "1"]
+        running = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        journal = tmp_path / "t.partial" / JOURNAL_FILE
+        deadline = time.monotonic() + 60
+        while not (journal.exists() and journal.read_text().count("\n") > 2):
+            assert running.poll() is None, running.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        running.send_signal(stop)
+        _, errors = running.communicate(timeout=60)
+        assert running.returncode == (130 if stop == signal.SIGINT else -signal.SIGKILL), errors
+        assert not (tmp_path / "t").exists()
+        assert main([*arguments, "--json"]) == 0
+        assert_same(read_all(tmp_path / "t"), big)
+        assert verify_checkpoint(tmp_path / "t").whole
+
+    def test_two_at_once_are_refused(self, tmp_path: Path, big: dict[str, torch.Tensor]) -> None:
+        from mcore_ckpt.convert.reshard_copy import Journal
+
+        (tmp_path / "t.partial").mkdir()
+        with Journal(tmp_path / "t.partial", "x"), pytest.raises(SaveError, match="another reshard"):
+            reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
+
+
+def test_a_target_that_is_not_what_was_written_does_not_appear(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that loses a write: nobody notices but the verification."""
+    from mcore_ckpt.convert import reshard_target
+
+    original = reshard_target.copy_all
+
+    def copy_and_damage(plan: object, payloads: object, directory: Path, *rest: object, **named: object) -> None:
+        original(plan, payloads, directory, *rest, **named)  # type: ignore[arg-type]
+        path = sorted(directory.glob("*.distcp"))[0]
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+
+    monkeypatch.setattr(reshard_target, "copy_all", copy_and_damage)
+    with pytest.raises(CorruptCheckpointError, match="run the command again"):
+        reshard(source, tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
+    assert not (tmp_path / "t").exists()
+    monkeypatch.undo()
+    assert not reshard(source, tmp_path / "t", ReshardOptions(TargetLayout(1, 1))).resumed
+    assert_same(read_all(tmp_path / "t"), model_tensors())
+
+
+@pytest.mark.parametrize("boxes", [[(0, 8)], [(0, 8), (8, 8), (12, 4)]], ids=["missing", "twice"])
+def test_chunks_that_do_not_make_up_their_tensor_are_not_carried(
+    tmp_path: Path, boxes: list[tuple[int, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing afterwards would notice: the target's own chunks would be whole."""
+    tensor = torch.arange(64.0).reshape(16, 4)
+    stored = StoredTensor(tensor, [Box((start, 0), (size, 4)) for start, size in boxes])
+    write_checkpoint(tmp_path / "s", {"w": stored})
+    for command in (
+        ["reshard", str(tmp_path / "s"), str(tmp_path / "t"), "--tp", "1", "--pp", "1"],
+        ["export", str(tmp_path / "s"), str(tmp_path / "t")],
+        ["export", str(tmp_path / "s"), str(tmp_path / "t"), "--to", "dcp"],
+        ["import", str(tmp_path / "s"), str(tmp_path / "t")],
+    ):
+        assert main(command) == 2
+        assert "do not make up the tensor" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+def test_a_shape_that_nobody_can_have_stored_is_refused_before_it_is_planned(tmp_path: Path) -> None:
+    index = write_checkpoint(tmp_path / "s", {"decoder.layers.w": StoredTensor(torch.zeros(4), [Box((0,), (4,))])})
+    item = index.tensors["decoder.layers.w"].chunks[0].item
+    huge = TensorEntry("decoder.layers.w", "int8", (2**50, 2), (StoredChunk((0, 0), (2**50, 2), item),))
+    (tmp_path / "s" / ".metadata").write_bytes(encode_metadata(replace(index, tensors={huge.fqn: huge})))
+    with pytest.raises(CorruptCheckpointError, match="cannot lie in"):
+        reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
+
+
+def test_a_common_state_among_the_objects_is_carried_whatever_the_pattern(tmp_path: Path) -> None:
+    tensors = {"w": StoredTensor(torch.ones(4), [Box((0,), (4,))])}
+    write_checkpoint(tmp_path / "s", tensors, {"common_state/shard_0_1": [{"iteration": 7}], "rng/shard_0_1": [1]})
+    reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1), only="w"))
+    assert list(read_index(tmp_path / "t").objects) == ["common_state/shard_0_1"]
+
+
+def test_space_that_an_interrupted_run_has_reserved_is_not_asked_for_twice(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mcore_ckpt.convert import reshard_target
+
+    reshard(source, tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
+    (tmp_path / "t").rename(tmp_path / "t.partial")
+    (tmp_path / "t.partial" / ".metadata").unlink()
+
+    class Full:
+        f_bavail, f_frsize = 4, 4096  # what is not yet allocated (ragged ends) fits into this
+
+    monkeypatch.setattr(reshard_target.os, "statvfs", lambda _: Full)
+    reshard(source, tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
+    assert_same(read_all(tmp_path / "t"), model_tensors())
+    with pytest.raises(SaveError, match="bytes are needed"):
+        reshard(source, tmp_path / "u", ReshardOptions(TargetLayout(1, 1)))
+
+
+def test_more_files_than_the_process_may_open(tmp_path: Path) -> None:
+    """The usual limit is 1024; a mixture of experts for a thousand ranks needs more."""
+    tensors = {f"w{n}": StoredTensor(torch.arange(64.0).reshape(32, 2), [Box((0, 0), (32, 2))]) for n in range(2)}
+    write_checkpoint(tmp_path / "s", tensors)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
+        reshard(
+            tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(32, 1), rules=tuple(parse_rules("w 0", "r")))
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert_same(read_all(tmp_path / "t"), {key: stored.tensor for key, stored in tensors.items()})
+
+
+def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
+    """The step count of DCP's optimizers is a tensor without axes."""
+    tensors = {
+        "optim.state.w.step": torch.tensor(3.5),
+        "decoder.layers.0.flag": torch.tensor(True),
+        "mlp.experts.experts.amax": torch.tensor(1.0),
+        "w": torch.arange(12.0).reshape(6, 2),
+        "none": torch.empty(0, 4),
+    }
+    stored = {
+        key: StoredTensor(tensor, [Box((0,) * tensor.dim(), tuple(tensor.shape))]) for key, tensor in tensors.items()
+    }
+    write_checkpoint(tmp_path / "s", stored)
+    for name, layout in (("a", TargetLayout(1, 1)), ("b", TargetLayout(4, 2, ep=2, dp=4))):
+        reshard(tmp_path / "s", tmp_path / name, ReshardOptions(layout))
+        assert_same(read_all(tmp_path / name), tensors)
+        assert verify_checkpoint(tmp_path / name).whole
+    assert main(["export", str(tmp_path / "s"), str(tmp_path / "e"), "--to", "dcp"]) == 0
+    assert main(["import", str(tmp_path / "e"), str(tmp_path / "i")]) == 0
+    assert_same(read_all(tmp_path / "i"), tensors)

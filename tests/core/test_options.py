@@ -1,0 +1,134 @@
+"""Options: what cannot work is refused by name, and a launch can set each from the environment."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+
+from mcore_ckpt import LoadOptions, OptionError, SaveOptions
+from mcore_ckpt.core.options import unknown_variables
+
+# One text for each field that can be set from the environment, and what it means.
+SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
+    "on_existing": ("error", "error"),
+    "writer": ("fork", "fork"),
+    "stage": ("copy", "copy"),
+    "thread_count": ("7", 7),
+    "io_threads": ("5", 5),
+    "direct_io": ("off", "off"),
+    "fsync": ("no", False),
+    "window_bytes": ("131072", 131072),
+    "staging_budget_bytes": ("2097152", 2097152),
+    "max_in_flight": ("3", 3),
+    "when_busy": ("skip", "skip"),
+    "on_failure": ("warn", "warn"),
+    "write_deadline_s": ("12.5", 12.5),
+    "keep_local_plans": ("1", True),
+    "trace_path": ("/tmp/traces", "/tmp/traces"),
+    "progress": ("off", False),
+}
+LOAD_VARIABLES: dict[str, tuple[str, Any]] = {
+    "verify_crc": ("false", False),
+    "io_threads": ("9", 9),
+    "direct_io": ("on", "on"),
+    "window_bytes": ("65536", 65536),
+    "buffer_bytes": ("67108864", 67108864),
+    "max_gap_bytes": ("0", 0),
+    "allow_dtype_cast": ("yes", True),
+    "allowed_classes": ("numpy.dtype, collections.deque", ("numpy.dtype", "collections.deque")),
+}
+FUNCTIONS = {"on_timings"}
+
+
+def test_every_field_has_a_variable() -> None:
+    assert {f.name for f in fields(SaveOptions)} == {*SAVE_VARIABLES, *FUNCTIONS}
+    assert {f.name for f in fields(LoadOptions)} == {*LOAD_VARIABLES}
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "text", "value"),
+    [
+        (cls, name, *pair)
+        for cls, table in ((SaveOptions, SAVE_VARIABLES), (LoadOptions, LOAD_VARIABLES))
+        for name, pair in table.items()
+    ],
+)
+def test_a_variable_sets_its_field_and_nothing_else(options: Any, name: str, text: str, value: Any) -> None:
+    found = options.from_environment({f"MCORE_CKPT_{name.upper()}": text, name.upper(): "ignored"})
+    default = options()
+    assert getattr(found, name) == value
+    changed = {f.name for f in fields(options) if getattr(found, f.name) != getattr(default, f.name)}
+    assert changed <= {name}
+
+
+def test_an_argument_wins_over_the_environment() -> None:
+    environment = {"MCORE_CKPT_THREAD_COUNT": "7", "MCORE_CKPT_IO_THREADS": "no number"}
+    found = SaveOptions.from_environment(environment, thread_count=3, io_threads=4)
+    assert (found.thread_count, found.io_threads) == (3, 4)
+
+
+def test_the_environment_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MCORE_CKPT_WHEN_BUSY", "skip")
+    assert SaveOptions.from_environment().when_busy == "skip"
+    assert SaveOptions().when_busy == "wait"  # only from_environment looks
+
+
+@pytest.mark.parametrize("text", ["", "none", "None"])
+def test_none_can_be_said(text: str) -> None:
+    assert SaveOptions.from_environment({"MCORE_CKPT_WRITE_DEADLINE_S": text}).write_deadline_s is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("THREAD_COUNT", "many", "MCORE_CKPT_THREAD_COUNT='many': expected a number"),
+        ("FSYNC", "perhaps", "MCORE_CKPT_FSYNC='perhaps': expected one of 1, 0, true"),
+        ("WRITER", "threads", "writer='threads': expected one of 'persistent', 'fork'"),
+        ("ON_TIMINGS", "print", "cannot be set from the environment"),
+    ],
+)
+def test_a_bad_variable_is_named(variable: str, text: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        SaveOptions.from_environment({f"MCORE_CKPT_{variable}": text})
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "message"),
+    [
+        (SaveOptions, {"on_existing": "keep"}, "on_existing='keep': expected one of 'replace', 'error'"),
+        (SaveOptions, {"thread_count": 0}, "thread_count=0: expected at least 1"),
+        (SaveOptions, {"io_threads": 0}, "io_threads=0"),
+        (SaveOptions, {"max_in_flight": 0}, "max_in_flight=0"),
+        (SaveOptions, {"staging_budget_bytes": 1000}, "staging_budget_bytes=1000: expected at least 1048576"),
+        (SaveOptions, {"write_deadline_s": 0.0}, "write_deadline_s=0.0"),
+        (SaveOptions, {"window_bytes": 100_000}, "window_bytes=100000: expected a multiple of 4096"),
+        (SaveOptions, {"stage": "cow"}, 'stage="cow" needs writer="fork"'),
+        (LoadOptions, {"direct_io": "yes"}, "direct_io='yes': expected one of 'auto', 'on', 'off'"),
+        (LoadOptions, {"buffer_bytes": 4096}, "buffer_bytes=4096: expected at least 8388608"),
+        (LoadOptions, {"max_gap_bytes": -1}, "max_gap_bytes=-1: expected at least 0"),
+    ],
+)
+def test_what_cannot_work_is_refused(options: Any, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message) as caught:
+        options(**values)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("options", [SaveOptions(), LoadOptions()])
+def test_options_do_not_change(options: Any) -> None:
+    with pytest.raises(FrozenInstanceError):
+        options.io_threads = 3
+
+
+def test_cow_with_fork_is_allowed() -> None:
+    assert SaveOptions(stage="cow", writer="fork").stage == "cow"
+
+
+def test_a_misspelled_variable_is_found() -> None:
+    environment = {"MCORE_CKPT_WRITTER": "fork", "MCORE_CKPT_WRITER": "fork", "MCORE_CKPT_TEST_X": "1", "PATH": "/"}
+    assert unknown_variables({**environment, "MCORE_CKPT_XYZZY": ""}) == {
+        "MCORE_CKPT_WRITTER": "MCORE_CKPT_WRITER",
+        "MCORE_CKPT_XYZZY": "",
+    }

@@ -1,0 +1,196 @@
+"""The commit protocol: a directory holds the old checkpoint or the new one, after a failure or a crash at any step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mcore_ckpt import CheckpointExistsError, SaveOptions
+from mcore_ckpt.directory.commit import (
+    PENDING_COMMON,
+    abandon,
+    common_file_in_force,
+    data_file_name,
+    discard,
+    open_target,
+    publish,
+)
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, METADATA_FILE, read_index
+from mcore_ckpt.format.metadata_write import MetadataEncoder
+from mcore_ckpt.storage.local import LocalStorage
+
+OPTIONS = SaveOptions()
+
+
+def metadata(*files: str, objects: tuple[str, ...] = ()) -> bytes:
+    """A `.metadata` whose tensors lie in these files."""
+    tensors = {
+        name: TensorEntry(name, "float32", (1,), (StoredChunk((0,), (1,), StoredItem(name, 0, 64)),)) for name in files
+    }
+    entries = {key: ObjectEntry(key, StoredItem(files[0], 64, 64)) for key in objects}
+    return MetadataEncoder(CheckpointIndex("", tensors, {})).encode(entries)
+
+
+def save(path: Path, common: bytes | None = b"common", **options: object) -> str:
+    """A whole save of one rank; returns the name of its data file."""
+    storage = LocalStorage(path)
+    path.mkdir(exist_ok=True)
+    if common is not None:
+        pending = (path / METADATA_FILE).exists()
+        (path / (PENDING_COMMON if pending else COMMON_FILE)).write_bytes(common)
+    target = open_target(storage, SaveOptions(**options))  # type: ignore[arg-type]
+    name = data_file_name(0, target.first_file)
+    (path / name).write_bytes(b"data")
+    publish(storage, target, metadata(name), has_common_state=False)
+    return name
+
+
+def names(path: Path) -> set[str]:
+    return {file.name for file in path.iterdir()}
+
+
+def test_a_save_replaces_the_one_before_under_new_names(tmp_path: Path) -> None:
+    first = save(tmp_path, b"one")
+    second = save(tmp_path, b"two")
+    assert first != second
+    assert names(tmp_path) == {second, METADATA_FILE, COMMON_FILE}
+    assert (tmp_path / COMMON_FILE).read_bytes() == b"two"
+
+
+def test_on_existing_error_touches_nothing(tmp_path: Path) -> None:
+    save(tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(CheckpointExistsError, match="on_existing"):
+        open_target(LocalStorage(tmp_path), SaveOptions(on_existing="error"))
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_failed_save_leaves_the_old_checkpoint_and_no_rubbish(tmp_path: Path) -> None:
+    first = save(tmp_path, b"one")
+    storage = LocalStorage(tmp_path)
+    (tmp_path / PENDING_COMMON).write_bytes(b"two")
+    target = open_target(storage, OPTIONS)
+    name = data_file_name(0, target.first_file)
+    (tmp_path / name).write_bytes(b"half")
+    assert INCOMPLETE_MARKER in names(tmp_path)
+    discard(storage, [name])
+    abandon(storage, target)
+    assert names(tmp_path) == {first, METADATA_FILE, COMMON_FILE}
+    assert (tmp_path / COMMON_FILE).read_bytes() == b"one"
+
+
+def test_a_failed_first_save_stays_marked(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    target = open_target(storage, OPTIONS)
+    abandon(storage, target)
+    assert names(tmp_path) == {INCOMPLETE_MARKER}
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next_and_nothing_else(tmp_path: Path) -> None:
+    first = save(tmp_path, b"one")
+    (tmp_path / "notes.txt").write_text("mine")
+    storage = LocalStorage(tmp_path)
+    (tmp_path / PENDING_COMMON).write_bytes(b"two")
+    target = open_target(storage, OPTIONS)
+    (tmp_path / data_file_name(0, target.first_file)).write_bytes(b"half")
+    (tmp_path / data_file_name(3, target.first_file + 1)).write_bytes(b"half")
+    # Killed here. The old checkpoint is in force, its common state too.
+    assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == COMMON_FILE
+    assert first in names(tmp_path)
+    third = save(tmp_path, b"three")
+    assert names(tmp_path) == {third, METADATA_FILE, COMMON_FILE, "notes.txt"}
+    assert (tmp_path / COMMON_FILE).read_bytes() == b"three"
+
+
+def test_a_crash_right_after_the_publish_is_read_right_and_mended(tmp_path: Path) -> None:
+    save(tmp_path, b"one")
+    storage = LocalStorage(tmp_path)
+    (tmp_path / PENDING_COMMON).write_bytes(b"two")
+    target = open_target(storage, OPTIONS)
+    name = data_file_name(0, target.first_file)
+    (tmp_path / name).write_bytes(b"data")
+    storage.publish(METADATA_FILE, metadata(name))  # and killed before anything is tidied up
+    in_force = common_file_in_force(names(tmp_path), read_index(tmp_path))
+    assert in_force is not None
+    assert (tmp_path / in_force).read_bytes() == b"two"
+    open_target(storage, OPTIONS)
+    assert (tmp_path / COMMON_FILE).read_bytes() == b"two"
+    assert name in names(tmp_path)
+
+
+def test_a_stale_common_file_and_a_stale_manifest_go_with_the_old_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, b"old version's")
+    (tmp_path / "integrity.json").write_text(json.dumps({}))
+    storage = LocalStorage(tmp_path)
+    target = open_target(storage, OPTIONS)
+    name = data_file_name(0, target.first_file)
+    (tmp_path / name).write_bytes(b"data")
+    publish(storage, target, metadata(name, objects=("common_state/shard_0_1",)), has_common_state=True)
+    assert names(tmp_path) == {name, METADATA_FILE}
+    assert common_file_in_force(names(tmp_path), read_index(tmp_path)) is None
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_common_file_of_a_killed_save_is_not_put_beside_a_common_state_object(tmp_path: Path, replaces: bool) -> None:
+    """A save of an older version was killed; the next is of a version that keeps the common state in the data files."""
+    if replaces:
+        save(tmp_path, b"old version's")
+    (tmp_path / (PENDING_COMMON if replaces else COMMON_FILE)).write_bytes(b"killed save's")
+    storage = LocalStorage(tmp_path)
+    target = open_target(storage, OPTIONS)
+    name = data_file_name(0, target.first_file)
+    (tmp_path / name).write_bytes(b"data")
+    content = metadata(name, objects=("common_state/shard_0_1",))
+    storage.publish(METADATA_FILE, content)  # and killed again: what the file holds must not be taken for its state
+    assert common_file_in_force(names(tmp_path), read_index(tmp_path)) is None
+    publish(storage, target, content, has_common_state=True)
+    assert names(tmp_path) == {name, METADATA_FILE}
+
+
+def test_a_refused_save_takes_its_common_state_away(tmp_path: Path) -> None:
+    save(tmp_path)
+    before = names(tmp_path)
+    (tmp_path / PENDING_COMMON).write_bytes(b"of the save that is refused")
+    with pytest.raises(CheckpointExistsError):
+        open_target(LocalStorage(tmp_path), SaveOptions(on_existing="error"))
+    assert names(tmp_path) == before
+
+
+def test_checkpoints_in_directories_below_are_no_remains_of_a_failed_save(tmp_path: Path) -> None:
+    open_target(LocalStorage(tmp_path), OPTIONS)  # a save into the wrong directory, killed
+    below = save(tmp_path / "iter_0000001")
+    save(tmp_path)
+    assert (tmp_path / "iter_0000001" / below).exists()
+
+
+def test_an_unreadable_old_checkpoint_is_replaced_but_its_files_stay(tmp_path: Path) -> None:
+    first = save(tmp_path)
+    (tmp_path / METADATA_FILE).write_bytes(b"\x80\x04not a pickle")
+    second = save(tmp_path)
+    assert {first, second} <= names(tmp_path)
+    assert read_index(tmp_path).tensors.keys() == {second}
+
+
+def test_a_lost_file_of_the_old_checkpoint_does_not_cost_the_new_one(tmp_path: Path) -> None:
+    """Its name must not be given to a new file: what the old `.metadata` names is removed after the publish."""
+    old = save(tmp_path)
+    (tmp_path / old).unlink()
+    new = save(tmp_path)
+    assert new != old
+    assert (tmp_path / new).exists()
+    assert INCOMPLETE_MARKER not in names(tmp_path)
+
+
+def test_a_save_killed_after_its_publish_is_tidied_up_by_the_next(tmp_path: Path) -> None:
+    old = save(tmp_path)
+    storage = LocalStorage(tmp_path)
+    target = open_target(storage, OPTIONS)
+    killed = data_file_name(0, target.first_file)
+    (tmp_path / killed).write_bytes(b"data")
+    storage.publish(METADATA_FILE, metadata(killed))  # and no further
+    last = save(tmp_path)
+    assert {name for name in names(tmp_path) if name.endswith(".distcp")} == {last}
+    assert old != killed != last

@@ -1,0 +1,442 @@
+"""Tensor items by example: what is emitted, who can read it, and where the bytes of others' items are found."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import os
+import random
+import shutil
+import subprocess
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_ckpt.format import item_layout as item_template
+from mcore_ckpt.format import item_reading as container
+from mcore_ckpt.format import item_reading as stock_item
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.item_layout import (
+    ITEM_ALIGNMENT,
+    LARGE_TENSOR_BYTES,
+    PAGE_BYTES,
+    element_bytes,
+    place,
+    tensor_template,
+)
+from mcore_ckpt.format.item_reading import (
+    LocatedTensor,
+    RecordSpan,
+    encode_tensor,
+    locate_tensor,
+    locate_tensor_in,
+    verify_records,
+)
+from mcore_ckpt.format.tensor_pickle import DTYPES, UnsupportedDtypeError
+from mcore_ckpt.format.zip_records import NotRangeable
+
+GIB = 1024**3
+SHAPES = [
+    (),
+    (0,),
+    (1,),
+    (5,),
+    (2, 3),
+    (0, 3),
+    (3, 0, 2),
+    (300, 17),
+    (2, 3, 4),
+    (2, 1, 3, 4),
+    (1, 2, 3, 2, 3),
+    (1,) * 40,
+]
+
+
+def payload_of(dtype: str, shape: tuple[int, ...]) -> bytes:
+    content = random.Random(repr((dtype, shape))).randbytes(math.prod(shape) * element_bytes(dtype))
+    return bytes(byte & 1 for byte in content) if dtype == "bool" else content
+
+
+def tensor_of(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    flat = torch.frombuffer(bytearray(payload_of(dtype, shape)), dtype=torch.uint8)
+    return flat.view(getattr(torch, dtype)).view(shape)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    start = tensor.storage_offset() * tensor.element_size()
+    return whole[start : start + tensor.numel() * tensor.element_size()].numpy().tobytes()
+
+
+def saved(value: object, **options: bool) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, **options)
+    return buffer.getvalue()
+
+
+def rewritten(item: bytes, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    """The archive with its records' contents changed, as Python's zipfile writes it."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(item)) as old, zipfile.ZipFile(buffer, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, change(name.partition("/")[2], old.read(name)))
+    return buffer.getvalue()
+
+
+def written_by_torch(records: list[tuple[str, bytes]]) -> bytes:
+    """An archive of these records (and those that it always adds) by torch's own archive writer."""
+    buffer = io.BytesIO()
+    writer = torch._C.PyTorchFileWriter(buffer)
+    for name, content in records:
+        writer.write_record(name, content, len(content))
+    writer.write_end_of_file()
+    return buffer.getvalue()
+
+
+def locate_both_ways(item: bytes) -> LocatedTensor:
+    reads: list[int] = []
+
+    def read(offset: int, length: int) -> bytes:
+        assert 0 <= offset <= offset + length <= len(item)
+        reads.append(length)
+        return item[offset : offset + length]
+
+    by_reading = locate_tensor(read, len(item), "here")
+    assert locate_tensor_in(memoryview(item), "here") == by_reading
+    assert sum(reads) <= 8192
+    return by_reading
+
+
+def content_of(item: bytes) -> bytes:
+    located = locate_both_ways(item)
+    content = item[located.payload_offset : located.payload_offset + located.payload_bytes]
+    if located.crc32 is not None:
+        assert located.crc32 == crc32(content)
+    if located.record_crc32 is not None:
+        assert located.record_crc32 == crc32(item[located.record_offset :][: located.record_bytes])
+    return content
+
+
+# --------------------------------------------------------------------------------------------------------- emitting
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_own_items_hold_what_torch_and_zip_tools_read(dtype: str) -> None:
+    for shape in SHAPES:
+        payload = payload_of(dtype, shape)
+        item = encode_tensor(dtype, shape, payload)
+        expected = tensor_of(dtype, shape)
+        for weights_only in (True, False):
+            loaded = torch.load(io.BytesIO(item), weights_only=weights_only)
+            assert (loaded.dtype, loaded.shape, loaded.stride()) == (expected.dtype, shape, expected.stride())
+            assert bytes_of(loaded) == payload
+            assert loaded.requires_grad is False
+        with zipfile.ZipFile(io.BytesIO(item)) as archive:
+            assert archive.testzip() is None
+            assert archive.read("archive/data/0") == payload
+        assert content_of(item) == payload
+
+
+def test_the_table_has_every_dtype_that_torch_saves_as_plain_bytes() -> None:
+    dtypes = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+    quantized = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
+    savable = {*torch.storage._new_dtypes(), *torch.storage._dtype_to_storage_type_map()} & dtypes - quantized
+    assert {f"torch.{name}" for name in DTYPES} == {str(dtype) for dtype in savable}
+    for name, entry in DTYPES.items():
+        assert entry.element_bytes == getattr(torch, name).itemsize
+
+
+@pytest.mark.parametrize("dtype", ["quint8", "qint32", "int4", "float128", ""])
+def test_other_dtypes_are_refused_by_name(dtype: str) -> None:
+    with pytest.raises(UnsupportedDtypeError, match=f"dtype '{dtype}'"):
+        tensor_template(dtype, (2, 3))
+    with pytest.raises(UnsupportedDtypeError, match="bfloat16"):
+        element_bytes(dtype)
+
+
+@pytest.mark.parametrize("shape", [(-1,), (2, -3), (-2, -3), (1 << 62, 4), (1 << 31, 1 << 31, 1 << 31)])
+def test_impossible_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="expected sizes >= 0 and less than"):
+        tensor_template("bfloat16", shape)
+
+
+def test_a_payload_of_the_wrong_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected 12 bytes, got 11"):
+        encode_tensor("bfloat16", (2, 3), b"x" * 11)
+
+
+@pytest.mark.parametrize("payload_bytes", [0, 1, 63, 64, 4096, LARGE_TENSOR_BYTES - 1, LARGE_TENSOR_BYTES, 3 * GIB])
+@pytest.mark.parametrize("pos", [0, 1, 63, 64, 65, 4095, 4096, 5000, 1 << 40])
+def test_payloads_lie_where_direct_and_mapped_access_want_them(pos: int, payload_bytes: int) -> None:
+    template = tensor_template("uint8", (payload_bytes,))
+    start = place(pos, template)
+    assert pos <= start < pos + template.alignment
+    assert start % ITEM_ALIGNMENT == len(template.head) % ITEM_ALIGNMENT == 0
+    assert (start + len(template.head)) % template.alignment == 0
+    assert template.alignment == (PAGE_BYTES if payload_bytes >= LARGE_TENSOR_BYTES else ITEM_ALIGNMENT)
+    assert place(start, template) == start
+
+
+def test_small_items_cost_less_than_torchs_own() -> None:
+    own = tensor_template("bfloat16", (64, 64))
+    overhead = own.item_bytes - own.payload_bytes
+    assert overhead <= 720
+    assert overhead < (len(saved(torch.zeros(64, 64, dtype=torch.bfloat16))) - 8192) / 2
+
+
+def test_info_zip_finds_no_fault(tmp_path: Path) -> None:
+    unzip = shutil.which("unzip")
+    if unzip is None:
+        pytest.skip("unzip is not installed")
+    path = tmp_path / "item.pt"
+    path.write_bytes(encode_tensor("bfloat16", (64, 3), payload_of("bfloat16", (64, 3))))
+    ended = subprocess.run([unzip, "-t", str(path)], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "No errors detected" in ended.stdout
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_file_of_one_item_loads_mapped_and_onto_meta(tmp_path: Path, mmap: bool) -> None:
+    path = tmp_path / "item.pt"
+    path.write_bytes(encode_tensor("float32", (1000, 3), payload_of("float32", (1000, 3))))
+    loaded = torch.load(path, mmap=mmap)
+    assert bytes_of(loaded.clone()) == payload_of("float32", (1000, 3))
+    assert torch.load(path, map_location="meta").shape == (1000, 3)
+
+
+def test_twenty_thousand_different_shapes_take_no_time_to_speak_of() -> None:
+    started_s = time.process_time()
+    for size in range(20_000):
+        tensor_template("bfloat16", (size, 1 + size % 7))
+    # 0.1 s on the machine this was written on; a template that allocates or searches would show.
+    assert time.process_time() - started_s < 4
+
+
+# ------------------------------------------------------------------------------------------------------ 4 GiB and more
+
+
+@pytest.mark.parametrize(
+    "payload_bytes",
+    [
+        item_template._ZIP64_FROM_BYTES - 1,
+        item_template._ZIP64_FROM_BYTES,
+        (1 << 32) - 2,
+        (1 << 32) - 1,
+        1 << 32,
+        6 * GIB + 5,
+    ],
+)
+def test_sparse_files_around_four_gibibytes(tmp_path: Path, payload_bytes: int) -> None:
+    """Head, an enormous hole and tail: nothing of it is read but what the test touches."""
+    template = tensor_template("uint8", (payload_bytes,))
+    path = tmp_path / "sparse.pt"
+    with path.open("wb") as file:
+        file.write(template.head + b"\x01\x02")
+        file.seek(len(template.head) + payload_bytes - 2)
+        file.write(b"\x03\x04" + template.tail)
+    assert path.stat().st_size == template.item_bytes
+
+    loaded = torch.load(path, mmap=True)
+    assert loaded.shape == (payload_bytes,)
+    assert [loaded[0], loaded[1], loaded[2], loaded[-3], loaded[-2], loaded[-1]] == [1, 2, 0, 0, 3, 4]
+
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename: info for info in archive.infolist()}
+        assert records["archive/data/0"].file_size == payload_bytes
+        assert archive.read("archive/version") == b"3\n"
+        assert archive.read("archive/byteorder") == b"little"
+        with archive.open("archive/data/0") as payload:
+            assert payload.read(3) == b"\x01\x02\x00"
+
+    with path.open("rb") as file:
+        located = locate_tensor(
+            lambda offset, length: os.pread(file.fileno(), length, offset), template.item_bytes, "x"
+        )
+        spans = list(
+            verify_records(lambda offset, length: os.pread(file.fileno(), length, offset), template.item_bytes, "x")
+        )
+    assert (located.payload_offset, located.payload_bytes) == (len(template.head), payload_bytes)
+    assert RecordSpan("archive/data/0", len(template.head), payload_bytes, 0) in spans
+
+
+@pytest.mark.parametrize("zip64", [False, True])
+@pytest.mark.parametrize("payload_bytes", [0, 1, 1000, 1 << 33])
+def test_the_packed_tail_is_the_one_made_field_by_field(payload_bytes: int, zip64: bool) -> None:
+    """Both kinds of headers for one size: what differs is what the zip specification says differs."""
+    if payload_bytes >= 1 << 32 and not zip64:
+        return
+    tail = item_template._tail(b"pickle", 7, 256, payload_bytes, zip64)
+    first, second = item_template._ZIP64_CRC_POSITIONS if zip64 else item_template._CRC_POSITIONS
+    assert tail[first - 4 : first] == b"PK\x07\x08"
+    assert tail[second - 16 : second - 12] == b"PK\x01\x02"
+    name_at = second - 16 + 46
+    assert tail[name_at : name_at + 14] == b"archive/data/0"
+
+
+def test_torchs_own_item_of_more_than_four_gibibytes_is_located(tmp_path: Path) -> None:
+    path = tmp_path / "stock.pt"
+    with torch.serialization.skip_data():  # torch reserves the space without writing it
+        torch.save(torch.empty(5 * GIB, dtype=torch.uint8), path)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        located = locate_tensor(lambda offset, length: os.pread(file.fileno(), length, offset), size, "x")
+    expected_offset = torch.load(path, map_location="meta").untyped_storage()._checkpoint_offset
+    assert (located.payload_offset, located.payload_bytes, located.shape) == (expected_offset, 5 * GIB, (5 * GIB,))
+
+
+# --------------------------------------------------------------------------------------------------- others' items
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_items_of_torch_are_located(dtype: str) -> None:
+    for shape in SHAPES:
+        item = saved(tensor_of(dtype, shape))
+        located = locate_both_ways(item)
+        assert (located.dtype, located.shape) == (dtype, shape)
+        assert located.crc32 == crc32(payload_of(dtype, shape))
+        assert content_of(item) == payload_of(dtype, shape)
+
+
+NEWEST = [("data.pkl", b""), (".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")]
+RECORDS_BEFORE_DATA = [NEWEST, [NEWEST[0], NEWEST[1], NEWEST[3]], [NEWEST[0], NEWEST[3]], [NEWEST[0]]]
+
+
+@pytest.mark.parametrize("before", RECORDS_BEFORE_DATA)
+def test_items_of_older_torch_are_located(before: list[tuple[str, bytes]]) -> None:
+    tensor = torch.arange(3000, dtype=torch.float32).view(30, 100)
+    pickle = zipfile.ZipFile(io.BytesIO(saved(tensor))).read("archive/data.pkl")
+    item = written_by_torch([("data.pkl", pickle), *before[1:], ("data/0", bytes_of(tensor))])
+    assert torch.equal(torch.load(io.BytesIO(item)), tensor)
+    assert locate_both_ways(item).shape == (30, 100)
+    assert content_of(item) == bytes_of(tensor)
+
+
+def test_what_stock_writers_make_is_recognized_at_once() -> None:
+    """Otherwise loads of many small stock-written tensors spend their time on parsing."""
+    for tensor in (
+        torch.zeros(3),
+        torch.zeros(64, 5000, dtype=torch.bfloat16),
+        torch.zeros(2, 2).to(torch.float8_e5m2),
+    ):
+        item = saved(tensor)
+        assert stock_item.recognize(item[:1024], item[-1024:], len(item)) is not None
+
+
+def test_a_file_that_torch_names_itself_is_located(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save(torch.arange(12).view(3, 4), path)
+    assert content_of(path.read_bytes()) == bytes_of(torch.arange(12))
+
+
+def test_archives_that_other_tools_rewrote_are_located() -> None:
+    item = rewritten(saved(torch.arange(5000)), lambda _, content: content)
+    assert content_of(item) == bytes_of(torch.arange(5000))
+
+
+def test_tensors_that_need_gradients_and_parameters_are_located() -> None:
+    assert content_of(saved(torch.ones(3, requires_grad=True))) == bytes_of(torch.ones(3))
+    assert content_of(saved(torch.nn.Parameter(torch.ones(3, 2)))) == bytes_of(torch.ones(3, 2))
+
+
+def test_tensors_saved_from_a_gpu_are_located() -> None:
+    item = saved(torch.arange(6))
+    on_gpu = rewritten(item, lambda _, content: content.replace(b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:1"))
+    assert content_of(on_gpu) == bytes_of(torch.arange(6))
+
+
+def test_a_view_is_found_inside_its_storage() -> None:
+    whole = torch.arange(1000)
+    item = saved(whole[100:200].view(4, 25))
+    located = locate_both_ways(item)
+    assert located.shape == (4, 25)
+    assert content_of(item) == bytes_of(whole)[800:1600]
+    assert located.crc32 is None, "the stored checksum is that of the whole storage"
+    assert (located.payload_offset - located.record_offset, located.record_bytes) == (800, 8000)
+    assert located.record_crc32 == crc32(bytes_of(whole))
+
+
+def test_axes_of_one_element_may_have_any_stride() -> None:
+    tensor = torch.arange(12).as_strided((3, 1, 4), (4, 77, 1))
+    assert content_of(saved(tensor)) == bytes_of(torch.arange(12))
+
+
+def test_an_item_without_checksums_says_so() -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        item = saved(torch.arange(6))
+    finally:
+        torch.serialization.set_crc32_options(True)
+    located = locate_both_ways(item)
+    assert (located.crc32, located.record_crc32) == (None, None)
+    assert content_of(item) == bytes_of(torch.arange(6))
+    assert {span.crc32 for span in verify_records(lambda at, n: item[at : at + n], len(item), "x")} == {None}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("item", "reason"),
+    [
+        (saved(torch.arange(12).view(3, 4).t()), "strides"),
+        (saved(torch.arange(12).view(3, 4)[:, :2]), "strides"),
+        (saved(torch.ones(1).expand(5)), "strides"),
+        (saved(torch.ones(3, dtype=torch.complex64).conj()), "opcode"),
+        (saved({"a": torch.ones(3)}), "opcode"),
+        (saved([1, "two"]), "opcode"),
+        (saved((torch.ones(1), torch.ones(1))), "tuple"),
+        (saved(torch.ones(3).to_sparse()), "opcode|call"),
+        (saved(torch.ones(3), _use_new_zipfile_serialization=False), "before zip"),
+        (rewritten(saved(torch.ones(3)), lambda _, content: content, zipfile.ZIP_DEFLATED), "compressed"),
+        (rewritten(saved(torch.ones(3)), lambda name, old: b"big" if name == "byteorder" else old), "big-endian"),
+    ],
+    ids="transposed sliced expanded conjugated dict list two-tensors sparse legacy compressed big-endian".split(),
+)
+def test_what_is_not_plain_bytes_is_left_to_torch(item: bytes, reason: str) -> None:
+    with pytest.raises(NotRangeable, match=reason):
+        locate_both_ways(item)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_quantized_tensors_are_left_to_torch() -> None:
+    item = saved(torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.quint8))
+    with pytest.raises(NotRangeable):
+        locate_both_ways(item)
+
+
+@pytest.mark.parametrize("value", [torch.arange(10), {"a": torch.ones(3), "b": ["text", 1.5]}, b"bytes" * 5000])
+def test_every_record_of_an_archive_is_told_with_its_checksum(value: object) -> None:
+    item = saved(value)
+    spans = list(verify_records(lambda at, n: item[at : at + n], len(item), "x"))
+    with zipfile.ZipFile(io.BytesIO(item)) as archive:
+        assert [span.name for span in spans] == archive.namelist()
+        for span in spans:
+            content = item[span.offset : span.offset + span.nbytes]
+            assert content == archive.read(span.name)
+            assert span.crc32 == crc32(content)
+
+
+def test_compressed_records_cannot_be_verified_in_place() -> None:
+    item = rewritten(saved(torch.ones(300)), lambda _, content: content, zipfile.ZIP_DEFLATED)
+    with pytest.raises(NotRangeable, match="compressed"):
+        list(verify_records(lambda at, n: item[at : at + n], len(item), "x"))
+
+
+def test_results_are_plain_values() -> None:
+    located = locate_both_ways(saved(torch.arange(6).view(2, 3)))
+    assert dataclasses.asdict(located) == {
+        "dtype": "int64",
+        "shape": (2, 3),
+        "payload_offset": located.record_offset,
+        "payload_bytes": 48,
+        "crc32": crc32(bytes_of(torch.arange(6))),
+        "record_offset": located.record_offset,
+        "record_bytes": 48,
+        "record_crc32": located.crc32,
+    }
+    assert set(container.__all__) >= {"encode_tensor", "locate_tensor", "locate_tensor_in", "place", "tensor_template"}

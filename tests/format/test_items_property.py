@@ -1,0 +1,163 @@
+"""Tensor items round trip with torch both ways, for every dtype and shape; their pickles are read as pickle reads."""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_ckpt.core.errors import CorruptCheckpointError
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.item_reading import encode_tensor, locate_tensor, locate_tensor_in
+from mcore_ckpt.format.tensor_pickle import (
+    DTYPES,
+    MalformedPickleError,
+    NotPlainTensorError,
+    PickledTensor,
+    _interpret,
+    contiguous_strides,
+    numbers_at,
+    own_dtype_and_shape,
+    read_tensor_pickle,
+    tensor_pickle,
+)
+from mcore_ckpt.format.zip_records import NotRangeable
+
+# Sizes on both sides of where the pickle's ints become longer (256, 65536), never all of them large.
+SHAPES = st.one_of(
+    st.lists(st.integers(0, 5), max_size=6),
+    st.lists(st.sampled_from([1, 255, 256, 257, 300]), min_size=1, max_size=2),
+    st.sampled_from([[65535], [65536], [1, 65537], [70000, 2], [2, 1, 70001]]),
+).map(tuple)
+ANY_SHAPE = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 1 << 40)), max_size=8).map(tuple)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> tuple[str, tuple[int, ...], bytes]:
+    dtype, shape = draw(st.sampled_from(sorted(DTYPES))), draw(SHAPES)
+    size = math.prod(shape) * DTYPES[dtype].element_bytes
+    block = draw(st.binary(min_size=1, max_size=64))
+    payload = (block * (size // len(block) + 1))[:size]
+    return dtype, shape, bytes(byte & 1 for byte in payload) if dtype == "bool" else payload
+
+
+def as_tensor(dtype: str, shape: tuple[int, ...], payload: bytes) -> torch.Tensor:
+    if not payload:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(getattr(torch, dtype)).view(shape)
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()
+
+
+@given(tensors(), st.booleans())
+def test_torch_loads_what_we_encode(tensor: tuple[str, tuple[int, ...], bytes], weights_only: bool) -> None:
+    dtype, shape, payload = tensor
+    item = encode_tensor(dtype, shape, payload)
+    loaded = torch.load(io.BytesIO(item), weights_only=weights_only)
+    assert (str(loaded.dtype), tuple(loaded.shape), loaded.is_contiguous()) == (f"torch.{dtype}", shape, True)
+    assert as_bytes(loaded) == payload
+    with zipfile.ZipFile(io.BytesIO(item)) as archive:
+        assert archive.testzip() is None
+
+
+@given(tensors(), st.booleans())
+def test_we_locate_what_torch_saves_and_what_we_encode(tensor: tuple[str, tuple[int, ...], bytes], own: bool) -> None:
+    dtype, shape, payload = tensor
+    buffer = io.BytesIO()
+    if not own:
+        torch.save(as_tensor(dtype, shape, payload), buffer)
+    item = encode_tensor(dtype, shape, payload) if own else buffer.getvalue()
+    located = locate_tensor(lambda offset, length: item[offset : offset + length], len(item), "w")
+    assert located == locate_tensor_in(memoryview(item), "w")
+    assert (located.dtype, located.shape) == (dtype, shape)
+    assert item[located.payload_offset : located.payload_offset + located.payload_bytes] == payload
+    assert located.crc32 == crc32(payload)
+
+
+@given(st.data())
+def test_views_are_located_where_they_lie_or_not_at_all(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple))
+    whole = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
+    view = whole.permute(data.draw(st.permutations(range(len(shape)))))
+    for axis in range(len(shape)):
+        start = data.draw(st.integers(0, view.shape[axis]))
+        view = view.narrow(axis, start, data.draw(st.integers(0, view.shape[axis] - start)))
+    buffer = io.BytesIO()
+    torch.save(view, buffer)
+    item = buffer.getvalue()
+    try:
+        located = locate_tensor_in(memoryview(item), "w")
+    except NotRangeable:
+        assert not view.is_contiguous()
+        return
+    content = item[located.payload_offset : located.payload_offset + located.payload_bytes]
+    assert located.shape == tuple(view.shape)
+    assert content == view.contiguous().numpy().tobytes()
+    assert located.crc32 in (None, crc32(content))
+
+
+@given(st.sampled_from(sorted(DTYPES)), ANY_SHAPE)
+def test_descriptions_say_what_went_into_them(dtype: str, shape: tuple[int, ...]) -> None:
+    """Of tensors of any size: nothing of that size is made."""
+    count = math.prod(shape)
+    pickle = tensor_pickle(dtype, shape, count)
+    size = count * DTYPES[dtype].element_bytes
+    assert own_dtype_and_shape(pickle) == (dtype, shape)
+    assert read_tensor_pickle(pickle) == PickledTensor(dtype, shape, "0", size, 0, size)
+
+
+@given(st.lists(st.integers(0, 1 << 62), max_size=10))
+def test_contiguous_strides_are_torchs(shape: list[int]) -> None:
+    if math.prod(size or 1 for size in shape) < 1 << 60:
+        assert contiguous_strides(shape) == torch.empty(shape, device="meta").stride()
+
+
+@given(tensors(), st.integers(0, 3))
+def test_the_quick_parse_is_the_slow_one(tensor: tuple[str, tuple[int, ...], bytes], skipped: int) -> None:
+    """torch's usual program, with the tensor at any offset of its storage."""
+    whole = as_tensor(*tensor)
+    view = whole[skipped:] if whole.dim() and whole.shape[0] > skipped else whole
+    buffer = io.BytesIO()
+    torch.save(view, buffer)
+    pickle = zipfile.ZipFile(buffer).read("archive/data.pkl")
+    assert read_tensor_pickle(pickle) == _interpret(pickle)
+
+
+@given(st.data())
+def test_mutated_descriptions_are_parsed_alike_or_refused(data: st.DataObject) -> None:
+    buffer = io.BytesIO()
+    torch.save(torch.zeros(data.draw(SHAPES), dtype=torch.int8), buffer)
+    pickle = bytearray(zipfile.ZipFile(buffer).read("archive/data.pkl"))
+    for _ in range(data.draw(st.integers(1, 3))):
+        pickle[data.draw(st.integers(0, len(pickle) - 1))] = data.draw(
+            st.sampled_from(b"KMJ\x8a\x85\x86\x87()tRQqh.\x00\xff")
+        )
+    try:
+        tensor = read_tensor_pickle(bytes(pickle))
+    except (NotPlainTensorError, MalformedPickleError):
+        return
+    assert tensor == _interpret(bytes(pickle))
+    assert 0 <= tensor.first_byte <= tensor.first_byte + tensor.payload_bytes <= max(tensor.storage_bytes, 0)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused_with_our_own_errors(content: bytes) -> None:
+    for pickle in (content, b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((" + content):
+        try:
+            read_tensor_pickle(pickle)
+        except (NotPlainTensorError, MalformedPickleError):
+            continue
+        raise AssertionError("200 bytes do not make a tensor")
+    numbers_at(content, 0)
+    own_dtype_and_shape(content)
+    try:
+        locate_tensor_in(memoryview(content), "w")
+    except (CorruptCheckpointError, NotRangeable):
+        return
+    raise AssertionError("200 bytes do not make an item")

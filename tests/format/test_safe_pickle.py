@@ -1,0 +1,339 @@
+"""Stored objects: what checkpoints really hold loads, and nothing else does."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import datetime
+import io
+import os
+import pathlib
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import threading
+import types
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_ckpt.core.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LoadError,
+    OptionError,
+    UnsafePickleError,
+)
+from mcore_ckpt.format import safe_pickle
+from mcore_ckpt.format.safe_pickle import ALLOWED_OBJECT_CLASSES, Unavailable, load_object, loads
+
+
+def saved(value: object) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+class Harmful:
+    """Pickles as a call of os.system."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch /tmp/harm",)
+
+
+class Other:
+    """Another one."""
+
+
+class Plain:
+    """A user's own class, which a checkpoint may hold if the user says so."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [1, 2.5, None, True], "b": (b"bytes", "text")},
+        argparse.Namespace(lr=1e-4, path=pathlib.Path("/data"), signal=signal.SIGTERM, dtype=torch.bfloat16),
+        types.SimpleNamespace(a=1),
+        collections.OrderedDict(a=1, b=2),
+        {1, 2, 3},
+        frozenset({1}),
+        slice(1, 2),
+        range(3),
+        torch.Size([1, 2]),
+        torch.float8_e4m3fn,
+        torch.device("cpu"),
+        datetime.timedelta(seconds=3),
+        datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc),
+        random.Random(1).getstate(),
+        np.float64(1.5),
+        np.int32(7),
+        np.bool_(True),
+        complex(1, 2),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_plain_values_come_back(value: object) -> None:
+    loaded = load_object(saved([value]))
+    assert loaded == [value]
+    assert type(loaded[0]) is type(value)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8", "f2", "i1", "u4", "i8", "?", "c8", "U3", "S3", "M8[s]", ">f4"])
+def test_numpy_arrays_of_every_kind_come_back(dtype: str) -> None:
+    array = np.arange(6).reshape(2, 3).astype(dtype)
+    loaded = load_object(saved({"array": array}))["array"]
+    assert loaded.dtype == array.dtype.newbyteorder("=")  # numpy itself swaps to the machine's order
+    assert (loaded == array).all()
+
+
+def test_random_states_come_back() -> None:
+    state = np.random.RandomState(1).get_state()
+    loaded = load_object(saved(state))
+    assert (loaded[1] == state[1]).all()
+    generator = torch.Generator().manual_seed(5)
+    assert load_object(saved(generator.get_state())).equal(generator.get_state())
+
+
+def test_streams_inside_objects_come_back() -> None:
+    stream = io.BytesIO(b"content")
+    stream.seek(3)
+    loaded = load_object(saved([stream]))[0]
+    assert (loaded.getvalue(), loaded.tell()) == (b"content", 3)
+
+
+def test_tensors_come_back_on_the_cpu() -> None:
+    tensor = torch.arange(6.0).reshape(2, 3).bfloat16()
+    assert load_object(saved([tensor, torch.nn.Parameter(tensor)]))[0].equal(tensor)
+
+
+def test_numpy_of_the_other_major_version() -> None:
+    """numpy 1 calls its core `numpy.core`, numpy 2 `numpy._core`; either file is read under either."""
+    content = _renamed(saved(np.arange(3.0)), {b"numpy._core.multiarray": b"numpy.core.multiarray"})
+    assert (load_object(content) == np.arange(3.0)).all()
+
+
+def test_paths_of_python_3_13() -> None:
+    content = _renamed(saved([pathlib.PurePath("a"), pathlib.Path("b")][1:]), {b"cpathlib\n": b"cpathlib._local\n"})
+    assert load_object(content) == [pathlib.Path("b")]
+
+
+class TestMegatron:
+    """Its own enums and states, and what it registers with torch itself."""
+
+    def test_enums_and_states(self) -> None:
+        pytest.importorskip("megatron.core")
+        from megatron.core.enums import ModelType
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.rerun_state_machine import RerunDiagnostic, RerunMode, RerunState
+        from megatron.core.transformer.enums import AttnBackend, AttnMaskType, CudaGraphScope
+
+        value = [
+            *(ModelType.encoder_or_decoder, RerunMode.DISABLED, RerunState.NOT_RUNNING_YET),
+            *(RerunDiagnostic.TRANSIENT_ERROR, AttnBackend.flash, AttnMaskType.causal, CudaGraphScope.attn),
+            OptimizerConfig(lr=0.5),
+        ]
+        assert load_object(saved(value)) == value
+
+    def test_every_listed_class_of_the_installed_version_is_found(self) -> None:
+        pytest.importorskip("megatron.core")
+        import importlib
+
+        found = 0
+        for name in ALLOWED_OBJECT_CLASSES:
+            module, _, kind = name.rpartition(".")
+            if module.startswith("megatron"):
+                found += hasattr(importlib.import_module(module), kind)
+        assert found >= 12  # some exist in newer versions only
+
+    def test_what_megatron_allows_itself_stays_allowed(self) -> None:
+        pytest.importorskip("megatron.core")
+        before = set(torch.serialization.get_safe_globals())
+        load_object(saved([argparse.Namespace(a=np.arange(2)), types.SimpleNamespace()]))
+        with pytest.raises(UnsafePickleError):
+            load_object(saved(Harmful()))
+        assert set(torch.serialization.get_safe_globals()) == before
+
+
+class TestRefused:
+    def test_calls(self) -> None:
+        with pytest.raises(UnsafePickleError) as caught:
+            load_object(saved([1, Harmful()]), where="object 'rng' in /ckpt/__0_0.distcp")
+        message = str(caught.value)
+        assert message.startswith("object 'rng' in /ckpt/__0_0.distcp: contains posix.system")
+        assert "LoadOptions(allowed_classes=('posix.system',))" in message
+
+    def test_unknown_classes_are_all_named(self) -> None:
+        with pytest.raises(UnsafePickleError, match=rf"{__name__}\.Other, {__name__}\.Plain"):
+            load_object(saved([Plain(1), Other()]))
+
+    @pytest.mark.parametrize(
+        "function", [eval, exec, getattr, open, os.system, subprocess.run, torch.hub.load, Path.unlink, pickle.loads]
+    )
+    def test_functions(self, function: Any) -> None:
+        with pytest.raises(UnsafePickleError):
+            load_object(saved([function]))
+
+    def test_allowed_classes_load(self) -> None:
+        value = load_object(saved([Plain(3), Other()]), (f"{__name__}.Plain", f"{__name__}.Other"))
+        assert value[0].value == 3
+        assert type(value[1]) is Other
+
+    def test_allowing_one_class_allows_no_other(self) -> None:
+        with pytest.raises(UnsafePickleError, match=r"posix\.system"):
+            load_object(saved([Plain(3), Harmful()]), (f"{__name__}.Plain",))
+        with pytest.raises(UnsafePickleError):
+            load_object(saved([Plain(3)]))  # nothing is left from the call before
+
+    @pytest.mark.parametrize("name", ["no_such_package.Thing", "collections.NoSuch"])
+    def test_allowed_class_that_does_not_exist(self, name: str) -> None:
+        content = _renamed(saved([Plain(3)]), {f"c{__name__}\nPlain\n".encode(): _global(name)})
+        with pytest.raises(OptionError, match="cannot be imported"):
+            load_object(content, (name,))
+
+
+class TestCompressed:
+    """torch.save does not compress, but reads what was compressed afterwards."""
+
+    def test_moderately(self) -> None:
+        assert load_object(_renamed(saved({"a": [0] * 1000}), {}, zipfile.ZIP_DEFLATED)) == {"a": [0] * 1000}
+
+    def test_bomb(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        content = _renamed(saved(torch.zeros(1_000_000)), {}, zipfile.ZIP_DEFLATED)
+        assert len(content) < 10_000
+        assert load_object(content).shape == (1_000_000,)
+        monkeypatch.setattr(safe_pickle, "_MAX_INFLATED_BYTES", 1_000_000)
+        with pytest.raises(UnsafePickleError, match=r"would become 4\d{6} when inflated"):
+            load_object(content)
+
+
+class TestDamaged:
+    CONTENT = saved([{"a": np.arange(3.0), "t": torch.arange(5.0)}, argparse.Namespace(x=1)])
+
+    @pytest.mark.parametrize("content", [b"", b"x", b"PK\x03\x04", b"\x00" * 1000, b"not a container" * 50])
+    def test_not_a_container(self, content: bytes) -> None:
+        with pytest.raises(CorruptCheckpointError, match=r"object 7: cannot be read as a torch\.save container"):
+            load_object(content, where="object 7")
+
+    def test_truncated(self) -> None:
+        for length in range(0, len(self.CONTENT), 97):
+            with pytest.raises(CorruptCheckpointError):
+                load_object(self.CONTENT[:length])
+
+    # numpy complains, without raising, about arrays whose dtype has been given flags that it cannot have.
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    def test_any_byte_changed_fails_as_ours_or_not_at_all(self) -> None:
+        damaged = bytearray(self.CONTENT)
+        for position in range(0, len(damaged), 7):
+            damaged[position] ^= 0xFF
+            with contextlib.suppress(LoadError):
+                load_object(damaged)
+            damaged[position] ^= 0xFF
+
+    def test_no_such_file(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointNotFoundError, match=r"common\.pt: there is no such file"):
+            load_object(tmp_path / "common.pt")
+
+    def test_a_directory(self, tmp_path: Path) -> None:
+        with pytest.raises(LoadError, match="cannot be read: Is a directory"):
+            load_object(str(tmp_path))
+
+
+class TestSources:
+    CONTENT = saved({"a": argparse.Namespace(x=np.arange(2))})
+
+    def test_file(self, tmp_path: Path) -> None:
+        (tmp_path / "common.pt").write_bytes(self.CONTENT)
+        for path in (tmp_path / "common.pt", str(tmp_path / "common.pt")):
+            assert load_object(path)["a"].x.sum() == 1
+
+    @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+    def test_buffers(self, kind: Any) -> None:
+        assert load_object(kind(self.CONTENT))["a"].x.sum() == 1
+
+    def test_stream(self) -> None:
+        stream = io.BytesIO(self.CONTENT)
+        assert load_object(stream)["a"].x.sum() == 1
+        assert not stream.closed
+
+    def test_threads_do_not_disturb_each_other(self) -> None:
+        """torch's list of allowed classes is one for the whole process."""
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                for _ in range(30):
+                    assert load_object(self.CONTENT)["a"].x.sum() == 1
+            except BaseException as error:  # noqa: BLE001  (the thread's failure is the test's)
+                failures.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+
+
+def test_without_imports_megatrons_classes_are_named() -> None:
+    pytest.importorskip("megatron.core")
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.enums import AttnBackend
+
+    content = saved({"backend": AttnBackend.flash, "config": OptimizerConfig(lr=0.5), "n": np.int64(3)})
+    code = (
+        "import sys\n"
+        "from mcore_ckpt.format.safe_pickle import Unavailable, load_object\n"
+        "value = load_object(sys.stdin.buffer.read(), import_classes=False)\n"
+        "assert 'megatron' not in sys.modules\n"
+        "assert isinstance(value['backend'], Unavailable) and value['n'] == 3\n"
+        "print(value['backend'], value['config'].state['lr'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=content, capture_output=True, check=True)
+    assert done.stdout.split() == [b"<megatron.core.transformer.enums.AttnBackend(1,)>", b"0.5"]
+
+
+def test_what_is_not_installed_is_named_too() -> None:
+    content = _renamed(
+        saved([Plain(3)]),
+        {f"c{__name__}\nPlain\n".encode(): _global("megatron.core.transformer.enums.CudaGraphModule")},
+    )
+    (value,) = load_object(content)
+    # CudaGraphModule came with megatron-core 0.18: with 0.16 installed there is no such class.
+    assert isinstance(value, Unavailable) == ("CudaGraphModule" in repr(value))
+
+
+def test_loads_replaces_every_global() -> None:
+    content = pickle.dumps([collections.OrderedDict, 1])
+    assert loads(content, {("collections", "OrderedDict"): dict}, "file") == [dict, 1]
+    with pytest.raises(UnsafePickleError, match=r"^file: the pickle asks for collections\.OrderedDict"):
+        loads(content, {}, "file")
+
+
+def _global(name: str) -> bytes:
+    module, _, kind = name.rpartition(".")
+    return f"c{module}\n{kind}\n".encode()
+
+
+def _renamed(content: bytes, names: dict[bytes, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    """The container with bytes replaced in its pickle."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w", compression) as new:
+        for record in old.infolist():
+            data = old.read(record)
+            if record.filename.endswith("/data.pkl"):
+                for before, after in names.items():
+                    assert before in data
+                    data = data.replace(before, after)
+            new.writestr(record.filename, data)
+    return out.getvalue()

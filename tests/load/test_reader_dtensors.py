@@ -1,0 +1,69 @@
+"""DTensors saved by stock DCP on real ranks, read by FileSystemReader under other placements and on other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor, zeros
+
+from mcore_ckpt.core.errors import ChecksumError
+from mcore_ckpt.load.reader import FileSystemReader
+from tests.support.gloo_ranks import rank_outcomes, run_ranks
+
+SHAPES = {"large": (768, 1000), "odd": (7, 5), "vector": (1030,)}
+
+
+def global_tensor(fqn: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(len(fqn))
+    return torch.randn(SHAPES[fqn], generator=generator)
+
+
+def placements(fqn: str, dim: int) -> list[Placement]:
+    return [Shard(min(dim, len(SHAPES[fqn]) - 1))]
+
+
+def save_with_dcp(rank: int, path: str, dim: int) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {fqn: distribute_tensor(global_tensor(fqn), mesh, placements(fqn, dim)) for fqn in SHAPES}
+    dcp.save({**state, "step": 7}, checkpoint_id=path)
+
+
+def load_with_reader(rank: int, path: str, dim: int | None) -> tuple[int, int]:
+    """Loads under `Shard(dim)` (None: replicated); returns bytes read and needed."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {
+        fqn: zeros(*shape, device_mesh=mesh, placements=[Replicate()] if dim is None else placements(fqn, dim))
+        for fqn, shape in SHAPES.items()
+    }
+    reader = FileSystemReader(path)
+    loaded = {**state, "step": 0}
+    dcp.load(loaded, storage_reader=reader)
+    for fqn, tensor in state.items():
+        assert tensor.full_tensor().equal(global_tensor(fqn)), f"rank {rank}: {fqn}"
+    assert loaded["step"] == 7
+    return reader.stats.bytes_read, reader.stats.bytes_needed
+
+
+@pytest.mark.parametrize(("save_dim", "load_dim"), [(0, 1), (1, 0), (1, None)])
+def test_dtensors_reshard(save_dim: int, load_dim: int | None, tmp_path: Path) -> None:
+    run_ranks(save_with_dcp, 4, str(tmp_path), save_dim)
+    for world_size in (1, 3):
+        for bytes_read, bytes_needed in run_ranks(load_with_reader, world_size, str(tmp_path), load_dim):
+            assert bytes_read <= 1.4 * bytes_needed + 64 * 1024
+
+
+def test_a_damaged_file_fails_every_rank(tmp_path: Path) -> None:
+    run_ranks(save_with_dcp, 2, str(tmp_path), 0)
+    path = tmp_path / "__1_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    outcomes = rank_outcomes(load_with_reader, 2, str(tmp_path), 0)
+    assert [outcome.ok for outcome in outcomes] == [False, False]
+    assert all(ChecksumError.__name__ in outcome.error_text for outcome in outcomes)
+    assert all("large" in outcome.error_text and path.name in outcome.error_text for outcome in outcomes)

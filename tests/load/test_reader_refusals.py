@@ -1,0 +1,250 @@
+"""FileSystemReader: what it refuses, and that the refusal names key, file and bytes, and what was expected."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.errors import (
+    CheckpointNotFoundError,
+    ChecksumError,
+    CorruptCheckpointError,
+    DtypeMismatchError,
+    KindMismatchError,
+    MissingKeyError,
+    ShapeMismatchError,
+    UnsafePickleError,
+)
+from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.load.read_requests import ReadRequest
+from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.stored_layouts import (
+    StoredTensor,
+    flip_byte,
+    load_box,
+    row_chunks,
+    stock_item,
+    whole,
+    write_checkpoint,
+)
+
+MIB = 1024 * 1024
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> FileSystemReader:
+    write_checkpoint(
+        tmp_path,
+        {"decoder.layers.mlp.weight": row_chunks(torch.randn(8, 4), 2), "large": whole(torch.randn(1024, 1024))},
+        {"decoder.extra": [1]},
+    )
+    return FileSystemReader(tmp_path)
+
+
+def test_a_missing_key_names_similar_ones(reader: FileSystemReader) -> None:
+    with pytest.raises(MissingKeyError, match=r"decoder\.layers\.mlp\.wieght.*decoder\.layers\.mlp\.weight"):
+        load_box(reader, "decoder.layers.mlp.wieght", torch.zeros(8, 4))
+    with pytest.raises(MissingKeyError, match="nothing_like_it"):
+        reader.read_object("nothing_like_it")
+
+
+def test_objects_and_tensors_are_not_mixed_up(reader: FileSystemReader) -> None:
+    with pytest.raises(KindMismatchError, match=r"decoder\.extra: a tensor is wanted"):
+        load_box(reader, "decoder.extra", torch.zeros(8, 4))
+    with pytest.raises(KindMismatchError, match="large: an object is wanted"):
+        reader.read_object("large")
+
+
+def test_dtypes_have_to_agree_unless_a_cast_is_allowed(reader: FileSystemReader) -> None:
+    destination = torch.zeros(1024, 1024, dtype=torch.bfloat16)
+    request = ReadRequest("large", destination, (0, 0), (1024, 1024))
+    with pytest.raises(DtypeMismatchError, match=r"large.*float32.*bfloat16.*allow_dtype_cast"):
+        reader.read_items([request])
+    FileSystemReader(reader.path, LoadOptions(allow_dtype_cast=True)).read_items([request])
+    assert destination.equal(load_box(reader, "large", torch.zeros(1024, 1024)).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("offsets", "sizes", "global_shape"),
+    [((0, 0), (9, 4), None), ((6, 0), (4, 4), None), ((0,), (8,), None), ((0, 0), (8, 4), (16, 4))],
+)
+def test_shapes_have_to_agree(
+    reader: FileSystemReader, offsets: tuple[int, ...], sizes: tuple[int, ...], global_shape: tuple[int, ...] | None
+) -> None:
+    request = ReadRequest("decoder.layers.mlp.weight", torch.zeros(sizes), offsets, sizes, global_shape)
+    with pytest.raises(ShapeMismatchError, match=r"decoder\.layers\.mlp\.weight.*\[8, 4\]"):
+        reader.read_items([request])
+
+
+def test_the_destination_has_to_have_the_shape_of_the_box(reader: FileSystemReader) -> None:
+    with pytest.raises(ShapeMismatchError, match=r"large.*\[4, 4\].*\[5, 4\]"):
+        reader.read_items([ReadRequest("large", torch.zeros(5, 4), (0, 0), (4, 4))])
+
+
+def test_a_partial_request_takes_the_overlap_and_leaves_the_rest(reader: FileSystemReader) -> None:
+    stored = load_box(reader, "decoder.layers.mlp.weight", torch.zeros(8, 4))
+    for dtype in (torch.float32, torch.bfloat16):
+        destination = torch.full((10, 4), 7.0, dtype=dtype)
+        request = ReadRequest("decoder.layers.mlp.weight", destination, (4, 0), (10, 4), allow_partial=True)
+        reader.read_items([request])
+        assert destination[:4].equal(stored[4:].to(dtype))
+        assert destination[4:].eq(7.0).all()
+
+
+def test_a_box_that_no_chunk_holds_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    tensor = torch.randn(8, 4)
+    write_checkpoint(tmp_path, {"w": StoredTensor(tensor, [Box((0, 0), (3, 4)), Box((5, 0), (3, 4))])})
+    reader = FileSystemReader(tmp_path)
+    with pytest.raises(CorruptCheckpointError, match=r"w: .*\[3, 0\]"):
+        load_box(reader, "w", tensor)
+    assert reader.stats.reads == 0
+    assert load_box(reader, "w", tensor, Box((5, 1), (2, 2))).equal(tensor[5:7, 1:3])
+
+
+def test_zero_elements_read_nothing(reader: FileSystemReader) -> None:
+    reader.read_items([ReadRequest("large", torch.zeros(0, 5), (3, 3), (0, 5))])
+    assert reader.stats.reads == 0
+
+
+# -------------------------------------------------------------------------------------------------- damaged checkpoints
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (3000, 1024)])
+def test_damage_is_found_and_named(shape: tuple[int, int], tmp_path: Path) -> None:
+    tensor = torch.randn(shape)
+    index = write_checkpoint(tmp_path, {"v": whole(torch.randn(10)), "w": whole(tensor)})
+    path, at = flip_byte(index, "w", at_fraction=0.6)
+    options = LoadOptions(window_bytes=MIB)
+    with pytest.raises(ChecksumError) as raised:
+        load_box(FileSystemReader(tmp_path, options), "w", tensor)
+    message = str(raised.value)
+    assert "w at [0, 0]" in message
+    assert str(path.parent) in message
+    assert path.name in message
+    assert "CRC-32 0x" in message
+    assert "expected 0x" in message
+    start, stop = (int(part) for part in message.split("the bytes [")[1].split(")")[0].split(", "))
+    assert start <= at < stop
+    assert stop - start == tensor.nbytes
+    unchecked = load_box(FileSystemReader(tmp_path, LoadOptions(verify_crc=False)), "w", tensor)
+    assert (unchecked != tensor).sum() == 1
+
+
+def test_damage_is_found_in_one_of_many_alike(tmp_path: Path) -> None:
+    tensors = {f"w{i}": torch.randn(20, 30) for i in range(9)}
+    index = write_checkpoint(tmp_path, {key: whole(tensor) for key, tensor in tensors.items()})
+    flip_byte(index, "w5", at_fraction=0.6)
+    loaded = {key: torch.zeros(20, 30) for key in tensors}
+    requests = [ReadRequest(key, tensor, (0, 0), (20, 30)) for key, tensor in loaded.items()]
+    with pytest.raises(ChecksumError, match=r"w5 at \[0, 0\].*expected 0x"):
+        FileSystemReader(tmp_path, LoadOptions(io_threads=1)).read_items(requests)
+    unchecked = FileSystemReader(tmp_path, LoadOptions(verify_crc=False))
+    unchecked.read_items(requests)
+    assert [key for key in tensors if not torch.equal(loaded[key], tensors[key])] == ["w5"]
+    assert unchecked.stats.records_checked == 0
+
+
+@pytest.mark.parametrize("rows", [3, 300])
+def test_no_flipped_bit_goes_unnoticed(rows: int, tmp_path: Path) -> None:
+    """Wherever a bit flips: the tensor is right, or the load fails with an error of ours."""
+    tensor = torch.randn(rows, 1024)
+    write_checkpoint(tmp_path, {"w": whole(tensor)})
+    path = tmp_path / "__0_0.distcp"
+    content = path.read_bytes()
+    messages: list[str] = []
+    ends = [*range(0, 1400, 7), *range(len(content) - 1400, len(content), 7)]
+    for at in [*ends, *range(1400, len(content) - 1400, len(content) // 20)]:
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        reader = FileSystemReader(tmp_path)
+        try:
+            assert load_box(reader, "w", tensor).equal(tensor), f"wrong values after a flip at byte {at}"
+        except CorruptCheckpointError as error:
+            messages.append(str(error))
+    assert len(messages) > 20
+    assert all("w at [0, 0]" in message for message in messages)
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (3000, 1024)])
+@pytest.mark.parametrize("box", [None, Box((0, 1), (30, 7))])
+def test_a_truncated_file_is_named_with_the_key(shape: tuple[int, int], box: Box | None, tmp_path: Path) -> None:
+    tensor = torch.randn(shape)
+    write_checkpoint(tmp_path, {"w": whole(tensor)})
+    path = tmp_path / "__0_0.distcp"
+    os.truncate(path, path.stat().st_size - 10)
+    with pytest.raises(CorruptCheckpointError, match=r"w at \[0, 0\].*__0_0\.distcp"):
+        load_box(FileSystemReader(tmp_path), "w", tensor, box)
+
+
+def test_a_missing_data_file_is_named_with_the_key(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {"w": whole(torch.zeros(4))})
+    (tmp_path / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"w at \[0\].*__0_0\.distcp"):
+        load_box(FileSystemReader(tmp_path), "w", torch.zeros(4))
+
+
+@pytest.mark.parametrize("stored", [torch.zeros(4, 2), torch.zeros(2, 4, dtype=torch.int32), torch.zeros(3, 4)])
+def test_an_item_that_is_not_what_the_index_says_is_refused(stored: torch.Tensor, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {"w": whole(torch.zeros(2, 4))}, item_of=lambda _: stock_item(stored))
+    with pytest.raises(CorruptCheckpointError, match=r"w at \[0, 0\].*float32 of shape \[2, 4\]"):
+        load_box(FileSystemReader(tmp_path), "w", torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("boxes", [[(0, 8)], [(0, 8), (8, 8), (12, 4)]], ids=["missing", "twice"])
+def test_dcp_does_not_leave_a_part_of_a_tensor_as_it_was(tmp_path: Path, boxes: list[tuple[int, int]]) -> None:
+    """DCP plans the overlaps that it finds, and asks no further."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    stored = StoredTensor(torch.randn(16, 4), [Box((start, 0), (size, 4)) for start, size in boxes])
+    write_checkpoint(tmp_path, {"w": stored})
+    with pytest.raises(CheckpointException, match="do not make up the tensor"):
+        dcp.load({"w": torch.zeros(16, 4)}, storage_reader=FileSystemReader(tmp_path), no_dist=True)
+
+
+def deflated(item: bytes, *, damaged: bool = False, inflated_bytes: int = 0) -> bytes:
+    """A `torch.save` archive packed again by somebody who compresses; perhaps with a payload of so many zeros."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(item)) as given, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as taken:
+        for name in given.namelist():
+            content = bytes(inflated_bytes) if inflated_bytes and name.endswith("data/0") else given.read(name)
+            taken.writestr(name, content)
+    content = bytearray(packed.getvalue())
+    if damaged:
+        at = content.rindex(b"data/0")
+        content[content.rindex(b"PK\x01\x02", 0, at) + 16] ^= 1
+    return bytes(content)
+
+
+def test_compressed_records_are_held_against_their_checksums(tmp_path: Path) -> None:
+    tensor = torch.randn(16, 4)
+    sound, damaged = deflated(stock_item(tensor)), deflated(stock_item(tensor), damaged=True)
+    write_checkpoint(tmp_path / "a", {"w": whole(tensor)}, item_of=lambda _: sound)
+    assert torch.equal(load_box(FileSystemReader(tmp_path / "a"), "w", tensor), tensor)
+    write_checkpoint(tmp_path / "b", {"w": whole(tensor)}, item_of=lambda _: damaged)
+    with pytest.raises(ChecksumError, match="data/0"):
+        load_box(FileSystemReader(tmp_path / "b"), "w", tensor)
+    (problem,) = verify_checkpoint(tmp_path / "b").problems
+    assert (problem.kind, problem.fqn) == ("checksum", "w")
+    report = verify_checkpoint(tmp_path / "a")
+    assert (report.problems, report.unchecked) == ((), 0)
+
+
+@pytest.mark.parametrize("verify_crc", [True, False])
+def test_a_tensor_that_inflates_without_bounds_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify_crc: bool
+) -> None:
+    monkeypatch.setattr("mcore_ckpt.format.safe_pickle._MAX_INFLATED_BYTES", MIB)
+    bomb = deflated(stock_item(torch.zeros(4)), inflated_bytes=8 * MIB)
+    write_checkpoint(tmp_path, {"w": whole(torch.zeros(4))}, item_of=lambda _: bomb)
+    reader = FileSystemReader(tmp_path, LoadOptions(verify_crc=verify_crc))
+    with pytest.raises(UnsafePickleError, match="inflated"):
+        reader.read_items([ReadRequest("w", torch.zeros(4), (0,), (4,))])

@@ -1,0 +1,166 @@
+"""The optimizer's state alone: resharded, without the rest of the checkpoint being read."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_ckpt import FileSystemReader, MissingKeyError, ShapeMismatchError, load_sharded_optimizer_state
+from mcore_ckpt.core.boxes import flat_boxes
+from tests.support.gloo_ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@given(st.lists(st.integers(1, 4), max_size=4), st.data())
+def test_flat_boxes_are_the_elements_in_order(shape: list[int], data: st.DataObject) -> None:
+    count = math.prod(shape)
+    start = data.draw(st.integers(0, count))
+    stop = data.draw(st.integers(start, count))
+    numbers = torch.arange(count).view(shape)
+    found: list[int] = []
+    boxes = flat_boxes(shape, start, stop)
+    for box in boxes:
+        part = numbers[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+        found += part.reshape(-1).tolist()
+    assert found == list(range(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def whole(seed: int) -> torch.Tensor:
+    return torch.arange(seed, seed + 48, dtype=torch.float32).view(8, 6)
+
+
+def trained(rank: int = 0) -> dict[str, Any]:
+    return {
+        "model": {"linear.weight": whole(0), "linear.bias": torch.arange(8.0)},
+        "optimizer": {
+            "state": {
+                "linear.weight": {"exp_avg": whole(100), "exp_avg_sq": whole(200), "step": torch.tensor(7.0)},
+                "linear.bias": {"exp_avg": torch.arange(8.0) + 300, "step": torch.tensor(7.0)},
+            },
+            "param_groups": [{"lr": 0.1, "params": ["linear.weight", "linear.bias"]}],
+        },
+    }
+
+
+def test_plain_tensors_whole_and_nested_as_saved(tmp_path: Path) -> None:
+    dcp.save(trained(), checkpoint_id=tmp_path)
+    model = {"linear.weight": torch.empty(8, 6), "linear.bias": torch.empty(8)}
+    loaded = load_sharded_optimizer_state(model, tmp_path)
+    assert set(loaded) == {"optimizer"}
+    weight = loaded["optimizer"]["state"]["linear.weight"]
+    assert torch.equal(weight["exp_avg"], whole(100))
+    assert torch.equal(weight["exp_avg_sq"], whole(200))
+    assert weight["step"] == 7
+    assert loaded["optimizer"]["param_groups"][0]["lr"] == 0.1
+    assert loaded["optimizer"]["param_groups"][0]["params"] == ["linear.weight", "linear.bias"]
+
+
+def test_a_box_at_an_offset(tmp_path: Path) -> None:
+    dcp.save(trained(), checkpoint_id=tmp_path)
+    loaded = load_sharded_optimizer_state(
+        {"linear.weight": torch.empty(4, 3)}, tmp_path, offsets={"linear.weight": (2, 3)}
+    )
+    assert torch.equal(loaded["optimizer"]["state"]["linear.weight"]["exp_avg"], whole(100)[2:6, 3:6])
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 48), (5, 20), (13, 1), (40, 8)])
+def test_a_flat_shard_at_an_offset(tmp_path: Path, start: int, count: int) -> None:
+    dcp.save(trained(), checkpoint_id=tmp_path)
+    loaded = load_sharded_optimizer_state(
+        {"linear.weight": torch.empty(count)}, tmp_path, offsets={"linear.weight": start}
+    )
+    state = loaded["optimizer"]["state"]["linear.weight"]
+    assert torch.equal(state["exp_avg"], whole(100).view(-1)[start : start + count])
+    assert torch.equal(state["exp_avg_sq"], whole(200).view(-1)[start : start + count])
+
+
+def test_what_cannot_be_is_named(tmp_path: Path) -> None:
+    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path)
+    with pytest.raises(MissingKeyError, match="optimizer"):
+        load_sharded_optimizer_state({"w": torch.empty(3)}, tmp_path)
+    dcp.save(trained(), checkpoint_id=tmp_path / "trained")
+    for tensor, offset in ((torch.empty(40), 20), (torch.empty(9, 6), (0, 0))):
+        with pytest.raises(ShapeMismatchError, match=r"linear\.weight"):
+            load_sharded_optimizer_state(
+                {"linear.weight": tensor}, tmp_path / "trained", offsets={"linear.weight": offset}
+            )
+
+
+def dtensors(rank: int, path: Path, world: int, save: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,))
+
+    def spread(tensor: torch.Tensor, axis: int = 0) -> DTensor:
+        return distribute_tensor(tensor, mesh, [Shard(axis)])
+
+    if save:
+        state = trained()
+        state["model"] = {key: spread(value) for key, value in state["model"].items()}
+        for values in state["optimizer"]["state"].values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name in values:
+                    values[name] = spread(values[name])
+        dcp.save(state, checkpoint_id=path)
+        return
+    model = {"linear.weight": spread(torch.zeros(8, 6), 1), "linear.bias": spread(torch.zeros(8))}
+    loaded = load_sharded_optimizer_state(model, path)["optimizer"]["state"]
+    assert loaded["linear.weight"]["exp_avg"].placements == model["linear.weight"].placements
+    assert torch.equal(loaded["linear.weight"]["exp_avg"].full_tensor(), whole(100))
+    assert torch.equal(loaded["linear.weight"]["exp_avg_sq"].full_tensor(), whole(200))
+    assert torch.equal(loaded["linear.bias"]["exp_avg"].full_tensor(), torch.arange(8.0) + 300)
+
+
+def test_dtensors_get_the_layout_of_their_parameters(tmp_path: Path) -> None:
+    run_ranks(dtensors, 2, tmp_path, 2, True)
+    run_ranks(dtensors, 4, tmp_path, 4, False)
+
+
+def megatron_optimizer(rank: int, path: Path) -> None:
+    from tests.support.cpu_megatron import pretend_cuda
+
+    pretend_cuda()
+    from megatron.core.dist_checkpointing import ShardedTensor, save
+
+    from mcore_ckpt import TorchDistSaveStrategy
+    from mcore_ckpt.load import reader
+
+    def state(fill: float) -> dict[str, Any]:
+        shard = ShardedTensor.from_rank_offsets
+        return {
+            "model": {"w": shard("decoder.w", torch.full((1000, 100), fill), (0, rank, 2))},
+            "optimizer": {
+                "exp_avg": shard("optimizer.state.exp_avg.decoder.w", torch.full((9, 3), fill), (0, rank, 2))
+            },
+        }
+
+    save(state(5.0), str(path), TorchDistSaveStrategy())
+    dist.barrier()
+    read = []
+    original = reader.FileSystemReader.read_items
+
+    def counted(self: FileSystemReader, requests: Any) -> None:
+        original(self, requests)
+        read.append(self.stats.bytes_read)
+
+    reader.FileSystemReader.read_items = counted  # type: ignore[method-assign]
+    loaded = load_sharded_optimizer_state(state(0.0), path)
+    assert (loaded["optimizer"]["exp_avg"] == 5.0).all()
+    assert set(loaded) == {"optimizer"}
+    assert read
+    assert max(read) < 100_000, "the model's 400 kB were read, too"
+
+
+def test_megatron_reads_the_optimizers_part_only(tmp_path: Path) -> None:
+    run_ranks(megatron_optimizer, 2, tmp_path)

@@ -1,0 +1,80 @@
+"""The registry: what a look-up returns, and what it says when there is nothing to return."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import pytest
+
+from mcore_ckpt import OptionError, StrategyNotFoundError, get_strategy, register_strategy
+from mcore_ckpt.megatron import registry
+
+
+class Action(Enum):
+    """As Megatron's `StrategyAction`."""
+
+    SAVE_SHARDED = "save_sharded"
+
+
+class Strategy:
+    """Stands for a strategy; callable, to show that an instance is not mistaken for a factory."""
+
+    def save(self) -> None:
+        """Save nothing."""
+
+    def __call__(self) -> None:
+        raise AssertionError("a strategy was called as if it were a factory")
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+
+
+def test_a_class_gives_a_new_strategy_at_each_look_up() -> None:
+    register_strategy("save_sharded", "mine", 1, Strategy)
+    first, second = get_strategy("save_sharded", "mine", 1), get_strategy("save_sharded", "mine", 1)
+    assert isinstance(first, Strategy)
+    assert isinstance(second, Strategy)
+    assert first is not second
+
+
+def test_an_instance_is_shared_by_all_look_ups() -> None:
+    strategy = Strategy()
+    register_strategy("save_sharded", "mine", 1, strategy)
+    assert get_strategy("save_sharded", "mine", 1) is strategy
+    assert get_strategy("save_sharded", "mine", 1) is strategy
+
+
+def test_a_function_makes_the_strategy() -> None:
+    register_strategy("load_sharded", "mine", 2, lambda: ("made", 2))
+    assert get_strategy("load_sharded", "mine", 2) == ("made", 2)
+
+
+def test_megatrons_enum_names_the_same_entry_as_its_value() -> None:
+    register_strategy(Action.SAVE_SHARDED, "mine", 1, Strategy)
+    assert isinstance(get_strategy("save_sharded", "mine", 1), Strategy)
+    assert isinstance(get_strategy(Action.SAVE_SHARDED, "mine", 1), Strategy)
+
+
+def test_a_later_registration_wins() -> None:
+    register_strategy("save_sharded", "torch_dist", 1, Strategy)
+    assert isinstance(get_strategy("save_sharded", "torch_dist", 1), Strategy)
+
+
+def test_what_is_registered_is_named_when_the_look_up_fails() -> None:
+    register_strategy("save_sharded", "mine", 3, Strategy)
+    with pytest.raises(StrategyNotFoundError) as caught:
+        get_strategy("save_sharded", "zarr", 1)
+    message = str(caught.value)
+    assert "save_sharded 'zarr' version 1" in message
+    assert "save_sharded 'mine' version 3" in message
+    assert "load_sharded 'torch_dist' version 1" in message
+    assert isinstance(caught.value, LookupError)
+
+
+def test_an_unknown_action_is_refused_by_both() -> None:
+    with pytest.raises(OptionError, match="load_sharded"):
+        register_strategy("save", "mine", 1, Strategy)
+    with pytest.raises(OptionError, match="save_common"):
+        get_strategy("save", "mine", 1)

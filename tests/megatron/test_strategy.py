@@ -1,0 +1,430 @@
+"""Megatron's save and load through our strategies on real ranks: layouts, snapshots, failures, bad input."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_ckpt import SaveError, SaveOptions
+from tests.support.gloo_ranks import run_ranks
+
+Saving = dict[str, Any]
+SHAPE = (24, 16)
+
+
+def megatron() -> Any:
+    from tests.support.cpu_megatron import pretend_cuda
+
+    pretend_cuda()
+    from megatron.core import dist_checkpointing
+
+    return dist_checkpointing
+
+
+def whole(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(seed, seed + SHAPE[0] * SHAPE[1], dtype=torch.float32).view(SHAPE).to(dtype)
+
+
+def state(rank: int, world: int, seed: int = 0, blank: bool = False) -> dict[str, Any]:
+    """A sharded state dict: split by rows, by columns, stacked, replicated, several dtypes, objects, nesting."""
+    dist_checkpointing = megatron()
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
+
+    sharded = dist_checkpointing.ShardedTensor.from_rank_offsets
+
+    def cut(tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        part = tensor.chunk(world, axis)[rank]
+        return torch.zeros_like(part) if blank else part.contiguous()
+
+    def value(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(tensor) if blank else tensor
+
+    halves = torch.cat([cut(whole(seed + 5), 0), cut(whole(seed + 6), 0)])
+
+    def split_halves(key: str, tensor: torch.Tensor, replica_id: Any, flattened_range: Any = None) -> Any:
+        first, second = tensor.chunk(2)
+        return [
+            sharded(key, first, (0, rank, 2 * world), replica_id=replica_id),
+            sharded(key, second, (0, world + rank, 2 * world), replica_id=replica_id),
+        ]
+
+    return {
+        "model": {
+            "rows": sharded("rows", cut(whole(seed), 0), (0, rank, world)),
+            "columns": sharded("columns", cut(whole(seed + 1, torch.bfloat16), 1), (1, rank, world)),
+            "stacked": sharded("stacked", value(whole(seed + 2)[0] + rank), (0, rank, world), prepend_axis_num=1),
+            "replicated": sharded("replicated", value(whole(seed + 3)), replica_id=rank),
+            "layers": [sharded(f"layer{i}", value(whole(seed + 10 + i)), replica_id=rank) for i in range(3)],
+            "gated": ShardedTensorFactory("gated", halves, split_halves, lambda parts: torch.cat(parts), 0),
+        },
+        "objects": {"mine": ShardedObject("mine", None if blank else {"rank": rank, "seed": seed}, (world,), (rank,))},
+        "local": LocalNonpersistentObject({"kept": rank}),
+        "iteration": 0 if blank else seed,
+    }
+
+
+def check(loaded: dict[str, Any], rank: int, world: int, seed: int, saved_world: int) -> None:
+    model = loaded["model"]
+    assert torch.equal(model["rows"], whole(seed).chunk(world, 0)[rank])
+    assert torch.equal(model["columns"], whole(seed + 1, torch.bfloat16).chunk(world, 1)[rank])
+    assert torch.equal(model["replicated"], whole(seed + 3))
+    for i, layer in enumerate(model["layers"]):
+        assert torch.equal(layer, whole(seed + 10 + i))
+    expected = [whole(seed + 5).chunk(world, 0)[rank], whole(seed + 6).chunk(world, 0)[rank]]
+    assert torch.equal(model["gated"], torch.cat(expected))
+    if world == saved_world:
+        assert torch.equal(model["stacked"], whole(seed + 2)[0] + rank)
+        assert loaded["objects"]["mine"] == {"rank": rank, "seed": seed}
+    assert loaded["local"] == {"kept": rank}
+    assert loaded["iteration"] == seed
+
+
+def save_on_rank(rank: int, path: Path, world: int, seed: int, ours: bool, options: Saving) -> None:
+    dist_checkpointing = megatron()
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    from mcore_ckpt import TorchDistSaveStrategy
+
+    strategy = (
+        TorchDistSaveStrategy(options=SaveOptions(**options)) if ours else TorchDistSaveShardedStrategy("torch_dist", 1)
+    )
+    dist_checkpointing.save(state(rank, world, seed), str(path), strategy)
+
+
+def load_on_rank(rank: int, path: Path, world: int, seed: int, saved_world: int, ours: bool) -> None:
+    dist_checkpointing = megatron()
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+
+    from mcore_ckpt import TorchDistLoadStrategy
+
+    blank = state(rank, world, blank=True)
+    if world != saved_world:  # one object and one row of the stack for each saving rank: not to be resharded
+        del blank["objects"], blank["model"]["stacked"]
+    strategy = TorchDistLoadStrategy() if ours else TorchDistLoadShardedStrategy()
+    check(dist_checkpointing.load(blank, str(path), strategy), rank, world, seed, saved_world)
+
+
+@pytest.mark.parametrize(("saver", "loader"), [(True, True), (True, False), (False, True)])
+def test_what_one_writes_the_other_reads_under_any_layout(tmp_path: Path, saver: bool, loader: bool) -> None:
+    run_ranks(save_on_rank, 2, tmp_path, 2, 7, saver, {})
+    run_ranks(load_on_rank, 2, tmp_path, 2, 7, 2, loader)
+    run_ranks(load_on_rank, 1, tmp_path, 1, 7, 2, loader)
+    run_ranks(load_on_rank, 4, tmp_path, 4, 7, 2, loader)
+
+
+def six_saves(rank: int, base: Path, world: int, options: Saving) -> None:
+    """The first synchronous, then async, everything overwritten in place right after each call."""
+    dist_checkpointing = megatron()
+    from mcore_ckpt import AsyncCallsQueue, TorchDistLoadStrategy, TorchDistSaveStrategy
+
+    strategy = TorchDistSaveStrategy(options=SaveOptions(**options))
+    queue = AsyncCallsQueue()
+    sharded = dist_checkpointing.ShardedTensor.from_rank_offsets
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    base_tensor = torch.zeros(300, 1000)
+    counter = {"v": 0}
+
+    def current() -> dict[str, Any]:
+        return {
+            "whole": sharded("whole", base_tensor, (0, rank, world)),
+            "view": sharded("view", base_tensor[:, 10:20], (0, rank, world)),
+            "row": sharded("row", base_tensor[5], (0, rank, world)),
+            "object": ShardedObject("object", counter, (world,), (rank,)),
+        }
+
+    for step in range(6):
+        base_tensor.fill_(step)
+        counter["v"] = step
+        path = base / str(step)
+        if rank == 0:
+            path.mkdir()
+        dist.barrier()
+        if step == 0:
+            dist_checkpointing.save(current(), str(path), strategy, validate_access_integrity=False)
+        else:
+            request = dist_checkpointing.save(
+                current(), str(path), strategy, validate_access_integrity=False, async_sharded_save=True
+            )
+            queue.schedule_async_request(request)
+        base_tensor.fill_(-1)
+        counter["v"] = -1
+        if step % 2:
+            queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    for step in range(6):
+        blank = current()
+        blank["view"].data = torch.empty(300, 10)
+        blank["row"].data = torch.empty(1000)
+        blank["whole"].data = torch.empty(300, 1000)
+        loaded = dist_checkpointing.load(blank, str(base / str(step)), TorchDistLoadStrategy())
+        for key in ("whole", "view", "row"):
+            assert (loaded[key] == step).all(), (key, step, rank)
+        assert loaded["object"] == {"v": step}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"writer": "fork"},
+        {"writer": "fork", "stage": "cow"},
+        {"max_in_flight": 2},
+        {"staging_budget_bytes": 1 << 20, "window_bytes": 1 << 18},
+        {"direct_io": "off"},
+    ],
+    ids=str,
+)
+def test_each_directory_holds_the_state_at_its_own_call(tmp_path: Path, options: Saving) -> None:
+    run_ranks(six_saves, 2, tmp_path, 2, options)
+
+
+def failing_save(rank: int, path: Path, asynchronous: bool, on_failure: str) -> dict[str, Any]:
+    """Rank 1 cannot write: its file system is full (a file-size limit stands for it)."""
+    import resource
+    import signal
+
+    dist_checkpointing = megatron()
+    from mcore_ckpt import AsyncCallsQueue, TorchDistSaveStrategy
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    sharded = dist_checkpointing.ShardedTensor.from_rank_offsets
+    tensor = torch.ones(500_000)
+    ran: list[str] = []
+    # The limit would hit the memory of a stage, too, so nothing is staged.
+    options = SaveOptions(on_failure=on_failure, writer="fork", stage="cow")  # type: ignore[arg-type]
+    strategy = TorchDistSaveStrategy(options=options)
+    queue = AsyncCallsQueue()
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def save() -> None:
+        sharded_state = {"t": sharded("t", tensor, (0, rank, 2))}
+        if not asynchronous:
+            dist_checkpointing.save(sharded_state, str(path), strategy)
+            return
+        request = dist_checkpointing.save(sharded_state, str(path), strategy, async_sharded_save=True)
+        request.add_finalize_fn(lambda: ran.append("advance latest"))
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, unlimited[1]))
+    message = ""
+    try:
+        save()
+    except SaveError as error:
+        message = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    dist.barrier()
+    left = sorted(os.listdir(path))
+    # The next save works.
+    save()
+    dist.barrier()
+    return {"message": message, "ran": ran, "left": left, "failures": len(queue.failures), "after": os.listdir(path)}
+
+
+@pytest.mark.parametrize(("asynchronous", "on_failure"), [(False, "raise"), (True, "raise"), (True, "warn")])
+def test_a_full_disk_on_one_rank_reaches_all_and_nothing_is_published(
+    tmp_path: Path, asynchronous: bool, on_failure: str
+) -> None:
+    outcomes = run_ranks(failing_save, 2, tmp_path, asynchronous, on_failure)
+    for outcome in outcomes:
+        if on_failure == "raise":
+            assert "rank 1" in outcome["message"]
+            assert "__1_" in outcome["message"]
+            assert "EFBIG" in outcome["message"]
+        else:
+            assert outcome["message"] == ""
+            assert outcome["failures"] == 1
+        assert ".metadata" not in outcome["left"]
+        assert not any(name.endswith(".distcp") for name in outcome["left"]), outcome["left"]
+        # Callbacks ran for the second save only, which worked.
+        assert outcome["ran"] == (["advance latest"] if asynchronous else [])
+        assert ".metadata" in outcome["after"]
+
+
+def bad_loads(rank: int, path: Path) -> dict[str, str]:
+    """The same mistakes on rank 0 only: every rank hears of them."""
+    dist_checkpointing = megatron()
+    import mcore_ckpt
+    from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
+
+    sharded = dist_checkpointing.ShardedTensor.from_rank_offsets
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    def good() -> dict[str, Any]:
+        return {
+            "a": sharded("a", torch.ones(4, 4), replica_id=rank),
+            "b": sharded("b", torch.ones(4), replica_id=rank),
+            "o": ShardedObject("o", 1, (1,), (0,), replica_id=rank),
+        }
+
+    if rank == 0:
+        path.mkdir()
+    dist.barrier()
+    dist_checkpointing.save(good(), str(path), TorchDistSaveStrategy())
+    wrong: dict[str, tuple[type[Exception], Any]] = {
+        "shape": (mcore_ckpt.ShapeMismatchError, sharded("a", torch.ones(4, 5), replica_id=rank)),
+        "dtype": (mcore_ckpt.DtypeMismatchError, sharded("a", torch.ones(4, 4, dtype=torch.bfloat16), replica_id=rank)),
+        "key": (mcore_ckpt.MissingKeyError, sharded("aa", torch.ones(4, 4), replica_id=rank)),
+        "kind": (mcore_ckpt.KindMismatchError, sharded("o/shard_0_1", torch.ones(1), replica_id=rank)),
+    }
+    messages = {}
+    for name, (expected, leaf) in wrong.items():
+        wanted = good()
+        if rank == 0:
+            wanted["a"] = leaf
+        with pytest.raises(CheckpointingException) as caught:
+            dist_checkpointing.load(wanted, str(path), TorchDistLoadStrategy(), validate_access_integrity=False)
+        assert isinstance(caught.value, expected), (name, caught.value)
+        messages[name] = str(caught.value)
+    dist.barrier()
+    victim = path / "__0_0.distcp"
+    if rank == 0:
+        os.truncate(victim, victim.stat().st_size - 200)
+    dist.barrier()
+    with pytest.raises(CheckpointingException) as caught:
+        dist_checkpointing.load(good(), str(path), TorchDistLoadStrategy(), validate_access_integrity=False)
+    assert isinstance(caught.value, mcore_ckpt.CorruptCheckpointError)
+    messages["truncated"] = str(caught.value)
+    return messages
+
+
+def test_bad_input_is_named_on_every_rank(tmp_path: Path) -> None:
+    for messages in run_ranks(bad_loads, 2, tmp_path / "c"):
+        assert set(messages) == {"shape", "dtype", "key", "kind", "truncated"}
+        assert "[4, 4]" in messages["shape"]
+        assert "[4, 5]" in messages["shape"]
+        assert "bfloat16" in messages["dtype"]
+        assert "aa" in messages["key"]
+        assert "object" in messages["kind"]
+        assert "__0_0.distcp" in messages["truncated"]
+
+
+def duplicated(rank: int, path: Path) -> str:
+    dist_checkpointing = megatron()
+    from mcore_ckpt import PlanError, TorchDistSaveStrategy
+
+    sharded = dist_checkpointing.ShardedTensor.from_rank_offsets
+    state = {"t": sharded("t", torch.ones(4), replica_id=0)}  # both ranks think that they are the main replica
+    try:
+        dist_checkpointing.save(state, str(path), TorchDistSaveStrategy(), validate_access_integrity=False)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_a_chunk_that_two_ranks_write_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for message in run_ranks(duplicated, 2, tmp_path):
+        assert "t: " in message
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".distcp")]
+
+
+def metadata_queries(rank: int, path: Path) -> None:
+    dist_checkpointing = megatron()
+    from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
+
+    strategy = TorchDistSaveStrategy(separation_hint="ema")
+    sharded = dist_checkpointing.ShardedTensor.from_rank_offsets
+    state = {"a": sharded("a", torch.ones(4, 4)), "e": sharded("ema.x", torch.ones(3))}
+    dist_checkpointing.save(state, str(path), strategy)
+    loader = TorchDistLoadStrategy()
+    tensors = loader.load_tensors_metadata(path)
+    assert tensors["a"].global_shape == (4, 4)
+    assert tensors["a"].data is None
+    assert set(loader.load_sharded_metadata(path)) == {"a", "ema.x"}
+    assert any(name.startswith("ema__0_") for name in os.listdir(path))
+    loader.remove_sharded_tensors(str(path), "ema")
+    assert not any(name.startswith("ema") for name in os.listdir(path))
+    assert set(loader.load_sharded_metadata(path)) == {"a"}
+    loaded = dist_checkpointing.load({"a": sharded("a", torch.zeros(4, 4))}, str(path))  # by stock
+    assert torch.equal(loaded["a"], torch.ones(4, 4))
+
+
+def test_metadata_queries_and_removal(tmp_path: Path) -> None:
+    run_ranks(metadata_queries, 1, tmp_path)
+
+
+def skipped(rank: int, base: Path) -> None:
+    """A save that comes while the one before is still written is skipped on all ranks, without a trace."""
+    dist_checkpointing = megatron()
+    from mcore_ckpt import AsyncCallsQueue, TorchDistSaveStrategy
+    from mcore_ckpt.writing import stage_pool
+
+    strategy = TorchDistSaveStrategy(options=SaveOptions(when_busy="skip"))
+    sharded = dist_checkpointing.ShardedTensor.from_rank_offsets
+    queue = AsyncCallsQueue()
+    ran: list[int] = []
+    lease = stage_pool.lease_stage(4096, SaveOptions()) if rank == 1 else None  # rank 1 is busy
+    for step in range(2):
+        path = base / str(step)
+        if rank == 0:
+            path.mkdir()
+        dist.barrier()
+        request = dist_checkpointing.save(
+            {"t": sharded("t", torch.ones(10), (0, rank, 2))}, str(path), strategy, async_sharded_save=True
+        )
+        request.add_finalize_fn(lambda step=step: ran.append(step))
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+        if lease is not None:
+            lease.give_back()
+    assert ran == [1]
+    assert queue.skipped == 1
+    dist.barrier()
+    assert not [name for name in os.listdir(base / "0") if name != "common.pt"]
+    assert (base / "1" / ".metadata").exists()
+
+
+def test_a_save_is_skipped_when_asked(tmp_path: Path) -> None:
+    run_ranks(skipped, 2, tmp_path)
+
+
+def replaced(rank: int, path: Path) -> None:
+    dist_checkpointing = megatron()
+    from mcore_ckpt import TorchDistSaveStrategy
+
+    strategy = TorchDistSaveStrategy()
+    for seed in (1, 2, 3):
+        dist_checkpointing.save(state(rank, 2, seed), str(path), strategy)
+    dist.barrier()
+    assert len([name for name in os.listdir(path) if name.endswith(".distcp")]) == 4
+    load_on_rank(rank, path, 2, 3, 2, True)
+
+
+def test_a_second_save_into_a_directory_replaces_the_first(tmp_path: Path) -> None:
+    run_ranks(replaced, 2, tmp_path)
+
+
+def warmed_up(rank: int, path: Path) -> None:
+    dist_checkpointing = megatron()
+    from mcore_ckpt import AsyncCallsQueue, TorchDistSaveStrategy
+    from mcore_ckpt.writing.process import shared_writer
+
+    strategy = TorchDistSaveStrategy()
+    current = {"t": dist_checkpointing.ShardedTensor.from_rank_offsets("t", torch.ones(100_000))}
+    assert shared_writer().pid is None
+    strategy.warm_up(current)
+    pid = shared_writer().pid
+    assert pid is not None
+    queue = AsyncCallsQueue()
+    for step in range(50):
+        current["t"].data.fill_(step)
+        request = dist_checkpointing.save(current, str(path), strategy, async_sharded_save=True)
+        queue.schedule_async_request(request)
+        current["t"].data.fill_(-1)
+        queue.maybe_finalize_async_calls(blocking=True)
+        if step in (0, 1, 25, 49):
+            blank = {"t": dist_checkpointing.ShardedTensor.from_rank_offsets("t", torch.zeros(100_000))}
+            assert (dist_checkpointing.load(blank, str(path))["t"] == step).all(), "stale or torn bytes"
+    assert shared_writer().pid == pid, "the writer was not kept"
+
+
+def test_fifty_saves_with_one_warm_writer_hold_fresh_bytes(tmp_path: Path) -> None:
+    run_ranks(warmed_up, 1, tmp_path)

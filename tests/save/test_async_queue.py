@@ -1,0 +1,461 @@
+"""The queue: order, agreement of the ranks, no callback of a failed or skipped save, functions of others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt.core.errors import CheckpointError, SaveError, WriterDiedError
+from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest, SaveCall
+from tests.support.gloo_ranks import rank_outcomes, run_ranks
+
+
+class _Save(SaveCall):
+    """A save whose course the test decides."""
+
+    def __init__(self, error: Exception | None = None, *, done: bool = True, skipped: bool = False) -> None:
+        self.error = error
+        self.finished = done
+        self.skipped = skipped
+        self.aborted = 0
+        self.committed = 0
+        self.what = "the checkpoint of step 7"
+
+    def poll(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.finished
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        until_s = time.monotonic() + (60 if timeout_s is None else timeout_s)
+        while not self.poll() and time.monotonic() < until_s:
+            time.sleep(0.005)
+        return self.poll()
+
+    def commit(self) -> None:
+        self.committed += 1
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+class _FinishesAfter(_Save):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.at_s = time.monotonic() + seconds
+
+    def poll(self) -> bool:
+        return time.monotonic() >= self.at_s
+
+
+def _request(save: Any, log: list[str], *names: str) -> AsyncRequest:
+    callbacks: list[Callable[..., Any]] = [save.commit] if isinstance(save, SaveCall) else []
+    return AsyncRequest(save, (), callbacks + [partial(log.append, name) for name in names])
+
+
+def test_callbacks_run_in_order_when_the_saves_are_done() -> None:
+    queue, log = AsyncCallsQueue(), list[str]()
+    first, second = _Save(done=False), _Save()
+    assert queue.schedule_async_request(_request(first, log, "a", "b")) == 0
+    assert queue.schedule_async_request(_request(second, log, "c")) == 1
+    assert queue.maybe_finalize_async_calls() == []
+    assert log == []
+    assert queue.get_num_unfinalized_calls() == 2, "the second waits for the first"
+    first.finished = True
+    assert queue.maybe_finalize_async_calls() == [0, 1]
+    assert log == ["a", "b", "c"]
+    assert (first.committed, first.aborted) == (1, 0)
+    assert queue.get_num_unfinalized_calls() == 0
+
+
+def test_blocking_waits() -> None:
+    queue, log = AsyncCallsQueue(), list[str]()
+    queue.schedule_async_request(_request(_FinishesAfter(0.3), log, "a"))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    assert log == ["a"]
+
+
+def test_a_request_without_work_is_finalized_at_once() -> None:
+    queue, log = AsyncCallsQueue(), list[str]()
+    queue.schedule_async_request(_request(None, log, "a"))
+    assert queue.maybe_finalize_async_calls() == [0]
+    assert log == ["a"]
+
+
+def test_a_scheduled_request_takes_no_more_callbacks() -> None:
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(AsyncRequest(None, (), []))
+    with pytest.raises(RuntimeError, match="scheduled"):
+        queue.async_calls[0].async_request.add_finalize_fn(print)
+
+
+def test_a_failed_save_runs_no_callback_and_the_next_one_does() -> None:
+    queue, log = AsyncCallsQueue(), list[str]()
+    bad = _Save(SaveError("the disk is full"))
+    queue.schedule_async_request(_request(bad, log, "tracker"))
+    queue.schedule_async_request(_request(_Save(), log, "next"))
+    with pytest.raises(SaveError, match="the disk is full"):
+        queue.maybe_finalize_async_calls()
+    assert log == []
+    assert (bad.committed, bad.aborted) == (0, 1)
+    assert [(failed.call_idx, failed.what) for failed in queue.failures] == [(0, "the checkpoint of step 7")]
+    assert queue.maybe_finalize_async_calls() == [1]
+    assert log == ["next"]
+
+
+@pytest.mark.parametrize("where", ["queue", "save"])
+def test_a_failure_may_be_a_warning(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    options = SaveOptions(on_failure="warn" if where == "queue" else "raise")
+    queue, log = AsyncCallsQueue(options=options), list[str]()
+    bad = _Save(SaveError("the disk is full"))
+    bad.on_failure = "warn" if where == "save" else None
+    queue.schedule_async_request(_request(bad, log, "tracker"))
+    queue.schedule_async_request(_request(_Save(), log, "next"))
+    with caplog.at_level(logging.WARNING, logger="mcore_ckpt"):
+        assert queue.maybe_finalize_async_calls() == [1]
+    assert log == ["next"]
+    assert "the disk is full" in caplog.text
+    assert len(queue.failures) == 1
+
+
+def test_a_skipped_save_runs_no_callback() -> None:
+    queue, log = AsyncCallsQueue(), list[str]()
+    skipped = _Save(skipped=True, done=False)
+    queue.schedule_async_request(_request(skipped, log, "tracker"))
+    queue.schedule_async_request(_request(_Save(), log, "next"))
+    assert queue.maybe_finalize_async_calls() == [1]
+    assert log == ["next"]
+    assert (skipped.committed, queue.skipped) == (0, 1)
+
+
+@pytest.mark.parametrize("outcome", ["failed", "skipped"])
+def test_callbacks_moved_to_the_next_request_go_with_their_save(outcome: str) -> None:
+    # Launch code that writes something else besides moves a save's callbacks to the request behind it.
+    queue, log = AsyncCallsQueue(options=SaveOptions(on_failure="warn")), list[str]()
+    save = _Save(SaveError("the disk is full") if outcome == "failed" else None, skipped=outcome == "skipped")
+    queue.schedule_async_request(AsyncRequest(save, (), []))
+    queue.schedule_async_request(AsyncRequest(None, (), [save.commit, partial(log.append, "tracker")]))
+    assert queue.maybe_finalize_async_calls() == []
+    assert queue.get_num_unfinalized_calls() == 0
+    assert (save.committed, log) == (0, [])
+    assert len(queue.failures) == (outcome == "failed"), "one failure is reported once"
+
+
+def test_a_callback_that_fails_stops_those_behind_it() -> None:
+    queue, log = AsyncCallsQueue(), list[str]()
+
+    def broken() -> None:
+        raise PermissionError(13, "Permission denied", "/tracker")
+
+    request = AsyncRequest(_Save(), (), [partial(log.append, "a"), broken, partial(log.append, "b")])
+    queue.schedule_async_request(request)
+    with pytest.raises(SaveError, match=r"could not finalize the checkpoint of step 7: PermissionError.*/tracker"):
+        queue.maybe_finalize_async_calls()
+    assert log == ["a"]
+    assert queue.get_num_unfinalized_calls() == 0, "callbacks are not run twice"
+
+
+def test_close_deals_with_every_request_and_raises_the_first_failure() -> None:
+    queue, log = AsyncCallsQueue(), list[str]()
+    for name, save in {"a": _Save(SaveError("first")), "b": _Save(), "c": _Save(SaveError("second"))}.items():
+        queue.schedule_async_request(_request(save, log, name))
+    with pytest.raises(SaveError, match="first"):
+        queue.close()
+    assert log == ["b"]
+    assert queue.get_num_unfinalized_calls() == 0
+    assert queue.schedule_async_request(_request(_Save(), log, "again")) == 3
+
+
+def test_close_with_abort_runs_nothing() -> None:
+    queue, log = AsyncCallsQueue(), list[str]()
+    save = _Save(done=False)
+    queue.schedule_async_request(_request(save, log, "a"))
+    queue.close(abort=True)
+    assert log == []
+    assert save.aborted == 1
+    assert queue.get_num_unfinalized_calls() == 0
+
+
+def test_execute_sync_does_all_of_it() -> None:
+    log: list[Any] = []
+    request = AsyncRequest(
+        lambda *args, **kwargs: log.append((args, kwargs)),
+        (1, "raw", 3),
+        [partial(log.append, "final")],
+        {"x": 4},
+        preload_fn=lambda: "staged",
+    )
+    request.execute_sync()
+    assert log == [((1, "staged", 3), {"x": 4}), "final"]
+
+
+# --- functions of others ----------------------------------------------------------------------------------------------
+
+
+def _write(path: str, tensor: torch.Tensor, text: str, suffix: str = "") -> None:
+    Path(path).write_text(f"{text}{suffix} {tensor.tolist()} {os.getpid()}")
+
+
+def _misbehave(how: str, path: str = "") -> None:
+    if how == "raise":
+        raise OSError(28, "No space left on device", path)
+    if how == "exit":
+        os._exit(3)
+    if how == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "sigsegv":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "hang":
+        time.sleep(600)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_functions_of_others_run_in_another_process(persistent: bool, tmp_path: Path) -> None:
+    queue, log = AsyncCallsQueue(persistent), list[str]()
+    live = torch.arange(4)
+    path = tmp_path / "out"
+    request = AsyncRequest(
+        _write, (str(path), None, "hello"), [partial(log.append, "final")], {"suffix": "!"}, preload_fn=live.clone
+    )
+    queue.schedule_async_request(request)
+    live.zero_()
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    text, numbers, pid = path.read_text().partition(" [")[0], "[0, 1, 2, 3]", path.read_text().split()[-1]
+    assert text == "hello!"
+    assert numbers in path.read_text(), "the snapshot is that of the call"
+    assert int(pid) != os.getpid()
+    assert log == ["final"]
+    queue.close()
+
+
+def test_the_worker_for_functions_is_kept(tmp_path: Path) -> None:
+    queue = AsyncCallsQueue(persistent=True)
+    for number in range(3):
+        queue.schedule_async_request(AsyncRequest(_write, (str(tmp_path / str(number)), torch.ones(1), "x"), []))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1, 2]
+    assert len({(tmp_path / str(number)).read_text().split()[-1] for number in range(3)}) == 1
+    queue.close()
+
+
+@pytest.mark.parametrize(
+    ("persistent", "how", "kind", "text"),
+    [
+        (False, "raise", SaveError, r"No space left on device.*/full"),
+        (False, "exit", WriterDiedError, "exit code 3"),
+        (False, "sigkill", WriterDiedError, "SIGKILL"),
+        (False, "sigsegv", WriterDiedError, "SIGSEGV"),
+        (True, "raise", SaveError, r"No space left on device.*/full"),
+        (True, "sigkill", WriterDiedError, "SIGKILL"),
+    ],
+)
+def test_what_happens_to_functions_of_others_is_noticed(
+    persistent: bool, how: str, kind: type[CheckpointError], text: str, tmp_path: Path
+) -> None:
+    queue, log = AsyncCallsQueue(persistent), list[str]()
+    queue.schedule_async_request(AsyncRequest(_misbehave, (how, "/full"), [partial(log.append, "final")]))
+    path = tmp_path / "after"
+    started_s = time.monotonic()
+    with pytest.raises(kind, match=text) as caught:
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert "_misbehave" in str(caught.value)
+    if how == "raise":
+        assert isinstance(caught.value.__cause__, OSError)
+        assert caught.value.__cause__.errno == 28
+        assert "in _misbehave" in str(caught.value.__cause__.__cause__), "the traceback from over there"
+    assert time.monotonic() - started_s < 30
+    assert log == []
+    queue.schedule_async_request(AsyncRequest(_write, (str(path), torch.ones(1), "x"), []))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [1], "the next one works"
+    assert path.exists()
+    queue.close()
+
+
+def test_work_that_cannot_be_started_fails_at_finalization() -> None:
+    queue, log = AsyncCallsQueue(persistent=True), list[str]()
+    unpicklable = AsyncRequest(lambda: None, (), [partial(log.append, "final")])
+    assert queue.schedule_async_request(unpicklable) == 0
+    with pytest.raises(SaveError, match="pickle"):
+        queue.maybe_finalize_async_calls()
+    assert log == []
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_abort_ends_the_process_of_others(persistent: bool) -> None:
+    queue = AsyncCallsQueue(persistent)
+    queue.schedule_async_request(AsyncRequest(_misbehave, ("hang",), []))
+    assert queue.maybe_finalize_async_calls() == []
+    started_s = time.monotonic()
+    queue.close(abort=True)
+    assert time.monotonic() - started_s < 10
+
+
+# --- under Megatron's own queue ---------------------------------------------------------------------------------------
+
+
+def test_a_save_call_is_harmless_in_another_process() -> None:
+    save = _Save(done=False)
+    there = pickle.loads(pickle.dumps(save))
+    there("any", "arguments")  # returns: the commit waits, in the trainer
+    pid = os.fork()
+    if pid == 0:
+        try:
+            save()
+        finally:
+            os._exit(0)
+    until_s = time.monotonic() + 10
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def test_signature_is_megatrons() -> None:
+    megatron = pytest.importorskip("megatron.core.dist_checkpointing.strategies.async_utils")
+    assert AsyncRequest._fields == megatron.AsyncRequest._fields
+    stock = {name for name in dir(megatron.AsyncCallsQueue) if not name.startswith("_")}
+    assert stock <= set(dir(AsyncCallsQueue))
+    instance = AsyncCallsQueue(True)
+    for name in vars(megatron.AsyncCallsQueue()):
+        assert hasattr(instance, name)
+    log: list[str] = []
+    instance.schedule_async_request(megatron.AsyncRequest(None, (), [partial(log.append, "a")]))
+    assert instance.maybe_finalize_async_calls() == [0]
+    assert log == ["a"]
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def _one_rank_fails(rank: int, how: str, blocking: bool) -> tuple[str, str, list[str], int, float]:
+    queue, log = AsyncCallsQueue(), list[str]()
+    save: Any
+    if how == "save":
+        save = _Save(SaveError("full")) if rank == 1 else _Save(done=False)
+    else:
+        save = partial(_misbehave, how if rank == 1 else "hang")
+    # As in real launches, callbacks differ by rank.
+    queue.schedule_async_request(_request(save, log, "tracker", *(["log"] if rank == 0 else [])))
+    started_s = time.monotonic()
+    try:
+        while not queue.maybe_finalize_async_calls(blocking=blocking):
+            time.sleep(0.02)
+    except SaveError as error:
+        took_s = time.monotonic() - started_s
+        aborted = save.aborted if how == "save" else 1
+        queue.schedule_async_request(_request(_Save(), log, "next"))
+        assert queue.maybe_finalize_async_calls(blocking=True) == [1]
+        queue.close()
+        return type(error).__name__, str(error), log, aborted, took_s
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize(
+    ("how", "name", "text"), [("save", "SaveError", "full"), ("sigkill", "WriterDiedError", "SIGKILL")]
+)
+def test_a_failure_on_one_rank_is_raised_on_all_at_once(how: str, name: str, text: str, blocking: bool) -> None:
+    results = run_ranks(_one_rank_fails, 3, how, blocking, deadline_s=90)
+    assert {result[0] for result in results} == {name}
+    assert len({result[1] for result in results}) == 1
+    for _, message, log, aborted, took_s in results:
+        assert "rank 1 of 3" in message
+        assert text in message
+        assert log == ["next"], "no callback of the failed save, all of the next"
+        assert aborted == 1
+        assert took_s < 5, "though the other ranks were still writing"
+
+
+def _a_callback_fails(rank: int) -> tuple[str, list[str]]:
+    queue, log = AsyncCallsQueue(), list[str]()
+
+    def tracker() -> None:
+        raise OSError(30, "Read-only file system", "/tracker")
+
+    request = AsyncRequest(None, (), [partial(log.append, "a"), *([tracker] if rank == 0 else [])])
+    queue.schedule_async_request(request)
+    with pytest.raises(SaveError) as caught:
+        queue.maybe_finalize_async_calls()
+    return str(caught.value), log
+
+
+def test_a_callback_that_fails_on_one_rank_is_heard_of_on_all() -> None:
+    for message, log in run_ranks(_a_callback_fails, 2):
+        assert "rank 0 of 2" in message
+        assert "/tracker" in message
+        assert log == ["a"]
+
+
+def _different_requests(rank: int) -> str:
+    queue = AsyncCallsQueue()
+    for _ in range(rank + 1):
+        queue.schedule_async_request(AsyncRequest(None, (), []))
+    if rank == 1:
+        queue.async_calls.popleft()
+    with pytest.raises(SaveError) as caught:
+        queue.maybe_finalize_async_calls()
+    return str(caught.value)
+
+
+def test_ranks_that_are_out_of_step_are_told() -> None:
+    assert all("different async requests" in message for message in run_ranks(_different_requests, 2))
+
+
+def _one_rank_is_slow(rank: int) -> tuple[list[list[int]], list[int]]:
+    queue = AsyncCallsQueue()
+    save = _Save(done=rank == 0)
+    queue.schedule_async_request(_request(save, []))
+    while_running = [queue.maybe_finalize_async_calls(), queue.maybe_finalize_async_calls()]
+    save.finished = True
+    return while_running, queue.maybe_finalize_async_calls()
+
+
+def test_nothing_is_finalized_before_all_ranks_are_done() -> None:
+    assert run_ranks(_one_rank_is_slow, 2) == [([[], []], [0])] * 2
+
+
+def _alone(rank: int) -> list[int]:
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(_request(_Save(done=rank == 0), []))
+    return queue.maybe_finalize_async_calls(no_dist=True)
+
+
+def test_no_dist_looks_at_this_rank_only() -> None:
+    assert run_ranks(_alone, 2) == [[0], []]
+
+
+def _close_when_the_other_is_gone(rank: int) -> tuple[str, float]:
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(_request(save := _FinishesAfter(0.2), []))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started_s = time.monotonic()
+    with pytest.raises(SaveError) as caught:
+        queue.close()
+    assert queue.get_num_unfinalized_calls() == 0
+    assert save.aborted == 1
+    return str(caught.value), time.monotonic() - started_s
+
+
+def test_close_does_not_hang_when_a_rank_was_killed() -> None:
+    alive, _ = rank_outcomes(_close_when_the_other_is_gone, 2, deadline_s=60, grace_s=30)
+    assert alive.ok, alive.error_text
+    assert "lost contact" in alive.value[0]
+    assert alive.value[1] < 5
+
+
+def test_the_queue_never_initializes_cuda() -> None:
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(_request(_Save(), []))
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert not sys.modules["torch"].cuda.is_initialized()

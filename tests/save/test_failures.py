@@ -1,0 +1,419 @@
+"""What goes wrong on one rank of a save is heard of on all, at once; the earlier checkpoint stays, the next works."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_ckpt.core.errors import CheckpointError, SaveError, WriterDiedError, WriteTimeoutError
+from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
+from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
+from mcore_ckpt.save.async_queue import AsyncCallsQueue
+from mcore_ckpt.writing import call_process
+from mcore_ckpt.writing.process import shared_writer
+from tests.support.gloo_ranks import rank_outcomes, run_ranks
+
+pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
+
+_RAISED_WITHIN_S = 5.0
+_ELEMS = 300_000
+_PERSISTENT = SaveOptions(progress=False)
+_FORKED = SaveOptions(writer="fork", progress=False)
+_COPY_ON_WRITE = SaveOptions(writer="fork", stage="cow", progress=False)
+_WAYS = (_PERSISTENT, _FORKED, _COPY_ON_WRITE)
+
+
+def _state(rank: int, seed: int) -> dict[str, Any]:
+    """A tensor that is split over the ranks, and an object."""
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    values = torch.arange(_ELEMS, dtype=torch.float32) * (rank + 1) + seed
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", values, (0, rank, dist.get_world_size())),
+        "o": ShardedObject("o", {"seed": seed, "rank": rank}, (dist.get_world_size(),), (rank,)),
+    }
+
+
+def _check(rank: int, directory: str, seed: int) -> None:
+    """Load the checkpoint and compare all of it."""
+    wanted = _state(rank, 0)
+    wanted["w"].data.zero_()
+    loaded = TorchDistLoadStrategy().load(wanted, directory)
+    assert torch.equal(loaded["w"], _state(rank, seed)["w"].data)
+    assert loaded["o"] == {"seed": seed, "rank": rank}
+
+
+def _save(rank: int, directory: str, seed: int, queue: AsyncCallsQueue, strategy: TorchDistSaveStrategy) -> list[str]:
+    """Start an async save; the list that is returned gets an entry when its callbacks run."""
+    state = _state(rank, seed)
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    request = strategy.async_save(state, directory)
+    log: list[str] = []
+    request.add_finalize_fn(partial(log.append, "tracker"))
+    queue.schedule_async_request(request)
+    state["w"].data.zero_()  # training goes on
+    return log
+
+
+def _save_whole(rank: int, directory: str, seed: int, queue: AsyncCallsQueue, strategy: TorchDistSaveStrategy) -> None:
+    log = _save(rank, directory, seed, queue, strategy)
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert log == ["tracker"]
+    _check(rank, directory, seed)
+
+
+def _names(directory: str) -> list[str]:
+    return sorted(path.name for path in Path(directory).iterdir())
+
+
+def _expect(kind: type[Exception], queue: AsyncCallsQueue, blocking: bool) -> tuple[str, float]:
+    """Finalize until it raises; the message, and how long that took."""
+
+    def finalize() -> None:
+        while queue.get_num_unfinalized_calls():
+            queue.maybe_finalize_async_calls(blocking=blocking)
+            time.sleep(0.02)
+
+    started_s = time.monotonic()
+    with pytest.raises(kind) as caught:
+        finalize()
+    return str(caught.value), time.monotonic() - started_s
+
+
+def _children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return b") Z" not in Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+
+
+# --- a writer dies ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _children_that_stop() -> Iterator[None]:
+    """Forked writers that have begun stop themselves before they write: on a busy machine one is done before it can be
+    stopped.
+    """
+    lower = call_process.lower_priority
+
+    def stop(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        lower(*args)
+
+    call_process.lower_priority = stop
+    try:
+        yield
+    finally:
+        call_process.lower_priority = lower
+
+
+def _writer_dies(rank: int, directory: str, options: SaveOptions, blocking: bool) -> tuple[str, float]:
+    queue, strategy = AsyncCallsQueue(options=options), TorchDistSaveStrategy(options=options)
+    _save_whole(rank, f"{directory}/1", 1, queue, strategy)
+    _save_whole(rank, f"{directory}/2", 2, queue, strategy)
+    before = _names(f"{directory}/2")
+    if options.writer == "persistent":
+        # Stopped first, so that it dies in the middle of the save however fast the disk is.
+        writer_pid = shared_writer().pid
+        assert writer_pid is not None
+        os.kill(writer_pid, signal.SIGSTOP)
+        dist.barrier()
+        logs = [_save(rank, f"{directory}/2", 3, queue, strategy)]
+    else:
+        others = set(_children())
+        with _children_that_stop():
+            logs = [_save(rank, f"{directory}/2", 3, queue, strategy)]
+        (writer_pid,) = set(_children()) - others
+    dist.barrier()
+    if rank == 1:
+        os.kill(writer_pid, signal.SIGKILL)
+    message, took_s = _expect(WriterDiedError, queue, blocking)
+    assert logs == [[]], "no callback of a failed save may run: they advance the tracker file"
+    assert queue.get_num_unfinalized_calls() == 0
+    dist.barrier()
+    _check(rank, f"{directory}/2", 2)
+    assert [name for name in _names(f"{directory}/2") if "distcp" in name or name == ".metadata"] == [
+        name for name in before if "distcp" in name or name == ".metadata"
+    ]
+    if rank == 0 and _is_running(writer_pid):
+        os.kill(writer_pid, signal.SIGCONT)
+    dist.barrier()
+    _save_whole(rank, f"{directory}/2", 4, queue, strategy)
+    _check(rank, f"{directory}/1", 1)
+    queue.close()
+    return message, took_s
+
+
+def _writers_die(rank: int, directory: str) -> list[tuple[str, float]]:
+    # One world for all: most of a test's time is the start of its ranks.
+    return [
+        _writer_dies(rank, f"{directory}/{number}", options, blocking)
+        for number, (options, blocking) in enumerate(itertools.product(_WAYS, (True, False)))
+    ]
+
+
+def test_a_writer_killed_on_one_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(_writers_die, 2, str(tmp_path))
+    for number, ((message, took_s), (same_message, also_took_s)) in enumerate(zip(first, second, strict=True)):
+        assert message == same_message, "the same error on every rank"
+        assert "rank 1 of 2" in message
+        assert "SIGKILL" in message
+        assert str(tmp_path / str(number) / "2") in message
+        assert max(took_s, also_took_s) < _RAISED_WITHIN_S
+
+
+def _failure_is_a_warning(rank: int, directory: str) -> tuple[int, list[str]]:
+    options = SaveOptions(on_failure="warn", progress=False)
+    queue, strategy = AsyncCallsQueue(), TorchDistSaveStrategy(options=options)
+    shared_writer().warm_up()
+    assert shared_writer().pid is not None
+    if rank == 0:
+        os.kill(shared_writer().pid or 0, signal.SIGSTOP)
+    dist.barrier()
+    log = _save(rank, f"{directory}/1", 1, queue, strategy)
+    if rank == 0:
+        for child in _children():
+            os.kill(child, signal.SIGKILL)
+    assert queue.maybe_finalize_async_calls(blocking=True) == []
+    _save_whole(rank, f"{directory}/2", 2, queue, strategy)
+    dist.barrier()
+    return len(queue.failures), log + [name for name in _names(f"{directory}/1") if not name.startswith(".mcore")]
+
+
+def test_a_failure_that_is_only_a_warning_lets_training_go_on(tmp_path: Path) -> None:
+    for failures, left in run_ranks(_failure_is_a_warning, 2, str(tmp_path)):
+        assert failures == 1
+        assert left == [], "neither a callback nor a file of the failed save"
+
+
+def _write_hangs(rank: int, directory: str) -> tuple[str, float]:
+    options = SaveOptions(write_deadline_s=1.0, progress=False)
+    queue, strategy = AsyncCallsQueue(options=options), TorchDistSaveStrategy(options=options)
+    shared_writer().warm_up()
+    if rank == 1:
+        os.kill(shared_writer().pid or 0, signal.SIGSTOP)  # as one that hangs in a network file system
+    log = _save(rank, directory, 1, queue, strategy)
+    message, took_s = _expect(WriteTimeoutError, queue, True)
+    assert log == []
+    _save_whole(rank, directory, 2, queue, strategy)
+    return message, took_s
+
+
+def test_a_write_that_hangs_on_one_rank(tmp_path: Path) -> None:
+    for message, took_s in run_ranks(_write_hangs, 2, str(tmp_path / "new")):
+        assert "rank 1 of 2" in message
+        assert "write_deadline_s=1.0" in message
+        assert took_s < 1.0 + _RAISED_WITHIN_S
+
+
+# --- the file system says no ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _small_disk(directory: Path, nbytes: int) -> Iterator[None]:
+    """A file system of that size."""
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "none", directory], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", directory], check=True)
+
+
+def _mounting_is_allowed() -> bool:
+    probe = subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True)
+    return os.geteuid() == 0 and probe.returncode == 0
+
+
+needs_mount = pytest.mark.skipif(not _mounting_is_allowed(), reason="mounting a small file system takes privileges")
+
+
+def _fails(rank: int, directory: str, options: SaveOptions | None) -> tuple[str, str]:
+    """A save that fails, over a checkpoint that must not mind; in line if there are no options."""
+    queue, strategy = AsyncCallsQueue(), TorchDistSaveStrategy(options=options or _PERSISTENT)
+    logs: list[list[str]] = []
+
+    def save() -> None:
+        if options is None:
+            strategy.save(_state(rank, 2), directory)
+        else:
+            logs.append(_save(rank, directory, 2, queue, strategy))
+            queue.maybe_finalize_async_calls(blocking=True)
+
+    with pytest.raises(SaveError) as caught:
+        save()
+    assert not any(logs)
+    dist.barrier()
+    _check(rank, directory, 1)
+    # Rank 0 says this in front, as Megatron does.
+    return type(caught.value).__name__, str(caught.value).removeprefix("Worker failure: ")
+
+
+def _saves_fail(rank: int, directory: str, before: Callable[[str], object]) -> list[tuple[str, str]]:
+    TorchDistSaveStrategy(options=_PERSISTENT).save(_state(rank, 1), directory)
+    names = _names(directory)
+    dist.barrier()
+    if rank == 0:
+        before(directory)
+    dist.barrier()
+    errors = [_fails(rank, directory, options) for options in (None, *_WAYS)]
+    assert [name for name in _names(directory) if name != INCOMPLETE_MARKER] == names
+    return errors
+
+
+def _nothing(directory: str) -> None:
+    pass
+
+
+def _make_read_only(directory: str) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", directory], check=True)
+
+
+@needs_mount
+def test_a_full_disk(tmp_path: Path) -> None:
+    bytes_of_a_save = 2 * _ELEMS * 4
+    with _small_disk(tmp_path / "disk", bytes_of_a_save * 5 // 4):
+        first, second = run_ranks(_saves_fail, 2, str(tmp_path / "disk"), _nothing)
+    assert first == second, "the same error on every rank"
+    for _, message in first:
+        assert "ENOSPC" in message
+        assert re.search(r"disk/__\d_\d+\.distcp", message), "the file is named"
+
+
+@needs_mount
+def test_a_read_only_directory(tmp_path: Path) -> None:
+    with _small_disk(tmp_path / "disk", 50_000_000):
+        first, second = run_ranks(_saves_fail, 2, str(tmp_path / "disk"), _make_read_only)
+    assert first == second
+    for _, message in first:
+        assert "EROFS" in message
+        assert str(tmp_path / "disk") in message
+
+
+# --- a trainer dies ---------------------------------------------------------------------------------------------------
+
+
+def _trainer_dies(rank: int, directory: str, blocking: bool) -> tuple[str, float]:
+    queue, strategy = AsyncCallsQueue(), TorchDistSaveStrategy(options=_PERSISTENT)
+    _save_whole(rank, directory, 1, queue, strategy)
+    writer_pid = shared_writer().pid
+    assert writer_pid is not None
+    Path(f"{directory}-writer-{rank}").write_text(str(writer_pid))
+    if rank == 1:
+        os.kill(writer_pid, signal.SIGSTOP)
+    dist.barrier()
+    log = _save(rank, directory, 2, queue, strategy)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    message, took_s = _expect(Exception, queue, blocking)
+    with contextlib.suppress(Exception):
+        queue.close(abort=True)
+    assert log == []
+    return message, took_s
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_trainer_killed_on_one_rank(blocking: bool, tmp_path: Path) -> None:
+    directory = str(tmp_path / "ckpt")
+    alive, dead = rank_outcomes(_trainer_dies, 2, directory, blocking, grace_s=30)
+    assert dead.exit_code == -signal.SIGKILL
+    assert alive.ok, alive.error_text
+    message, took_s = alive.value
+    assert "lost contact with another rank" in message
+    assert took_s < _RAISED_WITHIN_S
+    for rank in (0, 1):
+        writer_pid = int(Path(f"{directory}-writer-{rank}").read_text())
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(writer_pid, signal.SIGCONT)  # a stopped process cannot end itself
+        until_s = time.monotonic() + 5
+        while _is_running(writer_pid):
+            assert time.monotonic() < until_s, f"rank {rank}'s writer has survived its trainer"
+            time.sleep(0.02)
+    run_ranks(_after_the_crash, 2, directory)
+
+
+def _after_the_crash(rank: int, directory: str) -> None:
+    _check(rank, directory, 1)
+    dist.barrier()
+    _save_whole(rank, directory, 3, AsyncCallsQueue(), TorchDistSaveStrategy(options=_PERSISTENT))
+
+
+# --- a rank's state cannot be saved -----------------------------------------------------------------------------------
+
+
+class _Unpicklable:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("cannot be pickled")
+
+
+def _state_cannot_be_saved(rank: int, directory: str) -> list[str]:
+    from megatron.core.dist_checkpointing import ShardedObject
+
+    strategy, queue = TorchDistSaveStrategy(options=_PERSISTENT), AsyncCallsQueue(options=_PERSISTENT)
+    messages = []
+    for spoil in ("object", "data"):
+        for save in (strategy.save, strategy.async_save):
+            state = _state(rank, 1)
+            if rank == 1 and spoil == "object":
+                state["o"] = ShardedObject("o", _Unpicklable(), (2,), (1,))
+            elif rank == 1:
+                state["w"].data = None
+            started_s = time.monotonic()
+            with pytest.raises(CheckpointError) as caught:
+                save(state, directory)
+            assert time.monotonic() - started_s < _RAISED_WITHIN_S
+            messages.append(str(caught.value))
+    _save_whole(rank, directory, 2, queue, strategy)
+    return messages
+
+
+def test_state_that_one_rank_cannot_save_is_heard_of_on_all(tmp_path: Path) -> None:
+    for messages in run_ranks(_state_cannot_be_saved, 2, str(tmp_path)):
+        assert all("rank 1 of 2" in message for message in messages)
+        assert all("cannot be pickled" in message for message in messages[:2])
+        assert all("no data to save" in message for message in messages[2:])
+
+
+# --- interrupted right after the publish ------------------------------------------------------------------------------
+
+
+def _interrupted_after_publishing(rank: int, directory: str) -> None:
+    from mcore_ckpt.directory import commit
+
+    strategy = TorchDistSaveStrategy(options=_PERSISTENT)
+    strategy.save(_state(rank, 1), directory)
+    tidy_up = commit._tidy_up
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    commit._tidy_up = interrupted
+    with pytest.raises(KeyboardInterrupt if rank == 0 else SaveError):
+        strategy.save(_state(rank, 2), directory)
+    commit._tidy_up = tidy_up
+    dist.barrier()
+    _check(rank, directory, 2)
+
+
+def test_a_coordinator_interrupted_after_the_publish_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    run_ranks(_interrupted_after_publishing, 2, str(tmp_path))

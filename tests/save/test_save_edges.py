@@ -1,0 +1,218 @@
+"""Saves of one rank in odd cases: state that cannot be saved, interruptions, directories that move or are shared."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+
+from mcore_ckpt.core.errors import PlanError, SaveError
+from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.directory import commit
+from mcore_ckpt.layout.plans import TensorPlans
+from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
+from mcore_ckpt.save.async_queue import AsyncCallsQueue
+from mcore_ckpt.save.transaction import Planned
+from mcore_ckpt.writing import stage_pool
+
+pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
+
+_QUIET = SaveOptions(progress=False)
+
+
+def single_shard(key: str, data: torch.Tensor, global_shape: tuple[int, ...] | None = None) -> Any:
+    """A shard at the beginning of its global tensor; the whole of it unless `global_shape` says otherwise."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    shape, zeros = tuple(data.shape), (0,) * data.ndim
+    return ShardedTensor(key, data, data.dtype, shape, global_shape or shape, zeros, (1,) * data.ndim)
+
+
+def strategy(**options: Any) -> TorchDistSaveStrategy:
+    return TorchDistSaveStrategy(options=SaveOptions(progress=False, **options))
+
+
+def ones(scale: float = 1.0) -> dict[str, Any]:
+    return {"w": single_shard("w", torch.ones(1000) * scale)}
+
+
+def loaded(directory: Path) -> torch.Tensor:
+    tensor: torch.Tensor = TorchDistLoadStrategy().load(ones(0), directory)["w"]
+    return tensor
+
+
+# --- state that cannot be saved ---------------------------------------------------------------------------------------
+
+
+def replaced(data: torch.Tensor) -> Any:
+    shard = single_shard("w", torch.ones(1000))
+    shard.data = data
+    return shard
+
+
+def without_memory() -> torch.Tensor:
+    tensor = torch.ones(1000)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (torch.ones(10), "expected 1000 elements"),
+        (torch.ones(1000).to_sparse(), "expected a dense tensor"),
+        (torch.ones(1000, device="meta"), "expected a dense tensor"),
+        (without_memory(), "memory was given back"),
+    ],
+    ids=["other size", "sparse", "meta", "memory given back"],
+)
+def test_a_tensor_whose_bytes_are_not_there_is_refused(data: torch.Tensor, message: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=message):
+        strategy().save({"w": replaced(data)}, tmp_path)
+    strategy().save(ones(), tmp_path)
+    assert torch.equal(loaded(tmp_path), torch.ones(1000))
+
+
+@pytest.mark.parametrize("empty_first", [False, True])
+def test_an_empty_shard_does_not_hide_the_one_at_the_same_offset(empty_first: bool, tmp_path: Path) -> None:
+    whole, empty = single_shard("w", torch.ones(1000)), single_shard("w", torch.empty(0), (1000,))
+    shards = [empty, whole] if empty_first else [whole, empty]
+    strategy().save(dict(zip("ab", shards, strict=True)), tmp_path)
+    assert torch.equal(loaded(tmp_path), torch.ones(1000))
+    by_dcp = {"w": torch.zeros(1000)}
+    dcp.load(by_dcp, checkpoint_id=str(tmp_path), no_dist=True)
+    assert torch.equal(by_dcp["w"], torch.ones(1000))
+
+
+# --- interruptions ----------------------------------------------------------------------------------------------------
+
+
+def test_what_interrupts_a_save_that_is_published_does_not_take_it_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = strategy()
+    saver.save(ones(), tmp_path)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "_tidy_up", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            saver.save(ones(2), tmp_path)
+    assert torch.equal(loaded(tmp_path), torch.ones(1000) * 2)
+    saver.save(ones(3), tmp_path)
+    assert torch.equal(loaded(tmp_path), torch.ones(1000) * 3)
+    assert sum(path.suffix == ".distcp" for path in tmp_path.iterdir()) == 1
+
+
+def test_a_save_is_not_failed_by_who_is_told_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(_: dict[str, Any]) -> None:
+        raise ValueError("the dashboard is down")
+
+    with caplog.at_level(logging.ERROR):
+        strategy(on_timings=broken).save(ones(), tmp_path)
+    assert "the dashboard is down" in caplog.text
+    assert torch.equal(loaded(tmp_path), torch.ones(1000))
+
+
+# --- directories ------------------------------------------------------------------------------------------------------
+
+
+def test_a_save_in_progress_keeps_its_directory_however_often_another_is_refused(tmp_path: Path) -> None:
+    queue, saver = AsyncCallsQueue(options=_QUIET), strategy()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    queue.schedule_async_request(saver.async_save(ones(), tmp_path / "real"))
+    for _ in range(3):
+        with pytest.raises(SaveError, match="not finalized yet"):
+            saver.async_save(ones(2), tmp_path / "link")
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    assert torch.equal(loaded(tmp_path / "real"), torch.ones(1000))
+    saver.save(ones(2), tmp_path / "link")
+    assert torch.equal(loaded(tmp_path / "real"), torch.ones(1000) * 2)
+
+
+def test_a_relative_path_means_what_it_meant_when_the_save_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("there", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    queue = AsyncCallsQueue(options=_QUIET)
+    queue.schedule_async_request(strategy().async_save(ones(), "checkpoint"))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    assert torch.equal(loaded(tmp_path / "there" / "checkpoint"), torch.ones(1000))
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_layout_is_not_used_again_by_a_process_that_has_got_another_rank(tmp_path: Path) -> None:
+    saver = strategy()
+    saver.save(ones(), tmp_path / "1")
+    saver._structure.laid_out_for = (1, 2)  # as if this process had been rank 1 of two until a restart within it
+    saver._structure.planned = None
+    saver.save(ones(2), tmp_path / "2")
+    assert not saver.validated_cache_reuse
+    assert torch.equal(loaded(tmp_path / "2"), torch.ones(1000) * 2)
+
+
+def test_a_forked_process_does_not_stage_into_the_trainers_memory(tmp_path: Path) -> None:
+    queue = AsyncCallsQueue(options=_QUIET)
+    queue.schedule_async_request(strategy().async_save(ones(), tmp_path))
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert stage_pool._free
+    pid = os.fork()
+    if pid == 0:
+        os._exit(1 if stage_pool._free or stage_pool._in_use else 0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+# --- the metadata of a new structure ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"writer": "fork"}, {"writer": "fork", "stage": "cow"}, {"staging_budget_bytes": 1 << 20}], ids=str
+)
+def test_the_writer_puts_the_metadata_together_and_not_the_trainer(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, encoder = os.getpid(), TensorPlans.encoder
+
+    def not_here(plans: TensorPlans) -> Any:
+        assert os.getpid() != trainer, "training waits while metadata is put together"
+        return encoder(plans)
+
+    monkeypatch.setattr(TensorPlans, "encoder", not_here)
+    saver, queue = strategy(**options), AsyncCallsQueue(options=_QUIET)
+    for step in range(2):
+        state = {"w": single_shard("w", torch.full((600_000,), float(step)))}  # more than the smallest budget
+        queue.schedule_async_request(saver.async_save(state, tmp_path / str(step)))
+        queue.maybe_finalize_async_calls(blocking=True)
+        wanted = {"w": single_shard("w", torch.full((600_000,), -1.0))}
+        assert (TorchDistLoadStrategy().load(wanted, tmp_path / str(step))["w"] == step).all()
+    queue.close()
+
+
+@pytest.mark.parametrize("writer", ["persistent", "fork"])
+def test_metadata_that_cannot_be_put_together_fails_the_save(
+    writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Planned, "unencoded", TensorPlans((b"no plan",)))
+    queue = AsyncCallsQueue(options=_QUIET)
+    queue.schedule_async_request(strategy(writer=writer).async_save(ones(), tmp_path))
+    with pytest.raises(SaveError, match=r"pickle|unpickling|load key"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert not list(tmp_path.glob("*.distcp"))
+    assert not (tmp_path / ".metadata").exists()
+    with pytest.raises(SaveError):
+        strategy().save(ones(), tmp_path)
+    assert not (tmp_path / ".metadata").exists()

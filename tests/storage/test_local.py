@@ -1,0 +1,444 @@
+"""What is particular to local files: O_DIRECT, the page cache, errors of the system, and what is left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import pickle
+import resource
+import threading
+from pathlib import Path
+
+import pytest
+
+from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
+from mcore_ckpt.storage import DirectIo, LocalStorage, direct_io
+from mcore_ckpt.storage.local import BouncePool, LocalReader
+from tests.support.local_files import MIB, aligned, cached_pages, has_direct_io, open_fds, random_bytes
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(tmp_path)
+
+
+def test_direct_writes_leave_nothing_in_the_page_cache(local: LocalStorage, tmp_path: Path) -> None:
+    if not has_direct_io(tmp_path):
+        pytest.skip("this file system has no O_DIRECT")
+    writer = local.open_writer("file", size_bytes=4 * MIB)
+    assert writer.direct
+    writer.write(0, aligned(random_bytes(4 * MIB)))
+    writer.finish(4 * MIB)
+    assert cached_pages(tmp_path / "file") == 0
+
+
+def test_buffered_writes_are_dropped_from_the_page_cache(local: LocalStorage, tmp_path: Path) -> None:
+    writer = local.open_writer("file", size_bytes=4 * MIB, direct="off")
+    assert not writer.direct
+    content = aligned(random_bytes(4 * MIB))
+    for start in range(0, 4 * MIB, MIB):
+        writer.write(start, content[start : start + MIB])
+    writer.finish(4 * MIB)
+    if os.statvfs(tmp_path).f_frsize and not str(tmp_path).startswith("/dev/shm"):
+        assert cached_pages(tmp_path / "file") == 0
+
+
+def _cold_file(local: LocalStorage, folder: Path) -> bytes:
+    """Write 4 MiB past the page cache to `file`; returns them."""
+    if not has_direct_io(folder):
+        pytest.skip("this file system has no O_DIRECT")
+    content = random_bytes(4 * MIB)
+    writer = local.open_writer("file")
+    writer.write(0, aligned(content))
+    writer.finish(4 * MIB)
+    return content
+
+
+def test_cold_reads_do_not_fill_the_page_cache_and_warm_ones_use_it(local: LocalStorage, tmp_path: Path) -> None:
+    content = _cold_file(local, tmp_path)
+    assert local.read("file") == content
+    assert cached_pages(tmp_path / "file") == 0
+    (tmp_path / "file").read_bytes()
+    warm = cached_pages(tmp_path / "file")
+    assert warm == 1024
+    with local.open_reader("file") as reader:
+        os.close(reader._direct_fd)  # a warm read that wanted O_DIRECT would fail now
+        reader._direct_fd = os.open("/dev/null", os.O_WRONLY)
+        assert reader.read(0, 4 * MIB) == content
+
+
+@pytest.mark.parametrize("direct", ["auto", "on", "off"])
+def test_shared_reads_stay_in_the_page_cache(direct: DirectIo, local: LocalStorage, tmp_path: Path) -> None:
+    content = _cold_file(local, tmp_path)
+    buffer = bytearray(2 * MIB)
+    with local.open_reader("file", direct=direct) as reader:
+        reader.read_shared(MIB + 5, memoryview(buffer))
+    assert buffer == content[MIB + 5 : 3 * MIB + 5]
+    assert cached_pages(tmp_path / "file") == 0 if direct == "on" else cached_pages(tmp_path / "file") >= 512
+
+
+def test_direct_on_insists(monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path) -> None:
+    monkeypatch.setattr(direct_io, "enable", lambda fd: False)
+    with pytest.raises(SaveError, match='O_DIRECT, which direct_io="on" insists on'):
+        local.open_writer("file", direct="on")
+    assert list(tmp_path.iterdir()) == []
+    assert not local.open_writer("file", direct="auto").direct
+
+
+def test_a_refused_trial_falls_back_and_is_remembered(
+    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path
+) -> None:
+    """As on a file system that takes the flag and refuses the write."""
+    monkeypatch.setattr(direct_io, "_direct_io_by_device", {})
+    tried = []
+
+    def refuse(fd: int, content: object, offset: int) -> int:
+        tried.append(fd)
+        raise OSError(errno.EINVAL, "refused")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(direct_io.os, "pwrite", refuse)
+        first = local.open_writer("first")
+        second = local.open_writer("second")
+    if tried:  # a file system that refuses the flag is not tried
+        assert len(tried) == 1
+    for writer in (first, second):
+        assert not writer.direct
+        writer.write(0, memoryview(b"abc"))
+        writer.finish(3)
+    assert (tmp_path / "second").read_bytes() == b"abc"
+
+
+def test_short_writes_go_on(monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path) -> None:
+    content = random_bytes(200_000)
+    real_pwrite = os.pwrite
+    for direct in ("auto", "off"):
+        writer = local.open_writer(f"file-{direct}", size_bytes=len(content), direct=direct)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "pwrite", lambda fd, view, offset: real_pwrite(fd, view[:12_288], offset))
+            writer.write(0, aligned(content))
+        writer.finish(len(content))
+        assert (tmp_path / f"file-{direct}").read_bytes() == content
+
+
+def test_a_write_that_gets_nowhere_is_an_error(monkeypatch: pytest.MonkeyPatch, local: LocalStorage) -> None:
+    writer = local.open_writer("file")
+    monkeypatch.setattr(os, "pwrite", lambda fd, view, offset: 0)
+    with pytest.raises(SaveError, match="does not go on"):
+        writer.write(0, aligned(b"x" * 4096))
+    writer.abort()
+
+
+def test_abort_does_not_close_the_file_under_a_write_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path
+) -> None:
+    """The descriptor's number would go to another file, and the write would go on there."""
+    writing, released = threading.Event(), threading.Event()
+    before = open_fds()
+    real_pwrite = os.pwrite
+
+    def hang(fd: int, view: memoryview, offset: int) -> int:
+        writing.set()
+        assert released.wait(30)
+        return real_pwrite(fd, view, offset)
+
+    writer = local.open_writer("file")
+    monkeypatch.setattr(os, "pwrite", hang)
+    thread = threading.Thread(target=writer.write, args=(0, aligned(b"x" * 4096)))
+    thread.start()
+    assert writing.wait(30)
+    writer.abort()
+    assert list(tmp_path.iterdir()) == []
+    assert open_fds() != before
+    with pytest.raises(SaveError, match="finished or aborted"):
+        writer.write(0, aligned(b"y" * 4096))
+    released.set()
+    thread.join()
+    assert open_fds() == before
+
+
+@pytest.mark.parametrize("direct", ["auto", "off"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_write_errors_name_file_range_and_errno(
+    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path, direct: DirectIo, code: int
+) -> None:
+    writer = local.open_writer("file", direct=direct)
+
+    def fail(fd: int, view: memoryview, offset: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    with pytest.raises(
+        SaveError, match=rf"{tmp_path}/file: writing bytes \[4096, 8192\).*{errno.errorcode[code]}"
+    ) as caught:
+        writer.write(4096, aligned(b"x" * 4096))
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == code
+    writer.abort()
+
+
+def test_a_failing_write_back_is_not_swallowed(monkeypatch: pytest.MonkeyPatch, local: LocalStorage) -> None:
+    """The kernel reports it once; fsync would then say that all is well."""
+
+    class BrokenDevice:
+        fallocate = None
+
+        @staticmethod
+        def sync_file_range(*arguments: int) -> int:
+            ctypes.set_errno(errno.EIO)
+            return -1
+
+    writer = local.open_writer("file", direct="off")
+    monkeypatch.setattr(direct_io, "_libc", lambda: BrokenDevice)
+    with pytest.raises(SaveError, match="EIO"):
+        writer.write(0, memoryview(b"x" * 4096))
+    writer.abort()
+
+
+def test_a_failing_fsync_is_an_error_and_closes_the_file(
+    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path
+) -> None:
+    before = open_fds()
+    writer = local.open_writer("file")
+    writer.write(0, aligned(b"x" * 4096))
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        with pytest.raises(SaveError, match=r"file: finishing the file at 4096 bytes failed.*EIO"):
+            writer.finish(4096)
+    assert open_fds() == before
+    writer.abort()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_space_is_found_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path
+) -> None:
+    before = open_fds()
+
+    def no_space(fd: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(direct_io, "preallocate", no_space)
+    with pytest.raises(SaveError, match=r"file: creating the file failed: No space left.*free space"):
+        local.open_writer("file", size_bytes=MIB)
+    assert list(tmp_path.iterdir()) == []
+    assert open_fds() == before
+
+
+def test_a_file_larger_than_the_limit_is_an_error(local: LocalStorage, tmp_path: Path) -> None:
+    """The real thing: RLIMIT_FSIZE makes the kernel refuse; Python ignores the signal that comes with it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
+    try:
+        with pytest.raises(SaveError, match="EFBIG"):
+            local.open_writer("announced", size_bytes=2 * MIB)
+        writer = local.open_writer("file")
+        with pytest.raises(SaveError, match=r"file: writing bytes .*EFBIG"):
+            writer.write(0, aligned(bytes(2 * MIB)))
+        writer.abort()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace", "pwrite"])
+def test_a_failed_publish_keeps_the_old_content(
+    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path, step: str
+) -> None:
+    local.publish(".metadata", b"old")
+    before = open_fds()
+
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, step, fail)
+        with pytest.raises(SaveError, match=r"\.metadata: publishing it failed"):
+            local.publish(".metadata", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
+    assert (tmp_path / ".metadata").read_bytes() == b"old"
+    assert open_fds() == before
+
+
+@pytest.mark.parametrize("existed", [True, False])
+def test_a_publish_that_may_not_last_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path, existed: bool
+) -> None:
+    """Who hears of the failure removes the files that the new content names."""
+    if existed:
+        local.publish(".metadata", b"old")
+    real_fsync = os.fsync
+
+    def fsync(fd: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real_fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(SaveError, match=r"\.metadata: publishing it failed.*EIO"):
+        local.publish(".metadata", b"new")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == ({".metadata": b"old"} if existed else {})
+
+
+def test_publish_removes_what_a_process_that_died_in_it_left(local: LocalStorage, tmp_path: Path) -> None:
+    (tmp_path / "..metadata.0123456789abcdef.tmp").write_bytes(b"half")
+    local.publish(".metadata", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
+
+
+def test_publish_syncs_the_file_before_its_name_and_the_directory_after(
+    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path
+) -> None:
+    steps = []
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(fd: int) -> None:
+        steps.append("fsync directory" if os.path.isdir(f"/proc/self/fd/{fd}") else "fsync file")
+        real_fsync(fd)
+
+    def replace(source: str, destination: str) -> None:
+        steps.append("rename")
+        real_replace(source, destination)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    local.publish(".metadata", b"content")
+    assert steps == ["fsync file", "rename", "fsync directory"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_directory_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    with pytest.raises(SaveError, match=r"EACCES.*check that this user may write"):
+        LocalStorage(tmp_path).open_writer("file")
+
+
+def test_a_file_in_the_way_of_the_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(SaveError, match=r"file/sub: making the directory failed.*ENOTDIR"):
+        LocalStorage(tmp_path / "file" / "sub").ensure_directory()
+    with pytest.raises(CheckpointNotFoundError):
+        LocalStorage(tmp_path / "file").read("x")
+
+
+def test_reading_a_directory_is_a_load_error(local: LocalStorage, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    with pytest.raises(LoadError, match="EISDIR"):
+        local.read("sub", 0, 1)
+
+
+def test_a_missing_directory_lists_nothing(tmp_path: Path) -> None:
+    assert LocalStorage(tmp_path / "nowhere").list() == []
+
+
+def test_readers_leave_no_descriptor_and_no_buffer(local: LocalStorage, tmp_path: Path) -> None:
+    writer = local.open_writer("file")
+    writer.write(0, aligned(random_bytes(2 * MIB)))
+    writer.finish(2 * MIB)
+    before = open_fds()
+    maps_before = Path("/proc/self/maps").read_text().count(str(tmp_path))
+    for _ in range(3):
+        reader = local.open_reader("file")
+        reader.read(100, MIB)
+        reader.close()
+        reader.close()
+        with pytest.raises(ValueError, match="closed"):
+            reader.read(0, 1)
+    assert open_fds() == before
+    assert Path("/proc/self/maps").read_text().count(str(tmp_path)) == maps_before
+    assert local._bounce._free == []
+
+
+def test_direct_reads_of_a_file_system_that_refuses_them_are_buffered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    content = random_bytes(2 * MIB)
+    (tmp_path / "file").write_bytes(content)
+    reader = LocalReader(str(tmp_path / "file"), "auto", BouncePool())
+    reader._direct_fd = reader._direct_fd or os.dup(reader._fd)
+    real_preadv = os.preadv
+
+    def preadv(fd: int, views: list[memoryview], offset: int) -> int:
+        if fd == reader._direct_fd:
+            raise OSError(errno.EINVAL, "refused")
+        return real_preadv(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(reader, "_wants_direct", lambda offset, nbytes: True)
+    assert reader.read(0, len(content)) == content
+    reader.close()
+
+
+def test_a_read_error_names_file_and_range(
+    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_bytes(bytes(MIB))
+
+    def fail(*arguments: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with local.open_reader("file") as reader:
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(LoadError, match=rf"{tmp_path}/file: reading bytes \[10, 110\) failed.*EIO"):
+            reader.read(10, 100)
+
+
+def test_a_storage_travels_as_its_path(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    assert pickle.loads(pickle.dumps(LocalStorage(tmp_path))).read("file") == b"content"
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 2 * MIB - 4096, 2 * MIB, 5 * MIB + 1])
+@pytest.mark.parametrize("huge", [True, False])
+def test_aligned_buffers_are_aligned_and_whole(monkeypatch: pytest.MonkeyPatch, nbytes: int, huge: bool) -> None:
+    monkeypatch.setattr(direct_io, "has_huge_pages", lambda: huge)
+    view = direct_io.aligned_buffer(nbytes)
+    assert len(view) == -(-nbytes // 4096) * 4096
+    assert direct_io.address(view) % (2 * MIB if huge and nbytes >= 2 * MIB else 4096) == 0
+    view[-1] = 1
+    assert not any(view[:-1])
+
+
+def test_large_buffers_lie_in_huge_pages() -> None:
+    if not direct_io.has_huge_pages():
+        pytest.skip("transparent huge pages are switched off")
+
+    def huge_kib() -> int:
+        smaps = Path("/proc/self/smaps_rollup").read_text()
+        return next(int(line.split()[1]) for line in smaps.splitlines() if line.startswith("AnonHugePages:"))
+
+    before = huge_kib()
+    view = direct_io.aligned_buffer(16 * MIB)
+    view[::4096] = b"x" * len(view[::4096])
+    if huge_kib() <= before:
+        pytest.skip("the kernel has no huge page left")
+    assert huge_kib() - before <= 16 * 1024
+
+
+def test_copies_need_equal_lengths() -> None:
+    with pytest.raises(ValueError, match="5 bytes do not fit into 4"):
+        direct_io.copy_bytes(memoryview(bytearray(4)), memoryview(bytes(5)))
+
+
+@pytest.mark.parametrize("make", [bytes, bytearray])
+def test_copies_are_exact(make: type) -> None:
+    source = memoryview(make(random_bytes(3 * MIB)))
+    destination = memoryview(bytearray(3 * MIB + 2))
+    direct_io.copy_bytes(destination[1:-1], source)
+    assert destination[1:-1] == source
+    assert destination[0] == destination[-1] == 0
+
+
+def test_aligned_buffers_are_not_shared_with_forked_children() -> None:
+    buffer = direct_io.aligned_buffer(4096)
+    child = os.fork()
+    if child == 0:
+        buffer[:4] = b"evil"
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert buffer[:4] == b"\0\0\0\0"

@@ -1,0 +1,329 @@
+"""One set of promises, held by every storage back-end.
+
+What a back-end did is looked at with plain file calls, never with the code under test.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, SaveError
+from mcore_ckpt.storage import ALIGNMENT_BYTES, DirectIo, LocalStorage, Storage, check_name
+from tests.support.faulty_storage import Faults, FaultyStorage
+from tests.support.local_files import MIB, aligned, open_fds, random_bytes
+
+
+class StorageConformance(ABC):
+    """Promises of `Storage`; `put` and `get` go round it."""
+
+    writes: DirectIo = "auto"
+
+    @pytest.fixture
+    def directory(self, tmp_path: Path) -> Path:
+        return tmp_path / "checkpoint"
+
+    @pytest.fixture
+    def storage(self, directory: Path) -> Storage:
+        directory.mkdir(parents=True)
+        return self.make(directory)
+
+    @abstractmethod
+    def make(self, directory: Path) -> Storage:
+        """The storage under test, on an existing directory."""
+
+    def put(self, directory: Path, name: str, content: bytes) -> None:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(content)
+
+    def get(self, directory: Path, name: str) -> bytes:
+        return (directory / name).read_bytes()
+
+    def names(self, directory: Path) -> list[str]:
+        return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+
+    # Reading
+
+    def test_lists_all_files_and_their_sizes(self, storage: Storage, directory: Path) -> None:
+        assert storage.list() == []
+        self.put(directory, "b", b"12")
+        self.put(directory, "a/nested", b"123")
+        assert storage.list() == ["a/nested", "b"]
+        assert storage.exists("b")
+        assert not storage.exists("c")
+        assert storage.size("a/nested") == 3
+
+    def test_a_directory_is_not_a_file(self, storage: Storage, directory: Path) -> None:
+        (directory / "sub").mkdir()
+        assert not storage.exists("sub")
+
+    @pytest.mark.parametrize("direct", ["auto", "off"])
+    def test_reads_exactly_the_range_that_is_asked_for(
+        self, storage: Storage, directory: Path, direct: DirectIo
+    ) -> None:
+        content = random_bytes(3 * MIB + 777)
+        self.put(directory, "file", content)
+        self.drop_cache(directory / "file")
+        rng = random.Random(1)
+        with storage.open_reader("file", direct=direct) as reader:
+            assert reader.size_bytes == len(content)
+            for _ in range(40):
+                start = rng.choice([0, rng.randrange(len(content)), ALIGNMENT_BYTES * rng.randrange(700)])
+                count = min(len(content) - start, rng.choice([0, 1, 100_000, 2 * MIB, 3 * MIB + 777]))
+                shift = rng.choice([0, start % ALIGNMENT_BYTES, 64, 1])
+                memory = aligned(bytes(count + 2 * ALIGNMENT_BYTES))
+                reader.read_into(start, memory[shift : shift + count])
+                assert memory[shift : shift + count] == content[start : start + count]
+                assert not any(memory[:shift]), "bytes before the view were written"
+                assert not any(memory[shift + count :]), "bytes behind the view were written"
+
+    def drop_cache(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+    def test_reads_whole_files_and_slices(self, storage: Storage, directory: Path) -> None:
+        self.put(directory, "file", b"0123456789")
+        self.put(directory, "empty", b"")
+        assert storage.read("file") == b"0123456789"
+        assert storage.read("file", 3) == b"3456789"
+        assert storage.read("file", 3, 2) == b"34"
+        assert storage.read("empty") == b""
+
+    @pytest.mark.parametrize(("offset", "length"), [(5, 6), (11, 0), (0, 11), (-1, 2), (0, -1), (2**62, 2**62)])
+    def test_a_range_outside_the_file_is_corruption(
+        self, storage: Storage, directory: Path, offset: int, length: int
+    ) -> None:
+        self.put(directory, "file", b"0123456789")
+        with pytest.raises(CorruptCheckpointError, match=r"file.*the file has 10 bytes"):
+            storage.read("file", offset, length)
+
+    @pytest.mark.parametrize("size", [10, 200_000, 3 * MIB])
+    def test_a_file_cut_while_it_is_read_is_corruption(self, storage: Storage, directory: Path, size: int) -> None:
+        self.put(directory, "file", random_bytes(size))
+        self.drop_cache(directory / "file")
+        with storage.open_reader("file") as reader:
+            os.truncate(directory / "file", size // 2)
+            with pytest.raises(CorruptCheckpointError, match=f"file ended at byte {size // 2} .*had {size} bytes"):
+                reader.read_into(0, aligned(bytes(size))[:size])
+
+    def test_a_missing_file_says_so(self, storage: Storage) -> None:
+        for look in (storage.size, storage.open_reader, storage.read):
+            with pytest.raises(CheckpointNotFoundError, match="missing: no such file"):
+                look("missing")
+
+    def test_many_threads_read_one_reader(self, storage: Storage, directory: Path) -> None:
+        content = random_bytes(4 * MIB)
+        self.put(directory, "file", content)
+        self.drop_cache(directory / "file")
+        wrong: list[int] = []
+
+        def read(seed: int) -> None:
+            rng = random.Random(seed)
+            for _ in range(20):
+                start = rng.randrange(len(content) - 300_000)
+                if reader.read(start, 300_000) != content[start : start + 300_000]:
+                    wrong.append(start)
+
+        with storage.open_reader("file") as reader:
+            threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert wrong == []
+
+    # Writing
+
+    @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 1_000_000])
+    @pytest.mark.parametrize("announce", [True, False])
+    def test_a_written_file_holds_exactly_its_bytes(
+        self, storage: Storage, directory: Path, size: int, announce: bool
+    ) -> None:
+        content = random_bytes(size)
+        view = aligned(content)
+        writer = storage.open_writer("file", size_bytes=size if announce else None, direct=self.writes)
+        for start in range(0, size, 64 * 1024):
+            writer.write(start, view[start : start + 64 * 1024])
+        writer.finish(size)
+        assert self.get(directory, "file") == content
+
+    def test_writes_need_neither_order_nor_alignment(self, storage: Storage, directory: Path) -> None:
+        content = random_bytes(300_001)
+        cuts = [0, 1, 5000, 8192, 65_536 + 8192, 200_000, 300_001]
+        parts = list(itertools.pairwise(cuts))
+        random.Random(3).shuffle(parts)
+        writer = storage.open_writer("file", size_bytes=len(content), direct=self.writes)
+        for start, stop in parts:
+            writer.write(start, memoryview(content)[start:stop])
+        writer.finish(len(content))
+        assert self.get(directory, "file") == content
+
+    def test_many_threads_write_one_file(self, storage: Storage, directory: Path) -> None:
+        content = random_bytes(2 * MIB)
+        view = aligned(content)
+        writer = storage.open_writer("file", size_bytes=len(content), direct=self.writes)
+
+        def write(start: int) -> None:
+            for offset in range(start, len(content), 4 * 32_768):
+                writer.write(offset, view[offset : offset + 32_768])
+
+        threads = [threading.Thread(target=write, args=(k * 32_768,)) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        writer.finish(len(content))
+        assert self.get(directory, "file") == content
+
+    def test_an_existing_file_is_never_touched(self, storage: Storage, directory: Path) -> None:
+        self.put(directory, "file", b"precious")
+        with pytest.raises(SaveError, match=r"file.*EEXIST.*never overwritten"):
+            storage.open_writer("file", direct=self.writes)
+        assert self.get(directory, "file") == b"precious"
+
+    @pytest.mark.parametrize("finished", [False, True])
+    def test_an_aborted_file_is_gone(self, storage: Storage, directory: Path, finished: bool) -> None:
+        before = open_fds()
+        writer = storage.open_writer("file", size_bytes=8192, direct=self.writes)
+        writer.write(0, aligned(b"x" * 8192))
+        if finished:
+            writer.finish(8192)
+        writer.abort()
+        writer.abort()
+        assert self.names(directory) == []
+        assert open_fds() == before
+
+    def test_a_finished_file_takes_no_more(self, storage: Storage, directory: Path) -> None:
+        writer = storage.open_writer("file", direct=self.writes)
+        writer.write(0, aligned(b"x" * 4096))
+        writer.finish(4096)
+        with pytest.raises(SaveError, match="finished or aborted"):
+            writer.write(0, aligned(b"y" * 4096))
+        assert self.get(directory, "file") == b"x" * 4096
+
+    def test_missing_directories_are_made(self, storage: Storage, directory: Path) -> None:
+        storage.open_writer("a/b/file", direct=self.writes).finish(0)
+        assert self.names(directory) == ["a/b/file"]
+
+    # Publishing
+
+    def test_publish_replaces_and_leaves_nothing_else(self, storage: Storage, directory: Path) -> None:
+        storage.publish(".metadata", b"old")
+        storage.publish(".metadata", b"new and longer")
+        assert self.get(directory, ".metadata") == b"new and longer"
+        assert self.names(directory) == [".metadata"]
+
+    def test_rename_and_delete(self, storage: Storage, directory: Path) -> None:
+        self.put(directory, "a", b"a")
+        self.put(directory, "b", b"b")
+        storage.rename("a", "b")
+        storage.sync_directory()
+        assert self.get(directory, "b") == b"a"
+        storage.delete("b", missing_ok=False)
+        storage.delete("b")
+        assert self.names(directory) == []
+        with pytest.raises(SaveError, match="ENOENT"):
+            storage.delete("b", missing_ok=False)
+        with pytest.raises(SaveError, match="a: renaming it to c failed"):
+            storage.rename("a", "c")
+
+    # Names
+
+    @pytest.mark.parametrize("name", ["", "/etc/passwd", "../x", "a/../b", "a//b", "./a", "a/.", "a/", "a\0b", ".."])
+    def test_names_cannot_leave_the_directory(self, storage: Storage, name: str) -> None:
+        calls = (storage.exists, storage.size, storage.read, storage.open_reader, storage.open_writer, storage.delete)
+        for call in calls:
+            with pytest.raises(CorruptCheckpointError, match="inside the checkpoint"):
+                call(name)
+        for call in (lambda: storage.publish(name, b""), lambda: storage.rename(name, "a")):
+            with pytest.raises(CorruptCheckpointError, match="inside the checkpoint"):
+                call()
+
+
+class TestLocalStorage(StorageConformance):
+    def make(self, directory: Path) -> Storage:
+        return LocalStorage(directory)
+
+
+class TestLocalStorageThroughThePageCache(StorageConformance):
+    writes: DirectIo = "off"
+
+    def make(self, directory: Path) -> Storage:
+        return LocalStorage(str(directory))
+
+
+class TestLocalStorageInMemory(StorageConformance):
+    """tmpfs, where several of the calls under `direct_io` are refused or do nothing."""
+
+    @pytest.fixture
+    def directory(self, tmp_path: Path) -> Path:
+        shared_memory = Path("/dev/shm")
+        if not os.access(shared_memory, os.W_OK):
+            pytest.skip("no writable /dev/shm")
+        path = shared_memory / f"mcore_ckpt-test-{os.getpid()}-{tmp_path.name}"
+        return path / "checkpoint"
+
+    @pytest.fixture
+    def storage(self, directory: Path) -> Iterator[Storage]:
+        directory.mkdir(parents=True)
+        yield self.make(directory)
+        shutil.rmtree(directory.parent)
+
+    def make(self, directory: Path) -> Storage:
+        return LocalStorage(directory)
+
+
+class TestFaultyStorageWithoutFaults(StorageConformance):
+    def make(self, directory: Path) -> Storage:
+        return FaultyStorage(LocalStorage(directory), Faults())
+
+
+@pytest.mark.parametrize("name", ["a", ".metadata", "__0_0.distcp", "a/b", "a..b", "..."])
+def test_ordinary_names_pass(name: str) -> None:
+    assert check_name(name) == name
+
+
+def test_faults_strike_at_the_operation_they_are_set_to(tmp_path: Path) -> None:
+    def save(storage: Storage) -> None:
+        writer = storage.open_writer("file", size_bytes=4096)
+        writer.write(0, aligned(b"x" * 4096))
+        writer.finish(4096)
+        storage.sync_directory()
+        storage.publish(".metadata", b"m")
+
+    record = Faults()
+    (tmp_path / "whole").mkdir()
+    save(FaultyStorage(LocalStorage(tmp_path / "whole"), record))
+    assert [operation for operation, _, _ in record.operations] == [
+        "open_writer",
+        "write",
+        "finish",
+        "sync_directory",
+        "publish",
+    ]
+    for k in range(len(record.operations)):
+        directory = tmp_path / f"error{k}"
+        directory.mkdir()
+        with pytest.raises(SaveError, match="No space left"):
+            save(FaultyStorage(LocalStorage(directory), Faults(at=k)))
+        assert not (directory / ".metadata").exists()
+        for how in ("exit", "kill", "torn"):
+            directory = tmp_path / f"{how}{k}"
+            directory.mkdir()
+            child = os.fork()
+            if child == 0:
+                save(FaultyStorage(LocalStorage(directory), Faults(at=k, how=how)))
+                os._exit(0)
+            _, status = os.waitpid(child, 0)
+            assert os.waitstatus_to_exitcode(status) == (-9 if how == "kill" else 17)
+            assert not (directory / ".metadata").exists()

@@ -1,0 +1,708 @@
+"""Writer processes that really write, fail, hang and die."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import mmap
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
+from mcore_ckpt.layout.file_image import plan_windows
+from mcore_ckpt.writing.call_process import report_progress
+from mcore_ckpt.writing.process import ForkedWriter, PersistentWriter, shared_writer
+from mcore_ckpt.writing.writer_messages import Ring
+from tests.support.writer_jobs import MisbehavingStorage, SmallStage, check_file, image, job, misbehave
+
+_MIB = 1024 * 1024
+_REPOSITORY = Path(__file__).resolve().parents[2]
+# The bar is 5 s; what is noticed by a sentinel takes milliseconds, also on a machine that is busy with other tests.
+_AT_ONCE_S = 5.0
+
+
+@pytest.fixture
+def writer() -> Iterator[PersistentWriter]:
+    made = PersistentWriter()
+    yield made
+    made.close(abort=True)
+
+
+@pytest.fixture
+def stage() -> Iterator[SmallStage]:
+    made = SmallStage(8 * _MIB)
+    made.fill(1)
+    yield made
+    made.close()
+
+
+def _is_running(pid: int) -> bool:
+    # A leader is a zombie before its last thread is gone; only then can anybody be told of the process's end.
+    try:
+        return b") Z" not in Path(f"/proc/{pid}/stat").read_bytes() or len(os.listdir(f"/proc/{pid}/task")) > 1
+    except OSError:
+        return False
+
+
+def _wait_until_gone(pid: int, within_s: float) -> None:
+    until_s = time.monotonic() + within_s
+    while _is_running(pid):
+        assert time.monotonic() < until_s, f"process {pid} is still running"
+        time.sleep(0.01)
+
+
+def _wait_until_there(path: Path) -> None:
+    until_s = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < until_s, f"{path} was never begun"
+        time.sleep(0.01)
+
+
+# --- the persistent writer does its work ------------------------------------------------------------------------------
+
+
+def test_files_hold_the_stage_and_its_checksums(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
+    images = [image("a", _MIB, 2), image("sub/b", 3 * _MIB), image("c", 10)]
+    content = bytes(stage.memory)
+    handle = writer.submit(job(tmp_path, images), stage.fd)
+    assert handle.wait(30)
+    result = handle.result()
+    assert [file.file_name for file in result.files] == ["a", "sub/b", "c"]
+    assert result.started_s <= result.finished_s <= time.monotonic()
+    offset = 0
+    for each in images:
+        check_file(tmp_path / each.file_name, each, content[offset:])
+        offset += -(-each.size_bytes // 4096) * 4096
+
+
+def test_one_process_serves_many_saves_in_order(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
+    handles = [writer.submit(job(tmp_path, [image(str(number), _MIB)]), stage.fd) for number in range(3)]
+    pid = writer.pid
+    assert [handle.result().files[0].file_name for handle in handles] == ["0", "1", "2"]
+    assert all(first.result().finished_s <= second.result().started_s for first, second in pairwise(handles))
+    assert writer.pid == pid
+
+
+def test_a_stage_that_grew_is_mapped_again(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
+    writer.submit(job(tmp_path, [image("small", 100)]), stage.fd).result()
+    os.ftruncate(stage.fd, 16 * _MIB)
+    last = image("last", 100)
+    at_the_end = job(tmp_path, [image("fill", 15 * _MIB), last])
+    writer.submit(at_the_end, stage.fd).result()
+    check_file(tmp_path / "last", last, bytes(100))
+
+
+def test_stages_are_given_back(writer: PersistentWriter, tmp_path: Path) -> None:
+    for number in range(8):
+        each = SmallStage(_MIB)
+        writer.submit(job(tmp_path, [image(str(number), 100)]), each.fd).result()
+        each.close()
+    assert writer.pid is not None
+    maps = Path(f"/proc/{writer.pid}/maps").read_text()
+    assert maps.count("test_stage") <= 4
+
+
+def test_a_job_of_many_tensors_is_handed_over_without_waiting(
+    writer: PersistentWriter, stage: SmallStage, tmp_path: Path
+) -> None:
+    many = image("many", 64, 40_000)  # a megabyte of offsets, far more than a socket holds
+    started_s = time.monotonic()
+    handle = writer.submit(job(tmp_path, [many]), stage.fd)  # to a process that is only just starting
+    assert time.monotonic() - started_s < 1.0
+    assert len(handle.result().files[0].crcs) == 40_000
+
+
+def test_relative_paths_mean_what_they_mean_to_the_trainer(
+    writer: PersistentWriter, stage: SmallStage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer.warm_up()
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    writer.submit(job(Path("here"), [image("a", 100)]), stage.fd).result()
+    assert (tmp_path / "here" / "a").exists()
+
+
+def test_the_process_is_bare_and_out_of_the_terminals_reach(writer: PersistentWriter, stage: SmallStage) -> None:
+    writer.warm_up(stage_fd=stage.fd)
+    assert writer.pid is not None
+    maps = Path(f"/proc/{writer.pid}/maps").read_text()
+    assert "libtorch" not in maps
+    assert "multiarray" not in maps
+    assert os.getsid(writer.pid) == writer.pid
+    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{writer.pid}/status").read_text().splitlines())
+    assert int(status["VmRSS"].split()[0]) < 40_000, "kB"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(writer.pid, number)
+    time.sleep(0.1)
+    assert writer.pid is not None
+
+
+def test_close_waits_for_jobs_and_abort_does_not(stage: SmallStage, tmp_path: Path) -> None:
+    writer = PersistentWriter()
+    handle = writer.submit(
+        job(tmp_path, [image("a", _MIB)], storage=MisbehavingStorage(str(tmp_path), "slow")), stage.fd
+    )
+    pid = writer.pid
+    assert pid is not None
+    writer.close()
+    assert handle.result().files[0].file_name == "a"
+    assert not _is_running(pid)
+    hanging = writer.submit(
+        job(tmp_path, [image("b", _MIB)], storage=MisbehavingStorage(str(tmp_path), "hang")), stage.fd
+    )
+    pid = writer.pid
+    assert pid is not None
+    writer.close(abort=True)
+    assert not _is_running(pid)
+    with pytest.raises(SaveError, match="closed"):
+        hanging.result()
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_save_larger_than_the_stage_is_passed_through_a_ring(
+    writer: PersistentWriter, stage: SmallStage, tmp_path: Path
+) -> None:
+    window_bytes, slots = 65536, 3
+    ring = Ring(4096, window_bytes, slots)
+    images = [image("a", 300_000, 3), image("b", 10)]
+    source = SmallStage(2 * _MIB)
+    source.fill(5)
+    handle = writer.submit(job(tmp_path, images, ring=ring), stage.fd)
+    number = 0
+    for each in images:
+        for window in plan_windows(each, window_bytes):
+            handle.acquire_window(number, timeout_s=30)
+            slot = ring.offset + number % slots * window_bytes
+            stage.memory[slot : slot + window.stop - window.start] = source.memory[window.start : window.stop]
+            handle.window_ready(number)
+            number += 1
+    handle.result()
+    for each in images:
+        check_file(tmp_path / each.file_name, each, bytes(source.memory))
+    source.close()
+
+
+def test_a_writer_that_waits_for_the_trainer_is_not_stuck_and_can_be_called_off(
+    writer: PersistentWriter, stage: SmallStage, tmp_path: Path
+) -> None:
+    ring = Ring(0, 65536, 2)
+    writer.warm_up()
+    handle = writer.submit(job(tmp_path, [image("a", _MIB)], ring=ring, deadline_s=0.5), stage.fd)
+    assert not handle.wait(1.0)
+    pid = writer.pid
+    assert handle.abort()
+    assert writer.pid == pid, "no need to kill it"
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(SaveError, match="cancelled"):
+        handle.result()
+    writer.submit(job(tmp_path, [image("b", 100)]), stage.fd).result()
+
+
+def test_a_window_is_not_waited_for_when_the_writer_is_gone(
+    writer: PersistentWriter, stage: SmallStage, tmp_path: Path
+) -> None:
+    handle = writer.submit(job(tmp_path, [image("a", _MIB)], ring=Ring(0, 65536, 2)), stage.fd)
+    assert writer.pid is not None
+    os.kill(writer.pid, signal.SIGKILL)
+    started_s = time.monotonic()
+    with pytest.raises(WriterDiedError, match="SIGKILL"):
+        handle.acquire_window(2)
+    assert time.monotonic() - started_s < _AT_ONCE_S
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "text"), [("SIGKILL", "SIGKILL"), ("SIGSEGV", "SIGSEGV"), ("SIGABRT", "SIGABRT"), ("exit", "exit code 3")]
+)
+def test_the_writers_death_is_noticed_and_named(
+    writer: PersistentWriter, stage: SmallStage, tmp_path: Path, how: str, text: str
+) -> None:
+    storage = MisbehavingStorage(str(tmp_path), how, at_file=1)
+    doomed = writer.submit(job(tmp_path, [image("a", 100), image("b", 100)], storage=storage), stage.fd)
+    behind = writer.submit(job(tmp_path, [image("c", 100)]), stage.fd)
+    pid = writer.pid
+    started_s = time.monotonic()
+    with pytest.raises(WriterDiedError, match=text) as caught:
+        doomed.result()
+    assert time.monotonic() - started_s < _AT_ONCE_S
+    assert f"pid {pid}" in str(caught.value)
+    assert "a, b into" in str(caught.value)
+    if how == "SIGSEGV":
+        assert "in misbehave" in str(caught.value), "the stack that the process left behind"
+    with pytest.raises(WriterDiedError, match=text):
+        behind.result()
+    with pytest.raises(WriterDiedError, match=text):
+        doomed.result()
+    again = writer.submit(job(tmp_path, [image("d", 100)]), stage.fd)
+    assert again.result().files[0].file_name == "d"
+    assert writer.pid != pid
+
+
+def test_a_death_between_two_saves_costs_nothing(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
+    writer.submit(job(tmp_path, [image("a", 100)]), stage.fd).result()
+    assert writer.pid is not None
+    os.kill(writer.pid, signal.SIGKILL)
+    _wait_until_gone(writer.pid or 0, 5)
+    assert writer.submit(job(tmp_path, [image("b", 100)]), stage.fd).result()
+
+
+def test_a_writer_that_cannot_start_says_why(
+    monkeypatch: pytest.MonkeyPatch, stage: SmallStage, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("mcore_ckpt.writing.writer_child._PROGRAM", "raise ImportError('no module named zlib')")
+    writer = PersistentWriter()
+    with pytest.raises(WriterDiedError, match="no module named zlib"):
+        writer.submit(job(tmp_path, [image("a", 100)]), stage.fd).result()
+    with pytest.raises(WriterDiedError, match="exit code 1"):
+        writer.warm_up()
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(SaveError, match=r'writer="fork"'):
+        writer.submit(job(tmp_path, [image("b", 100)]), stage.fd)
+
+
+def test_an_exception_in_the_writer_comes_back_with_its_cause(
+    writer: PersistentWriter, stage: SmallStage, tmp_path: Path
+) -> None:
+    (tmp_path / "b").write_text("in the way")
+    handle = writer.submit(job(tmp_path, [image("a", _MIB), image("b", 100)]), stage.fd)
+    with pytest.raises(SaveError, match=r"b: .*exist") as caught:
+        handle.result()
+    assert isinstance(caught.value.__cause__, OSError)
+    assert (caught.value.__cause__.errno, caught.value.__cause__.filename) == (17, str(tmp_path / "b"))
+    assert "in open_writer" in str(caught.value.__cause__.__cause__)
+    assert not (tmp_path / "a").exists(), "all files of a job, or none"
+    assert writer.submit(job(tmp_path, [image("c", 100)]), stage.fd).result()
+
+
+@contextlib.contextmanager
+def _small_disk(directory: Path, nbytes: int) -> Iterator[None]:
+    """A file system of that size at `directory`; where mounting is not allowed, a limit on the size of each file."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "none", directory], check=False).returncode == 0:
+        try:
+            yield
+        finally:
+            subprocess.run(["umount", directory], check=True)
+    else:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))  # inherited by the writer
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_named_and_the_files_are_removed(stage: SmallStage, tmp_path: Path) -> None:
+    with _small_disk(tmp_path, _MIB):
+        writer = PersistentWriter()
+        handle = writer.submit(job(tmp_path, [image("a", 100_000), image("b", 4 * _MIB)]), stage.fd)
+        with pytest.raises(SaveError, match=r"b: .*(ENOSPC|EFBIG)") as caught:
+            handle.result()
+        assert isinstance(caught.value.__cause__, OSError)
+        assert list(tmp_path.iterdir()) == []
+        assert writer.submit(job(tmp_path, [image("c", 100_000)]), stage.fd).result()
+        writer.close()
+
+
+@pytest.mark.parametrize("how", ["hang", "stopped"])
+def test_a_stuck_write_passes_its_deadline(
+    writer: PersistentWriter, stage: SmallStage, tmp_path: Path, how: str
+) -> None:
+    writer.warm_up()
+    pid = writer.pid
+    assert pid is not None
+    if how == "stopped":
+        os.kill(pid, signal.SIGSTOP)
+    storage = MisbehavingStorage(str(tmp_path), "hang")
+    handle = writer.submit(job(tmp_path, [image("a", 100)], storage=storage, deadline_s=0.5), stage.fd)
+    started_s = time.monotonic()
+    with pytest.raises(WriteTimeoutError, match=r"no progress for 0\.[5-9] s .*write_deadline_s=0\.5"):
+        handle.result()
+    assert 0.4 < time.monotonic() - started_s < _AT_ONCE_S
+    assert not _is_running(pid)
+    assert writer.submit(job(tmp_path, [image("b", 100)]), stage.fd).result()
+
+
+def test_a_slow_write_with_progress_does_not(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
+    storage = MisbehavingStorage(str(tmp_path), "slow")
+    writer.warm_up()
+    handle = writer.submit(
+        job(tmp_path, [image("a", 2 * _MIB)], storage=storage, deadline_s=2.5, piece_bytes=131072, io_threads=1),
+        stage.fd,
+    )
+    started_s = time.monotonic()
+    handle.result()
+    assert time.monotonic() - started_s > 2.5, "longer than the deadline, but never without progress for so long"
+
+
+def test_a_job_can_be_called_off(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
+    slow = MisbehavingStorage(str(tmp_path), "slow")
+    handle = writer.submit(job(tmp_path, [image("a", 2 * _MIB)], storage=slow, piece_bytes=65536), stage.fd)
+    behind = writer.submit(job(tmp_path, [image("b", 100)]), stage.fd)
+    assert not handle.wait(0.5)
+    assert handle.abort()
+    with pytest.raises(SaveError, match="cancelled"):
+        handle.result()
+    behind.result()
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+    hanging = MisbehavingStorage(str(tmp_path), "hang")
+    handle = writer.submit(job(tmp_path, [image("c", 100)], storage=hanging), stage.fd)
+    pid = writer.pid
+    _wait_until_there(tmp_path / "c")
+    assert handle.abort(), "killed, since it does not listen"
+    assert pid is not None
+    assert not _is_running(pid)
+
+
+def test_control_c_ends_the_wait_and_not_the_writer(
+    writer: PersistentWriter, stage: SmallStage, tmp_path: Path
+) -> None:
+    slow = MisbehavingStorage(str(tmp_path), "slow")
+    handle = writer.submit(job(tmp_path, [image("a", 4 * _MIB)], storage=slow, piece_bytes=262144), stage.fd)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    started_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    assert time.monotonic() - started_s < 1.5
+    timer.join()
+    assert handle.result().files[0].file_name == "a"
+
+
+def test_a_handle_is_of_no_use_in_a_forked_process(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
+    slow = MisbehavingStorage(str(tmp_path), "slow")
+    handle = writer.submit(job(tmp_path, [image("a", 100)], storage=slow), stage.fd)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            handle.result()
+        except SaveError as error:
+            os.write(write, str(error).encode())
+        # A fork of the trainer may save, too: with a writer of its own.
+        writer.submit(job(tmp_path, [image("b", 100)]), stage.fd).result()
+        os.write(write, b" and saved")
+        writer.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    said = os.read(read, 1000).decode()
+    os.close(read)
+    os.close(write)
+    assert "belongs to the process that forked this" in said
+    assert said.endswith(" and saved")
+    assert handle.result().files[0].file_name == "a", "the fork took no message away"
+
+
+def test_another_process_can_watch_a_job(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
+    slow = MisbehavingStorage(str(tmp_path), "slow")
+    handle = writer.submit(job(tmp_path, [image("a", _MIB)], storage=slow, piece_bytes=262144), stage.fd)
+    watch = handle.watch()
+    pid = os.fork()
+    if pid == 0:
+        watch.wait()
+        os._exit(0 if (tmp_path / "a").exists() and (tmp_path / "a").stat().st_size == _MIB + 64 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    handle.result()
+
+
+def test_killed_at_random_moments(writer: PersistentWriter, tmp_path: Path) -> None:
+    generator = random.Random(4)
+    stage = SmallStage(32 * _MIB)
+    deaths = 0
+    for number in range(40):
+        each = image(f"{number}", 15 * _MIB, 2)
+        handle = writer.submit(job(tmp_path, [each]), stage.fd)
+        pid = writer.pid
+        if pid is not None:
+            time.sleep(generator.random() * 0.06)
+            os.kill(pid, signal.SIGKILL)
+        assert handle.wait(_AT_ONCE_S)
+        try:
+            handle.result()
+        except WriterDiedError:
+            deaths += 1
+        else:
+            check_file(tmp_path / f"{number}", each, bytes(30 * _MIB + 4096))
+        (tmp_path / f"{number}").unlink(missing_ok=True)
+    stage.close()
+    assert deaths > 5, "the test did not hit the writing"
+
+
+# --- nothing is left behind -------------------------------------------------------------------------------------------
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _children() -> list[str]:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+
+def test_hundreds_of_saves_leave_nothing(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
+    def save(number: int) -> None:
+        handle = writer.submit(job(tmp_path, [image(f"{number}", 8000, 10)]), stage.fd)
+        handle.result()
+        (tmp_path / f"{number}").unlink()
+
+    def of_writer() -> tuple[int, int]:
+        assert writer.pid is not None
+        return len(os.listdir(f"/proc/{writer.pid}/fd")), len(os.listdir(f"/proc/{writer.pid}/task"))
+
+    for number in range(20):
+        save(number)
+    gc.collect()  # what earlier tests have left
+    before = _descriptors(), threading.active_count(), len(_children()), of_writer()
+    for number in range(20, 320):
+        save(number)
+    assert (_descriptors(), threading.active_count(), len(_children()), of_writer()) == before
+
+
+def test_deaths_and_restarts_leave_nothing(stage: SmallStage, tmp_path: Path) -> None:
+    gc.collect()
+    before = _descriptors(), threading.active_count(), set(_children()), set(os.listdir("/dev/shm"))
+    writer = PersistentWriter()
+    for number in range(12):
+        storage = MisbehavingStorage(str(tmp_path), "SIGKILL")
+        with pytest.raises(WriterDiedError):
+            writer.submit(job(tmp_path, [image(f"{number}", 100)], storage=storage), stage.fd).result()
+    writer.close()
+    assert (_descriptors(), threading.active_count(), set(_children()), set(os.listdir("/dev/shm"))) == before
+
+
+_TRAINER = """
+    import os, sys, time
+    from pathlib import Path
+    from mcore_ckpt.writing.process import PersistentWriter, ForkedWriter
+    from tests.support.writer_jobs import MisbehavingStorage, SmallStage, image, job
+    directory, kind, ending = sys.argv[1:]
+    stage = SmallStage(1 << 20)
+    if kind == "persistent":
+        writer = PersistentWriter()
+        handle = writer.submit(job(Path(directory), [image("a", 100)],
+                                   storage=MisbehavingStorage(directory, "hang")), stage.fd)
+        pid = writer.pid
+    else:
+        handle = ForkedWriter().submit(lambda: time.sleep(600), "a")
+        pid = handle.pid
+    # A forked process that holds all it inherited, as a data loader's worker does.
+    if os.fork() == 0:
+        time.sleep(20)
+        os._exit(0)
+    while kind == "persistent" and not (Path(directory) / "a").exists():
+        time.sleep(0.01)
+    print(pid, flush=True)
+    if ending == "exit":
+        sys.exit(0)
+    time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def _trainer(directory: Path, kind: str, ending: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process with a save in the writing, in a session of its own, and the writer's pid."""
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(_TRAINER), str(directory), kind, ending],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=_REPOSITORY,
+        text=True,
+        start_new_session=True,
+    ) as trainer:
+        assert trainer.stdout is not None
+        yield trainer, int(trainer.stdout.readline())
+
+
+@pytest.mark.parametrize("ending", ["SIGKILL", "SIGTERM", "SIGINT", "exit"])
+@pytest.mark.parametrize("kind", ["persistent", "fork"])
+def test_no_writer_survives_its_trainer(kind: str, ending: str, tmp_path: Path) -> None:
+    with _trainer(tmp_path, kind, ending) as (trainer, pid):
+        try:
+            assert ending == "exit" or _is_running(pid)
+            if ending != "exit":
+                trainer.send_signal(signal.Signals[ending])
+            trainer.wait(10)
+            _wait_until_gone(pid, 1.0)
+        finally:
+            os.killpg(trainer.pid, signal.SIGKILL)  # the process that stands for the data loader's
+
+
+@pytest.mark.parametrize("kind", ["persistent", "fork"])
+def test_a_writer_that_is_stopped_does_not_survive_its_trainer_either(kind: str, tmp_path: Path) -> None:
+    with _trainer(tmp_path, kind, "SIGKILL") as (trainer, pid):
+        try:
+            time.sleep(0.2)  # a forked child asks for the kernel's help as its first step
+            os.kill(pid, signal.SIGSTOP)
+            trainer.kill()
+            trainer.wait(10)
+            _wait_until_gone(pid, 1.0)
+        finally:
+            os.killpg(trainer.pid, signal.SIGKILL)
+
+
+def test_a_writer_started_by_a_thread_outlives_the_thread(stage: SmallStage, tmp_path: Path) -> None:
+    writer = PersistentWriter()
+    thread = threading.Thread(target=writer.warm_up)
+    thread.start()
+    thread.join()
+    pid = writer.pid
+    assert pid is not None
+    time.sleep(0.1)
+    assert writer.pid == pid
+    writer.submit(job(tmp_path, [image("a", 100)]), stage.fd).result()
+    writer.close()
+
+
+def test_the_shared_writer_is_one() -> None:
+    assert shared_writer() is shared_writer()
+
+
+# --- the forked writer ------------------------------------------------------------------------------------------------
+
+
+def test_the_forked_child_works_on_the_memory_of_the_call() -> None:
+    values = [1, 2, 3]
+    handle = ForkedWriter().submit(lambda: (sum(values), os.getpid()), "sum")
+    values.append(1000)
+    total, pid = handle.result()
+    assert total == 6
+    assert pid == handle.pid != os.getpid()
+
+
+@pytest.mark.parametrize(("how", "text"), [("SIGKILL", "SIGKILL"), ("SIGSEGV", "SIGSEGV"), ("exit", "exit code 3")])
+def test_the_forked_childs_death_is_noticed_and_named(how: str, text: str) -> None:
+    handle = ForkedWriter().submit(lambda: misbehave(how), "writing a into /ckpt")
+    started_s = time.monotonic()
+    with pytest.raises(WriterDiedError, match=rf"writing a into /ckpt: process {handle.pid} .*{text}"):
+        handle.result()
+    assert time.monotonic() - started_s < _AT_ONCE_S
+
+
+def test_the_forked_childs_exception_comes_back() -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device", "/ckpt/a")
+
+    with pytest.raises(SaveError, match=r"No space left on device.*/ckpt/a") as caught:
+        ForkedWriter().submit(full, "writing a").result()
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == 28
+
+
+# Children of this process that hang before their first line, as with a lock that is never given back;
+# pages that children share, so that each can tell how many have hung already.
+_hanging: dict[str, tuple[mmap.mmap, int]] = {}
+
+
+def _hang_as_told() -> None:
+    for page, times in _hanging.values():
+        if page[0] < times:
+            page[0] += 1
+            time.sleep(600)
+
+
+os.register_at_fork(after_in_child=_hang_as_told)
+
+
+@pytest.fixture
+def hanging_forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    monkeypatch.setattr("mcore_ckpt.writing.call_process._START_DEADLINES_S", (0.3, 0.5, 20.0))
+
+    def hang(times: int) -> None:
+        _hanging["now"] = (mmap.mmap(-1, 1), times)
+
+    yield hang
+    _hanging.clear()
+
+
+def test_a_child_that_hangs_in_the_fork_itself_is_replaced(
+    hanging_forks: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    gc.collect()
+    before = _descriptors(), set(_children())
+    hanging_forks(2)
+    runs = mmap.mmap(-1, 1)  # of all children together
+
+    def work() -> str:
+        runs[0] += 1
+        return "done"
+
+    handle = ForkedWriter().submit(work, "writing a")
+    assert handle.result() == "done"
+    assert runs[0] == 1, "a child that is given up must not have begun"
+    assert [record.getMessage() for record in caplog.records if "did not start" in record.getMessage()][1:]
+    del handle
+    gc.collect()
+    assert (_descriptors(), set(_children())) == before
+
+
+def test_children_that_never_start_are_an_error(
+    hanging_forks: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcore_ckpt.writing.call_process._START_DEADLINES_S", (0.2, 0.2))
+    before = _descriptors(), set(_children())
+    hanging_forks(2)
+    with pytest.raises(SaveError, match=r"writing a: 2 processes were forked, and none has started"):
+        ForkedWriter().submit(lambda: None, "writing a")
+    gc.collect()
+    assert (_descriptors(), set(_children())) == before
+
+
+def test_a_forked_child_ends_though_nobody_reads_what_it_returns() -> None:
+    """Megatron's own queue waits for that end, and only then is anybody asked for the result."""
+    handle = ForkedWriter().submit(lambda: bytes(5 * _MIB), "large")
+    waiting = threading.Thread(target=handle.watch().wait, daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert len(handle.result()) == 5 * _MIB
+
+
+def test_a_large_result_of_a_forked_child_arrives() -> None:
+    handle = ForkedWriter().submit(lambda: bytes(5 * _MIB), "large")
+    assert handle.wait(30)
+    assert len(handle.result()) == 5 * _MIB
+
+
+def test_a_forked_child_without_progress_passes_its_deadline() -> None:
+    stuck = ForkedWriter().submit(lambda: time.sleep(600), "writing a", deadline_s=0.5)
+    with pytest.raises(WriteTimeoutError, match=r"writing a: .*no progress"):
+        stuck.result()
+
+    def slow() -> str:
+        for _ in range(12):
+            time.sleep(0.2)
+            report_progress(1)
+        return "done"
+
+    assert ForkedWriter().submit(slow, "writing b", deadline_s=2.0).result() == "done"
+
+
+def test_a_forked_child_can_be_called_off() -> None:
+    handle = ForkedWriter().submit(lambda: time.sleep(600), "writing a")
+    assert not handle.poll()
+    assert handle.abort()
+    assert not _is_running(handle.pid or 0)
+
+
+def test_forked_saves_leave_nothing() -> None:
+    ForkedWriter().submit(lambda: None, "first").result()
+    gc.collect()
+    before = _descriptors(), threading.active_count(), set(_children())
+    for _ in range(30):
+        ForkedWriter().submit(lambda: None, "save").result()
+    assert (_descriptors(), threading.active_count(), set(_children())) == before

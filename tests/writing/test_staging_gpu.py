@@ -1,0 +1,98 @@
+"""Staging from a GPU: the state at the call, through pinned memory, without waiting for the whole device."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, OptionError, SaveOptions
+from mcore_ckpt.format.item_layout import tensor_template
+from mcore_ckpt.layout.buckets import lay_out
+from mcore_ckpt.save.async_save import start_writing
+from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.writing.stage_pool import Stage
+from mcore_ckpt.writing.staging import BucketSource
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+
+def source_of(*tensors: torch.Tensor) -> BucketSource:
+    names = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+    templates = [tensor_template(name, tuple(t.shape)) for name, t in zip(names, tensors, strict=True)]
+    return BucketSource(lay_out("__0_0.distcp", templates, 0), tensors, [], [])
+
+
+def staged(source: BucketSource, pin: bool) -> list[bytes]:
+    stage = Stage()
+    view = stage.reserve(source.layout.image.size_bytes)
+    if pin:
+        stage.pin()
+    source.fill_stage(view, laid_out=False)
+    image = source.layout.image
+    payloads = [
+        bytes(view[start : start + length])
+        for start, length in zip(image.payload_offsets, image.payload_lengths, strict=True)
+    ]
+    del view
+    stage.close()
+    return payloads
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_device_tensors_are_staged_bit_for_bit(pin: bool) -> None:
+    base = torch.randn(512, 512, device="cuda")
+    tensors = [base, base[:, 7:9], base.t(), base.to(torch.bfloat16), torch.empty(0, 3, device="cuda"), torch.ones(5)]
+    expected = [bytes(t.cpu().contiguous().view(-1).view(torch.uint8).numpy()) for t in tensors]
+    assert staged(source_of(*tensors), pin) == expected
+
+
+def test_what_is_queued_before_the_call_is_in_the_snapshot_and_what_comes_after_is_not(tmp_path: Path) -> None:
+    tensor = torch.zeros(64 * 1024 * 1024, device="cuda")
+    for step in range(1, 6):
+        tensor.fill_(step)  # queued, not waited for
+        save = start_writing(LocalStorage(tmp_path / str(step)), [source_of(tensor)], SaveOptions(), "test")
+        tensor.fill_(-1.0)
+        save.results()
+    for step in range(1, 6):
+        content = (tmp_path / str(step) / "__0_0.distcp").read_bytes()
+        image = source_of(tensor).layout.image
+        values = torch.frombuffer(
+            bytearray(content), dtype=torch.float32, offset=image.payload_offsets[0], count=tensor.numel()
+        )
+        assert (values == step).all(), step
+
+
+def test_staging_does_not_wait_for_other_streams() -> None:
+    busy = torch.cuda.Stream()
+    tensor = torch.ones(1024, device="cuda")
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(2_000_000_000)  # about a second of a stream that has nothing to do with the tensor
+    started = time.perf_counter()
+    staged(source_of(tensor), pin=True)
+    waited_s = time.perf_counter() - started
+    still_busy = not busy.query()
+    torch.cuda.synchronize()
+    assert still_busy, f"staging took {waited_s:.3f} s and outlasted the other stream: it waited for the device"
+
+
+def test_copy_on_write_of_device_memory_is_refused(tmp_path: Path) -> None:
+    options = SaveOptions(writer="fork", stage="cow")
+    save = start_writing(LocalStorage(tmp_path), [source_of(torch.ones(3, device="cuda"))], options, "test")
+    with pytest.raises(Exception, match="some tensors are on a device") as caught:
+        save.results()
+    assert isinstance(caught.value.__cause__, OptionError)
+
+
+@pytest.mark.parametrize("writer", ["persistent", "fork"])
+def test_dcp_round_trip_with_device_tensors(tmp_path: Path, writer: str) -> None:
+    state = {"a": torch.randn(1000, 100, device="cuda"), "b": torch.randn(7, device="cuda", dtype=torch.bfloat16)}
+    options = SaveOptions(writer=writer)  # type: ignore[arg-type]
+    dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path, options=options))
+    loaded = {key: torch.zeros_like(value) for key, value in state.items()}
+    dcp.load(loaded, storage_reader=FileSystemReader(tmp_path))
+    for key, value in state.items():
+        assert torch.equal(loaded[key], value)
