@@ -55,7 +55,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
         sentence = purpose[0].upper() + purpose[1:] + "."
         sub = commands.add_parser(name, help=purpose, description=sentence, parents=[common])
         if name == command:
-            import_module(f"mcore_ckpt.commands.{module}").add_arguments(sub)
+            import_module(f"mcore_ckpt.commands._{module}").add_arguments(sub)
     return parser
 
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((word for word in words if not word.startswith("-")), None)
     arguments = _parser(command).parse_args(words)
     try:
-        run = import_module(f"mcore_ckpt.commands.{_COMMANDS[arguments.command][0]}").run
+        run = import_module(f"mcore_ckpt.commands._{_COMMANDS[arguments.command][0]}").run
         outcome: Outcome = run(arguments)
         try:
             _show(outcome, as_json=arguments.json)

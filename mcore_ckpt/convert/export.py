@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from mcore_ckpt.convert.file_stream import Streams, StreamSink, TargetFile, WriteBehind
+from mcore_ckpt.convert._file_stream import Streams, StreamSink, TargetFile, WriteBehind
+from mcore_ckpt.convert._reshard_copy import CastSource
+from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, partial_directory, refuse_target
+from mcore_ckpt.convert._safetensors_files import safetensors_header
 from mcore_ckpt.convert.partition import Partitioner
-from mcore_ckpt.convert.reshard_copy import CastSource
 from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan
-from mcore_ckpt.convert.reshard_target import BuildOptions, build_target, partial_directory, refuse_target
-from mcore_ckpt.convert.safetensors_files import safetensors_header
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import ChecksumError, OptionError, SaveError
@@ -242,7 +242,7 @@ def _write_torch(
 ) -> str:
     import torch
 
-    from mcore_ckpt.convert.torch_files import ElementsSink, write_torch_file
+    from mcore_ckpt.convert._torch_files import ElementsSink, write_torch_file
 
     def fill(number: int, sink: ElementsSink) -> None:
         _stream_tensor(payloads, tensors[number], sink)

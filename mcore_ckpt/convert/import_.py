@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mcore_ckpt.convert.partition import Partitioner, PartitionRule
-from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan
-from mcore_ckpt.convert.reshard_target import BuildOptions, build_target, refuse_target
-from mcore_ckpt.convert.safetensors_files import (
+from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, refuse_target
+from mcore_ckpt.convert._safetensors_files import (
     RawPayloads,
     RawTensor,
     TorchPayloads,
@@ -24,6 +22,8 @@ from mcore_ckpt.convert.safetensors_files import (
     read_safetensors,
     torch_index,
 )
+from mcore_ckpt.convert.partition import Partitioner, PartitionRule
+from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafePickleError
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, encode_config, read_index

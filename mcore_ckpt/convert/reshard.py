@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, carry_sidecars, refuse_target
 from mcore_ckpt.convert.partition import Partitioner, PartitionRule
 from mcore_ckpt.convert.reshard_plan import ReshardPlan, TargetLayout, make_plan
-from mcore_ckpt.convert.reshard_target import BuildOptions, build_target, carry_sidecars, refuse_target
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.index import CheckpointIndex, object_key
 from mcore_ckpt.format.metadata_read import TRACKER_FILE, read_index

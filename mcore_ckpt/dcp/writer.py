@@ -32,6 +32,7 @@ from torch.futures import Future
 
 from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.dcp._snapshot import snapshot
 from mcore_ckpt.dcp.bucket_writer import (
     DataFilePrefix,
     ResultFile,
@@ -41,7 +42,6 @@ from mcore_ckpt.dcp.bucket_writer import (
     save_buckets,
     write_buckets,
 )
-from mcore_ckpt.dcp.snapshot import snapshot
 from mcore_ckpt.directory.commit import Target, index_files, open_target, publish
 from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
 from mcore_ckpt.storage.local import LocalStorage

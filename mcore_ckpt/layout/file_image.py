@@ -1,4 +1,4 @@
-"""TODO."""
+"""Any box of a stored tensor as bytes."""
 
 from __future__ import annotations
 

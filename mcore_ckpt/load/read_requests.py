@@ -28,7 +28,7 @@ from mcore_ckpt.core.errors import (
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.layout.torch_classes import dtype_name, torch_dtype
-from mcore_ckpt.load.placement import Want, address_of, narrow
+from mcore_ckpt.load._placement import Want, address_of, narrow
 
 __all__ = [
     "ReadRequest",

@@ -29,8 +29,9 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.safe_pickle import load_object
+from mcore_ckpt.load._items import ItemDecoder, ItemLocations
+from mcore_ckpt.load._tensor_reads import TensorReads
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
-from mcore_ckpt.load.items import ItemDecoder, ItemLocations
 from mcore_ckpt.load.read_requests import (
     ReadRequest,
     WantedItems,
@@ -41,7 +42,6 @@ from mcore_ckpt.load.read_requests import (
     want_chunk,
     wanted_items,
 )
-from mcore_ckpt.load.tensor_reads import TensorReads
 from mcore_ckpt.storage.local import LocalStorage
 
 __all__ = ["FileSystemReader", "ReadRequest"]

@@ -19,17 +19,16 @@ from mcore_ckpt.core.errors import UnsupportedMegatronError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, unknown_variables
 from mcore_ckpt.core.version import __version__
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.megatron import async_queue as megatron_queue
+from mcore_ckpt.megatron import _async_queue as megatron_queue
 from mcore_ckpt.megatron import common_state
-from mcore_ckpt.megatron.errors import MegatronErrors
-from mcore_ckpt.megatron.patches import (
+from mcore_ckpt.megatron._errors import MegatronErrors
+from mcore_ckpt.megatron._patches import (
     MODULES_CALLING_PRODUCT,
     MODULES_NAMING_CUDA,
     serve_with_numpy_2,
     serve_without_cuda,
 )
-from mcore_ckpt.megatron.registry import get_strategy, registered_strategies
-from mcore_ckpt.megatron.versions import (
+from mcore_ckpt.megatron._versions import (
     CHECKPOINTING,
     TESTED_VERSIONS,
     installed_version_text,
@@ -37,6 +36,7 @@ from mcore_ckpt.megatron.versions import (
     megatron_version,
     patches,
 )
+from mcore_ckpt.megatron.registry import get_strategy, registered_strategies
 
 __all__ = ["existing_modules", "install", "uninstall"]
 

@@ -34,9 +34,9 @@ from mcore_ckpt.layout.torch_classes import plans_of_index
 from mcore_ckpt.load.fetch import ReadStats
 from mcore_ckpt.load.flattened import original_shape, read_shards
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.megatron.errors import MegatronErrors
-from mcore_ckpt.megatron.replaced import read_through, replaced_bucket_writer
-from mcore_ckpt.megatron.versions import (
+from mcore_ckpt.megatron._errors import MegatronErrors
+from mcore_ckpt.megatron._replaced import read_through, replaced_bucket_writer
+from mcore_ckpt.megatron._versions import (
     async_request_class,
     load_strategy_base,
     mapping,

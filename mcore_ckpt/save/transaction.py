@@ -34,10 +34,10 @@ from mcore_ckpt.layout.file_image import ImageResult
 from mcore_ckpt.layout.plans import LocalPlan, TensorPlans, check_plans, encoded_beside
 from mcore_ckpt.layout.torch_classes import local_plans_as_dcp
 from mcore_ckpt.load.flattened import noted_shapes
+from mcore_ckpt.save._async_save import AsyncSave, SkippedSave, WrittenSave, log_choice, start_writing
+from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
-from mcore_ckpt.save.async_save import AsyncSave, SkippedSave, WrittenSave, log_choice, start_writing
 from mcore_ckpt.save.rank_state import RankState
-from mcore_ckpt.save.report import FileReport, SaveReport, Span, write_trace
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.writing.image_writer import write_in_line
 from mcore_ckpt.writing.stage_pool import is_busy
@@ -123,7 +123,7 @@ _logger = logging.getLogger(__name__)
 
 
 class BucketWriter(Protocol):
-    """Somebody else's way of writing a rank's buckets (`megatron/replaced.py`)."""
+    """Somebody else's way of writing a rank's buckets (`megatron/_replaced.py`)."""
 
     def __call__(
         self, directory: Path, layout: RankLayout, placed: PlacedObjects, state: RankState, options: SaveOptions, /

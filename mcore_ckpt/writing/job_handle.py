@@ -12,7 +12,7 @@ from mcore_ckpt.core.errors import CheckpointError, SaveError, WriteTimeoutError
 from mcore_ckpt.writing.writer_messages import CANCEL, WINDOW_READY, JobResult, StatusPage, WriterJob
 
 if TYPE_CHECKING:
-    from mcore_ckpt.writing.writer_child import WriterChild
+    from mcore_ckpt.writing._writer_child import WriterChild
 
 __all__ = ["JobHandle", "JobWatch", "WriterJobHandle"]
 

@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_ckpt.commands.cli import main
+from mcore_ckpt.convert._reshard_copy import JOURNAL_FILE
 from mcore_ckpt.convert.partition import parse_rules
 from mcore_ckpt.convert.reshard import ReshardOptions, reshard
-from mcore_ckpt.convert.reshard_copy import JOURNAL_FILE
 from mcore_ckpt.convert.reshard_plan import TargetLayout
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CheckpointExistsError, ChecksumError, CorruptCheckpointError, OptionError, SaveError
@@ -90,7 +90,7 @@ def test_the_same_tensors_under_another_layout(source: Path, tmp_path: Path, opt
 def test_payloads_that_stay_as_they_are_are_left_to_the_kernel(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_copies: bool
 ) -> None:
-    from mcore_ckpt.convert import reshard_copy
+    from mcore_ckpt.convert import _reshard_copy as reshard_copy
 
     monkeypatch.setattr(reshard_copy, "_MIN_FILE_COPY_BYTES", 1)
     copied: list[int] = []
@@ -339,7 +339,7 @@ class TestInterruption:
     def test_what_was_done_is_not_done_again(
         self, tmp_path: Path, big: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from mcore_ckpt.convert import reshard_copy
+        from mcore_ckpt.convert import _reshard_copy as reshard_copy
 
         monkeypatch.setattr(reshard_copy, "_SYNC_BYTES", 4 * 1024**2)
         original = reshard_copy._Worker._tensor
@@ -425,7 +425,7 @@ class TestInterruption:
         assert verify_checkpoint(tmp_path / "t").whole
 
     def test_two_at_once_are_refused(self, tmp_path: Path, big: dict[str, torch.Tensor]) -> None:
-        from mcore_ckpt.convert.reshard_copy import Journal
+        from mcore_ckpt.convert._reshard_copy import Journal
 
         (tmp_path / "t.partial").mkdir()
         with Journal(tmp_path / "t.partial", "x"), pytest.raises(SaveError, match="another reshard"):
@@ -436,7 +436,7 @@ def test_a_target_that_is_not_what_was_written_does_not_appear(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that loses a write: nobody notices but the verification."""
-    from mcore_ckpt.convert import reshard_target
+    from mcore_ckpt.convert import _reshard_target as reshard_target
 
     original = reshard_target.copy_all
 
@@ -494,7 +494,7 @@ def test_a_common_state_among_the_objects_is_carried_whatever_the_pattern(tmp_pa
 def test_space_that_an_interrupted_run_has_reserved_is_not_asked_for_twice(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mcore_ckpt.convert import reshard_target
+    from mcore_ckpt.convert import _reshard_target as reshard_target
 
     reshard(source, tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
     (tmp_path / "t").rename(tmp_path / "t.partial")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_ckpt.convert.torch_files import ElementsSink, write_torch_file
+from mcore_ckpt.convert._torch_files import ElementsSink, write_torch_file
 from mcore_ckpt.core.errors import SaveError
 
 TENSORS = {
@@ -72,7 +72,7 @@ def test_too_few_elements_are_an_error(tmp_path: Path) -> None:
 def test_memory_does_not_depend_on_the_size_of_a_tensor(tmp_path: Path) -> None:
     code = """
         import sys, torch
-        from mcore_ckpt.convert.torch_files import write_torch_file
+        from mcore_ckpt.convert._torch_files import write_torch_file
 
         def fill(number, sink):
             left = 1 << 30

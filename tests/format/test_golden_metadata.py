@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_ckpt.dcp_metadata import from_dcp_metadata, to_dcp_metadata
-from mcore_ckpt.metadata import CheckpointIndex, StoredItem, parse_index, parse_object_key, read_config, read_index
-from mcore_ckpt.metadata_write import encode_metadata
-from mcore_ckpt.safe_pickle import load_object
+from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_key
+from mcore_ckpt.format.metadata_read import parse_index, read_config, read_index
+from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.format.safe_pickle import load_object
+from mcore_ckpt.layout.torch_classes import from_dcp_metadata, to_dcp_metadata
 
 GOLDEN = Path(__file__).parent / "golden"
 ALL = sorted(path.name for path in GOLDEN.iterdir())

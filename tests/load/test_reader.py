@@ -22,8 +22,8 @@ from mcore_ckpt.core.errors import (
     UnsafePickleError,
 )
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.load import tensor_reads
-from mcore_ckpt.load.placement import ReadBuffer
+from mcore_ckpt.load import _tensor_reads as tensor_reads
+from mcore_ckpt.load._placement import ReadBuffer
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 from tests.support.stored_layouts import (

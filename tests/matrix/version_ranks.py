@@ -32,14 +32,14 @@ def prepare(who: str, as_cuda: bool) -> None:
 
         mcore_ckpt.install()
         return
-    from mcore_ckpt.megatron.install import existing_modules
-    from mcore_ckpt.megatron.patches import (
+    from mcore_ckpt.megatron._patches import (
         MODULES_CALLING_PRODUCT,
         MODULES_NAMING_CUDA,
         Patches,
         serve_with_numpy_2,
         serve_without_cuda,
     )
+    from mcore_ckpt.megatron.install import existing_modules
 
     serve_with_numpy_2(Patches(), existing_modules(MODULES_CALLING_PRODUCT))
     serve_without_cuda(Patches(), existing_modules(MODULES_NAMING_CUDA))

@@ -128,7 +128,7 @@ def common_state_is_replaced_with_the_checkpoint(rank: int, directory: Path) -> 
 def a_common_state_that_cannot_be_written_stops_every_rank(rank: int, directory: Path) -> None:
     """Rank 0 alone writes `common.pt`; the others must not wait for it in a later collective."""
     dist_checkpointing = installed()
-    from mcore_ckpt.megatron.versions import megatron_version
+    from mcore_ckpt.megatron._versions import megatron_version
     from mcore_ckpt.storage.local import LocalStorage
 
     if megatron_version() >= (0, 19):

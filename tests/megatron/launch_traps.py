@@ -55,7 +55,7 @@ def foreign_requests_share_the_queue(rank: int, directory: Path, persistent: boo
 def stale_companions_do_not_survive(rank: int, directory: Path) -> None:
     """An older checkpoint's `common.pt` and `integrity.json` are not those of the checkpoint that replaced it."""
     dist_checkpointing = installed()
-    from mcore_ckpt.megatron.versions import megatron_version
+    from mcore_ckpt.megatron._versions import megatron_version
 
     target = made(directory)
     dist_checkpointing.save(state(1), target)
@@ -76,7 +76,7 @@ def stale_companions_do_not_survive(rank: int, directory: Path) -> None:
 def a_remnant_of_a_killed_save_is_nobodys_common_state(rank: int, directory: Path) -> None:
     """Killed before its sharded part began, a save leaves `common.pt.pending`, or `common.pt` if it was the first."""
     dist_checkpointing = installed()
-    from mcore_ckpt.megatron.versions import megatron_version
+    from mcore_ckpt.megatron._versions import megatron_version
 
     target = made(directory / "second")
     dist_checkpointing.save(state(1), target)
@@ -129,7 +129,7 @@ def queues_made_before_install_are_served(rank: int, directory: Path) -> None:
     import mcore_ckpt
 
     dist_checkpointing = installed()
-    from mcore_ckpt.megatron.async_queue import served_queue
+    from mcore_ckpt.megatron._async_queue import served_queue
 
     target = made(directory)
     for fill, queue in ((1, old), (2, AsyncCallsQueue(persistent=True))):
@@ -150,7 +150,7 @@ def a_persistent_worker_is_started_and_reset(rank: int, directory: Path) -> None
     dist_checkpointing = installed()
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from mcore_ckpt.megatron.versions import megatron_version
+    from mcore_ckpt.megatron._versions import megatron_version
 
     target = made(directory)
     imported_early = filesystem_async._results_queue  # the launch imports the name once, and sees no later queue
@@ -227,7 +227,7 @@ def some_ranks_load_alone(rank: int, directory: Path) -> None:
     dist_checkpointing = installed()
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    from mcore_ckpt.megatron.versions import megatron_version
+    from mcore_ckpt.megatron._versions import megatron_version
 
     if megatron_version() < (0, 19):
         return
@@ -275,7 +275,7 @@ def what_the_launch_sets_and_reads(rank: int, directory: Path) -> None:
     from megatron.core.dist_checkpointing.strategies import async_utils
     from megatron.core.dist_checkpointing.strategies import torch as strategies
 
-    from mcore_ckpt.megatron.versions import megatron_version
+    from mcore_ckpt.megatron._versions import megatron_version
 
     newer = {"cpu_shm_mode": True} if megatron_version() >= (0, 18) else {}
     strategy = strategies.TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=3, **newer)
@@ -328,7 +328,7 @@ def other_formats_use_the_queue(rank: int, directory: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from megatron.core.dist_checkpointing.strategies import torch as strategies
 
-    from mcore_ckpt.megatron.versions import megatron_version
+    from mcore_ckpt.megatron._versions import megatron_version
 
     if megatron_version() < (0, 17):
         return

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mcore_ckpt import SaveOptions
-from mcore_ckpt.save.report import FileReport, SaveReport, Span, write_trace
+from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
 from tests.support.gloo_ranks import run_ranks
 
 

@@ -265,7 +265,7 @@ def test_a_death_between_two_saves_costs_nothing(writer: PersistentWriter, stage
 def test_a_writer_that_cannot_start_says_why(
     monkeypatch: pytest.MonkeyPatch, stage: SmallStage, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("mcore_ckpt.writing.writer_child._PROGRAM", "raise ImportError('no module named zlib')")
+    monkeypatch.setattr("mcore_ckpt.writing._writer_child._PROGRAM", "raise ImportError('no module named zlib')")
     writer = PersistentWriter()
     with pytest.raises(WriterDiedError, match="no module named zlib"):
         writer.submit(job(tmp_path, [image("a", 100)]), stage.fd).result()

@@ -16,8 +16,8 @@ from mcore_ckpt import SaveOptions
 from mcore_ckpt.core.options import ranks_of_this_host
 from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.layout.buckets import lay_out
-from mcore_ckpt.save import async_save
-from mcore_ckpt.save.async_save import AsyncSave, start_writing
+from mcore_ckpt.save import _async_save as async_save
+from mcore_ckpt.save._async_save import AsyncSave, start_writing
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.writing import stage_pool
 from mcore_ckpt.writing.process import shared_writer

@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import Any
 
 from mcore_ckpt.core.errors import UnsupportedMegatronError
-from mcore_ckpt.megatron.errors import MegatronErrors, as_megatron_error
-from mcore_ckpt.megatron.patches import Patches
+from mcore_ckpt.megatron._errors import MegatronErrors, as_megatron_error
+from mcore_ckpt.megatron._patches import Patches
 
 __all__ = [
     "CHECKPOINTING",

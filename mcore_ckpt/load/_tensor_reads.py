@@ -26,9 +26,9 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor_in
 from mcore_ckpt.format.zip_records import NotRangeable
+from mcore_ckpt.load._items import ItemLocations, RecordSum, check_located, checksum_error
+from mcore_ckpt.load._placement import HostBytes, ReadBuffer, Want, alignment_for, memory_at, place_box
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, in_parallel, naming, padded_range
-from mcore_ckpt.load.items import ItemLocations, RecordSum, check_located, checksum_error
-from mcore_ckpt.load.placement import HostBytes, ReadBuffer, Want, alignment_for, memory_at, place_box
 from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES, MAX_WASTE, Extent, Piece, Span, cluster_boxes, coalesce, split_box
 from mcore_ckpt.load.read_requests import WantedItem
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader

@@ -31,8 +31,8 @@ from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor, verify_
 from mcore_ckpt.format.safe_pickle import load_object, refuse_zip_bomb
 from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
 from mcore_ckpt.layout.torch_classes import dtype_name
+from mcore_ckpt.load._placement import narrow
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
-from mcore_ckpt.load.placement import narrow
 from mcore_ckpt.load.ranges import Extent, coalesce
 from mcore_ckpt.load.read_requests import WantedItem
 from mcore_ckpt.storage.base import RangeReader, Storage

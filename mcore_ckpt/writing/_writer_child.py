@@ -47,7 +47,7 @@ _KEPT_STAGES: Final = 4
 _PROGRAM: Final = """\
 import sys
 sys.path += [path for path in {path!r} if path not in sys.path]
-from mcore_ckpt.writing.writer_process import main
+from mcore_ckpt.writing._writer_process import main
 main({control_fd}, {status_fd}, {parent_pid}, {kernel_watches}, {cpu_priority}, {io_priority})
 """
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.convert.reshard_copy import JOURNAL_FILE, Journal, copy_all, expected_crcs
+from mcore_ckpt.convert._reshard_copy import JOURNAL_FILE, Journal, copy_all, expected_crcs
 from mcore_ckpt.convert.reshard_plan import ReshardPlan, TensorMove
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress

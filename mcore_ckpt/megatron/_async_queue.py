@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from mcore_ckpt.core.errors import SaveError
-from mcore_ckpt.megatron.patches import Patches
+from mcore_ckpt.megatron._patches import Patches
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 
 __all__ = ["async_strategy_source", "replace_methods", "require_idle", "served_queue"]

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from mcore_ckpt.convert.file_stream import FileStream, Streams, StreamSink, TargetFile, WriteBehind
+from mcore_ckpt.convert._file_stream import FileStream, Streams, StreamSink, TargetFile, WriteBehind
 from mcore_ckpt.convert.reshard_plan import ObjectMove, ReshardPlan, TensorMove
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import ChecksumError, OptionError, SaveError
