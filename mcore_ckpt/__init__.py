@@ -75,3 +75,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME})
+
+
+def homes() -> dict[str, str]:
+    """The module of each public name that is resolved on first use, within the package."""
+    return dict(_HOME)

@@ -1,4 +1,4 @@
-"""The package is built as docs/design.md says: these tests hold the imports against the module map in it."""
+"""The package is built as docs/design.md says: these tests hold the imports against the table of rooms in it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from pathlib import Path
 
 import pytest
 
+import mcore_ckpt
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mcore_ckpt"
-LONGEST_FILE_LINES = 400
 # Where megatron-core may be named in an import; all else gets what it needs of it from there.
-KNOWS_MEGATRON = {"megatron_compat", "megatron_errors", "strategy"}
-# One row of the map: | layer | `file.py` | responsibility | torch |
-ROW = re.compile(r"^\| (\d) \| `([\w/]+)\.py` \| (.+?) \| (torch|-) \|$", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Module:
-    layer: int
-    needs_torch: bool
+KNOWS_MEGATRON = {"megatron._versions", "megatron._errors", "megatron.strategy"}
+# One row of the table of rooms: | `room/` | what it is for | torch |
+ROW = re.compile(r"^\| `(\w+)/` \| (.+?) \| (some|-) \|$", re.MULTILINE)
+# What lies beside the rooms and starts things: it may import every room, and no room imports it.
+ENTRANCES = {"launch", "__main__"}
 
 
 @dataclass(frozen=True)
@@ -37,9 +34,13 @@ class Import:
 
 
 @cache
-def module_map() -> dict[str, Module]:
-    text = (ROOT / "docs" / "design.md").read_text()
-    return {name.replace("/", "."): Module(int(layer), torch == "torch") for layer, name, _, torch in ROW.findall(text)}
+def rooms() -> dict[str, bool]:
+    """Rooms in their order; whether some of a room's modules may import torch."""
+    return {name: torch == "some" for name, _, torch in ROW.findall((ROOT / "docs" / "design.md").read_text())}
+
+
+def room_of(name: str) -> str:
+    return name.partition(".")[0]
 
 
 @cache
@@ -101,51 +102,52 @@ def own_modules_imported(name: str) -> set[str]:
     return targets - {""}
 
 
-def test_module_map_names_every_module_and_nothing_else() -> None:
-    missing, gone = sorted(set(modules()) - set(module_map())), sorted(set(module_map()) - set(modules()))
-    assert not missing, f"docs/design.md, module map: add a row for {missing}"
-    assert not gone, f"docs/design.md, module map: these do not exist: {gone}"
+def test_the_table_names_every_room_and_nothing_else() -> None:
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert set(rooms()) == folders
+    assert {room_of(name) for name in modules()} - folders == ENTRANCES
 
 
 @pytest.mark.parametrize("name", modules())
-def test_imports_go_up_the_map_only(name: str) -> None:
-    layer = module_map()[name].layer
-    downward = {target for target in own_modules_imported(name) if module_map()[target].layer > layer}
-    # The package's public names are resolved lazily, so a lower layer may be started by an upper one only in code that
-    # runs later; where that is so the module map says why.
-    at_import = {
-        imported.name.removeprefix("mcore_ckpt.")
-        for imported in imports(name)
-        if imported.at_import and imported.name.startswith("mcore_ckpt.")
-    }
-    offending = sorted(
-        target for target in downward if any(text == target or text.startswith(f"{target}.") for text in at_import)
-    )
-    assert not offending, f"{name} (layer {layer}) imports from below it in the module map: {offending}"
+def test_imports_go_up_the_table_only(name: str) -> None:
+    """Imports inside functions and for types count as any other."""
+    order = list(rooms())
+    if name in ENTRANCES:
+        return
+    allowed = set(order[: order.index(room_of(name)) + 1])
+    offending = sorted(target for target in own_modules_imported(name) if room_of(target) not in allowed)
+    assert not offending, f"{name} imports {offending}, which the table of rooms has below it"
 
 
-def test_no_two_modules_import_each_other() -> None:
-    graph = {
-        name: {
-            target
-            for imported in imports(name)
-            if imported.at_import and imported.name.startswith("mcore_ckpt.")
-            for target in modules()
-            if f"mcore_ckpt.{target}" == imported.name or imported.name.startswith(f"mcore_ckpt.{target}.")
-        }
-        for name in modules()
-    }
+def test_no_module_imports_itself_in_a_circle() -> None:
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
-        assert name not in path, f"import cycle: {' -> '.join([*path[path.index(name) :], name])}"
+        assert name not in path, f"import circle: {' -> '.join([*path[path.index(name) :], name])}"
         if name not in done:
-            for target in graph[name]:
+            for target in own_modules_imported(name):
                 visit(target, (*path, name))
             done.add(name)
 
-    for name in graph:
+    for name in modules():
         visit(name, ())
+
+
+def test_what_only_its_own_room_uses_begins_with_an_underscore() -> None:
+    public = {f"mcore_ckpt.{home}" for home in mcore_ckpt.homes().values()}
+    users: dict[str, set[str]] = {name: set() for name in modules()}
+    for name in modules():
+        for target in own_modules_imported(name):
+            users[target].add(room_of(name))
+    for name, used_by in users.items():
+        if name in ENTRANCES or name == "commands.cli":  # started by the interpreter
+            continue
+        leaf = name.rpartition(".")[2]
+        elsewhere = used_by - {room_of(name)}
+        if leaf.startswith("_"):
+            assert not elsewhere, f"{name} is its room's own, and {sorted(elsewhere)} import it"
+        else:
+            assert elsewhere or f"mcore_ckpt.{name}" in public, f"only its own room uses {name}: call it _{leaf}"
 
 
 def test_megatron_is_imported_in_few_modules_only() -> None:
@@ -160,9 +162,9 @@ def test_megatron_is_imported_in_few_modules_only() -> None:
     assert not where, f"megatron is imported at {where}; ask megatron_compat for what is needed"
 
 
-def test_which_modules_need_torch() -> None:
+def test_torch_free_rooms_are_free_of_torch() -> None:
     """In an interpreter where torch and megatron cannot be imported."""
-    names = sorted(set(modules()) - {"__main__"})  # which runs the command when it is imported
+    names = [name for name in modules() if name != "__main__"]  # which runs the command when it is imported
     code = f"""
 import importlib, sys
 for name in ("torch", "megatron"):
@@ -177,23 +179,13 @@ for name in {names!r}:
     assert ended.returncode == 0, ended.stderr
     needing = dict(line.split() for line in ended.stdout.splitlines())
     assert set(needing.values()) <= {"torch"}
-    assert set(needing) == {name for name, module in module_map().items() if module.needs_torch}
+    assert {room_of(name) for name in needing} == {name for name, some in rooms().items() if some}
 
 
 def test_import_of_the_package_brings_in_neither_torch_nor_megatron() -> None:
     code = "import sys, mcore_ckpt; print(sorted({'torch', 'numpy', 'megatron', 'rich'} & set(sys.modules)))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert ended.stdout.strip() == "[]", ended.stdout + ended.stderr
-
-
-def test_no_file_is_longer_than_a_person_reads() -> None:
-    lengths = {
-        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
-        for folder in (PACKAGE, ROOT / "scripts")
-        for path in folder.rglob("*.py")
-    }
-    too_long = {path: lines for path, lines in lengths.items() if lines > LONGEST_FILE_LINES}
-    assert not too_long, f"more than {LONGEST_FILE_LINES} lines: {too_long}"
 
 
 def test_no_module_is_named_after_nothing() -> None:

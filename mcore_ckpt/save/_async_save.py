@@ -25,7 +25,8 @@ from mcore_ckpt.layout.plans import TensorPlans, encoded_beside
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, Storage, align_up
 from mcore_ckpt.writing.call_process import report_progress
-from mcore_ckpt.writing.image_writer import ImageWriter, check_results, write_in_line
+from mcore_ckpt.writing.image_writer import ImageWriter
+from mcore_ckpt.writing.in_line import check_results, write_in_line
 from mcore_ckpt.writing.job_handle import JobHandle
 from mcore_ckpt.writing.process import ForkedWriter, shared_writer
 from mcore_ckpt.writing.stage_pool import StageLease, lease_stage

@@ -31,7 +31,8 @@ from mcore_ckpt.format.index import ObjectEntry
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout, TensorSpec, lay_out_rank
 from mcore_ckpt.layout.file_image import ImageResult
-from mcore_ckpt.layout.plans import LocalPlan, TensorPlans, check_plans, encoded_beside
+from mcore_ckpt.layout.plan_check import check_plans
+from mcore_ckpt.layout.plans import LocalPlan, TensorPlans, encoded_beside
 from mcore_ckpt.layout.torch_classes import local_plans_as_dcp
 from mcore_ckpt.load.flattened import noted_shapes
 from mcore_ckpt.save._async_save import AsyncSave, SkippedSave, WrittenSave, log_choice, start_writing
@@ -39,7 +40,7 @@ from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.save.rank_state import RankState
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.writing.image_writer import write_in_line
+from mcore_ckpt.writing.in_line import write_in_line
 from mcore_ckpt.writing.stage_pool import is_busy
 from mcore_ckpt.writing.staging import BucketSource
 

@@ -15,18 +15,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
+from mcore_ckpt.core.errors import CheckpointError, SaveError, WriterDiedError, WriteTimeoutError
 from mcore_ckpt.core.failures import FailureReport, remote_cause, same_class
 from mcore_ckpt.core.process import Sentinel, exit_text, kernel_can_watch, wait_readable
-from mcore_ckpt.writing.job_handle import WriterJobHandle
+from mcore_ckpt.writing.job_handle import LONGEST_WAIT_S, JobHandle, JobWatch
 from mcore_ckpt.writing.writer_messages import (
+    CANCEL,
     DONE,
     FORGET_STAGE,
     JOB,
     STAGE,
     STOP,
     WINDOW_FREE,
+    WINDOW_READY,
     Inbox,
+    JobResult,
     StatusPage,
     WriterJob,
     pack,
@@ -357,3 +360,90 @@ def _disown_all() -> None:
 
 
 os.register_at_fork(after_in_child=_disown_all)
+
+
+_CANCEL_DEADLINE_S: Final = 2.0
+
+
+class WriterJobHandle(JobHandle):
+    """A job of a persistent writer.
+
+    Attributes:
+        job: what is to be written.
+        number: of the job, counted over all writer processes.
+    """
+
+    def __init__(self, child: WriterChild, number: int, job: WriterJob) -> None:
+        self.job = job
+        self.number = number
+        self.submitted_s = time.monotonic()
+        self.done = False
+        self.value: JobResult | None = None
+        self.error: CheckpointError | None = None
+        self.windows_free = 0
+        self._child = child
+        self._written_before = child.written_bytes()
+        # Made here: in a forked process the descriptor is closed, and the process is not the owner.
+        self._watch = JobWatch(child.pid, child.status_fd, number)
+
+    @property
+    def what(self) -> str:
+        """Files and directory, for messages."""
+        names = [file.image.file_name for file in self.job.files]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return f"{shown} into {self.job.storage}"
+
+    def written_bytes(self) -> int:
+        return max(0, self._child.written_bytes() - self._written_before)
+
+    def poll(self) -> bool:
+        if not self.done:
+            self._child.receive()
+        return self.done
+
+    def _wait_for_news(self, timeout_s: float) -> None:
+        self._child.wait_for_news(timeout_s)
+
+    def _outcome(self) -> JobResult:
+        if self.error is not None:
+            raise self.error
+        assert self.value is not None
+        return self.value
+
+    def fileno(self) -> int:
+        """The writer's sentinel, -1 where there is none: readable once the writer is gone."""
+        return self._child.sentinel.fd
+
+    def acquire_window(self, number: int, timeout_s: float | None = None) -> None:
+        """Wait until window `number` of a job with a `Ring` may be put into its slot.
+
+        Raises:
+            SaveError: the job has failed meanwhile, or `timeout_s` has passed; see `result`.
+        """
+        ring = self.job.ring
+        assert ring is not None
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while number - self.windows_free >= ring.slots:
+            if self.poll():
+                self._outcome()
+                raise SaveError(f"job {self.number} has ended before its window {number}: the windows do not add up")
+            if number - self.windows_free < ring.slots:
+                return
+            if until_s is not None and time.monotonic() >= until_s:
+                raise WriteTimeoutError(f"no window became free in {timeout_s} s while writing {self.what}")
+            self._wait_for_news(LONGEST_WAIT_S)
+
+    def window_ready(self, number: int) -> None:
+        """Tell the writer that window `number` lies in its slot."""
+        self._child.send(WINDOW_READY, (self.number, number))
+
+    def abort(self) -> bool:
+        if self.poll():
+            return self._child.gone or not self._child.dead
+        self._child.send(CANCEL, self.number)
+        if self.wait(_CANCEL_DEADLINE_S):
+            return self._child.gone or not self._child.dead
+        return self._child.kill("it did not stop when its job was aborted")
+
+    def watch(self) -> JobWatch:
+        return self._watch

@@ -23,10 +23,6 @@ Two ways to write, with the same result:
   much less CPU time, that the copy pays.
 - `write_windows`: the caller puts the image together one window at a time, in a few buffers that are used again; the
   memory this takes does not depend on the size of the image.
-
-Write a rank's buckets, in the process that calls.
-
-A synchronous save runs `write_in_line` on the trainer's own thread; a forked writer runs the same in the child.
 """
 
 from __future__ import annotations
@@ -37,28 +33,23 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final
 
-from mcore_ckpt.core.errors import SaveError, WriteTimeoutError
-from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.core.errors import WriteTimeoutError
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.layout.file_image import FileImage, Fill, ImageResult, Window, plan_windows
-from mcore_ckpt.storage.base import RangeWriter, Storage, align_up
+from mcore_ckpt.storage.base import RangeWriter, align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer, copy_bytes, has_huge_pages
-from mcore_ckpt.writing.staging import BucketSource
 
 __all__ = [
     "FileInProgress",
     "ImageWriter",
     "PieceQueue",
     "WindowPool",
-    "check_results",
     "write_image",
-    "write_in_line",
     "write_windows",
 ]
 
@@ -567,76 +558,3 @@ def write_windows(
     with ImageWriter(io_threads=io_threads, pool=pool, fsync=fsync) as images:
         images.write_windows(writer, image, fill)
     return images.results[0]
-
-
-# Three windows: one is being filled, one written, one waits; more would not make the device busier.
-_WINDOWS = 3
-_free_pools: dict[int, list[WindowPool]] = {}
-_pools_lock = threading.Lock()
-
-
-@contextmanager
-def _window_pool(window_bytes: int) -> Iterator[WindowPool]:
-    """A pool of window buffers, kept for the next save of this process."""
-    with _pools_lock:
-        kept = _free_pools.setdefault(window_bytes, [])
-        pool = kept.pop() if kept else WindowPool(window_bytes, _WINDOWS)
-    try:
-        yield pool
-    finally:
-        with _pools_lock:
-            kept.append(pool)
-
-
-def write_in_line(
-    storage: Storage,
-    sources: Sequence[BucketSource],
-    options: SaveOptions,
-    on_written: Callable[[int], None] | None = None,
-) -> list[ImageResult]:
-    """Write the files of a rank and make them durable; all of them, or none stays.
-
-    Args:
-        storage: the checkpoint's directory.
-        sources: the buckets.
-        options: `io_threads`, `window_bytes`, `direct_io` and `fsync` matter here.
-        on_written: called with a number of bytes after each write, on an I/O thread.
-
-    Raises:
-        SaveError: the device or file system failed; names the file and the errno.
-    """
-    with (
-        _window_pool(options.window_bytes) as pool,
-        ImageWriter(
-            io_threads=options.io_threads,
-            pool=pool,
-            fsync=options.fsync,
-            on_written=on_written,
-            deadline_s=options.write_deadline_s,
-        ) as images,
-    ):
-        for source in sources:
-            image = source.layout.image
-            writer = storage.open_writer(image.file_name, size_bytes=image.size_bytes, direct=options.direct_io)
-            images.write_windows(writer, image, _filler(source))
-    check_results([source.layout.image for source in sources], images.results)
-    return images.results
-
-
-def _filler(source: BucketSource) -> Callable[[Window, memoryview], None]:
-    def fill(window: Window, view: memoryview) -> None:
-        source.fill(window.start, window.stop, view)
-
-    return fill
-
-
-def check_results(images: Sequence[FileImage], results: Sequence[ImageResult]) -> None:
-    """Compare what was written with what was planned: every file, of its planned length, every payload summed.
-
-    Raises:
-        SaveError: they differ.
-    """
-    planned = [(image.file_name, image.size_bytes, len(image.payload_offsets)) for image in images]
-    written = [(result.file_name, result.size_bytes, len(result.crcs)) for result in results]
-    if planned != written:
-        raise SaveError(f"the writer's results are not what was planned: expected {planned}, got {written}")

@@ -6,18 +6,13 @@ import os
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from mcore_ckpt.core.errors import CheckpointError, SaveError, WriteTimeoutError
-from mcore_ckpt.writing.writer_messages import CANCEL, WINDOW_READY, JobResult, StatusPage, WriterJob
+from mcore_ckpt.writing.writer_messages import StatusPage
 
-if TYPE_CHECKING:
-    from mcore_ckpt.writing._writer_child import WriterChild
+__all__ = ["LONGEST_WAIT_S", "JobHandle", "JobWatch"]
 
-__all__ = ["JobHandle", "JobWatch", "WriterJobHandle"]
-
-_LONGEST_WAIT_S: Final = 1.0
-_CANCEL_DEADLINE_S: Final = 2.0
+LONGEST_WAIT_S: Final = 1.0
 
 
 class JobHandle(ABC):
@@ -56,10 +51,10 @@ class JobHandle(ABC):
         """As `poll`, but waits up to `timeout_s` seconds for the end; None waits as long as it takes."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.poll():
-            left_s = _LONGEST_WAIT_S if until_s is None else until_s - time.monotonic()
+            left_s = LONGEST_WAIT_S if until_s is None else until_s - time.monotonic()
             if left_s <= 0:
                 return False
-            self._wait_for_news(min(left_s, _LONGEST_WAIT_S))
+            self._wait_for_news(min(left_s, LONGEST_WAIT_S))
         return True
 
     def result(self) -> Any:
@@ -109,87 +104,3 @@ def _is_running(pid: int) -> bool:
         return b") Z" not in Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return False
-
-
-class WriterJobHandle(JobHandle):
-    """A job of a persistent writer.
-
-    Attributes:
-        job: what is to be written.
-        number: of the job, counted over all writer processes.
-    """
-
-    def __init__(self, child: WriterChild, number: int, job: WriterJob) -> None:
-        self.job = job
-        self.number = number
-        self.submitted_s = time.monotonic()
-        self.done = False
-        self.value: JobResult | None = None
-        self.error: CheckpointError | None = None
-        self.windows_free = 0
-        self._child = child
-        self._written_before = child.written_bytes()
-        # Made here: in a forked process the descriptor is closed, and the process is not the owner.
-        self._watch = JobWatch(child.pid, child.status_fd, number)
-
-    @property
-    def what(self) -> str:
-        """Files and directory, for messages."""
-        names = [file.image.file_name for file in self.job.files]
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return f"{shown} into {self.job.storage}"
-
-    def written_bytes(self) -> int:
-        return max(0, self._child.written_bytes() - self._written_before)
-
-    def poll(self) -> bool:
-        if not self.done:
-            self._child.receive()
-        return self.done
-
-    def _wait_for_news(self, timeout_s: float) -> None:
-        self._child.wait_for_news(timeout_s)
-
-    def _outcome(self) -> JobResult:
-        if self.error is not None:
-            raise self.error
-        assert self.value is not None
-        return self.value
-
-    def fileno(self) -> int:
-        """The writer's sentinel, -1 where there is none: readable once the writer is gone."""
-        return self._child.sentinel.fd
-
-    def acquire_window(self, number: int, timeout_s: float | None = None) -> None:
-        """Wait until window `number` of a job with a `Ring` may be put into its slot.
-
-        Raises:
-            SaveError: the job has failed meanwhile, or `timeout_s` has passed; see `result`.
-        """
-        ring = self.job.ring
-        assert ring is not None
-        until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while number - self.windows_free >= ring.slots:
-            if self.poll():
-                self._outcome()
-                raise SaveError(f"job {self.number} has ended before its window {number}: the windows do not add up")
-            if number - self.windows_free < ring.slots:
-                return
-            if until_s is not None and time.monotonic() >= until_s:
-                raise WriteTimeoutError(f"no window became free in {timeout_s} s while writing {self.what}")
-            self._wait_for_news(_LONGEST_WAIT_S)
-
-    def window_ready(self, number: int) -> None:
-        """Tell the writer that window `number` lies in its slot."""
-        self._child.send(WINDOW_READY, (self.number, number))
-
-    def abort(self) -> bool:
-        if self.poll():
-            return self._child.gone or not self._child.dead
-        self._child.send(CANCEL, self.number)
-        if self.wait(_CANCEL_DEADLINE_S):
-            return self._child.gone or not self._child.dead
-        return self._child.kill("it did not stop when its job was aborted")
-
-    def watch(self) -> JobWatch:
-        return self._watch

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
-from mcore_ckpt.writing._writer_child import WriterChild
+from mcore_ckpt.writing._writer_child import WriterChild, WriterJobHandle
 from mcore_ckpt.writing.call_process import ForkedCall, report_progress
-from mcore_ckpt.writing.job_handle import JobHandle, JobWatch, WriterJobHandle
+from mcore_ckpt.writing.job_handle import JobHandle, JobWatch
 from mcore_ckpt.writing.writer_messages import FileJob, JobResult, Ring, WriterJob
 
 __all__ = [

@@ -21,7 +21,8 @@ from mcore_ckpt.layout.buckets import (
     region_bytes,
     split_buckets,
 )
-from mcore_ckpt.layout.plans import LocalPlan, LocalPlanBuilder, check_plans, index_tensors
+from mcore_ckpt.layout.plan_check import check_plans
+from mcore_ckpt.layout.plans import LocalPlan, LocalPlanBuilder, index_tensors
 from mcore_ckpt.writing.stage_pool import Stage
 from mcore_ckpt.writing.staging import BucketSource
 

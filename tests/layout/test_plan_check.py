@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import PlanError
-from mcore_ckpt.layout.plans import LocalPlan, LocalPlanBuilder, check_plans
+from mcore_ckpt.layout.plan_check import check_plans
+from mcore_ckpt.layout.plans import LocalPlan, LocalPlanBuilder
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 Tensors = dict[str, tuple[tuple[int, ...], list[Box]]]

@@ -1,0 +1,154 @@
+"""The coordinator's check that the chunks of all ranks make up each tensor, on whole columns at a time.
+
+A coordinator checks every chunk of every rank before a save begins, and training waits meanwhile. Chunks that follow
+one another along one axis and span the others, which is what ranks give that divide a tensor, are told by a few numpy
+operations for all tensors together; only what is left goes through `boxes.covers`, tensor by tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_ckpt.core.boxes import Box, covers
+from mcore_ckpt.core.errors import PlanError
+from mcore_ckpt.layout.plans import LocalPlan
+
+__all__ = [
+    "check_plans",
+]
+
+
+_Ints = npt.NDArray[np.int64]
+
+
+class _Items(NamedTuple):
+    """The write items of all ranks, rank after rank; `keys` holds each key once, `key_ids` the place of each in it."""
+
+    keys: list[str]
+    key_ids: _Ints
+    ranks: _Ints
+    dtypes: list[str]
+    dtype_ids: _Ints
+    ndims: _Ints
+    boxes: _Ints
+    positions: _Ints  # where in `boxes` the numbers of an item begin
+
+    def numbers(self, item: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Global shape, offsets and sizes of one item."""
+        start, ndim = int(self.positions[item]), int(self.ndims[item])
+        values = self.boxes[start : start + 3 * ndim].tolist()
+        return tuple(values[:ndim]), tuple(values[ndim : 2 * ndim]), tuple(values[2 * ndim :])
+
+
+def check_plans(plans: Sequence[LocalPlan]) -> None:
+    """Check every rank's tensors against those of all others.
+
+    Args:
+        plans: by rank.
+
+    Raises:
+        PlanError: ranks disagree on a tensor's dtype or shape, or its chunks overlap, leave a gap or stick out; names
+            the key, the ranks and what was found.
+    """
+    items = _joined(plans)
+    if not items.keys:
+        return
+    _, first = np.unique(items.key_ids, return_index=True)
+    heads = first[items.key_ids]  # for each item the first one of its key
+    alike = (items.dtype_ids == items.dtype_ids[heads]) & (items.ndims == items.ndims[heads])
+    told = np.zeros(len(items.keys), dtype=bool)  # keys whose chunks are known to tile
+    for ndim in np.unique(items.ndims[alike]).tolist():
+        chosen = np.flatnonzero(alike & (items.ndims == ndim))
+        numbers = items.boxes[items.positions[chosen][:, None] + np.arange(3 * ndim)].reshape(len(chosen), 3, ndim)
+        rows = np.zeros(len(items.key_ids), dtype=np.int64)
+        rows[chosen] = np.arange(len(chosen))
+        alike[chosen] = (numbers[:, 0] == numbers[rows[heads[chosen]], 0]).all(axis=1)
+        key_ids = items.key_ids[chosen]
+        told[key_ids] = _in_a_row(key_ids, numbers)[key_ids]
+    if not alike.all():
+        wrong = int(np.flatnonzero(~alike)[0])
+        raise PlanError(_disagreement(items, int(heads[wrong]), wrong))
+    if not told.all():
+        _check_one_by_one(items, first, ~told)
+
+
+def _joined(plans: Sequence[LocalPlan]) -> _Items:
+    key_numbers: dict[str, int] = {}
+    dtype_numbers: dict[str, int] = {}
+    key_ids = [key_numbers.setdefault(key, len(key_numbers)) for plan in plans for key in plan.keys]
+    dtype_ids = [_column([])]
+    for plan in plans:
+        of_rank = _column([dtype_numbers.setdefault(name, len(dtype_numbers)) for name in plan.dtypes])
+        dtype_ids.append(of_rank[_column(plan.dtype_codes)] if plan.keys else _column([]))
+    ndims = np.concatenate([_column([]), *(_column(plan.ndims) for plan in plans)])
+    return _Items(
+        keys=list(key_numbers),
+        key_ids=_column(key_ids),
+        ranks=np.repeat(np.arange(len(plans)), [len(plan.keys) for plan in plans]),
+        dtypes=list(dtype_numbers),
+        dtype_ids=np.concatenate(dtype_ids),
+        ndims=ndims,
+        boxes=np.concatenate([_column([]), *(_column(plan.boxes) for plan in plans)]),
+        positions=np.cumsum(3 * ndims) - 3 * ndims,
+    )
+
+
+def _column(values: Any) -> _Ints:
+    return np.asarray(values, dtype=np.int64)
+
+
+def _in_a_row(key_ids: _Ints, numbers: _Ints) -> npt.NDArray[np.bool_]:
+    """For each key, whether its chunks follow one another along one axis and span the others; False says nothing.
+
+    Args:
+        key_ids: of each chunk.
+        numbers: chunks x (shape, offsets, sizes) x axes.
+    """
+    count, _, ndim = numbers.shape
+    good = np.ones(int(key_ids.max()) + 1, dtype=bool)
+    if ndim == 0:
+        good[np.bincount(key_ids) != 1] = False
+        return good
+    shapes, offsets, sizes = numbers[:, 0], numbers[:, 1], numbers[:, 2]
+    everyone = np.arange(count)
+    divided = sizes != shapes
+    axes = divided.argmax(axis=1)
+    starts, lengths, whole = offsets[everyone, axes], sizes[everyone, axes], shapes[everyone, axes]
+    others = offsets.copy()
+    others[everyone, axes] = 0
+    fits = (divided.sum(axis=1) <= 1) & (lengths > 0) & ~others.any(axis=1) & (shapes > 0).all(axis=1)
+    good[key_ids[~fits]] = False
+    order = np.lexsort((starts, key_ids))
+    key_ids, axes, starts, lengths, whole = (column[order] for column in (key_ids, axes, starts, lengths, whole))
+    goes_on = key_ids[1:] == key_ids[:-1]
+    joined = ~goes_on | ((starts[1:] == starts[:-1] + lengths[:-1]) & (axes[1:] == axes[:-1]))
+    good[key_ids[1:][~joined]] = False
+    begins = np.concatenate(([True], ~goes_on))
+    ends = np.concatenate((~goes_on, [True]))
+    good[key_ids[begins & (starts != 0)]] = False
+    good[key_ids[ends & (starts + lengths != whole)]] = False
+    return good
+
+
+def _disagreement(items: _Items, head: int, other: int) -> str:
+    first, second = (
+        f"{items.dtypes[items.dtype_ids[item]]} of global shape {items.numbers(item)[0]}" for item in (head, other)
+    )
+    key = items.keys[items.key_ids[head]]
+    return f"{key}: rank {items.ranks[head]} saves {first}, rank {items.ranks[other]} {second}"
+
+
+def _check_one_by_one(items: _Items, first: _Ints, wanted: npt.NDArray[np.bool_]) -> None:
+    """Check the tiling of the wanted keys, in the order of the keys."""
+    boxes: dict[int, list[Box]] = {key_id: [] for key_id in np.flatnonzero(wanted).tolist()}
+    for item in np.flatnonzero(wanted[items.key_ids]).tolist():
+        _, offsets, sizes = items.numbers(item)
+        boxes[int(items.key_ids[item])].append(Box(offsets, sizes))
+    for key_id, of_key in boxes.items():
+        problem = covers(items.numbers(int(first[key_id]))[0], of_key)
+        if problem:
+            raise PlanError(f"{items.keys[key_id]}: {problem}")
