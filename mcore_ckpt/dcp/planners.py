@@ -1,17 +1,16 @@
-"""The save planner: shards -> write items, on DCP's planner protocol.
+"""The planners of saves and loads, on `torch.distributed.checkpoint`'s protocols.
 
-It takes what `torch.distributed.checkpoint` takes (plain tensors, DTensors, objects) and, besides, Megatron's
-`ShardedTensor` and `ShardedObject` leaves as they are, nested or flat. Write items come straight from the shards: a
-rank plans what it holds, and its cost does not depend on how many ranks there are.
-
-The load planner: what is wanted -> read items, each key checked for kind, global shape and dtype.
+They take what DCP takes (plain tensors, DTensors, objects) and, besides, Megatron's `ShardedTensor` and `ShardedObject`
+leaves as they are, nested or flat. Items come straight from the shards: a rank plans what it holds, and its cost does
+not depend on how many ranks there are. A save is checked to make up each tensor; a load has each key checked for kind,
+global shape and dtype before anything is read.
 """
 
 from __future__ import annotations
 
 import difflib
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from mcore_ckpt.core.errors import (
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.layout.shards import box_sizes, is_main_replica, is_sharded_object, leaves, without_leaves
+from mcore_ckpt.load.flattened import destination
 from mcore_ckpt.save.rank_state import serialize_objects
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "MCoreSavePlanner",
     "object_write_item",
     "shard_write_item",
+    "tensor_write_item",
 ]
 
 _PROPERTIES: dict[torch.dtype, TensorProperties] = {}
@@ -59,22 +60,33 @@ def _properties(dtype: torch.dtype) -> TensorProperties:
     return properties
 
 
-def shard_write_item(shard: Any, index: int | None = None) -> WriteItem:
-    """The write item of a Megatron `ShardedTensor`: one box of its global tensor.
+def tensor_write_item(
+    key: str,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    index: int | None = None,
+) -> WriteItem:
+    """The write item of one box of a global tensor, in elements.
 
     Args:
-        shard: the shard, `data` of shape `local_shape`, at `global_offset` of `global_shape` (elements).
+        key: of the tensor.
+        dtype: of its elements.
+        shape: of the global tensor.
+        offsets: where the box begins.
+        sizes: of the box.
         index: position among this rank's shards of the same key, when there are several.
     """
-    offsets = torch.Size(shard.global_offset)
-    chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(box_sizes(shard)))
-    return WriteItem(
-        index=MetadataIndex(shard.key, offsets, index),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=chunk, properties=_properties(shard.dtype), size=torch.Size(shard.global_shape)
-        ),
-    )
+    begin = torch.Size(offsets)
+    chunk = ChunkStorageMetadata(offsets=begin, sizes=torch.Size(sizes))
+    data = TensorWriteData(chunk=chunk, properties=_properties(dtype), size=torch.Size(shape))
+    return WriteItem(MetadataIndex(key, begin, index), WriteItemType.SHARD, tensor_data=data)
+
+
+def shard_write_item(shard: Any, index: int | None = None) -> WriteItem:
+    """The write item of a Megatron `ShardedTensor`; `index` as in `tensor_write_item`."""
+    return tensor_write_item(shard.key, shard.dtype, shard.global_shape, shard.global_offset, box_sizes(shard), index)
 
 
 def object_write_item(key: str) -> WriteItem:
@@ -311,12 +323,8 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         if not shard.allow_shape_mismatch:
             self._check_shape(stored, shard.key, tuple(shard.global_shape))
             self._check_dtype(stored, shard.key, shard.dtype)  # what may differ in shape is converted, too
-        if shard.data is None:
-            shard.init_data("cpu", torch.zeros if shard.allow_shape_mismatch else torch.empty)
-        elif shard.allow_shape_mismatch:
-            shard.data.detach().zero_()
         sizes = box_sizes(shard)
-        self._targets[shard.key, tuple(shard.global_offset)] = shard.data.detach().view(sizes)
+        self._targets[shard.key, tuple(shard.global_offset)] = destination(shard).view(sizes)
         chunk = ChunkStorageMetadata(offsets=torch.Size(shard.global_offset), sizes=torch.Size(sizes))
         return list(create_read_items_for_chunk_list(shard.key, stored, [chunk]))
 

@@ -1,4 +1,4 @@
-"""Any box of a stored tensor as bytes."""
+"""What a writer needs to know of a file: its length, its payloads, where their checksums go; and what became of it."""
 
 from __future__ import annotations
 

@@ -1,25 +1,46 @@
-"""Megatron's sharded leaves as the planner sees them, recognised by their attributes so that megatron is not imported.
+"""Megatron's sharded leaves, and how they are stored; recognised by their attributes, so megatron is not imported.
 
 A *shard* is what one rank holds of a global tensor: Megatron's `ShardedTensor` (key, data, local and global shape,
 offset). A *sharded object* is one rank's part of a global object: Megatron's `ShardedObject`.
+
+A shard is a box of its global tensor and is stored as such, but for stretches of flattened tensors, which is how
+Megatron-Core 0.12 to 0.15 kept optimizer state. A rank of the distributed optimizer owns elements `[start, stop)` of
+its flattened parameter, which in turn is a box of the global parameter: a `ShardedTensor` with a `flattened_range`.
+Such a stretch is no box of the global tensor, so it is stored under another shape (Megatron's own form, which stock
+readers expect):
+
+    parameter   global [X, Y], local [x, y]                          elements
+    stored      [X / x, Y / y, x * y]                                grid of local boxes, each flattened
+    one shard   offsets [i, j, start], sizes [1, 1, stop - start]
+
+and `.metadata` notes the parameter's own global shape in `mcore_data`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from mcore_ckpt.core.errors import PlanError
+from mcore_ckpt.format.index import CheckpointIndex
 
 __all__ = [
+    "StoredForm",
     "box_sizes",
     "is_main_replica",
     "is_sharded_object",
     "is_sharded_tensor",
     "leaves",
+    "local_box",
+    "noted_shapes",
+    "original_shape",
     "replace_leaves",
+    "stored_form",
     "without_leaves",
 ]
+
+_NOTE = "nd_reformulated_orig_global_shape"
 
 
 def is_sharded_tensor(value: object) -> bool:
@@ -52,8 +73,7 @@ def box_sizes(shard: Any) -> tuple[int, ...]:
             " save and load it with Megatron's dist_checkpointing after mcore_ckpt.install(), or choose an optimizer"
             " sharding type that keeps the model's shapes (fully_reshardable) or flat buckets (dp_reshardable)"
         )
-    prepended: int = shard.prepend_axis_num
-    return (1,) * prepended + tuple(shard.local_shape)
+    return local_box(shard)
 
 
 def leaves(tree: object) -> Iterator[Any]:
@@ -101,3 +121,68 @@ def without_leaves(tree: Any) -> Any:
         kept_list = [without_leaves(v) for v in tree if not (is_sharded_tensor(v) or is_sharded_object(v))]
         return [v for v in kept_list if not (isinstance(v, (dict, list)) and not v)] if tree else tree
     return tree
+
+
+class StoredForm(NamedTuple):
+    """What a shard is in the checkpoint, in elements.
+
+    Attributes:
+        shape: of the global tensor as stored.
+        offsets: of the shard in it.
+        sizes: of the shard in it.
+        original_shape: of the global parameter, where the stored one is another; None where it is the same.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    original_shape: tuple[int, ...] | None = None
+
+
+def stored_form(shard: Any) -> StoredForm:
+    """How a `ShardedTensor` is stored.
+
+    Raises:
+        PlanError: a flattened shard whose local box is not a cell of a regular grid.
+    """
+    if getattr(shard, "flattened_range", None) is None:
+        return StoredForm(tuple(shard.global_shape), tuple(shard.global_offset), local_box(shard))
+    cell = local_box(shard)
+    if any(offset % size for offset, size in zip(shard.global_offset, cell, strict=True)):
+        raise PlanError(
+            f"{shard.key}: a flattened shard must lie on a grid of boxes {list(cell)}; its box starts at "
+            f"{list(shard.global_offset)} of the global tensor {list(shard.global_shape)}"
+        )
+    start, stop = shard.flattened_range.start, shard.flattened_range.stop
+    return StoredForm(
+        (*shard.axis_fragmentations, math.prod(cell)),
+        (*(offset // size for offset, size in zip(shard.global_offset, cell, strict=True)), start),
+        (*(1 for _ in cell), stop - start),
+        tuple(shard.global_shape),
+    )
+
+
+def noted_shapes(original_shapes: Iterable[Mapping[str, tuple[int, ...]]]) -> dict[str, dict[str, Any]]:
+    """The notes for `.metadata`, from each rank's parameter shapes by key.
+
+    Raises:
+        PlanError: two ranks disagree.
+    """
+    merged: dict[str, tuple[int, ...]] = {}
+    for shapes in original_shapes:
+        for key, shape in shapes.items():
+            if merged.setdefault(key, shape) != shape:
+                raise PlanError(f"{key}: global shape {list(shape)} on one rank, {list(merged[key])} on another")
+    return {key: {_NOTE: shape} for key, shape in merged.items()}
+
+
+def original_shape(index: CheckpointIndex, key: str) -> tuple[int, ...] | None:
+    """Global shape of a parameter that is stored as flattened stretches; None if it is stored as it is."""
+    shape = index.mcore_data.get(key, {}).get(_NOTE)
+    return None if shape is None else tuple(shape)
+
+
+def local_box(shard: Any) -> tuple[int, ...]:
+    """Sizes of the box that a shard, or the parameter it is a stretch of, fills in its global tensor, in elements."""
+    prepended: int = shard.prepend_axis_num
+    return (1,) * prepended + tuple(shard.local_shape)

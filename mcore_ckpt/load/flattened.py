@@ -1,97 +1,43 @@
 """Stretches of flattened tensors: how Megatron-Core 0.12 to 0.15 kept optimizer state, to be read by any version.
 
-A rank of the distributed optimizer owns elements `[start, stop)` of its flattened parameter, which in turn is a box of
-the global parameter: Megatron's `ShardedTensor` with a `flattened_range`. Such a stretch is no box of the global
-tensor, so it is stored under another shape (Megatron's own form, which stock readers expect):
-
-    parameter   global [X, Y], local [x, y]                          elements
-    stored      [X / x, Y / y, x * y]                                grid of local boxes, each flattened
-    one shard   offsets [i, j, start], sizes [1, 1, stop - start]
-
-and `.metadata` notes the parameter's own global shape in `mcore_data`. Reading goes from any stored form to any wanted
-one: the same grid directly; another grid, or none, by way of the parameter's own coordinates.
+`layout/shards.py` says how they are stored. Reading goes from any stored form to any wanted one: the same grid
+directly; another grid, or none, by way of the parameter's own coordinates.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from mcore_ckpt.core.boxes import Box, flat_boxes, intersect
-from mcore_ckpt.core.errors import CorruptCheckpointError, PlanError, ShapeMismatchError
+from mcore_ckpt.core.errors import CorruptCheckpointError, ShapeMismatchError
 from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.layout.shards import StoredForm, local_box, original_shape, stored_form
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 
-__all__ = ["StoredForm", "noted_shapes", "original_shape", "read_shards", "stored_form"]
+__all__ = ["destination", "read_shards"]
 
-_NOTE = "nd_reformulated_orig_global_shape"
 # Pieces of stored stretches that are held at once while they are spread over their destinations.
 _BATCH_BYTES = 64 * 1024 * 1024
 
 
-class StoredForm(NamedTuple):
-    """What a shard is in the checkpoint, in elements.
+def destination(shard: Any) -> torch.Tensor:
+    """The memory that a `ShardedTensor` is loaded into, detached: its own, or new on the CPU.
 
-    Attributes:
-        shape: of the global tensor as stored.
-        offsets: of the shard in it.
-        sizes: of the shard in it.
-        original_shape: of the global parameter, where the stored one is another; None where it is the same.
+    Zeros where the stored tensor may be smaller than the wanted one.
     """
-
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    original_shape: tuple[int, ...] | None = None
-
-
-def stored_form(shard: Any) -> StoredForm:
-    """How a `ShardedTensor` is stored.
-
-    Raises:
-        PlanError: a flattened shard whose local box is not a cell of a regular grid.
-    """
-    if getattr(shard, "flattened_range", None) is None:
-        return StoredForm(tuple(shard.global_shape), tuple(shard.global_offset), _local_box(shard))
-    cell = _local_box(shard)
-    if any(offset % size for offset, size in zip(shard.global_offset, cell, strict=True)):
-        raise PlanError(
-            f"{shard.key}: a flattened shard must lie on a grid of boxes {list(cell)}; its box starts at "
-            f"{list(shard.global_offset)} of the global tensor {list(shard.global_shape)}"
-        )
-    start, stop = shard.flattened_range.start, shard.flattened_range.stop
-    return StoredForm(
-        (*shard.axis_fragmentations, math.prod(cell)),
-        (*(offset // size for offset, size in zip(shard.global_offset, cell, strict=True)), start),
-        (*(1 for _ in cell), stop - start),
-        tuple(shard.global_shape),
-    )
-
-
-def noted_shapes(original_shapes: Iterable[Mapping[str, tuple[int, ...]]]) -> dict[str, dict[str, Any]]:
-    """The notes for `.metadata`, from each rank's parameter shapes by key.
-
-    Raises:
-        PlanError: two ranks disagree.
-    """
-    merged: dict[str, tuple[int, ...]] = {}
-    for shapes in original_shapes:
-        for key, shape in shapes.items():
-            if merged.setdefault(key, shape) != shape:
-                raise PlanError(f"{key}: global shape {list(shape)} on one rank, {list(merged[key])} on another")
-    return {key: {_NOTE: shape} for key, shape in merged.items()}
-
-
-def original_shape(index: CheckpointIndex, key: str) -> tuple[int, ...] | None:
-    """Global shape of a parameter that is stored as flattened stretches; None if it is stored as it is."""
-    shape = index.mcore_data.get(key, {}).get(_NOTE)
-    return None if shape is None else tuple(shape)
+    if shard.data is None:
+        shard.init_data("cpu", torch.zeros if shard.allow_shape_mismatch else torch.empty)
+    elif shard.allow_shape_mismatch:
+        shard.data.detach().zero_()
+    tensor: torch.Tensor = shard.data.detach()
+    return tensor
 
 
 def read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
@@ -108,10 +54,7 @@ def read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
     direct: list[ReadRequest] = []
     spread: list[_Wanted] = []
     for shard in shards:
-        if shard.data is None:
-            shard.init_data("cpu", torch.zeros if shard.allow_shape_mismatch else torch.empty)
-        elif shard.allow_shape_mismatch:
-            shard.data.detach().zero_()
+        destination(shard)
         own_shape = original_shape(reader.index, shard.key)
         flattened = getattr(shard, "flattened_range", None) is not None
         if (not flattened and own_shape is None) or (
@@ -129,11 +72,6 @@ def read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
             spread += [_Wanted(shard.key, own_shape, box, tensor) for box, tensor in _boxes(shard)]
     reader.read_items(direct)
     _read_spread(reader, spread)
-
-
-def _local_box(shard: Any) -> tuple[int, ...]:
-    prepended: int = shard.prepend_axis_num
-    return (1,) * prepended + tuple(shard.local_shape)
 
 
 def _request(shard: Any, form: StoredForm) -> ReadRequest:
@@ -162,11 +100,11 @@ def _boxes(shard: Any) -> list[tuple[Box, torch.Tensor]]:
     data = shard.data.detach()
     stretch = getattr(shard, "flattened_range", None)
     if stretch is None:
-        sizes = _local_box(shard)
+        sizes = local_box(shard)
         return [(Box(tuple(shard.global_offset), sizes), data.view(sizes) if shard.prepend_axis_num else data)]
     found = []
     position = 0
-    for box in flat_boxes(_local_box(shard), stretch.start, stretch.stop):
+    for box in flat_boxes(local_box(shard), stretch.start, stretch.stop):
         count = math.prod(box.sizes)
         offsets = tuple(own + base for own, base in zip(box.offsets, shard.global_offset, strict=True))
         found.append((Box(offsets, box.sizes), data[position : position + count].view(box.sizes)))

@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 
 from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.bucket_writer import WriteBucket
+from mcore_ckpt.dcp.planners import object_write_item, tensor_write_item
 from mcore_ckpt.dcp.writer import replaced_write_function
-from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout, TensorSpec
+from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout
 from mcore_ckpt.layout.file_image import ImageResult
 from mcore_ckpt.layout.shards import box_sizes
+from mcore_ckpt.load.flattened import destination
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.save.rank_state import RankState
 from mcore_ckpt.save.transaction import BucketWriter
@@ -61,10 +63,17 @@ def _write_through(
     """
     results = []
     for number, bucket in enumerate(layout.buckets):
-        tensor_data = [(_item(layout.specs[i]), state.tensors[i].cpu()) for i in layout.members[number]]
+        tensor_data = [
+            (
+                tensor_write_item(spec.key, getattr(torch, spec.dtype), spec.shape, spec.offsets, spec.sizes),
+                state.tensors[i].cpu(),
+            )
+            for i in layout.members[number]
+            for spec in (layout.specs[i],)
+        ]
         bytes_data = [
-            (WriteItem(MetadataIndex(state.objects[i][0]), WriteItemType.BYTE_IO), io.BytesIO(state.objects[i][1]))
-            for i in placed.buckets[number]
+            (object_write_item(key), io.BytesIO(content))
+            for key, content in (state.objects[i] for i in placed.buckets[number])
         ]
         planned = [*placed.offsets[number], *bucket.item_offsets]
         reports: queue.Queue[Any] = queue.Queue()
@@ -86,16 +95,6 @@ def _write_through(
     return results
 
 
-def _item(spec: TensorSpec) -> WriteItem:
-    offsets = torch.Size(spec.offsets)
-    data = TensorWriteData(
-        chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(spec.sizes)),
-        properties=TensorProperties(dtype=getattr(torch, spec.dtype)),
-        size=torch.Size(spec.shape),
-    )
-    return WriteItem(MetadataIndex(spec.key, offsets), WriteItemType.SHARD, tensor_data=data)
-
-
 class _LocalShards:
     """All of a rank's shards of one tensor, as DCP's planners take them (the protocol `_Checkpointable`)."""
 
@@ -103,7 +102,7 @@ class _LocalShards:
         self._shards: dict[tuple[int, ...], torch.Tensor] = {}
 
     def add(self, shard: Any) -> None:
-        self._shards[tuple(shard.global_offset)] = shard.data.detach().view(box_sizes(shard))
+        self._shards[tuple(shard.global_offset)] = destination(shard).view(box_sizes(shard))
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         raise PlanError(f"{fqn}: these shards are for loading")
@@ -129,10 +128,6 @@ def read_through(planner_class: Any, reader: FileSystemReader, shards: Iterable[
     state: dict[str, _LocalShards] = {}
     exact, flexible = [], {}
     for shard in shards:
-        if shard.data is None:
-            shard.init_data("cpu", torch.zeros if shard.allow_shape_mismatch else torch.empty)
-        elif shard.allow_shape_mismatch:
-            shard.data.detach().zero_()
         if shard.allow_shape_mismatch:
             flexible[shard.key] = shard
         else:

@@ -28,11 +28,12 @@ from mcore_ckpt.layout.shards import (
     is_sharded_object,
     is_sharded_tensor,
     leaves,
+    original_shape,
     replace_leaves,
 )
 from mcore_ckpt.layout.torch_classes import plans_of_index
 from mcore_ckpt.load.fetch import ReadStats
-from mcore_ckpt.load.flattened import original_shape, read_shards
+from mcore_ckpt.load.flattened import read_shards
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._errors import MegatronErrors
 from mcore_ckpt.megatron._replaced import read_through, replaced_bucket_writer

@@ -14,9 +14,8 @@ import torch
 
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout, TensorSpec
-from mcore_ckpt.layout.shards import is_main_replica, is_sharded_object, leaves
+from mcore_ckpt.layout.shards import is_main_replica, is_sharded_object, leaves, stored_form
 from mcore_ckpt.layout.torch_classes import dtype_name
-from mcore_ckpt.load.flattened import stored_form
 from mcore_ckpt.writing.staging import BucketSource
 
 __all__ = ["RankState", "collect"]

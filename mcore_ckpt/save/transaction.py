@@ -33,8 +33,8 @@ from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout, TensorSpec, lay
 from mcore_ckpt.layout.file_image import ImageResult
 from mcore_ckpt.layout.plan_check import check_plans
 from mcore_ckpt.layout.plans import LocalPlan, TensorPlans, encoded_beside
+from mcore_ckpt.layout.shards import noted_shapes
 from mcore_ckpt.layout.torch_classes import local_plans_as_dcp
-from mcore_ckpt.load.flattened import noted_shapes
 from mcore_ckpt.save._async_save import AsyncSave, SkippedSave, WrittenSave, log_choice, start_writing
 from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
