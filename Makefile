@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # All processes of the tests share the machine's cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv demo test test-long test-slow test-matrix lint format bench bench-tools clean
+.PHONY: help venv demo test test-long test-slow test-matrix rooms lint format bench bench-tools clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -40,6 +40,9 @@ test-slow: $(INSTALLED)  ## the tests that take minutes
 
 test-matrix: $(INSTALLED)  ## every supported megatron-core version (needs Python 3.12 beside the usual one)
 	scripts/test_matrix.sh $(ARGS)
+
+rooms: $(INSTALLED)  ## draw the picture of the rooms in docs/design.md anew, and the list of modules in each room's __init__
+	$(BIN)/python scripts/rooms.py
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .

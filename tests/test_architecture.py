@@ -3,168 +3,180 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 import mcore_ckpt
+from scripts.rooms import House, room_of
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "mcore_ckpt"
+HOUSE = House(ROOT)
+PACKAGE = HOUSE.package
 # Where megatron-core may be named in an import; all else gets what it needs of it from there.
 KNOWS_MEGATRON = {"megatron._versions", "megatron._errors", "megatron.strategy"}
-# One row of the table of rooms: | `room/` | what it is for | torch |
-ROW = re.compile(r"^\| `(\w+)/` \| (.+?) \| (some|-) \|$", re.MULTILINE)
 # What lies beside the rooms and starts things: it may import every room, and no room imports it.
 ENTRANCES = {"launch", "__main__"}
+# Folders of tests that belong to no room: whole launches, other versions, other people's tests, and what all tests use.
+TESTS_OF_NO_ROOM = {"launch", "matrix", "upstream", "support"}
+MOST_LINES_OF_A_ROOM = 20
 
 
-@dataclass(frozen=True)
-class Import:
-    """One import statement: what it names, on which line, and whether it runs when the module is imported."""
-
-    name: str
-    line: int
-    at_import: bool
-
-
-@cache
-def rooms() -> dict[str, bool]:
-    """Rooms in their order; whether some of a room's modules may import torch."""
-    return {name: torch == "some" for name, _, torch in ROW.findall((ROOT / "docs" / "design.md").read_text())}
-
-
-def room_of(name: str) -> str:
-    return name.partition(".")[0]
-
-
-@cache
-def modules() -> dict[str, Path]:
-    """Modules that hold code, by dotted name within the package; the package's own `__init__` is the public face."""
-    paths = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
-    return {name: path for name, path in sorted(paths.items()) if not name.endswith("__init__")}
-
-
-@cache
-def imports(name: str) -> list[Import]:
-    tree = ast.parse(modules()[name].read_text())
-    deferred = {
-        id(node)
-        for scope in ast.walk(tree)
-        if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _is_type_checking(scope)
-        for node in ast.walk(scope)
-    }
+def backward_imports(house: House, entrances: set[str]) -> list[str]:
+    """Imports from a room further down the table, or from an entrance."""
+    order = list(house.rooms)
     found = []
-    for node in ast.walk(tree):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name}:{node.lineno}: relative import; write the full name"
-            # `from mcore_ckpt import crc` names a module, `from mcore_ckpt.format.crc import crc32` a function in one.
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Call) and _calls_import_module(node):
-            names = [_text(node.args[0])]
-        found += [Import(text, node.lineno, id(node) not in deferred) for text in names]
+    for name in set(house.modules) - entrances:
+        allowed = set(order[: order.index(room_of(name)) + 1])
+        found += [f"{name} -> {target}" for target in house.own_imports(name) if room_of(target) not in allowed]
+    return sorted(found)
+
+
+def circles(house: House) -> list[str]:
+    """Each way from a module back to itself."""
+    done: set[str] = set()
+    found = []
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        if name in path:
+            found.append(" -> ".join([*path[path.index(name) :], name]))
+        elif name not in done:
+            for target in sorted(house.own_imports(name)):
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in house.modules:
+        visit(name, ())
     return found
 
 
-def _is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-
-
-def _calls_import_module(node: ast.Call) -> bool:
-    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    return called in ("import_module", "__import__") and bool(node.args)
-
-
-def _text(node: ast.expr) -> str:
-    """The constant text that an expression begins with; what follows in an f-string is not known here."""
-    if isinstance(node, ast.JoinedStr):
-        node = node.values[0]
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
-
-
-def own_modules_imported(name: str) -> set[str]:
-    """Modules of the package that `name` imports, at import time or later."""
-    targets = set()
-    for imported in imports(name):
-        if imported.name.startswith("mcore_ckpt."):
-            path = imported.name.removeprefix("mcore_ckpt.")
-            while path and path not in modules():
-                path = path.rpartition(".")[0]
-            targets.add(path)
-    return targets - {""}
+def wrong_underscores(house: House, public: set[str], started: set[str]) -> list[str]:
+    """Modules `_name` that another room uses, and modules without the underscore that none does."""
+    users: dict[str, set[str]] = {name: set() for name in house.modules}
+    for name in house.modules:
+        for target in house.own_imports(name):
+            users[target].add(room_of(name))
+    found = []
+    for name in set(house.modules) - started:
+        elsewhere = sorted(users[name] - {room_of(name)})
+        own = name.rpartition(".")[2].startswith("_")
+        if own and elsewhere:
+            found.append(f"{name} is its room's own, and {elsewhere} import it")
+        if not own and not elsewhere and name not in public:
+            found.append(f"only its own room uses {name}: begin its name with an underscore")
+    return sorted(found)
 
 
 def test_the_table_names_every_room_and_nothing_else() -> None:
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert set(rooms()) == folders
-    assert {room_of(name) for name in modules()} - folders == ENTRANCES
+    assert set(HOUSE.rooms) == folders
+    assert {room_of(name) for name in HOUSE.modules} - folders == ENTRANCES
 
 
-@pytest.mark.parametrize("name", modules())
-def test_imports_go_up_the_table_only(name: str) -> None:
+def test_imports_go_up_the_table_only() -> None:
     """Imports inside functions and for types count as any other."""
-    order = list(rooms())
-    if name in ENTRANCES:
-        return
-    allowed = set(order[: order.index(room_of(name)) + 1])
-    offending = sorted(target for target in own_modules_imported(name) if room_of(target) not in allowed)
-    assert not offending, f"{name} imports {offending}, which the table of rooms has below it"
+    assert not backward_imports(HOUSE, ENTRANCES)
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    done: set[str] = set()
-
-    def visit(name: str, path: tuple[str, ...]) -> None:
-        assert name not in path, f"import circle: {' -> '.join([*path[path.index(name) :], name])}"
-        if name not in done:
-            for target in own_modules_imported(name):
-                visit(target, (*path, name))
-            done.add(name)
-
-    for name in modules():
-        visit(name, ())
+    assert not circles(HOUSE)
 
 
 def test_what_only_its_own_room_uses_begins_with_an_underscore() -> None:
-    public = {f"mcore_ckpt.{home}" for home in mcore_ckpt.homes().values()}
-    users: dict[str, set[str]] = {name: set() for name in modules()}
-    for name in modules():
-        for target in own_modules_imported(name):
-            users[target].add(room_of(name))
-    for name, used_by in users.items():
-        if name in ENTRANCES or name == "commands.cli":  # started by the interpreter
-            continue
-        leaf = name.rpartition(".")[2]
-        elsewhere = used_by - {room_of(name)}
-        if leaf.startswith("_"):
-            assert not elsewhere, f"{name} is its room's own, and {sorted(elsewhere)} import it"
-        else:
-            assert elsewhere or f"mcore_ckpt.{name}" in public, f"only its own room uses {name}: call it _{leaf}"
+    assert not wrong_underscores(HOUSE, set(mcore_ckpt.homes().values()), ENTRANCES | {"commands.cli"})
+
+
+@pytest.mark.parametrize("path", HOUSE.rendered(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_the_picture_and_the_lists_are_what_the_imports_give(path: Path) -> None:
+    assert path.read_text() == HOUSE.rendered()[path], "not what the imports give: make rooms"
+
+
+@pytest.mark.parametrize("room", HOUSE.rooms)
+def test_a_room_says_what_it_is_in_twenty_lines_and_holds_no_code(room: str) -> None:
+    text = (PACKAGE / room / "__init__.py").read_text()
+    assert len(text.splitlines()) <= MOST_LINES_OF_A_ROOM
+    tree = ast.parse(text)
+    assert len(tree.body) == 1, "names have one home: the module that defines them"
+    said = ast.get_docstring(tree) or ""
+    for words in ("In: ", "Out: ", "Must not know: ", "Modules: "):
+        assert f"\n{words}" in said
+
+
+def test_the_tests_mirror_the_rooms() -> None:
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == set(HOUSE.rooms) | TESTS_OF_NO_ROOM
+    empty = [room for room in HOUSE.rooms if not list((ROOT / "tests" / room).glob("test_*.py"))]
+    assert not empty
+
+
+def house_of(root: Path, modules: Mapping[str, str], rooms: str) -> House:
+    """A package of its own, to see what is found in it; `rooms` in their order."""
+    (root / "docs").mkdir(exist_ok=True)
+    (root / "docs" / "design.md").write_text("".join(f"| `{room}/` | something | - |\n" for room in rooms.split()))
+    for name, text in modules.items():
+        path = root / "mcore_ckpt" / f"{name.replace('.', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return House(root)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from mcore_ckpt.high.b import f",
+        "from mcore_ckpt.high import b",
+        "import mcore_ckpt.high.b",
+        "def f():\n    from mcore_ckpt.high.b import f",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from mcore_ckpt.high.b import f",
+        "import typing\nif typing.TYPE_CHECKING:\n    from mcore_ckpt.high.b import f",
+        "from importlib import import_module\nimport_module('mcore_ckpt.high.b')",
+        "import importlib\ndef f():\n    importlib.import_module('mcore_ckpt.high.b')",
+    ],
+)
+def test_an_import_that_goes_back_is_found_wherever_it_hides(tmp_path: Path, text: str) -> None:
+    house = house_of(tmp_path, {"low.a": text, "high.b": ""}, "low high")
+    assert backward_imports(house, set()) == ["low.a -> high.b"]
+
+
+def test_a_circle_is_found_wherever_it_hides(tmp_path: Path) -> None:
+    modules = {"low.a": "import mcore_ckpt.low.b", "low.b": "def f():\n    from mcore_ckpt.low.c import x", "low.c": ""}
+    assert not circles(house_of(tmp_path, modules, "low"))
+    modules["low.c"] = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from mcore_ckpt.low import a"
+    assert circles(house_of(tmp_path, modules, "low")) == ["low.a -> low.b -> low.c -> low.a"]
+
+
+def test_a_wrong_underscore_is_found(tmp_path: Path) -> None:
+    modules = {
+        "low.used": "",
+        "low._taken": "",
+        "low.alone": "",
+        "high.b": "from mcore_ckpt.low import _taken, used\nimport mcore_ckpt.low.used",
+        "high._own": "",
+    }
+    assert wrong_underscores(house_of(tmp_path, modules, "low high"), {"high.b"}, set()) == [
+        "low._taken is its room's own, and ['high'] import it",
+        "only its own room uses low.alone: begin its name with an underscore",
+    ]
 
 
 def test_megatron_is_imported_in_few_modules_only() -> None:
     where = sorted(
         {
             f"{name}:{imported.line}"
-            for name in modules()
-            for imported in imports(name)
-            if imported.name.split(".")[0] in ("megatron", "nvidia_resiliency_ext") and name not in KNOWS_MEGATRON
+            for name in HOUSE.modules
+            for imported in HOUSE.imports(name)
+            if room_of(imported.name) in ("megatron", "nvidia_resiliency_ext") and name not in KNOWS_MEGATRON
         }
     )
-    assert not where, f"megatron is imported at {where}; ask megatron_compat for what is needed"
+    assert not where, f"megatron is imported at {where}; ask megatron._versions for what is needed"
 
 
-def test_torch_free_rooms_are_free_of_torch() -> None:
-    """In an interpreter where torch and megatron cannot be imported."""
-    names = [name for name in modules() if name != "__main__"]  # which runs the command when it is imported
+def test_modules_without_torch_are_those_that_the_rooms_say() -> None:
+    """In an interpreter where torch and megatron cannot be imported those fail that the room's `__init__` names."""
+    names = [name for name in HOUSE.modules if name != "__main__"]  # which runs the command when it is imported
     code = f"""
 import importlib, sys
 for name in ("torch", "megatron"):
@@ -175,27 +187,41 @@ for name in {names!r}:
     except ModuleNotFoundError as error:
         print(name, error.name.partition(".")[0])
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert ended.returncode == 0, ended.stderr
-    needing = dict(line.split() for line in ended.stdout.splitlines())
+    needing = dict(line.split() for line in run(code).splitlines())
     assert set(needing.values()) <= {"torch"}
-    assert {room_of(name) for name in needing} == {name for name, some in rooms().items() if some}
+    assert set(needing) == HOUSE.needing_torch
+    assert {room_of(name) for name in needing} == {name for name, some in HOUSE.rooms.items() if some}
 
 
-def test_import_of_the_package_brings_in_neither_torch_nor_megatron() -> None:
-    code = "import sys, mcore_ckpt; print(sorted({'torch', 'numpy', 'megatron', 'rich'} & set(sys.modules)))"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert ended.stdout.strip() == "[]", ended.stdout + ended.stderr
+HEAVY = ("torch", "numpy", "megatron", "rich", "isal")
+
+
+def test_importing_a_room_or_the_package_brings_in_nothing_heavy() -> None:
+    code = f"""
+import importlib, sys
+for name in {["mcore_ckpt", *(f"mcore_ckpt.{room}" for room in HOUSE.rooms)]!r}:
+    importlib.import_module(name)
+    print(name, *sorted(set({HEAVY!r}) & set(sys.modules)))
+"""
+    lines = [line.split() for line in run(code).splitlines()]
+    assert [name for name, *_ in lines] == ["mcore_ckpt", *(f"mcore_ckpt.{room}" for room in HOUSE.rooms)]
+    assert not [line for line in lines if len(line) > 1], "the first line that names something heavy is the culprit"
+
+
+def run(code: str) -> str:
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
 
 
 def test_no_module_is_named_after_nothing() -> None:
     vague = {"utils", "util", "helpers", "helper", "misc", "common", "manager", "engine"}
-    named = [name for name in modules() if name.split(".")[-1] in vague]
+    named = [name for name in HOUSE.modules if name.split(".")[-1] in vague]
     assert not named, f"these names do not say what the module is about: {named}"
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    silent = [name for name, path in modules().items() if not ast.get_docstring(ast.parse(path.read_text()))]
+    silent = [name for name, path in HOUSE.modules.items() if not ast.get_docstring(ast.parse(path.read_text()))]
     assert not silent
 
 

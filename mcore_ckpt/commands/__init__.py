@@ -1,4 +1,8 @@
-"""The sub-commands of `mcore-ckpt`, one module each: `add_arguments(parser)`, and `run(arguments) -> Outcome`.
+"""The shell: a module for each sub-command of `mcore-ckpt`, with `add_arguments(parser)` and `run(arguments)`.
 
-What a command does lives in the package proper, as an API; here are its arguments and how its result is shown.
+In: words of a command line.
+Out: text or JSON, and an exit code (`Outcome`). What a command does is a function of `tools` or `convert`.
+Must not know: bytes. Nothing is imported before the command that runs needs it.
+
+Modules: cli, _cat, _diff, _export, _import_, _inspect, _reshard, _verify.
 """

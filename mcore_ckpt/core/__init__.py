@@ -1,1 +1,10 @@
-"""Room."""
+"""The words that every room uses.
+
+In: plain values, and what goes wrong on a rank or in a child process.
+Out: the tree of errors, options, boxes and their arithmetic, progress and tables for a terminal, the ends of processes,
+and collectives that raise one rank's error on all ranks.
+Must not know: what a checkpoint is made of; files, formats, Megatron.
+
+Modules: boxes, console, errors, failures, options, process, ranks, version.
+With torch: ranks.
+"""

@@ -1,1 +1,8 @@
-"""Room."""
+"""What docs/format.md says, and nothing else: bytes to items and index, and back.
+
+In: bytes of any origin, none of them trusted; or descriptions of tensors.
+Out: an index (which items, where), payloads located inside their items, the bytes around a payload, `.metadata`.
+Must not know: who reads or writes, in which process, or in which order.
+
+Modules: crc, index, item_layout, item_reading, metadata_read, metadata_write, safe_pickle, tensor_pickle, zip_records.
+"""

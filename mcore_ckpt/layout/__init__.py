@@ -1,1 +1,10 @@
-"""Room."""
+"""What the ranks hold, laid out before a byte is written.
+
+In: specifications of shards: key, dtype, global shape, box.
+Out: buckets with file, offset and length of each item; plans as columns of numbers; the coordinator's
+check of all plans.
+Must not know: how bytes get into files, processes, Megatron's classes.
+
+Modules: buckets, file_image, plan_check, plans, shards, torch_classes.
+With torch: torch_classes.
+"""

@@ -1,1 +1,9 @@
-"""Room."""
+"""Wanted boxes to read ranges to destination tensors.
+
+In: an index, and what the caller wants where: keys, boxes, tensors to fill.
+Out: filled tensors and objects, every record that was read whole checked.
+Must not know: how checkpoints are written, Megatron's classes.
+
+Modules: fetch, flattened, ranges, read_requests, reader, _items, _placement, _tensor_reads.
+With torch: flattened, read_requests, reader, _items, _placement, _tensor_reads.
+"""

@@ -1,17 +1,8 @@
-"""Where checkpoints live: put, read a range, list, delete, publish. Knows nothing of what the bytes mean."""
+"""Where checkpoints live: put, read a range, list, delete, publish.
 
-from __future__ import annotations
+In: names below one directory, byte ranges, buffers.
+Out: durable files, and bytes that were read whole or not at all. Another kind of storage is another `base.Storage`.
+Must not know: what the bytes mean.
 
-from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, RangeWriter, Storage, align_up, check_name
-from mcore_ckpt.storage.local import LocalStorage
-
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "DirectIo",
-    "LocalStorage",
-    "RangeReader",
-    "RangeWriter",
-    "Storage",
-    "align_up",
-    "check_name",
-]
+Modules: base, direct_io, local.
+"""

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt.storage import LocalStorage, local
+from mcore_ckpt.storage import local
+from mcore_ckpt.storage.local import LocalStorage
 
 pytestmark = pytest.mark.crash
 

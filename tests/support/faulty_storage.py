@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
 from mcore_ckpt.core.errors import SaveError
-from mcore_ckpt.storage import DirectIo, LocalStorage, RangeReader, RangeWriter, Storage
+from mcore_ckpt.storage.base import DirectIo, RangeReader, RangeWriter, Storage
+from mcore_ckpt.storage.local import LocalStorage
 
 How = Literal["error", "exit", "kill", "torn"]
 

@@ -8,7 +8,7 @@ import os
 import random
 from pathlib import Path
 
-from mcore_ckpt.storage import align_up
+from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer
 
 MIB = 1024 * 1024

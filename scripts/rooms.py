@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Draw the package's rooms from its imports, and list each room's modules in its `__init__`.
+
+    scripts/rooms.py            write both: the picture into docs/design.md, the lists into mcore_ckpt/*/__init__.py
+    scripts/rooms.py --check    write nothing; exit code 1 and the names of the files that are not what the imports give
+
+The order of the rooms, and what each is for, is the table in docs/design.md, written by hand; all else comes from the
+code. `tests/test_architecture.py` reads the imports through this module and fails where the committed text differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+__all__ = ["House", "Import", "room_of"]
+
+_NAME = "mcore_ckpt"
+# One row of the table of rooms: | `room/` | what it is for | torch |
+_ROW = re.compile(r"^\| `(\w+)/` \| (.+?) \| (some|-) \|$", re.MULTILINE)
+_PICTURE = re.compile(
+    r"(?<=<!-- picture of the rooms: `make rooms` -->\n)(.*?)(?=<!-- end of the picture -->)", re.DOTALL
+)
+_LIST = re.compile(r'(?<=\n)Modules: .*?(?="""\n)', re.DOTALL)
+_WIDTH = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One import statement: what it names, on which line, and whether it runs when its module is imported."""
+
+    name: str
+    line: int
+    at_import: bool
+
+
+class House:
+    """The package below `root`: its rooms in the order of the table in docs/design.md, their modules and imports.
+
+    Modules are named within the package (`format.crc`); the package's own `__init__` and those of the rooms are none.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.package = root / _NAME
+        self.design = root / "docs" / "design.md"
+        self._imports: dict[str, list[Import]] = {}
+
+    @cached_property
+    def rooms(self) -> dict[str, bool]:
+        """Rooms in their order; whether some of a room's modules may need torch."""
+        return {name: torch == "some" for name, _, torch in _ROW.findall(self.design.read_text())}
+
+    @cached_property
+    def modules(self) -> dict[str, Path]:
+        """Modules that hold code, by name."""
+        paths = {".".join(path.relative_to(self.package).with_suffix("").parts): path for path in self._files()}
+        return {name: path for name, path in sorted(paths.items()) if not name.endswith("__init__")}
+
+    def _files(self) -> Iterator[Path]:
+        return self.package.rglob("*.py")
+
+    def modules_in(self, room: str) -> list[str]:
+        """The modules of one room, without its name; its own (`_name`) last."""
+        leaves = [name.partition(".")[2] for name in self.modules if name.startswith(f"{room}.")]
+        return sorted(leaves, key=lambda leaf: (leaf.startswith("_"), leaf))
+
+    def imports(self, name: str) -> list[Import]:
+        """All imports of a module, inside functions and for types included."""
+        if name not in self._imports:
+            self._imports[name] = list(_imports_of(ast.parse(self.modules[name].read_text()), name))
+        return self._imports[name]
+
+    def own_imports(self, name: str, *, at_import: bool = False) -> set[str]:
+        """The package's modules that a module imports; `at_import`: those imported together with it."""
+        found = set()
+        for imported in self.imports(name):
+            if imported.name.startswith(f"{_NAME}.") and (imported.at_import or not at_import):
+                path = imported.name.removeprefix(f"{_NAME}.")
+                while path and path not in self.modules:
+                    path = path.rpartition(".")[0]
+                found.add(path)
+        return found - {""}
+
+    @cached_property
+    def needing_torch(self) -> set[str]:
+        """Modules that cannot be imported without torch."""
+        needing = {
+            name
+            for name in self.modules
+            if any(imported.at_import and room_of(imported.name) == "torch" for imported in self.imports(name))
+        }
+        while more := {name for name in self.modules if self.own_imports(name, at_import=True) & needing} - needing:
+            needing |= more
+        return needing
+
+    def picture(self) -> str:
+        """A row for each room: its floor, and a mark below each room that it imports from."""
+        order = list(self.rooms)
+        floors: dict[str, int] = {}
+        lines = [f"{'':15}floor   imports from", f"{'':22}" + "".join(f"{n:3}" for n in range(1, len(order) + 1))]
+        for number, room in enumerate(order, 1):
+            used = {room_of(target) for name in self.modules_in(room) for target in self.own_imports(f"{room}.{name}")}
+            floors[room] = 1 + max((floors.get(other, 0) for other in used - {room}), default=0)
+            marks = ["#" if column == room else "x" if column in used else "" for column in order]
+            row = f"{number:2}  {room + '/':12}{floors[room]:4}{'':2}"
+            lines.append((row + "".join(f"{mark:>3}" for mark in marks)).rstrip())
+        return "```text\n" + "\n".join(lines) + "\n```\n"
+
+    def list_of(self, room: str) -> str:
+        """The last lines of the docstring of a room's `__init__`."""
+        leaves = self.modules_in(room)
+        lines = _wrapped("Modules", leaves)
+        torch = [leaf for leaf in leaves if f"{room}.{leaf}" in self.needing_torch]
+        return lines + (_wrapped("With torch", torch) if torch else "")
+
+    def rendered(self) -> dict[Path, str]:
+        """The files that hold something made here, with what they should be.
+
+        Raises:
+            ValueError: a file lacks the place for it.
+        """
+        texts = {self.design: _put(_PICTURE, self.picture(), self.design)}
+        for room in self.rooms:
+            path = self.package / room / "__init__.py"
+            texts[path] = _put(_LIST, self.list_of(room), path)
+        return texts
+
+
+def room_of(name: str) -> str:
+    """The first part of a dotted name: the room of a module of the package, the package of any other."""
+    return name.partition(".")[0]
+
+
+def _imports_of(tree: ast.Module, name: str) -> Iterator[Import]:
+    deferred = {
+        id(node)
+        for scope in ast.walk(tree)
+        if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _is_type_checking(scope)
+        for node in ast.walk(scope)
+    }
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise ValueError(f"{name}:{node.lineno}: relative import; write the full name")
+            # `from mcore_ckpt.format import crc` names a module, `from mcore_ckpt.format.crc import crc32` a function.
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and _calls_import_module(node):
+            names = [_text(node.args[0])]
+        else:
+            continue
+        yield from (Import(text, node.lineno, id(node) not in deferred) for text in names)
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    if not isinstance(node, ast.If):
+        return False
+    test = node.test
+    return (test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", "")) == "TYPE_CHECKING"
+
+
+def _calls_import_module(node: ast.Call) -> bool:
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    return called in ("import_module", "__import__") and bool(node.args)
+
+
+def _text(node: ast.expr) -> str:
+    """The constant text that an expression begins with; what follows in an f-string is not known here."""
+    if isinstance(node, ast.JoinedStr):
+        node = node.values[0]
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def _wrapped(what: str, leaves: list[str]) -> str:
+    return textwrap.fill(f"{what}: {', '.join(leaves)}.", _WIDTH, break_on_hyphens=False) + "\n"
+
+
+def _put(place: re.Pattern[str], text: str, path: Path) -> str:
+    whole = path.read_text()
+    if len(place.findall(whole)) != 1:
+        raise ValueError(f"{path}: expected one place for what is made from the imports, {place.pattern!r}")
+    return place.sub(lambda _: text, whole)
+
+
+def main() -> int:
+    """Write, or compare with what is committed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if something would change")
+    arguments = parser.parse_args()
+    root = Path(__file__).resolve().parent.parent
+    stale = [path for path, text in House(root).rendered().items() if path.read_text() != text]
+    for path in stale:
+        print(f"{path.relative_to(root)}: {'not what the imports give: make rooms' if arguments.check else 'written'}")
+        if not arguments.check:
+            path.write_text(House(root).rendered()[path])
+    return 1 if stale and arguments.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
