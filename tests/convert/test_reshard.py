@@ -395,7 +395,7 @@ class TestInterruption:
         self, tmp_path: Path, big: dict[str, torch.Tensor], stop: signal.Signals
     ) -> None:
         code = (
-            "import sys, time\nfrom mcore_ckpt import reshard_copy\n"
+            "import sys, time\nfrom mcore_ckpt.convert import _reshard_copy as reshard_copy\n"
             "reshard_copy._SYNC_BYTES = 4 * 1024**2\n"
             "original = reshard_copy._Worker._tensor\n"
             "def slow(self, streams, move):\n    time.sleep(0.05)\n    original(self, streams, move)\n"
