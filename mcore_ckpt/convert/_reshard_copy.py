@@ -33,7 +33,8 @@ from mcore_ckpt.core.errors import ChecksumError, OptionError, SaveError
 from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes
 from mcore_ckpt.tools.dtype_cast import cast_floats
 from mcore_ckpt.tools.payloads import PayloadSource, StoredPayload, StoredPayloads
-from mcore_ckpt.tools.regrid import Block, Walk
+from mcore_ckpt.tools.regrid import Walk
+from mcore_ckpt.tools.tilings import Block
 
 __all__ = ["JOURNAL_FILE", "CastSource", "Journal", "copy_all", "expected_crcs"]
 

@@ -45,7 +45,8 @@ from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.fetch import in_parallel
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.payloads import PayloadSource, StoredPayloads
-from mcore_ckpt.tools.regrid import CrcSink, Walk, blocks
+from mcore_ckpt.tools.regrid import CrcSink, Walk
+from mcore_ckpt.tools.tilings import blocks
 
 __all__ = [
     "BuildOptions",

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads, chunk_name
+from mcore_ckpt.load.stored_items import chunk_name
+from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 
 __all__ = [
     "RawPayloads",
@@ -167,7 +168,7 @@ class RawPayloads(StoredPayloads):
     """Payloads of a `raw_index`: an item is its payload."""
 
     def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
-        item, where = chunk.item, chunk_name(entry, chunk)
+        item, where = chunk.item, chunk_name(entry.fqn, chunk)
         with self.files.reader(item.file) as reader:
             reader.check_range(item.offset, item.length)
         return StoredPayload(where, item.file, item.offset, item.length, None)
@@ -198,4 +199,4 @@ class TorchPayloads(StoredPayloads):
         if not isinstance(tensor, torch.Tensor):
             raise CorruptCheckpointError(f"{entry.fqn}: expected a tensor")
         content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        return StoredPayload(chunk_name(entry, chunk), chunk.item.file, 0, len(content), None, content)
+        return StoredPayload(chunk_name(entry.fqn, chunk), chunk.item.file, 0, len(content), None, content)

@@ -132,8 +132,7 @@ def _open(source: Path, rename: Sequence[RenameRule]) -> tuple[Format, StoredPay
         index = read_index(source)
         names = _new_names(index.tensors, rename, source)
         check_tiled(index, names)
-        stored_keys = {new: old for old, new in names.items()}
-        return "dcp", StoredPayloads(_renamed(index, names), stored_keys=stored_keys), len(index.objects)
+        return "dcp", StoredPayloads(_renamed(index, names)), len(index.objects)
     directory = source if source.is_dir() else source.parent
     files = _files(source)
     if files[0].endswith(".safetensors"):

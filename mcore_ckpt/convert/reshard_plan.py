@@ -22,7 +22,7 @@ from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes, place, 
 from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.tools.keys import is_optimizer_key, layer_number, model_key, stacked_axes
 from mcore_ckpt.tools.parallel_layout import data_file_rank
-from mcore_ckpt.tools.regrid import Block, blocks
+from mcore_ckpt.tools.tilings import Block, blocks
 
 __all__ = ["ObjectMove", "ReshardPlan", "TargetLayout", "TensorMove", "make_plan"]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Box", "Runs", "covers", "flat_boxes", "intersect", "runs"]
+__all__ = ["Box", "Runs", "bounding", "covers", "flat_boxes", "intersect", "relative", "runs", "strides_of"]
 
 
 class Box(NamedTuple):
@@ -38,6 +38,23 @@ def intersect(a: Box, b: Box) -> Box | None:
         offsets.append(start)
         sizes.append(size)
     return Box(tuple(offsets), tuple(sizes))
+
+
+def relative(box: Box, origin: Sequence[int]) -> Box:
+    """A box in coordinates that begin at `origin`."""
+    return Box(tuple(map(operator.sub, box.offsets, origin)), box.sizes)
+
+
+def bounding(boxes: Sequence[Box]) -> Box:
+    """The smallest box around some boxes, of which there is at least one."""
+    starts = tuple(map(min, zip(*(box.offsets for box in boxes), strict=True)))
+    stops = map(max, zip(*(map(operator.add, box.offsets, box.sizes) for box in boxes), strict=True))
+    return Box(starts, tuple(map(operator.sub, stops, starts)))
+
+
+def strides_of(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a C-contiguous array, in elements."""
+    return tuple(itertools.accumulate(reversed(sizes[1:]), operator.mul, initial=1))[::-1] if sizes else ()
 
 
 @dataclass(frozen=True, slots=True)

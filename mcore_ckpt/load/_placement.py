@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from mcore_ckpt.core.boxes import Box, intersect
-from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.core.boxes import Box, intersect, relative, strides_of
 from mcore_ckpt.storage.direct_io import aligned_buffer
 
 __all__ = [
@@ -175,14 +174,14 @@ def place_box(
     overlap = intersect(read_box, want.box)
     if overlap is None:
         return
-    strides = _strides(chunk_sizes)
+    strides = strides_of(chunk_sizes)
     first = sum(
         (offset - base) * stride
         for offset, base, stride in zip(overlap.offsets, read_box.offsets, strides, strict=True)
     )
     span_elems = 1 + sum((size - 1) * stride for size, stride in zip(overlap.sizes, strides, strict=True))
     elem_bytes = stored_dtype.itemsize
-    inside = Box(tuple(o - w for o, w in zip(overlap.offsets, want.box.offsets, strict=True)), overlap.sizes)
+    inside = relative(overlap, want.box.offsets)
     destination = want.tensor.detach()
     if inside.sizes != tuple(destination.shape):
         destination = narrow(destination, inside)
@@ -204,15 +203,3 @@ def place_box(
             destination.view(carrier).copy_(memory.strided(at, carrier, overlap.sizes, strides))
         else:
             destination.copy_(memory.strided(at, stored_dtype, overlap.sizes, strides))
-
-
-def _strides(sizes: Sequence[int]) -> list[int]:
-    strides = [1] * len(sizes)
-    for dim in range(len(sizes) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * sizes[dim + 1]
-    return strides
-
-
-def payload_bytes(dtype: str, sizes: Sequence[int]) -> int:
-    """Bytes of a C-contiguous box of that dtype (torch's name) and shape."""
-    return math.prod(sizes) * element_bytes(dtype)

@@ -20,17 +20,19 @@ from typing import NamedTuple
 
 import torch
 
-from mcore_ckpt.core.boxes import Box, runs
-from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.core.boxes import Box, relative, runs
+from mcore_ckpt.core.errors import ChecksumError, LoadError
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.crc import crc32, crc32_combine
 from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor_in
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.load._items import ItemLocations, RecordSum, check_located, checksum_error
-from mcore_ckpt.load._placement import HostBytes, ReadBuffer, Want, alignment_for, memory_at, place_box
+from mcore_ckpt.load._item_locations import ItemLocations
+from mcore_ckpt.load._placement import HostBytes, ReadBuffer, Want, alignment_for, memory_at, narrow, place_box
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, in_parallel, naming, padded_range
+from mcore_ckpt.load.item_decoding import ItemDecoder
 from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES, MAX_WASTE, Extent, Piece, Span, cluster_boxes, coalesce, split_box
 from mcore_ckpt.load.read_requests import WantedItem
+from mcore_ckpt.load.stored_items import checksum_error
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader
 
 __all__ = ["TensorReads"]
@@ -78,7 +80,32 @@ class _PieceRead(NamedTuple):
     wants: list[Want]
     address: int
     alignment: int
-    record: RecordSum | None
+    record: _RecordSum | None
+
+
+class _RecordSum:
+    """The CRC-32 of a record whose pieces are read in any order."""
+
+    __slots__ = ("_lock", "_parts", "_remaining_bytes", "expected", "length")
+
+    def __init__(self, length: int, expected: int) -> None:
+        self.length = length
+        self.expected = expected
+        self._remaining_bytes = length
+        self._parts: list[tuple[int, int, int]] = []
+        self._lock = threading.Lock()
+
+    def add(self, start: int, length: int, crc: int) -> int | None:
+        """Note a piece; returns the CRC-32 of the record when this was the last one."""
+        with self._lock:
+            self._parts.append((start, length, crc))
+            self._remaining_bytes -= length
+            if self._remaining_bytes:
+                return None
+        total = 0
+        for _, part_bytes, part_crc in sorted(self._parts):
+            total = crc32_combine(total, part_crc, part_bytes)
+        return total
 
 
 class TensorReads:
@@ -89,7 +116,7 @@ class TensorReads:
         options: window, gap, threads, and whether checksums are compared.
         located: where payloads lie, as far as known; added to.
         stats: counters; added to.
-        decode: reads an item that cannot be ranged: called with the item and the reason.
+        decoder: reads an item that cannot be ranged.
     """
 
     def __init__(
@@ -98,13 +125,13 @@ class TensorReads:
         options: LoadOptions,
         located: ItemLocations,
         stats: ReadStats,
-        decode: Callable[[WantedItem, str], None],
+        decoder: ItemDecoder,
     ) -> None:
         self._files = files
         self._options = options
         self._located = located
         self._stats = stats
-        self._decode = decode
+        self._decoder = decoder
         self._unranged: list[tuple[WantedItem, str]] = []
         self._forms: dict[tuple[torch.dtype, tuple[int, ...], int], ItemForm] = {}
         self._pinned = False
@@ -151,7 +178,7 @@ class TensorReads:
             finally:
                 self._per_thread = threading.local()  # frees the buffers
         for wanted, reason in self._unranged:
-            self._decode(wanted, reason)
+            self._place_decoded(wanted, reason)
 
     # ------------------------------------------------------------------------------------------------- what to read
 
@@ -175,7 +202,7 @@ class TensorReads:
         clusters = cluster_boxes(wanted.chunk.sizes, [want.box for want in wanted.wants])
         record = None
         if self._options.verify_crc and located.crc32 is not None and clusters[0][0].sizes == wanted.chunk.sizes:
-            record = RecordSum(wanted.payload_bytes, located.crc32)
+            record = _RecordSum(wanted.payload_bytes, located.crc32)
         payload_start = wanted.item.offset + located.payload_offset
         if len(clusters) == 1:
             return self._cluster_extents(wanted, payload_start, clusters[0][0], wanted.wants, record)
@@ -189,7 +216,7 @@ class TensorReads:
         )
 
     def _cluster_extents(
-        self, wanted: WantedItem, payload_start: int, box: Box, wants: list[Want], record: RecordSum | None
+        self, wanted: WantedItem, payload_start: int, box: Box, wants: list[Want], record: _RecordSum | None
     ) -> Iterator[Extent]:
         options, elem_bytes = self._options, wanted.dtype.itemsize
         alignment = max(alignment_for(want.tensor, wanted.dtype) for want in wants)
@@ -318,24 +345,24 @@ class TensorReads:
                 return int(self._options.verify_crc)
         try:
             located = locate_tensor_in(view, wanted.fqn)
-            check_located(wanted, located)
+            wanted.check(located)
         except NotRangeable as reason:
             self._unranged.append((wanted, str(reason).removeprefix(f"{wanted.fqn}: ")))
             return 0
         except LoadError as error:
             raise _naming(error, wanted) from error
-        check = self._options.verify_crc and located.record_crc32 is not None
+        expected = located.record_crc32 if self._options.verify_crc else None
         if located.crc32 is not None and len(self._forms) < _MAX_FORMS:
             form = form_of(view, located.payload_offset, located.payload_bytes, located.crc32)
             if form is not None:
                 self._forms[kind] = form
-        if check:
+        if expected is not None:
             offset, length = located.record_offset, located.record_bytes
             got = crc32(view[offset : offset + length])
-            if got != located.record_crc32:
-                raise checksum_error(wanted, offset, length, located.record_crc32, got)
+            if got != expected:
+                raise _damaged(wanted, offset, length, got, expected)
         self._place_payload(buffer, at + located.payload_offset, located.payload_bytes, wanted)
-        return int(check)
+        return int(expected is not None)
 
     def _place_payload(self, buffer: ReadBuffer, at: int, length: int, wanted: WantedItem) -> None:
         """Copy a whole payload out of the buffer."""
@@ -345,6 +372,12 @@ class TensorReads:
             else:
                 sizes = wanted.chunk.sizes
                 place_box(buffer, at, Box((0,) * len(sizes), sizes), sizes, wanted.dtype, want)
+
+    def _place_decoded(self, wanted: WantedItem, reason: str) -> None:
+        loaded = self._decoder.tensor(wanted.fqn, wanted.chunk, wanted.dtype, reason)
+        with torch.no_grad():
+            for want in wanted.wants:
+                want.tensor.detach().copy_(narrow(loaded, want.box))
 
     def _place_piece(self, memory: HostBytes, at: int, read: _PieceRead) -> None:
         length = read.piece.stop - read.piece.start
@@ -365,7 +398,7 @@ class TensorReads:
             return
         if total != read.record.expected:
             offset = read.payload_start - read.wanted.item.offset
-            raise checksum_error(read.wanted, offset, read.record.length, read.record.expected, total)
+            raise _damaged(read.wanted, offset, read.record.length, total, read.record.expected)
         self._stats.add(records_checked=1)
 
 
@@ -373,8 +406,7 @@ def _address(want: Want, box: Box, elem_bytes: int) -> int:
     """Where in host memory the bytes of `box` (relative to the chunk) belong, if they are contiguous there; else 0."""
     if not want.address:
         return 0
-    inside = Box(tuple(o - w for o, w in zip(box.offsets, want.box.offsets, strict=True)), box.sizes)
-    destination = runs(want.box.sizes, inside, elem_bytes)
+    destination = runs(want.box.sizes, relative(box, want.box.offsets), elem_bytes)
     return 0 if destination.counts else want.address + destination.first_byte
 
 
@@ -383,6 +415,14 @@ def _skew(first: Extent, start: int) -> int:
     owner = first.owner
     skew = 0 if isinstance(owner, WantedItem) else -(first.start - start) % owner.alignment
     return skew + _FAR_SKEW if skew else 0
+
+
+def _damaged(wanted: WantedItem, offset: int, length: int, got: int, expected: int) -> ChecksumError:
+    """The error for bytes `[offset, offset + length)` of an item, which hold its elements."""
+    start = wanted.item.offset + offset
+    return checksum_error(
+        wanted.where, f"the record of its elements, bytes [{start}, {start + length}),", got, expected
+    )
 
 
 def _naming(error: LoadError, wanted: WantedItem) -> LoadError:

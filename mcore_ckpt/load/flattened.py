@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mcore_ckpt.core.boxes import Box, flat_boxes, intersect
+from mcore_ckpt.core.boxes import Box, flat_boxes, intersect, relative, strides_of
 from mcore_ckpt.core.errors import CorruptCheckpointError, ShapeMismatchError
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.layout.shards import StoredForm, local_box, original_shape, stored_form
+from mcore_ckpt.load._placement import narrow
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 
@@ -174,9 +176,8 @@ def _pieces(reader: FileSystemReader, wanted: _Wanted) -> list[_Piece]:
         share = intersect(cell_box, wanted.box)
         if share is None:
             continue
-        inner = [offset - base for offset, base in zip(share.offsets, cell_box.offsets, strict=True)]
-        strides = _strides(cell)
-        first = sum(i * stride for i, stride in zip(inner, strides, strict=True))
+        strides = strides_of(cell)
+        first = sum(map(operator.mul, relative(share, cell_box.offsets).offsets, strides))
         last = first + sum((n - 1) * stride for n, stride in zip(share.sizes, strides, strict=True))
         found.append(_Piece(wanted, cell_box, place, stored_shape, share, first, last + 1))
     return found
@@ -191,15 +192,5 @@ def _read_batch(reader: FileSystemReader, batch: list[tuple[_Piece, torch.Tensor
         )
     reader.read_items(requests)
     for piece, buffer in batch:
-        source = torch.as_strided(buffer, piece.share.sizes, _strides(piece.cell.sizes), 0)
-        target = piece.wanted.tensor
-        for axis, (offset, base, size) in enumerate(
-            zip(piece.share.offsets, piece.wanted.box.offsets, piece.share.sizes, strict=True)
-        ):
-            target = target.narrow(axis, offset - base, size)
-        target.copy_(source)
-
-
-def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a C-contiguous array, in elements."""
-    return tuple(itertools.accumulate(reversed(sizes[1:]), lambda a, b: a * b, initial=1))[::-1] if sizes else ()
+        source = torch.as_strided(buffer, piece.share.sizes, strides_of(piece.cell.sizes), 0)
+        narrow(piece.wanted.tensor, relative(piece.share, piece.wanted.box.offsets)).copy_(source)

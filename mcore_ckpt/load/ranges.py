@@ -11,10 +11,11 @@ when all gaps of the span together stay a small part of it (`MAX_WASTE`); never 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mcore_ckpt.core.boxes import Box, intersect
+from mcore_ckpt.core.boxes import Box, bounding, intersect, strides_of
 
 __all__ = ["CHEAP_GAP_BYTES", "MAX_WASTE", "Extent", "Piece", "Span", "cluster_boxes", "coalesce", "split_box"]
 
@@ -143,7 +144,7 @@ def split_box(
     if 0 in sizes:
         return
     rank = len(sizes)
-    stride_bytes = _stride_bytes(outer_sizes, elem_bytes)
+    stride_bytes = [stride * elem_bytes for stride in strides_of(outer_sizes)]
     # span_bytes[d]: from the first to the last wanted byte of one index of the dimensions before d.
     span_bytes = [elem_bytes] * (rank + 1)
     for dim in range(rank - 1, -1, -1):
@@ -181,13 +182,6 @@ def split_box(
             )
 
 
-def _stride_bytes(sizes: Sequence[int], elem_bytes: int) -> list[int]:
-    strides = [elem_bytes] * len(sizes)
-    for dim in range(len(sizes) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * sizes[dim + 1]
-    return strides
-
-
 def _joined_from(
     sizes: Sequence[int], stride_bytes: Sequence[int], span_bytes: Sequence[int], elem_bytes: int, max_gap_bytes: int
 ) -> int:
@@ -221,40 +215,27 @@ def cluster_boxes(outer_sizes: Sequence[int], boxes: Sequence[Box]) -> list[tupl
     """
     if len(boxes) == 1:
         return [(boxes[0], [0])]
-    strides = _stride_bytes(outer_sizes, 1)
+    strides = strides_of(outer_sizes)
 
     def first_elem(box: Box) -> int:
         return sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
 
     clusters: list[tuple[Box, list[int], int]] = []
     for position in sorted(range(len(boxes)), key=lambda i: first_elem(boxes[i])):
-        merged_box, merged, wanted_elems = boxes[position], [position], _elems(boxes[position])
+        merged_box, merged, wanted_elems = boxes[position], [position], math.prod(boxes[position].sizes)
         again = True
         while again:
             again = False
             # What a box can join was added lately: clusters are in order of their first bytes.
             for at in range(len(clusters) - 1, max(-1, len(clusters) - 9), -1):
                 other_box, other, other_elems = clusters[at]
-                bounding = _bounding(merged_box, other_box)
+                around = bounding((merged_box, other_box))
                 overlap = intersect(merged_box, other_box)
-                union_elems = wanted_elems + other_elems - (_elems(overlap) if overlap else 0)
-                if overlap or _elems(bounding) <= (1 + MAX_WASTE) * union_elems:
-                    merged_box, merged, wanted_elems = bounding, other + merged, union_elems
+                union_elems = wanted_elems + other_elems - (math.prod(overlap.sizes) if overlap else 0)
+                if overlap or math.prod(around.sizes) <= (1 + MAX_WASTE) * union_elems:
+                    merged_box, merged, wanted_elems = around, other + merged, union_elems
                     del clusters[at]
                     again = True
                     break
         clusters.append((merged_box, merged, wanted_elems))
     return [(box, members) for box, members, _ in sorted(clusters, key=lambda c: first_elem(c[0]))]
-
-
-def _elems(box: Box) -> int:
-    count = 1
-    for size in box.sizes:
-        count *= size
-    return count
-
-
-def _bounding(a: Box, b: Box) -> Box:
-    offsets = tuple(map(min, a.offsets, b.offsets))
-    ends = (max(oa + sa, ob + sb) for oa, sa, ob, sb in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
-    return Box(offsets, tuple(end - offset for end, offset in zip(ends, offsets, strict=True)))

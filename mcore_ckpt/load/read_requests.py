@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from mcore_ckpt.core.boxes import Box, covers, intersect
+from mcore_ckpt.core.boxes import Box, covers, intersect, relative
 from mcore_ckpt.core.errors import (
     CorruptCheckpointError,
     DtypeMismatchError,
@@ -27,8 +27,10 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.item_reading import LocatedTensor
 from mcore_ckpt.layout.torch_classes import dtype_name, torch_dtype
 from mcore_ckpt.load._placement import Want, address_of, narrow
+from mcore_ckpt.load.stored_items import check_located, chunk_name
 
 __all__ = [
     "ReadRequest",
@@ -100,8 +102,11 @@ class WantedItem:
     @property
     def where(self) -> str:
         """The chunk, as an error message names it."""
-        file, start, stop = self.item.file, self.item.offset, self.item.offset + self.item.length
-        return f"{self.fqn} at {list(self.chunk.offsets)} ({file}, bytes [{start}, {stop}))"
+        return chunk_name(self.fqn, self.chunk)
+
+    def check(self, located: LocatedTensor) -> None:
+        """Raise `CorruptCheckpointError` unless the item holds the tensor that the index says it does."""
+        check_located(located, dtype_name(self.dtype), self.chunk.sizes, self.payload_bytes)
 
 
 WantedItems = dict[tuple[str, int, str], WantedItem]
@@ -228,10 +233,10 @@ def _want_box(
         overlap = intersect(box, Box(chunk.offsets, chunk.sizes))
         if overlap is None:
             continue
-        inside = Box(_minus(overlap.offsets, box.offsets), overlap.sizes)
+        inside = relative(overlap, box.offsets)
         found.append(inside)
         part = request.tensor if overlap == box else narrow(request.tensor.detach(), inside)
-        want_chunk(wanted, entry, dtype, chunk, Box(_minus(overlap.offsets, chunk.offsets), overlap.sizes), part)
+        want_chunk(wanted, entry, dtype, chunk, relative(overlap, chunk.offsets), part)
     if request.allow_partial:
         return
     problem = covers(box.sizes, found)
@@ -293,10 +298,6 @@ def _check_shape(request: ReadRequest, entry: TensorEntry, index: CheckpointInde
                 f"{fqn}: the box at {list(offsets)} of sizes {list(sizes)} does not lie inside the global shape"
                 f" {list(shape)} that the checkpoint {index.path} holds"
             )
-
-
-def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(x - y for x, y in zip(a, b, strict=True))
 
 
 class _ChunkLookup:

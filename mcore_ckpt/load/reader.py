@@ -29,9 +29,10 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.safe_pickle import load_object
-from mcore_ckpt.load._items import ItemDecoder, ItemLocations
+from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._tensor_reads import TensorReads
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
+from mcore_ckpt.load.item_decoding import ItemDecoder
 from mcore_ckpt.load.read_requests import (
     ReadRequest,
     WantedItems,
@@ -123,7 +124,7 @@ class FileSystemReader(StorageReader):
     def _read(self, wanted: WantedItems) -> None:
         files = OpenFiles(self._storage, self.options.direct_io)
         try:
-            reads = TensorReads(files, self.options, self._located, self.stats, self._decoder.place_tensor)
+            reads = TensorReads(files, self.options, self._located, self.stats, self._decoder)
             reads.run([wanted[key] for key in sorted(wanted)])
         except LoadError as error:
             raise naming(error, str(self.path)) from error

@@ -26,11 +26,9 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.tools._tensor_boxes import read_box
-from mcore_ckpt.tools.dtype_cast import as_numbers
+from mcore_ckpt.tools.dtype_cast import as_numbers, carrier
 from mcore_ckpt.tools.inspection import FileRow, Summary, checkpoint_directory, file_rows, summarize
-from mcore_ckpt.tools.payloads import StoredPayloads
-from mcore_ckpt.tools.regrid import carrier
+from mcore_ckpt.tools.payloads import StoredPayloads, read_box
 
 if TYPE_CHECKING:
     import torch

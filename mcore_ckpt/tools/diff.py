@@ -24,8 +24,8 @@ from mcore_ckpt.load.fetch import in_parallel
 from mcore_ckpt.tools.keys import key_filter
 from mcore_ckpt.tools.payloads import StoredPayloads, check_elements
 from mcore_ckpt.tools.plain_state import read_plain_state
-from mcore_ckpt.tools.regrid import slabs
 from mcore_ckpt.tools.tensor_stats import SLAB_BYTES, Difference, Differences, SlabReader
+from mcore_ckpt.tools.tilings import slabs
 
 __all__ = ["DiffReport", "TensorDiff", "diff_checkpoints"]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from mcore_ckpt.core.errors import OptionError
 
-__all__ = ["DTYPE_NAMES", "as_numbers", "cast_floats", "numpy_dtype"]
+__all__ = ["DTYPE_NAMES", "as_numbers", "carrier", "cast_floats", "numpy_dtype"]
 
 _NUMPY = {
     "float64": np.float64,
@@ -44,6 +44,14 @@ DTYPE_NAMES = {
     "float64": "float64",
 }
 """What people call floating-point dtypes -> torch's name."""
+
+
+_CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+def carrier(elem_bytes: int) -> Any:
+    """A numpy dtype of that width, to move elements bit by bit whatever they mean."""
+    return _CARRIERS[elem_bytes]
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any] | None:

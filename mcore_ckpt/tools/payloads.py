@@ -1,9 +1,8 @@
-"""The raw elements of stored chunks, by range, for the offline commands: no torch, unless an item has to be decoded.
+"""The raw elements of stored tensors, for the offline commands: no torch, unless an item has to be decoded.
 
-A chunk's payload is located by the headers of its item and held against the index. What cannot be read by range
-(stored through a transform, compressed, not contiguous) is decoded whole by the reader, which does need torch.
-
-Any box of a stored tensor as bytes, whatever its chunks: only the ranges that it lies in are read. No torch.
+A chunk's payload is located by the headers of its item and held against the index. It is then read by any range, in
+memory that the caller has: front to back for what streams (`PayloadSource`), or what a box of the tensor needs of it
+(`read_box`). What cannot be read by range (stored through a transform, compressed, not contiguous) is decoded whole.
 """
 
 from __future__ import annotations
@@ -11,38 +10,44 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
-from mcore_ckpt.core.boxes import Box, covers
-from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError
-from mcore_ckpt.core.options import DirectIo
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from mcore_ckpt.core.boxes import Box, covers, intersect, relative, strides_of
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.core.options import DirectIo, LoadOptions
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor
+from mcore_ckpt.format.item_reading import locate_tensor
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.load.fetch import OpenFiles
+from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
+from mcore_ckpt.load.ranges import split_box
+from mcore_ckpt.load.stored_items import check_located, checksum_error, chunk_name, range_crc
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.tools.dtype_cast import carrier
 
 if TYPE_CHECKING:
-    from mcore_ckpt.load.reader import FileSystemReader
+    from mcore_ckpt.load.item_decoding import ItemDecoder
 
 __all__ = [
     "PayloadSource",
     "StoredPayload",
     "StoredPayloads",
     "check_elements",
-    "check_located",
-    "check_sum",
     "check_tiled",
-    "chunk_name",
+    "read_box",
 ]
 
 _MAX_LOCATED = 4096
 _WINDOW_BYTES = 4 * 1024 * 1024
+_BOX_WINDOW_BYTES = 8 * 1024 * 1024
+_MAX_GAP_BYTES = 256 * 1024
 # More than any deflated record can grow: an item that is to hold more elements than this many times its bytes does not.
 _MAX_INFLATION = 1100
 
@@ -67,12 +72,6 @@ class StoredPayload(NamedTuple):
     decoded: bytes | memoryview | None = None
 
 
-def chunk_name(entry: TensorEntry, chunk: StoredChunk) -> str:
-    """A chunk as messages name it."""
-    item = chunk.item
-    return f"{entry.fqn} at {list(chunk.offsets)} ({item.file}, bytes [{item.offset}, {item.offset + item.length}))"
-
-
 class StoredPayloads:
     """Locates and reads payloads of one checkpoint; a context manager, for any number of threads.
 
@@ -80,7 +79,6 @@ class StoredPayloads:
         index: of the checkpoint.
         storage: its files; by default those in the index's path.
         direct: past the page cache (`LoadOptions.direct_io`).
-        stored_keys: where the index uses other keys than the checkpoint: the checkpoint's, by the index's.
     """
 
     def __init__(
@@ -88,15 +86,13 @@ class StoredPayloads:
         index: CheckpointIndex,
         storage: Storage | None = None,
         direct: DirectIo = "auto",
-        stored_keys: Mapping[str, str] | None = None,
     ) -> None:
         self.index = index
-        self._stored_keys = stored_keys or {}
         self.storage = LocalStorage(index.path) if storage is None else storage
         self.files = OpenFiles(self.storage, direct)
         self._located: OrderedDict[tuple[str, tuple[int, ...]], StoredPayload] = OrderedDict()
         self._lock = threading.Lock()
-        self._reader: FileSystemReader | None = None
+        self._decoder: ItemDecoder | None = None
 
     def locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
         """Find the elements of a chunk; asked again soon, it answers from memory.
@@ -120,18 +116,20 @@ class StoredPayloads:
         return found
 
     def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
-        item, where = chunk.item, chunk_name(entry, chunk)
+        item, where = chunk.item, chunk_name(entry.fqn, chunk)
         if item.transforms:
-            return self._decode(entry, chunk, where)
-        with self.files.reader(item.file) as reader:
-            reader.check_range(item.offset, item.length)
-            try:
+            return self._decode(entry, chunk, where, f"it is stored through {', '.join(item.transforms)}")
+        try:
+            with self.files.reader(item.file) as reader:
+                reader.check_range(item.offset, item.length)
                 found = locate_tensor(
                     lambda offset, length: reader.read(item.offset + offset, length), item.length, where
                 )
-            except NotRangeable:
-                return self._decode(entry, chunk, where)
-        check_located(found, entry, chunk, where)
+            check_located(found, entry.dtype, chunk.sizes, math.prod(chunk.sizes) * element_bytes(entry.dtype))
+        except NotRangeable as reason:
+            return self._decode(entry, chunk, where, str(reason).removeprefix(f"{where}: "))
+        except LoadError as error:
+            raise naming(error, where) from error
         return StoredPayload(where, item.file, item.offset + found.payload_offset, found.payload_bytes, found.crc32)
 
     def read_into(self, payload: StoredPayload, start: int, view: memoryview) -> None:
@@ -142,19 +140,20 @@ class StoredPayloads:
         with self.files.reader(payload.file) as reader:
             reader.read_into(payload.offset + start, view)
 
-    def _decode(self, entry: TensorEntry, chunk: StoredChunk, where: str) -> StoredPayload:
+    def _decode(self, entry: TensorEntry, chunk: StoredChunk, where: str, reason: str) -> StoredPayload:
         import torch
 
-        from mcore_ckpt.load.read_requests import ReadRequest, stored_dtype
-        from mcore_ckpt.load.reader import FileSystemReader
+        from mcore_ckpt.load.item_decoding import ItemDecoder
+        from mcore_ckpt.load.read_requests import stored_dtype
 
-        tensor = torch.empty(chunk.sizes, dtype=stored_dtype(entry))
-        with self._lock:
-            # One for all items: it reads the index, which may take as long as an item.
-            reader = self._reader = self._reader or FileSystemReader(self.index.path)
-        key = self._stored_keys.get(entry.fqn, entry.fqn)
-        reader.read_items([ReadRequest(key, tensor, chunk.offsets, chunk.sizes)])
-        content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        with self._lock:  # one for all items: it says once for each kind of reason that this is slow
+            decoder = self._decoder = self._decoder or ItemDecoder(
+                self.storage, LoadOptions.from_environment(), ReadStats()
+            )
+        dtype = stored_dtype(entry)
+        # A copy, since what is decoded may have any strides.
+        tensor = torch.empty(chunk.sizes, dtype=dtype).copy_(decoder.tensor(entry.fqn, chunk, dtype, reason))
+        content = tensor.reshape(-1).view(torch.uint8).numpy().data
         return StoredPayload(where, chunk.item.file, 0, len(content), None, content)
 
     def close(self) -> None:
@@ -204,43 +203,88 @@ def check_tiled(index: CheckpointIndex, keys: Iterable[str]) -> None:
             nbytes, item = math.prod(chunk.sizes) * element_bytes(entry.dtype), chunk.item
             if not item.transforms and nbytes > _MAX_INFLATION * item.length:
                 raise CorruptCheckpointError(
-                    f"{chunk_name(entry, chunk)}: {nbytes} bytes of elements cannot lie in {item.length} bytes; the "
+                    f"{chunk_name(entry.fqn, chunk)}: {nbytes} bytes of elements cannot lie in {item.length} bytes; the "
                     f"index of {index.path} is damaged. Nothing was written"
                 )
 
 
-def check_sum(payload: StoredPayload, value: int) -> None:
+def _check_sum(payload: StoredPayload, value: int) -> None:
     """Raise `ChecksumError` unless `value` is the CRC-32 that was stored with the elements (if there was one)."""
     if payload.crc32 is not None and payload.crc32 != value:
-        raise ChecksumError(
-            f"{payload.where}: its elements have CRC-32 {value:#010x}, expected {payload.crc32:#010x}: the file was "
-            "damaged after it was written; take another copy"
-        )
+        raise checksum_error(payload.where, "the record of its elements", value, payload.crc32)
 
 
 def check_elements(payloads: StoredPayloads, entry: TensorEntry) -> None:
-    """Read all chunks of a tensor and compare their checksums; raises as `check_sum`.
+    """Read all chunks of a tensor and compare their checksums; raises `ChecksumError`.
 
     For what reads tensors in slabs that cut through chunks, and has to know beforehand that they are as written.
     """
     for chunk in entry.chunks:
         payload = payloads.locate(entry, chunk)
-        if payload.crc32 is None:
-            continue
-        value = 0
-        window = memoryview(bytearray(min(_WINDOW_BYTES, payload.nbytes)))
-        for start in range(0, payload.nbytes, _WINDOW_BYTES):
-            view = window[: min(_WINDOW_BYTES, payload.nbytes - start)]
-            payloads.read_into(payload, start, view)
-            value = crc32(view, value)
-        check_sum(payload, value)
+        if payload.crc32 is not None:
+            window = memoryview(bytearray(min(_WINDOW_BYTES, payload.nbytes)))
+            read_into = PayloadSource(payloads, payload).read_into
+            _check_sum(payload, range_crc(read_into, 0, payload.nbytes, window))
 
 
-def check_located(found: LocatedTensor, entry: TensorEntry, chunk: StoredChunk, where: str) -> None:
-    """Hold what an item says about its tensor against the index; raises `CorruptCheckpointError`."""
-    expected_bytes = math.prod(chunk.sizes) * element_bytes(entry.dtype)
-    if (found.dtype, found.shape, found.payload_bytes) != (entry.dtype, tuple(chunk.sizes), expected_bytes):
+def read_box(
+    payloads: StoredPayloads,
+    entry: TensorEntry,
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    out: memoryview | None = None,
+) -> memoryview:
+    """Bytes of a box of a tensor, C order, little-endian.
+
+    Args:
+        payloads: the checkpoint.
+        entry: the tensor.
+        offsets: first element of the box.
+        sizes: shape of the box, in elements.
+        out: memory to fill; by default new.
+
+    Raises:
+        ChecksumError: a chunk that is wanted as a whole is damaged.
+        CorruptCheckpointError: the stored chunks do not hold every element of the box exactly once, or are damaged.
+        LoadError: they cannot be read.
+    """
+    elem_bytes = element_bytes(entry.dtype)
+    nbytes = math.prod(sizes) * elem_bytes
+    memory = memoryview(bytearray(nbytes)) if out is None else out
+    box = Box(tuple(offsets), tuple(sizes))
+    parts = [
+        (chunk, part) for chunk in entry.chunks if (part := intersect(Box(chunk.offsets, chunk.sizes), box)) is not None
+    ]
+    problem = covers(sizes, [relative(part, box.offsets) for _, part in parts])
+    if problem and nbytes:
         raise CorruptCheckpointError(
-            f"{where}: the index says {entry.dtype} of shape {list(chunk.sizes)}, stored is {found.dtype} of shape "
-            f"{list(found.shape)}; the index does not belong to this file"
+            f"{entry.fqn}: the stored chunks of {payloads.index.path} do not hold the box at {list(offsets)} of sizes "
+            f"{list(sizes)} exactly once: relative to the box, {problem}. Run `mcore-ckpt verify {payloads.index.path}`"
         )
+    target = np.frombuffer(memory, carrier(elem_bytes)).reshape(box.sizes) if nbytes else None
+    for chunk, part in parts:
+        payload = payloads.locate(entry, chunk)
+        if part == box and part.sizes == chunk.sizes:
+            payloads.read_into(payload, 0, memory)
+            _check_sum(payload, crc32(memory[:nbytes]))
+            continue
+        inside = relative(part, chunk.offsets)
+        strides = [stride * elem_bytes for stride in strides_of(chunk.sizes)]
+        whole, value = part.sizes == chunk.sizes, 0  # the pieces of a whole chunk follow one another without gaps
+        for piece in split_box(
+            chunk.sizes, inside, elem_bytes, window_bytes=_BOX_WINDOW_BYTES, max_gap_bytes=_MAX_GAP_BYTES
+        ):
+            content = memoryview(bytearray(piece.stop - piece.start))
+            payloads.read_into(payload, piece.start, content)
+            value = crc32(content, value) if whole else 0
+            start = [
+                inner + base - first
+                for inner, base, first in zip(piece.box.offsets, chunk.offsets, box.offsets, strict=True)
+            ]
+            assert target is not None
+            target[tuple(slice(at, at + size) for at, size in zip(start, piece.box.sizes, strict=True))] = as_strided(
+                np.frombuffer(content, carrier(elem_bytes)), piece.box.sizes, strides
+            )
+        if whole:
+            _check_sum(payload, value)
+    return memory

@@ -21,8 +21,7 @@ from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.tools._tensor_boxes import read_box
-from mcore_ckpt.tools.payloads import StoredPayloads
+from mcore_ckpt.tools.payloads import StoredPayloads, read_box
 from mcore_ckpt.tools.verify import ItemCheck, Problem, VerifyReport, check_item, verify_checkpoint
 
 __all__ = ["repair_checkpoint"]

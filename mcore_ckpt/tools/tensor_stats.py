@@ -17,7 +17,8 @@ from mcore_ckpt.format.index import StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.tools.dtype_cast import as_numbers
 from mcore_ckpt.tools.payloads import PayloadSource, StoredPayloads, check_elements
-from mcore_ckpt.tools.regrid import Walk, slabs
+from mcore_ckpt.tools.regrid import Walk
+from mcore_ckpt.tools.tilings import slabs
 
 __all__ = ["Difference", "Differences", "SlabReader", "Stats", "tensor_stats"]
 

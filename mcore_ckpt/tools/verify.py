@@ -24,14 +24,15 @@ from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadEr
 from mcore_ckpt.directory.commit import common_file_in_force
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry, parse_object_key
-from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor, locate_tensor_in, verify_records
+from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.format.item_reading import locate_tensor, locate_tensor_in
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_config, read_index
 from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
-from mcore_ckpt.load.fetch import OpenFiles, in_parallel
+from mcore_ckpt.load.fetch import OpenFiles, in_parallel, naming
+from mcore_ckpt.load.stored_items import check_located, check_records, item_name, range_crc
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.tools.payloads import check_located
 
 __all__ = ["ItemCheck", "Problem", "VerifyReport", "check_item", "verify_checkpoint"]
 
@@ -93,8 +94,7 @@ class ItemCheck(NamedTuple):
     @property
     def where(self) -> str:
         """The item as messages name it."""
-        item = self.item
-        return f"{self.fqn} ({item.file}, bytes [{item.offset}, {item.offset + item.length}))"
+        return item_name(self.fqn, self.item)
 
 
 class _Span(NamedTuple):
@@ -298,7 +298,7 @@ class _Checker:
                 except ChecksumError as error:
                     self._found(check, _problem("checksum", check, str(error)))
                 except LoadError as error:
-                    self._found(check, _problem("item", check, str(error)))
+                    self._found(check, _problem("item", check, str(naming(error, check.where))))
                 else:
                     records += checked
                     unchecked += checked == 0
@@ -347,35 +347,17 @@ def check_item(
             return bytes(inside[offset : offset + length])
         return reader.read(item.offset + offset, length)
 
-    checked = 0
+    def sum_up(offset: int, length: int) -> int:
+        if inside is not None:
+            return crc32(inside[offset : offset + length])
+        return range_crc(reader.read_into, item.offset + offset, length, buffer())
+
     try:
-        for name, offset, nbytes, expected in verify_records(read, item.length, where):
-            if expected is None:
-                continue
-            if inside is not None:
-                value = crc32(inside[offset : offset + nbytes])
-            else:
-                value = _streamed_crc(reader, item.offset + offset, nbytes, buffer())
-            if value != expected:
-                raise ChecksumError(
-                    f"{where}: record {name} (bytes [{item.offset + offset}, {item.offset + offset + nbytes}) of "
-                    f"{item.file}) has CRC-32 {value:#010x}, expected {expected:#010x}"
-                )
-            checked += 1
+        checked = check_records(read, sum_up, item.length, where)
         if check.entry is not None and check.chunk is not None:
-            found: LocatedTensor
+            dtype, sizes = check.entry.dtype, check.chunk.sizes
             found = locate_tensor(read, item.length, where) if inside is None else locate_tensor_in(inside, where)
-            check_located(found, check.entry, check.chunk, where)
+            check_located(found, dtype, sizes, math.prod(sizes) * element_bytes(dtype))
     except NotRangeable:  # whether it is what the index says, only torch.load can tell
         return verify_compressed(read, item.length, where)
     return checked
-
-
-def _streamed_crc(reader: RangeReader, start: int, nbytes: int, window: memoryview) -> int:
-    value = done = 0
-    while done < nbytes:
-        view = window[: min(len(window), nbytes - done)]
-        reader.read_into(start + done, view)
-        value = crc32(view, value)
-        done += len(view)
-    return value

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.format.crc import crc32
-from mcore_ckpt.tools.regrid import Walk, blocks, slabs
+from mcore_ckpt.tools.regrid import Walk
+from mcore_ckpt.tools.tilings import blocks, slabs
 from tests.support.stored_layouts import tilings
 
 SHAPES = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)

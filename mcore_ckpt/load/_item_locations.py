@@ -1,0 +1,142 @@
+"""Where the payloads of large items lie: their headers are read once for each item and reader, several at a time, and
+a little ahead of the payloads, so that nothing waits for all of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.format.index import StoredItem
+from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor
+from mcore_ckpt.format.zip_records import NotRangeable
+from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
+from mcore_ckpt.load.read_requests import WantedItem
+from mcore_ckpt.storage.base import RangeReader
+
+__all__ = ["ItemLocations"]
+
+# Items located by one task, with nine small reads where they lie side by side.
+_BATCH = 8
+
+# What is read of the next item together with the end of this one, and up to which distance: our own items have up to a
+# page of padding between them.
+_HEAD_BYTES = 1024
+_NEAR_BYTES = 4096
+
+
+class ItemLocations:
+    """What is known of where payloads lie, by file and offset of the item; kept as long as a reader's checkpoint."""
+
+    def __init__(self) -> None:
+        self._located: dict[tuple[str, int], LocatedTensor] = {}
+
+    def __contains__(self, wanted: WantedItem) -> bool:
+        return (wanted.item.file, wanted.item.offset) in self._located
+
+    def of(self, wanted: WantedItem) -> LocatedTensor | None:
+        """Where the payload of an item lies; None if that is not known."""
+        return self._located.get((wanted.item.file, wanted.item.offset))
+
+    @contextmanager
+    def ahead(
+        self,
+        items: Sequence[WantedItem],
+        files: OpenFiles,
+        stats: ReadStats,
+        threads: int,
+        unranged: Callable[[WantedItem, str], None],
+    ) -> Iterator[Callable[[WantedItem], LocatedTensor | None]]:
+        """Read the headers of items, in order, by threads that stay a few items ahead of whoever asks.
+
+        Args:
+            items: those whose place is not known.
+            files: readers of the checkpoint's files.
+            stats: counters; added to.
+            threads: as many batches of items are being read at once.
+            unranged: called with an item that cannot be ranged, and the reason; on any thread.
+
+        Yields:
+            Tells where the payload of an item lies, waiting for its turn; None for one that cannot be ranged. To be
+            asked for the items in order, on one thread at a time. Raises `CorruptCheckpointError` if an item is not
+            what the index says or its file is too short, and `LoadError` if reading failed.
+        """
+        if not items:
+            yield self.of
+            return
+        batches = iter([items[at : at + _BATCH] for at in range(0, len(items), _BATCH)])
+        pending: deque[Future[None]] = deque()
+        with ThreadPoolExecutor(threads, thread_name_prefix="mcore_ckpt-locate") as pool:
+
+            def begin_next() -> None:
+                for batch in batches:
+                    pending.append(pool.submit(self._locate_batch, batch, files, stats, unranged))
+                    return
+
+            def located(wanted: WantedItem) -> LocatedTensor | None:
+                while wanted not in self and pending:
+                    begin_next()
+                    pending.popleft().result()
+                return self.of(wanted)
+
+            for _ in range(threads):
+                begin_next()
+            try:
+                yield located
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _locate_batch(
+        self,
+        batch: Sequence[WantedItem],
+        files: OpenFiles,
+        stats: ReadStats,
+        unranged: Callable[[WantedItem, str], None],
+    ) -> None:
+        headers = _Headers(stats)
+        for wanted, following in zip(batch, [*batch[1:], None], strict=True):
+            item = wanted.item
+            try:
+                with files.reader(item.file) as reader:
+                    reader.check_range(item.offset, item.length)
+                    read = headers.of(reader, item, following.item if following else None)
+                    located = locate_tensor(read, item.length, wanted.where)
+                wanted.check(located)
+            except NotRangeable as reason:
+                unranged(wanted, str(reason).removeprefix(f"{wanted.where}: "))
+            except LoadError as error:
+                raise naming(error, wanted.where) from error
+            else:
+                self._located[item.file, item.offset] = located
+
+
+class _Headers:
+    """Reads headers of items that follow one another: the end of one with the beginning of the next."""
+
+    def __init__(self, stats: ReadStats) -> None:
+        self._stats = stats
+        self._file, self._start, self._content = "", 0, b""
+
+    def of(self, reader: RangeReader, item: StoredItem, following: StoredItem | None) -> Callable[[int, int], bytes]:
+        """Reads bytes of `item` by offset in it and length; `following` is the item whose turn is next."""
+        end = item.offset + item.length
+        ahead = 0
+        if following is not None and following.file == item.file and 0 <= following.offset - end <= _NEAR_BYTES:
+            ahead = following.offset + min(_HEAD_BYTES, following.length) - end
+
+        def read(offset: int, length: int) -> bytes:
+            start = item.offset + offset
+            if item.file != self._file or not self._start <= start <= start + length <= self._start + len(
+                self._content
+            ):
+                extra = ahead if start + length == end else 0
+                extra = max(0, min(extra, reader.size_bytes - end))
+                self._content = reader.read(start, length + extra)
+                self._file, self._start = item.file, start
+                self._stats.add(reads=1, bytes_read=length + extra)
+            return self._content[start - self._start : start - self._start + length]
+
+        return read

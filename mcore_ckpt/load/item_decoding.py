@@ -1,0 +1,155 @@
+"""Stored items that are decoded rather than ranged: objects, and tensors that `torch.save` stored in an unusual way.
+
+The whole item is read into memory, its stream transforms are undone, its checksums compared, and `torch.load` with
+`weights_only=True` does the rest.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.index import ObjectEntry, StoredChunk, StoredItem
+from mcore_ckpt.format.safe_pickle import load_object, refuse_zip_bomb
+from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
+from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
+from mcore_ckpt.load.ranges import Extent, coalesce
+from mcore_ckpt.load.stored_items import check_records, chunk_name, item_name
+from mcore_ckpt.storage.base import Storage
+
+__all__ = ["ItemDecoder"]
+
+_logger = logging.getLogger(__name__)
+
+
+class ItemDecoder:
+    """Reads whole items and decodes them.
+
+    Args:
+        storage: the checkpoint's files.
+        options: whether checksums are compared.
+        stats: counters; added to.
+    """
+
+    def __init__(self, storage: Storage, options: LoadOptions, stats: ReadStats) -> None:
+        self._storage = storage
+        self._options = options
+        self._stats = stats
+        self._reasons: set[str] = set()
+
+    def object_contents(self, entries: Iterable[ObjectEntry]) -> Iterator[tuple[ObjectEntry, bytes]]:
+        """Stored objects as `torch.save` made them, in order of the files; neighbours are read together.
+
+        Raises:
+            CorruptCheckpointError, ChecksumError, LoadError: naming the key, the file and the bytes.
+        """
+        extents = [
+            Extent(entry.item.file, entry.item.offset, entry.item.offset + entry.item.length, entry.item.length, entry)
+            for entry in entries
+        ]
+        extents.sort(key=lambda extent: (extent.file, extent.start))
+        files = OpenFiles(self._storage, self._options.direct_io)
+        options = self._options
+        try:
+            for span in coalesce(extents, window_bytes=options.window_bytes, max_gap_bytes=options.max_gap_bytes):
+                first: ObjectEntry = span.extents[0].owner
+                content = self._read(files, first.fqn, StoredItem(span.file, span.start, span.stop - span.start))
+                for extent in span.extents:
+                    stored = content[extent.start - span.start : extent.stop - span.start]
+                    yield extent.owner, self._checked(extent.owner.fqn, extent.owner.item, stored)
+                    self._stats.add(bytes_needed=len(stored))
+        finally:
+            files.close()
+
+    def tensor(self, fqn: str, chunk: StoredChunk, dtype: torch.dtype, reason: str) -> torch.Tensor:
+        """Decode a stored chunk of a tensor, for a `reason` that is logged once for each kind.
+
+        Raises:
+            CorruptCheckpointError, ChecksumError, LoadError: it is not what was written, or not what the index says.
+        """
+        where = chunk_name(fqn, chunk)
+        kind = re.sub(r"\d+", "#", reason)
+        if kind not in self._reasons:
+            self._reasons.add(kind)
+            _logger.warning(
+                "%s is read with torch.load, whole and slowly, because %s; so are others like it", where, reason
+            )
+        files = OpenFiles(self._storage, self._options.direct_io)
+        try:
+            content = self._checked(fqn, chunk.item, self._read(files, fqn, chunk.item))
+        finally:
+            files.close()
+        self._stats.add(fallbacks=1)
+        try:
+            loaded = load_object(content, where=where)
+        except CorruptCheckpointError:
+            raise
+        except Exception as error:
+            raise CorruptCheckpointError(
+                f"{where}: cannot be decoded ({type(error).__name__}: {str(error)[:300]}); load another copy or"
+                " an earlier checkpoint"
+            ) from error
+        if not isinstance(loaded, torch.Tensor) or tuple(loaded.shape) != chunk.sizes or loaded.dtype != dtype:
+            got = f"{loaded.dtype} of shape {list(loaded.shape)}" if isinstance(loaded, torch.Tensor) else type(loaded)
+            raise CorruptCheckpointError(
+                f"{where}: the index says {dtype} of shape {list(chunk.sizes)}, stored is {got}"
+            )
+        return loaded.detach()
+
+    def _read(self, files: OpenFiles, fqn: str, item: StoredItem) -> bytes:
+        try:
+            with files.reader(item.file) as reader:
+                stored = reader.read(item.offset, item.length)
+        except LoadError as error:
+            raise naming(error, item_name(fqn, item)) from error
+        self._stats.add(reads=1, bytes_read=len(stored))
+        return stored
+
+    def _checked(self, fqn: str, item: StoredItem, stored: bytes) -> bytes:
+        """The item's container: transforms undone, checksums compared."""
+        where = item_name(fqn, item)
+        content = _undo_transforms(stored, item.transforms, where) if item.transforms else stored
+        if self._options.verify_crc:
+            self._verify(content, where)
+        return content
+
+    def _verify(self, content: bytes, where: str) -> None:
+        view = memoryview(content)
+
+        def read(offset: int, length: int) -> bytes:
+            return content[offset : offset + length]
+
+        def sum_up(offset: int, length: int) -> int:
+            return crc32(view[offset : offset + length])
+
+        try:
+            checked = check_records(read, sum_up, len(content), where)
+        except NotRangeable:
+            refuse_zip_bomb(io.BytesIO(content), 0, where)
+            checked = verify_compressed(read, len(content), where)  # torch inflates such records and compares nothing
+        self._stats.add(records_checked=checked)
+
+
+def _undo_transforms(stored: bytes, transforms: tuple[str, ...], where: str) -> bytes:
+    """Undo DCP's stream transforms, with the extensions that this torch knows."""
+    try:
+        from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+
+        stream: Any = io.BytesIO(stored)
+        for extension in ExtensionRegistry().from_descriptor_list(transforms):
+            if isinstance(extension, StreamTransformExtension):
+                stream = extension.transform_from(stream)
+        return bytes(stream.read(-1))
+    except Exception as error:
+        raise LoadError(
+            f"{where}: stored through {', '.join(transforms)}, which cannot be undone here"
+            f" ({type(error).__name__}: {error}); install what these transforms need"
+        ) from error

@@ -1,0 +1,106 @@
+"""One stored item, as every reader of payloads sees it: what it is called, that it is what the index says, its checksums.
+
+Loads (`_tensor_reads.py`) and the offline commands (`tools/payloads.py`) stand on this; without torch and numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.index import StoredChunk, StoredItem
+from mcore_ckpt.format.item_reading import LocatedTensor, verify_records
+
+__all__ = [
+    "check_located",
+    "check_records",
+    "checksum_error",
+    "chunk_name",
+    "item_name",
+    "range_crc",
+]
+
+
+def item_name(fqn: str, item: StoredItem) -> str:
+    """An item as messages name it."""
+    return f"{fqn} ({item.file}, bytes [{item.offset}, {item.offset + item.length}))"
+
+
+def chunk_name(fqn: str, chunk: StoredChunk) -> str:
+    """A tensor's item as messages name it."""
+    return item_name(f"{fqn} at {list(chunk.offsets)}", chunk.item)
+
+
+def check_located(located: LocatedTensor, dtype: str, sizes: Sequence[int], payload_bytes: int) -> None:
+    """Raise `CorruptCheckpointError` unless an item holds the tensor that the index says it does.
+
+    Args:
+        located: what the item says of itself.
+        dtype: that the index says, without `torch.`.
+        sizes: of the chunk, in elements.
+        payload_bytes: that so many elements of the dtype take.
+    """
+    if located.shape != sizes or located.dtype != dtype:
+        raise CorruptCheckpointError(
+            f"the index says {dtype} of shape {list(sizes)}, stored is {located.dtype} of shape {list(located.shape)};"
+            " index and data file do not belong together"
+        )
+    if located.payload_bytes != payload_bytes:
+        raise CorruptCheckpointError(f"expected {payload_bytes} bytes of elements, got {located.payload_bytes}")
+
+
+def checksum_error(where: str, what: str, got: int, expected: int) -> ChecksumError:
+    """The error for bytes (`what`) that do not have the CRC-32 which was written with them."""
+    return ChecksumError(
+        f"{where}: {what} has CRC-32 {got:#010x}, expected {expected:#010x}: the file was damaged after it was written;"
+        " load another copy or an earlier checkpoint"
+    )
+
+
+def check_records(
+    read: Callable[[int, int], bytes], sum_up: Callable[[int, int], int], item_bytes: int, where: str
+) -> int:
+    """Compare the CRC-32 of every record of an item, of a tensor or of an object.
+
+    Args:
+        read: `(offset, length) -> bytes` of the item, for its headers.
+        sum_up: `(offset, length) -> CRC-32` of the item, for its records.
+        item_bytes: its length.
+        where: the item, for messages.
+
+    Returns:
+        How many records were compared; those of an item without checksums are not.
+
+    Raises:
+        ChecksumError: a record's bytes are not those that were written.
+        CorruptCheckpointError: the item is no sound archive.
+        NotRangeable: a record is not stored plainly; it has to be inflated to be compared.
+    """
+    checked = 0
+    for name, offset, nbytes, expected in verify_records(read, item_bytes, where):
+        if expected is None:
+            continue
+        got = sum_up(offset, nbytes)
+        if got != expected:
+            raise checksum_error(
+                where, f"record {name} (bytes [{offset}, {offset + nbytes}) of the item)", got, expected
+            )
+        checked += 1
+    return checked
+
+
+class _ReadInto(Protocol):
+    def __call__(self, offset: int, view: memoryview, /) -> None: ...
+
+
+def range_crc(read_into: _ReadInto, start: int, nbytes: int, window: memoryview) -> int:
+    """CRC-32 of bytes `[start, start + nbytes)`, read through a window of memory from front to back."""
+    value = done = 0
+    while done < nbytes:
+        view = window[: min(len(window), nbytes - done)]
+        read_into(start + done, view)
+        value = crc32(view, value)
+        done += len(view)
+    return value
