@@ -420,9 +420,8 @@ def _skew(first: Extent, start: int) -> int:
 def _damaged(wanted: WantedItem, offset: int, length: int, got: int, expected: int) -> ChecksumError:
     """The error for bytes `[offset, offset + length)` of an item, which hold its elements."""
     start = wanted.item.offset + offset
-    return checksum_error(
-        wanted.where, f"the record of its elements, bytes [{start}, {start + length}),", got, expected
-    )
+    what = f"the bytes [{start}, {start + length}) of {wanted.item.file} have"
+    return checksum_error(wanted.where, what, got, expected)
 
 
 def _naming(error: LoadError, wanted: WantedItem) -> LoadError:

@@ -1,4 +1,4 @@
-"""One stored item, as every reader of payloads sees it: what it is called, that it is what the index says, its checksums.
+"""One stored item, as every reader of payloads sees it: its name, whether it is what the index says, its checksums.
 
 Loads (`_tensor_reads.py`) and the offline commands (`tools/payloads.py`) stand on this; without torch and numpy.
 """
@@ -52,9 +52,9 @@ def check_located(located: LocatedTensor, dtype: str, sizes: Sequence[int], payl
 
 
 def checksum_error(where: str, what: str, got: int, expected: int) -> ChecksumError:
-    """The error for bytes (`what`) that do not have the CRC-32 which was written with them."""
+    """The error for bytes that do not have the CRC-32 which was written with them; `what` is those bytes and a verb."""
     return ChecksumError(
-        f"{where}: {what} has CRC-32 {got:#010x}, expected {expected:#010x}: the file was damaged after it was written;"
+        f"{where}: {what} CRC-32 {got:#010x}, expected {expected:#010x}: the file was damaged after it was written;"
         " load another copy or an earlier checkpoint"
     )
 
@@ -84,9 +84,8 @@ def check_records(
             continue
         got = sum_up(offset, nbytes)
         if got != expected:
-            raise checksum_error(
-                where, f"record {name} (bytes [{offset}, {offset + nbytes}) of the item)", got, expected
-            )
+            what = f"record {name} (bytes [{offset}, {offset + nbytes}) of the item) has"
+            raise checksum_error(where, what, got, expected)
         checked += 1
     return checked
 

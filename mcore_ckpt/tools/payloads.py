@@ -203,15 +203,15 @@ def check_tiled(index: CheckpointIndex, keys: Iterable[str]) -> None:
             nbytes, item = math.prod(chunk.sizes) * element_bytes(entry.dtype), chunk.item
             if not item.transforms and nbytes > _MAX_INFLATION * item.length:
                 raise CorruptCheckpointError(
-                    f"{chunk_name(entry.fqn, chunk)}: {nbytes} bytes of elements cannot lie in {item.length} bytes; the "
-                    f"index of {index.path} is damaged. Nothing was written"
+                    f"{chunk_name(entry.fqn, chunk)}: {nbytes} bytes of elements cannot lie in {item.length} bytes; "
+                    f"the index of {index.path} is damaged. Nothing was written"
                 )
 
 
 def _check_sum(payload: StoredPayload, value: int) -> None:
     """Raise `ChecksumError` unless `value` is the CRC-32 that was stored with the elements (if there was one)."""
     if payload.crc32 is not None and payload.crc32 != value:
-        raise checksum_error(payload.where, "the record of its elements", value, payload.crc32)
+        raise checksum_error(payload.where, "its elements have", value, payload.crc32)
 
 
 def check_elements(payloads: StoredPayloads, entry: TensorEntry) -> None:
