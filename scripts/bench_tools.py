@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.scenarios import write_once  # noqa: E402  (found by the line above)
-from mcore_ckpt.core.console import table  # noqa: E402
+from mcore_ckpt.commands._shell import table  # noqa: E402
 from tests.support.gloo_ranks import run_ranks  # noqa: E402
 
 _RANKS = 4

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.core.console import Outcome
+from mcore_ckpt.commands._shell import Outcome, numbers
+from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
 
 if TYPE_CHECKING:
@@ -82,7 +83,6 @@ def _parse_slice(text: str) -> Any:
 
 
 def _tensor(checkpoint: Checkpoint, tensor: LazyTensor, arguments: argparse.Namespace) -> Outcome:
-    from mcore_ckpt.core.console import human_bytes, numbers
     from mcore_ckpt.tools.tensor_stats import tensor_stats
 
     index = _parse_slice(arguments.slice) if arguments.slice else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from mcore_ckpt.core.console import DIFFERS, DONE, Outcome
+from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, table
+from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Compare."""
-    from mcore_ckpt.core.console import human_bytes, table
     from mcore_ckpt.tools.diff import diff_checkpoints
     from mcore_ckpt.tools.inspection import checkpoint_directory
 

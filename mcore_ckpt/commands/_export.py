@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from mcore_ckpt.core.console import Outcome
-from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.commands._shell import Outcome, parse_size, rules_from, torch_dtype
+from mcore_ckpt.core.console import human_bytes
 
 __all__ = ["add_arguments", "run"]
 
@@ -30,21 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Outcome:
     """Export."""
     from mcore_ckpt.convert.export import ExportOptions, export_checkpoint
-    from mcore_ckpt.core.console import human_bytes, parse_size
-    from mcore_ckpt.tools.dtype_cast import DTYPE_NAMES
+    from mcore_ckpt.convert.rules import parse_rename_rules
     from mcore_ckpt.tools.inspection import checkpoint_directory
-    from mcore_ckpt.tools.keys import parse_rename_rules
 
-    if arguments.dtype is not None and arguments.dtype not in DTYPE_NAMES:
-        raise OptionError(f"--dtype {arguments.dtype}: expected one of {', '.join(sorted(DTYPE_NAMES))}")
-    rules = parse_rename_rules(Path(arguments.rename).read_text(), arguments.rename) if arguments.rename else []
     options = ExportOptions(
         to=arguments.to,
         max_shard_bytes=None if arguments.max_shard_size is None else parse_size(arguments.max_shard_size),
-        rename=tuple(rules),
+        rename=rules_from(arguments.rename, parse_rename_rules),
         only=arguments.only,
         drop_optimizer=arguments.drop == "optimizer",
-        dtype=DTYPE_NAMES[arguments.dtype] if arguments.dtype else None,
+        dtype=torch_dtype(arguments.dtype),
     )
     source = checkpoint_directory(arguments.checkpoint)
     report = export_checkpoint(source, arguments.directory, options, progress=False if arguments.quiet else None)

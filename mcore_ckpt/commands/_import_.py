@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from mcore_ckpt.core.console import Outcome
-from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.commands._shell import MIN_MEMORY_BYTES, Outcome, parse_size, rules_from, torch_dtype
+from mcore_ckpt.core.console import human_bytes
 
 __all__ = ["add_arguments", "run"]
 
@@ -34,22 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Outcome:
     """Import."""
     from mcore_ckpt.convert.import_ import ImportOptions, import_checkpoint
-    from mcore_ckpt.convert.partition import parse_rules
     from mcore_ckpt.convert.reshard_plan import TargetLayout
-    from mcore_ckpt.core.console import MIN_MEMORY_BYTES, human_bytes, parse_size
-    from mcore_ckpt.tools.dtype_cast import DTYPE_NAMES
+    from mcore_ckpt.convert.rules import parse_partition_rules, parse_rename_rules
     from mcore_ckpt.tools.inspection import checkpoint_directory
-    from mcore_ckpt.tools.keys import parse_rename_rules
 
-    if arguments.dtype is not None and arguments.dtype not in DTYPE_NAMES:
-        raise OptionError(f"--dtype {arguments.dtype}: expected one of {', '.join(sorted(DTYPE_NAMES))}")
-    rename = parse_rename_rules(Path(arguments.rename).read_text(), arguments.rename) if arguments.rename else []
-    rules = parse_rules(Path(arguments.rules).read_text(), arguments.rules) if arguments.rules else []
     options = ImportOptions(
         layout=TargetLayout(arguments.tp, arguments.pp, arguments.ep),
-        rename=tuple(rename),
-        rules=tuple(rules),
-        dtype=DTYPE_NAMES[arguments.dtype] if arguments.dtype else None,
+        rename=rules_from(arguments.rename, parse_rename_rules),
+        rules=rules_from(arguments.rules, parse_partition_rules),
+        dtype=torch_dtype(arguments.dtype),
         common=arguments.common,
         workers=max(1, arguments.workers),
         verify=arguments.verify,

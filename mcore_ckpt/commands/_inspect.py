@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from mcore_ckpt.core.console import DONE, Outcome
+from mcore_ckpt.commands._shell import DONE, Outcome, numbers, table
+from mcore_ckpt.core.console import human_bytes, human_count
 
 if TYPE_CHECKING:
     from mcore_ckpt.format.index import CheckpointIndex
@@ -55,7 +56,6 @@ def run(arguments: argparse.Namespace) -> Outcome:
 
 
 def _tensors(index: CheckpointIndex, pattern: str) -> Outcome:
-    from mcore_ckpt.core.console import human_bytes, numbers, table
     from mcore_ckpt.tools.inspection import tensor_rows
 
     rows = list(tensor_rows(index, pattern))
@@ -80,7 +80,6 @@ def _tensors(index: CheckpointIndex, pattern: str) -> Outcome:
 
 
 def _items(index: CheckpointIndex, pattern: str) -> Outcome:
-    from mcore_ckpt.core.console import human_bytes, numbers, table
     from mcore_ckpt.tools.inspection import describe_items
 
     rows = describe_items(index, pattern)
@@ -107,7 +106,6 @@ def _items(index: CheckpointIndex, pattern: str) -> Outcome:
 
 
 def _objects(index: CheckpointIndex, pattern: str) -> Outcome:
-    from mcore_ckpt.core.console import numbers, table
     from mcore_ckpt.tools.inspection import object_rows
 
     rows = list(object_rows(index, pattern))
@@ -130,7 +128,6 @@ def _objects(index: CheckpointIndex, pattern: str) -> Outcome:
 
 
 def _files(index: CheckpointIndex) -> Outcome:
-    from mcore_ckpt.core.console import human_bytes, table
     from mcore_ckpt.tools.inspection import file_rows, rank_balance
 
     rows = file_rows(index)
@@ -163,7 +160,6 @@ def _files(index: CheckpointIndex) -> Outcome:
 
 
 def _summary(index: CheckpointIndex, *, arguments_only: bool) -> Outcome:
-    from mcore_ckpt.core.console import human_bytes, human_count, table
     from mcore_ckpt.tools.inspection import summarize
 
     summary = summarize(index.path, index)
@@ -205,8 +201,6 @@ def _layout(layout: ParallelLayout) -> str:
 
 
 def _group_table(groups: tuple[GroupRow, ...]) -> str:
-    from mcore_ckpt.core.console import human_bytes, human_count, table
-
     total = sum(row.payload_bytes for row in groups) or 1
     return table(
         ("group", "tensors", "elements", "bytes", "share", "dtype"),

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_ckpt.core.console import Outcome
+from mcore_ckpt.commands._shell import MIN_MEMORY_BYTES, Outcome, numbers, parse_size, rules_from, table, torch_dtype
+from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Outcome:
     """Reshard, or show what would be done."""
     from mcore_ckpt.convert.reshard import plan_reshard, reshard
-    from mcore_ckpt.core.console import human_bytes
     from mcore_ckpt.format.metadata_read import TRACKER_FILE, read_index
     from mcore_ckpt.tools.inspection import checkpoint_directory
 
@@ -79,11 +79,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
 
 
 def _options(arguments: argparse.Namespace) -> ReshardOptions:
-    from mcore_ckpt.convert.partition import parse_rules
     from mcore_ckpt.convert.reshard import ReshardOptions
     from mcore_ckpt.convert.reshard_plan import TargetLayout
-    from mcore_ckpt.core.console import MIN_MEMORY_BYTES, parse_size
-    from mcore_ckpt.tools.dtype_cast import DTYPE_NAMES
+    from mcore_ckpt.convert.rules import parse_partition_rules
 
     layout = None
     if arguments.tp is not None or arguments.pp is not None:
@@ -94,18 +92,15 @@ def _options(arguments: argparse.Namespace) -> ReshardOptions:
         raise OptionError("no target layout: give --tp N --pp M, or --like CKPT")
     elif arguments.ep != 1 or arguments.etp is not None or arguments.dp is not None:
         raise OptionError("--ep, --etp and --dp need --tp and --pp: --like alone takes its layout over as it is")
-    if arguments.dtype is not None and arguments.dtype not in DTYPE_NAMES:
-        raise OptionError(f"--dtype {arguments.dtype}: expected one of {', '.join(sorted(DTYPE_NAMES))}")
     if arguments.workers < 1:
         raise OptionError(f"--workers {arguments.workers}: expected at least 1")
-    rules = parse_rules(Path(arguments.rules).read_text(), arguments.rules) if arguments.rules else []
     return ReshardOptions(
         layout=layout,
         like=arguments.like,
-        rules=tuple(rules),
+        rules=rules_from(arguments.rules, parse_partition_rules),
         only=arguments.only,
         drop_optimizer=arguments.drop == "optimizer",
-        dtype=DTYPE_NAMES[arguments.dtype] if arguments.dtype else None,
+        dtype=torch_dtype(arguments.dtype),
         merge=arguments.merge,
         workers=arguments.workers,
         verify=arguments.verify,
@@ -142,7 +137,6 @@ def _plan_document(plan: ReshardPlan) -> dict[str, object]:
 
 
 def _plan_text(plan: ReshardPlan) -> str:
-    from mcore_ckpt.core.console import human_bytes, numbers, table
 
     rows = []
     guesses = 0

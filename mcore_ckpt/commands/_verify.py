@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_ckpt.core.console import DIFFERS, DONE, Outcome
+from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome
+from mcore_ckpt.core.console import human_bytes
 
 __all__ = ["add_arguments", "run"]
 
@@ -24,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Verify, and repair if asked."""
-    from mcore_ckpt.core.console import human_bytes
     from mcore_ckpt.tools.inspection import checkpoint_directory
     from mcore_ckpt.tools.verify import verify_checkpoint
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, TextIO
 
-from mcore_ckpt.core.console import FAILED, Outcome
+from mcore_ckpt.commands._shell import FAILED, Outcome
 from mcore_ckpt.core.errors import CheckpointError
 
 __all__ = ["main"]

@@ -1,7 +1,7 @@
 """Files written front to back by one thread, while other threads carry what is full to the disk.
 
-Unlike a save (see `image_writer`), a reshard may be interrupted and go on later: files are opened at any position,
-`WriteBehind.drain` makes everything that was handed over durable, and nothing is removed on failure.
+Unlike a save (see `writing.image_writer`), a reshard may be interrupted and go on later: files are opened at any
+position, `WriteBehind.drain` waits for everything that was handed over, and nothing is removed on failure.
 
 Whole pages go past the page cache (O_DIRECT) where the file system can; the ragged ends of a stretch go through it. No
 page is written both ways at once: what a stretch has of a shared page goes through the cache.
@@ -73,14 +73,14 @@ class TargetFile:
             aligned = offset % ALIGNMENT_BYTES == 0 and len(view) % ALIGNMENT_BYTES == 0
             if self._direct_fd is not None and aligned:
                 try:
-                    _write_all(self._direct_fd, offset, view, ALIGNMENT_BYTES)
+                    direct_io.write_all(self._direct_fd, view, offset, ALIGNMENT_BYTES)
                     return
                 except OSError as error:
                     # Some file systems take the flag and refuse the write.
                     if error.errno not in _NO_DIRECT:
                         raise
                     self._direct_fd = None
-            _write_all(self.fd, offset, view, 1)
+            direct_io.write_all(self.fd, view, offset)
             if len(view) >= 64 * 1024:
                 direct_io.write_back(self.fd, offset, len(view), wait=False)
         except OSError as error:
@@ -99,17 +99,6 @@ class TargetFile:
         self.fd, self._direct_fd = -1, None
         for fd in fds:
             os.close(fd)
-
-
-def _write_all(fd: int, offset: int, view: memoryview, granule: int) -> None:
-    done = 0
-    while done < len(view):
-        written = os.pwrite(fd, view[done:], offset + done)
-        if done + written < len(view):
-            written -= (done + written) % granule
-            if written <= 0:
-                raise OSError(errno.ENOSPC, "the write stopped short and does not go on")
-        done += written
 
 
 class WriteBehind:

@@ -1,10 +1,4 @@
-"""How far an interrupted reshard has come: one line for each stretch of a worker's tensors that is safe on the disk.
-
-The first line names the plan by a fingerprint (layout of the target, and size and time of every source file), so that a
-later run goes on only with the very same work. A line is written after the bytes that it speaks of are durable. A torn
-last line is ignored. The file is locked while a run has it.
-
-Carrying out a reshard plan: each worker takes its tensors one by one from the source's chunks to its own files.
+"""Carrying out a reshard plan: each worker takes its tensors one by one from the source's chunks to its own files.
 
 Payloads are streamed through bounded buffers, summed on both ways: what is read is held against the CRC-32 that the
 source carries, what is written gets its CRC-32 into the item. After every gibibyte or so, and when it is interrupted, a
@@ -40,10 +34,24 @@ __all__ = ["JOURNAL_FILE", "CastSource", "Journal", "copy_all", "expected_crcs"]
 
 JOURNAL_FILE = ".reshard_journal"
 _VERSION = 1
+_SYNC_BYTES: Final = 1024**3
+_MIN_BUFFER_BYTES: Final = 256 * 1024
+_MAX_BUFFER_BYTES: Final = 8 * 1024 * 1024
+_PIECE_BYTES: Final = 1024 * 1024
+# Below this, a system call of its own costs more than reading and writing the bytes.
+_MIN_FILE_COPY_BYTES: Final = 4 * 1024 * 1024
+_MAX_PADDING_BYTES: Final = 64 * 1024
+# File descriptors for all but the target's data files.
+_OTHER_FILES: Final = 256
 
 
 class Journal:
-    """The journal in a target's temporary directory; a context manager.
+    """How far an interrupted reshard has come: a file in the target's temporary directory; a context manager.
+
+    One line for each stretch of a worker's tensors that is safe on the disk, written after the bytes that it speaks of
+    are durable. The first line names the plan by a fingerprint (layout of the target, and size and time of every source
+    file), so that a later run goes on only with the very same work. A torn last line is ignored. The file is locked
+    while a run has it.
 
     Args:
         directory: the temporary directory.
@@ -123,15 +131,12 @@ class Journal:
         os.close(self._fd)
 
 
-_SYNC_BYTES: Final = 1024**3
-_MIN_BUFFER_BYTES: Final = 256 * 1024
-_MAX_BUFFER_BYTES: Final = 8 * 1024 * 1024
-_PIECE_BYTES: Final = 1024 * 1024
-# Below this, a system call of its own costs more than reading and writing the bytes.
-_MIN_FILE_COPY_BYTES: Final = 4 * 1024 * 1024
-_MAX_PADDING_BYTES: Final = 64 * 1024
-# File descriptors for all but the target's data files.
-_OTHER_FILES: Final = 256
+def expected_crcs(payloads: StoredPayloads, move: TensorMove, journal: Journal) -> list[int]:
+    """The CRC-32 that each source chunk has in the target's dtype; for chunks that carry none, as the copy found it."""
+    noted = journal.crcs.get(move.entry.fqn)
+    if noted is not None:
+        return noted
+    return [payloads.locate(move.entry, chunk).crc32 or 0 for chunk in move.entry.chunks]
 
 
 class CastSource:
@@ -438,11 +443,3 @@ def _copy_file_bytes(source: str, start: int, target: TargetFile, at: int, nbyte
             done += got
     finally:
         os.close(fd)
-
-
-def expected_crcs(payloads: StoredPayloads, move: TensorMove, journal: Journal) -> list[int]:
-    """The CRC-32 that each source chunk has in the target's dtype; for chunks that carry none, as the copy found it."""
-    noted = journal.crcs.get(move.entry.fqn)
-    if noted is not None:
-        return noted
-    return [payloads.locate(move.entry, chunk).crc32 or 0 for chunk in move.entry.chunks]

@@ -4,7 +4,7 @@
 header     {"name": {"dtype": "BF16", "shape": [...], "data_offsets": [start, stop]}, "__metadata__": {...}}
 data       offsets count from here
 
-Tensors of other formats as the source of a reshard: each one chunk, plain bytes in a file or in memory.
+A tensor that is read is one chunk, plain bytes in a file: so a reshard takes it like any other source.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 __all__ = [
     "RawPayloads",
     "RawTensor",
-    "TorchPayloads",
     "raw_index",
     "read_safetensors",
     "safetensors_dtype",
     "safetensors_header",
-    "torch_index",
 ]
 
 # What the reference implementation allows.
@@ -172,31 +170,3 @@ class RawPayloads(StoredPayloads):
         with self.files.reader(item.file) as reader:
             reader.check_range(item.offset, item.length)
         return StoredPayload(where, item.file, item.offset, item.length, None)
-
-
-def torch_index(directory: Path, file: str, tensors: Mapping[str, Any]) -> CheckpointIndex:
-    """An index of torch tensors that `torch.load(mmap=True)` gave for one file."""
-    entries = {}
-    for key, tensor in tensors.items():
-        shape = tuple(tensor.shape)
-        item = StoredItem(file, 0, tensor.numel() * tensor.element_size())
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries[key] = TensorEntry(key, dtype, shape, (StoredChunk((0,) * len(shape), shape, item),))
-    return CheckpointIndex(str(directory), entries, {})
-
-
-class TorchPayloads(StoredPayloads):
-    """Payloads of a `torch_index`; the bytes come from the mapped file as they are touched."""
-
-    def __init__(self, index: CheckpointIndex, tensors: Mapping[str, Any]) -> None:
-        super().__init__(index)
-        self._tensors = tensors
-
-    def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
-        import torch
-
-        tensor = self._tensors[entry.fqn]
-        if not isinstance(tensor, torch.Tensor):
-            raise CorruptCheckpointError(f"{entry.fqn}: expected a tensor")
-        content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        return StoredPayload(chunk_name(entry.fqn, chunk), chunk.item.file, 0, len(content), None, content)

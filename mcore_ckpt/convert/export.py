@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Literal
 
 from mcore_ckpt.convert._file_stream import Streams, StreamSink, TargetFile, WriteBehind
+from mcore_ckpt.convert._partition import Partitioner
 from mcore_ckpt.convert._reshard_copy import CastSource
-from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, partial_directory, refuse_target
+from mcore_ckpt.convert._reshard_target import BuildOptions, appear, build_target, partial_directory, refuse_target
 from mcore_ckpt.convert._safetensors_files import safetensors_header
-from mcore_ckpt.convert.partition import Partitioner
-from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan
+from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan, target_dtype
+from mcore_ckpt.convert.rules import RenameRule, rename_keys
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import ChecksumError, OptionError, SaveError
@@ -28,13 +29,12 @@ from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, parse_object_k
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.tools.keys import RenameRule, is_optimizer_key, key_filter, rename_keys
+from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
 from mcore_ckpt.tools.payloads import PayloadSource, StoredPayloads, check_tiled
 from mcore_ckpt.tools.regrid import Sink, Walk
 
 __all__ = ["ExportOptions", "ExportReport", "export_checkpoint"]
 
-_FLOATING = ("float64", "float32", "float16", "bfloat16")
 _BUFFER_BYTES = 8 * 1024**2
 _EXPORTED_FILE = re.compile(r"(?:model|pytorch_model)[-.].*(?:safetensors|bin|index\.json|tmp)")
 
@@ -107,7 +107,7 @@ def export_checkpoint(
         raise OptionError(f"{source}: no tensor is left to export; `mcore-ckpt inspect --tensors` lists the keys")
     check_tiled(index, names)
     exported = [
-        _Exported(name, index.tensors[key], _out_dtype(index.tensors[key], options.dtype))
+        _Exported(name, index.tensors[key], target_dtype(index.tensors[key], options.dtype))
         for key, name in names.items()
     ]
     with StoredPayloads(index) as payloads:
@@ -125,7 +125,8 @@ def export_checkpoint(
             ]
         if len(files) > 1:
             _write_weight_map(partial, options.to, files, shards, total)
-    _appear(partial, target)
+    LocalStorage(partial).sync_directory()
+    appear(partial, target)
     return ExportReport(str(target), options.to, tuple(files), len(exported), total, len(index.objects))
 
 
@@ -145,10 +146,6 @@ def _make_partial(target: Path) -> Path:
     except OSError as error:
         raise SaveError(f"{partial}: the directory cannot be made: {error.strerror}") from error
     return partial
-
-
-def _out_dtype(entry: TensorEntry, dtype: str | None) -> str:
-    return dtype if dtype and entry.dtype in _FLOATING and not is_optimizer_key(entry.fqn) else entry.dtype
 
 
 def _shards(tensors: Sequence[_Exported], limit: int) -> list[list[_Exported]]:
@@ -179,17 +176,6 @@ def _write_weight_map(
     weights = {tensor.name: file for file, shard in zip(files, shards, strict=True) for tensor in shard}
     document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
     LocalStorage(directory).publish(f"{stem}.{ending}.index.json", json.dumps(document, indent=2).encode() + b"\n")
-
-
-def _appear(partial: Path, target: Path) -> None:
-    LocalStorage(partial).sync_directory()
-    try:
-        if target.is_dir():
-            target.rmdir()
-        partial.replace(target)
-    except OSError as error:
-        raise SaveError(f"{partial}: complete, but cannot be renamed to {target}: {error.strerror}") from error
-    LocalStorage(target.parent).sync_directory()
 
 
 def _write_safetensors(
@@ -242,9 +228,9 @@ def _write_torch(
 ) -> str:
     import torch
 
-    from mcore_ckpt.convert._torch_files import ElementsSink, write_torch_file
+    from mcore_ckpt.convert._torch_files import write_torch_file
 
-    def fill(number: int, sink: ElementsSink) -> None:
+    def fill(number: int, sink: Sink) -> None:
         _stream_tensor(payloads, tensors[number], sink)
         advance(tensors[number].nbytes)
 

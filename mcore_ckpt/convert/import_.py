@@ -13,22 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from mcore_ckpt.convert._partition import Partitioner
 from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, refuse_target
-from mcore_ckpt.convert._safetensors_files import (
-    RawPayloads,
-    RawTensor,
-    TorchPayloads,
-    raw_index,
-    read_safetensors,
-    torch_index,
-)
-from mcore_ckpt.convert.partition import Partitioner, PartitionRule
+from mcore_ckpt.convert._safetensors_files import RawPayloads, RawTensor, raw_index, read_safetensors
 from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafePickleError
+from mcore_ckpt.convert.rules import PartitionRule, RenameRule, rename_keys
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, encode_config, read_index
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.tools.keys import RenameRule, rename_keys
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 
 __all__ = ["ImportOptions", "ImportReport", "import_checkpoint"]
@@ -142,11 +135,13 @@ def _open(source: Path, rename: Sequence[RenameRule]) -> tuple[Format, StoredPay
         names = _new_names(raw, rename, source)
         found = raw_index(directory, {new: raw[old] for old, new in names.items()})
         return "safetensors", RawPayloads(found), 0
+    from mcore_ckpt.convert._torch_files import TorchPayloads, read_torch_file, torch_index
+
     tensors: dict[str, Any] = {}
     entries: dict[str, TensorEntry] = {}
     left_out = 0
     for file in files:
-        loaded, others = _torch_tensors(directory / file)
+        loaded, others = read_torch_file(directory / file)
         left_out += others
         _merge(tensors, loaded, directory / file)
         entries.update(torch_index(directory, file, loaded).tensors)
@@ -197,33 +192,3 @@ def _renamed(index: CheckpointIndex, names: dict[str, str]) -> CheckpointIndex:
         entry = index.tensors[old]
         tensors[new] = TensorEntry(new, entry.dtype, entry.shape, entry.chunks, entry.requires_grad)
     return CheckpointIndex(index.path, tensors, {})
-
-
-def _torch_tensors(path: Path) -> tuple[dict[str, Any], int]:
-    """The tensors of a torch file by key (nested dicts joined by dots), mapped, not read; how much else it holds."""
-    import pickle
-
-    import torch
-
-    try:
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UnsafePickleError(f"{path}: holds more than tensors and plain values: {reason}") from error
-    except (RuntimeError, EOFError, ValueError) as error:
-        raise CorruptCheckpointError(f"{path}: not a file of torch.save ({error})") from error
-    tensors: dict[str, Any] = {}
-    others = 0
-
-    def walk(value: Any, prefix: str) -> None:
-        nonlocal others
-        if isinstance(value, torch.Tensor):
-            tensors[prefix] = value
-        elif isinstance(value, dict):
-            for key, part in value.items():
-                walk(part, f"{prefix}.{key}" if prefix else str(key))
-        else:
-            others += 1
-
-    walk(loaded, "")
-    return tensors, others

@@ -1,6 +1,6 @@
 """Rewriting a checkpoint for another parallel layout, offline: no model, no process group, no GPU.
 
-    plan (which chunk goes where)  ->  copy (reshard_copy)  ->  check (reshard_check)  ->  publish
+    plan (which chunk goes where)  ->  copy  ->  check  ->  publish
 
 All of it happens in `DST.partial`, which becomes `DST` by a rename when it is complete and proved; the source is only
 read. An interrupted run leaves `DST.partial` with a journal, and the same call goes on from there.
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt.convert._partition import Partitioner
 from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, carry_sidecars, refuse_target
-from mcore_ckpt.convert.partition import Partitioner, PartitionRule
 from mcore_ckpt.convert.reshard_plan import ReshardPlan, TargetLayout, make_plan
+from mcore_ckpt.convert.rules import PartitionRule
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.index import CheckpointIndex, object_key
 from mcore_ckpt.format.metadata_read import TRACKER_FILE, read_index
@@ -45,8 +46,8 @@ class ReshardOptions:
     Attributes:
         layout: of the target; None takes the chunks and files of `like` over as they are.
         like: a checkpoint that shows the partition axes.
-        rules: partition rules (`partition.parse_rules`), after `like`.
-        only: keys to carry, by pattern (`key_patterns`).
+        rules: partition rules (`rules.parse_partition_rules`), after `like`.
+        only: keys to carry, by pattern (`keys.key_filter`).
         drop_optimizer: leave the optimizer's state out.
         dtype: convert floating-point tensors of the model, to torch's name without `torch.`.
         merge: one file for each rank, instead of one for each rank and worker.

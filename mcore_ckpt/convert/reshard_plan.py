@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mcore_ckpt.convert.partition import Partition, Partitioner, divide
+from mcore_ckpt.convert._partition import Partition, Partitioner, divide
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry, parse_object_key
@@ -24,7 +24,7 @@ from mcore_ckpt.tools.keys import is_optimizer_key, layer_number, model_key, sta
 from mcore_ckpt.tools.parallel_layout import data_file_rank
 from mcore_ckpt.tools.tilings import Block, blocks
 
-__all__ = ["ObjectMove", "ReshardPlan", "TargetLayout", "TensorMove", "make_plan"]
+__all__ = ["ObjectMove", "ReshardPlan", "TargetLayout", "TensorMove", "make_plan", "target_dtype"]
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 _LAST_STAGE = re.compile(r"(?:^|\.)(?:output_layer|lm_head|final_layernorm|final_norm|ln_f|mtp)(?:\.|$)")
@@ -285,7 +285,7 @@ def make_plan(
         if count == 1:  # nothing is divided, so nothing hangs on the axis
             partition = replace(partition, guess=False)
         boxes = divide(fqn, entry.shape, partition, count, vocabulary)
-        out = dtype if dtype and entry.dtype in _FLOATING and not is_optimizer_key(fqn) else entry.dtype
+        out = target_dtype(entry, dtype)
         drafts.append((entry, partition, out, boxes, owners.of_chunks(entry, partition, boxes, out)))
     shares = _share_out([draft[0] for draft in drafts], workers)
 
@@ -327,6 +327,12 @@ def make_plan(
         if count % layout.pp
     ]
     return ReshardPlan(layout, tuple(map(tuple, objects)), tuple(map(tuple, work)), sizes, target, tuple(notes))
+
+
+def target_dtype(entry: TensorEntry, wanted: str | None) -> str:
+    """A tensor's dtype at the target: `wanted` for floating-point tensors of the model; the optimizer's stay."""
+    converted = wanted and entry.dtype in _FLOATING and not is_optimizer_key(entry.fqn)
+    return wanted if wanted and converted else entry.dtype
 
 
 def _padded_vocabulary(arguments: Mapping[str, Any], tp: int) -> int | None:

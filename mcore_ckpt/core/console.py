@@ -1,37 +1,16 @@
-"""What a person sees of long work: a bar with rate and time left on a terminal, nothing where output is piped.
+"""What a person sees of long work: a bar on a terminal, nothing where output is piped; and sizes in a few digits.
 
 `rich` is imported when the first bar is drawn, and only then.
-
-Plain text for people: sizes, counts and tables. Pure; prints nothing.
-
-What a sub-command hands back to be shown.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
-from mcore_ckpt.core.errors import OptionError
-
-__all__ = [
-    "DIFFERS",
-    "DONE",
-    "FAILED",
-    "MIN_MEMORY_BYTES",
-    "Outcome",
-    "Progress",
-    "WaitingBar",
-    "human_bytes",
-    "human_count",
-    "numbers",
-    "parse_size",
-    "table",
-]
+__all__ = ["Progress", "WaitingBar", "human_bytes", "human_count"]
 
 
 class Progress:
@@ -125,27 +104,6 @@ def human_bytes(nbytes: int) -> str:
     raise AssertionError("unreachable: the last unit takes everything")
 
 
-_FACTORS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
-
-
-MIN_MEMORY_BYTES: Final = 384 * 1024**2
-"""The least that a command can be told to stay within: the process itself and the smallest buffers."""
-
-
-def parse_size(text: str, *, at_least: int = 1) -> int:
-    """Bytes from `512M`, `2G` or a plain number (binary units); raises `OptionError`."""
-    number, unit = text.strip().upper().removesuffix("B").removesuffix("I"), ""
-    if number and number[-1] in _FACTORS:
-        number, unit = number[:-1], number[-1:]
-    try:
-        value = int(float(number) * _FACTORS[unit])
-    except (ValueError, OverflowError):
-        value = -1
-    if value < at_least:
-        raise OptionError(f"size {text!r}: expected a number with K, M, G or T, and at least {human_bytes(at_least)}")
-    return value
-
-
 def human_count(count: int) -> str:
     """`8.03 B` parameters and the like."""
     value = float(count)
@@ -154,45 +112,3 @@ def human_count(count: int) -> str:
             return f"{value:.3g}{unit}" if unit else str(count)
         value /= 1000
     raise AssertionError("unreachable: the last unit takes everything")
-
-
-def numbers(values: Iterable[int]) -> str:
-    """A shape or an offset: `[4096, 1024]`."""
-    return "[" + ", ".join(map(str, values)) + "]"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> str:
-    """Columns as wide as their widest cell; `right` names the columns that are aligned to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [
-        max(len(header[n]), *(len(row[n]) for row in cells)) if cells else len(header[n]) for n in range(len(header))
-    ]
-    to_the_right = set(right)
-
-    def line(row: Sequence[str]) -> str:
-        parts = (
-            cell.rjust(width) if n in to_the_right else cell.ljust(width)
-            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        return "  ".join(parts).rstrip()
-
-    return "\n".join(line(row) for row in [list(header), ["-" * width for width in widths], *cells])
-
-
-DONE: Final = 0
-"""Done, identical, or whole."""
-
-DIFFERS: Final = 1
-"""Different, or damaged."""
-
-FAILED: Final = 2
-"""Bad usage, or something that cannot be read or written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Attributes: `document` is what `--json` prints, `text` what a person reads."""
-
-    document: Any
-    text: str
-    code: int = DONE

@@ -28,6 +28,7 @@ __all__ = [
     "has_huge_pages",
     "populate",
     "preallocate",
+    "write_all",
     "write_back",
     "write_from",
 ]
@@ -168,6 +169,24 @@ def preallocate(fd: int, nbytes: int) -> None:
         if code in _NOT_SUPPORTED:
             return
         raise OSError(code, os.strerror(code))
+
+
+def write_all(fd: int, view: memoryview, offset: int, granule: int = 1) -> None:
+    """Write all of `view`; a write that stops short goes on from the last multiple of `granule` that it reached.
+
+    Raises:
+        OSError: as `os.pwrite`.
+    """
+    done = 0
+    while done < len(view):
+        written = os.pwrite(fd, view[done:], offset + done)
+        if done + written < len(view):
+            written -= (done + written) % granule
+            if written <= 0:
+                # No space is the one cause known for a write that gets nowhere; the next one would say so itself,
+                # but a file system that returns 0 for ever would keep us here.
+                raise OSError(errno.ENOSPC, "the write stopped short and does not go on")
+        done += written
 
 
 def write_back(fd: int, offset: int, nbytes: int, *, wait: bool) -> None:

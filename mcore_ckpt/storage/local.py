@@ -399,7 +399,7 @@ def _replace_durably(path: str, content: bytes) -> None:
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)
         try:
-            _write_all(fd, memoryview(content), 0)
+            direct_io.write_all(fd, memoryview(content), 0)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -433,20 +433,6 @@ def _sync_directory(path: str) -> None:
             raise
     finally:
         os.close(fd)
-
-
-def _write_all(fd: int, view: memoryview, offset: int, granule: int = 1) -> None:
-    """Write all of `view`; a write that stops short goes on from the last multiple of `granule` that it reached."""
-    done = 0
-    while done < len(view):
-        written = os.pwrite(fd, view[done:], offset + done)
-        if done + written < len(view):
-            written -= (done + written) % granule
-            if written <= 0:
-                # No space is the one cause known for a write that gets nowhere; the next one would say so itself,
-                # but a file system that returns 0 for ever would keep us here.
-                raise OSError(errno.ENOSPC, "the write stopped short and does not go on")
-        done += written
 
 
 class _LocalWriter(RangeWriter):
@@ -496,7 +482,7 @@ class _LocalWriter(RangeWriter):
             return
         if offset % ALIGNMENT_BYTES == 0 and len(view) % ALIGNMENT_BYTES == 0:
             try:
-                _write_all(fd, view, offset, ALIGNMENT_BYTES)
+                direct_io.write_all(fd, view, offset, ALIGNMENT_BYTES)
                 return
             except OSError as error:
                 if error.errno != errno.EINVAL or self._insist:
@@ -516,7 +502,7 @@ class _LocalWriter(RangeWriter):
             return self._buffered_fd
 
     def _write_buffered(self, fd: int, offset: int, view: memoryview) -> None:
-        _write_all(fd, view, offset)
+        direct_io.write_all(fd, view, offset)
         direct_io.write_back(fd, offset, len(view), wait=False)
         with self._lock:
             self._unsynced.append((offset, len(view)))

@@ -1,29 +1,22 @@
-"""Keys by pattern, in the one way that all commands understand: a shell pattern, or a part of the key.
+"""What the key of a tensor says: which kind it is, of which layer, which state of the optimizer, what its axes count.
 
-Renaming keys by rules, for export and import.
-
-What a tensor is, from its key: embedding, attention, experts, ..., or which state of the optimizer.
+And which keys a pattern names, in the one way that all commands understand.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mcore_ckpt.core.errors import OptionError
-
 __all__ = [
-    "RenameRule",
     "StackedAxes",
     "group_of",
     "is_optimizer_key",
     "key_filter",
     "layer_number",
     "model_key",
-    "parse_rename_rules",
-    "rename_keys",
     "stacked_axes",
 ]
 
@@ -43,68 +36,19 @@ def key_filter(pattern: str | None) -> Callable[[str], bool]:
     return lambda key: pattern in key
 
 
-_DROP = "-"
+def is_optimizer_key(fqn: str) -> bool:
+    """Whether a key belongs to the optimizer's state (Megatron's layouts, and DCP's `optim.` and `optimizer.`)."""
+    first = fqn.split(".", 1)[0]
+    return first in ("optimizer", "optim", "optimizers") or first.startswith("chained_")
 
 
-class RenameRule(NamedTuple):
-    """Keys in which the pattern is found get the replacement for it; None drops them."""
-
-    pattern: re.Pattern[str]
-    replacement: str | None
+_OPTIMIZER_STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.[^.]+\.(?P<key>.+)$")
 
 
-def parse_rename_rules(text: str, where: str) -> list[RenameRule]:
-    r"""Rules from text, one a line: a regular expression, then what to put for it, or `-` to drop the key.
-
-        ^decoder\.layers\.(\d+)\.     model.layers.\1.
-        _extra_state                  -
-
-    `#` starts a comment.
-
-    Raises:
-        OptionError: a line is none of that.
-    """
-    rules = []
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.split(" #", 1)[0].split() if not line.lstrip().startswith("#") else []
-        if not words:
-            continue
-        if len(words) != 2:
-            raise OptionError(f"{where}, line {number}: {line.strip()!r}: expected PATTERN REPLACEMENT, or PATTERN -")
-        try:
-            pattern = re.compile(words[0])
-        except re.error as error:
-            raise OptionError(f"{where}, line {number}: {words[0]!r} is no regular expression: {error}") from error
-        rules.append(RenameRule(pattern, None if words[1] == _DROP else words[1]))
-    return rules
-
-
-def rename_keys(keys: Iterable[str], rules: Sequence[RenameRule]) -> dict[str, str]:
-    """New names by old ones; dropped keys are left out. The first rule that finds something in a key applies.
-
-    Raises:
-        OptionError: two keys get the same name, or a replacement refers to a group that is not there.
-    """
-    renamed: dict[str, str] = {}
-    origin: dict[str, str] = {}
-    for key in keys:
-        new: str | None = key
-        for rule in rules:
-            if rule.pattern.search(key):
-                try:
-                    new = None if rule.replacement is None else rule.pattern.sub(rule.replacement, key)
-                except (re.error, IndexError) as error:
-                    raise OptionError(
-                        f"replacement {rule.replacement!r} of {rule.pattern.pattern!r}: {error}"
-                    ) from error
-                break
-        if new is None:
-            continue
-        if new in origin:
-            raise OptionError(f"{key} and {origin[new]} would both be called {new}; correct the rename rules")
-        origin[new] = key
-        renamed[key] = new
-    return renamed
+def model_key(fqn: str) -> str:
+    """The parameter that an optimizer state belongs to (`optimizer.state.exp_avg.<key>`); other keys as they are."""
+    found = _OPTIMIZER_STATE.match(fqn)
+    return found.group("key") if found else fqn
 
 
 # What a key is about, most telling first.
@@ -140,10 +84,8 @@ def layer_number(fqn: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def is_optimizer_key(fqn: str) -> bool:
-    """Whether a key belongs to the optimizer's state (Megatron's layouts, and DCP's `optim.` and `optimizer.`)."""
-    first = fqn.split(".", 1)[0]
-    return first in ("optimizer", "optim", "optimizers") or first.startswith("chained_")
+_STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")
+_STACKED_EXPERTS = re.compile(r"\.experts\.(?!\d)(?:experts\.(?!\d))?")
 
 
 class StackedAxes(NamedTuple):
@@ -152,21 +94,6 @@ class StackedAxes(NamedTuple):
     layer: int | None
     expert: int | None
     own: int
-
-
-_STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")
-
-
-_STACKED_EXPERTS = re.compile(r"\.experts\.(?!\d)(?:experts\.(?!\d))?")
-
-
-_OPTIMIZER_STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.[^.]+\.(?P<key>.+)$")
-
-
-def model_key(fqn: str) -> str:
-    """The parameter that an optimizer state belongs to (`optimizer.state.exp_avg.<key>`); other keys as they are."""
-    found = _OPTIMIZER_STATE.match(fqn)
-    return found.group("key") if found else fqn
 
 
 def stacked_axes(fqn: str, shape: Sequence[int]) -> StackedAxes:

@@ -15,9 +15,9 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.convert.export import ExportOptions, export_checkpoint
 from mcore_ckpt.convert.import_ import ImportOptions, import_checkpoint
 from mcore_ckpt.convert.reshard_plan import TargetLayout
+from mcore_ckpt.convert.rules import parse_rename_rules, rename_keys
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafePickleError
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.tools.keys import parse_rename_rules, rename_keys
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_ckpt.convert.partition import Partition, Partitioner, divide, parse_rules
+from mcore_ckpt.convert._partition import Partition, Partitioner, divide
+from mcore_ckpt.convert.rules import parse_partition_rules
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
@@ -133,7 +134,7 @@ class TestOrder:
     def test_like_then_rules_then_grid_then_table(self) -> None:
         key = LAYER + "self_attention.linear_proj.weight"
         whole, columns, rows = entry(key, (32, 32)), halves(key, (32, 32), 1), halves(key, (32, 32), 0)
-        rules = parse_rules(f"{key}$ whole", "rules")
+        rules = parse_partition_rules(f"{key}$ whole", "rules")
         assert Partitioner(index(rows), like=index(columns), rules=rules).decide(key).source == "like"
         assert Partitioner(index(rows), like=index(whole), rules=rules).decide(key).source == "rules"
         assert Partitioner(index(rows), rules=rules).decide(key).axis is None
@@ -141,7 +142,7 @@ class TestOrder:
         assert Partitioner(index(whole)).decide(key).source == "table"
 
     def test_rules(self) -> None:
-        rules = parse_rules("# comment\nfoo\\.weight$  -1\nfc1 0 x2  # halves\n\nbar whole\n", "rules")
+        rules = parse_partition_rules("# comment\nfoo\\.weight$  -1\nfc1 0 x2  # halves\n\nbar whole\n", "rules")
         found = Partitioner(index(entry("foo.weight", (4, 8)), entry("fc1.w", (8,)), entry("bar", (8,))), rules=rules)
         assert found.decide("foo.weight") == Partition(1, 1, False, "rules")
         assert found.decide("fc1.w") == Partition(0, 2, False, "rules")
@@ -150,11 +151,11 @@ class TestOrder:
     @pytest.mark.parametrize("line", ["only", "a b", "( 0", "a 0 x0", "a 0 y", "a 0 x2 more"])
     def test_bad_rules_name_file_and_line(self, line: str) -> None:
         with pytest.raises(OptionError, match=r"my\.rules, line 2"):
-            parse_rules(f"fine 0\n{line}\n", "my.rules")
+            parse_partition_rules(f"fine 0\n{line}\n", "my.rules")
 
     def test_a_rule_for_an_axis_that_is_not_there(self) -> None:
         with pytest.raises(OptionError, match="axis 2"):
-            Partitioner(index(entry("a", (4, 8))), rules=parse_rules("a 2", "r")).decide("a")
+            Partitioner(index(entry("a", (4, 8))), rules=parse_partition_rules("a 2", "r")).decide("a")
 
     def test_flat_buckets_keep_their_chunks(self) -> None:
         key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(a, b).bucket_idx_0.exp_avg"

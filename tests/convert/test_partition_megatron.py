@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from mcore_ckpt.convert.partition import Partitioner, divide
+from mcore_ckpt.convert._partition import Partitioner, divide
 from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan
 from mcore_ckpt.core.boxes import Box, covers, intersect
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.convert._reshard_copy import JOURNAL_FILE
-from mcore_ckpt.convert.partition import parse_rules
 from mcore_ckpt.convert.reshard import ReshardOptions, reshard
 from mcore_ckpt.convert.reshard_plan import TargetLayout
+from mcore_ckpt.convert.rules import parse_partition_rules
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CheckpointExistsError, ChecksumError, CorruptCheckpointError, OptionError, SaveError
 from mcore_ckpt.format.index import StoredChunk, TensorEntry
@@ -166,7 +166,7 @@ def test_like_takes_over_chunks_and_files(source: Path, tmp_path: Path) -> None:
 
 
 def test_rules_decide_before_the_grid(source: Path, tmp_path: Path) -> None:
-    rules = tuple(parse_rules(r"linear_proj\.weight$ 0", "rules"))
+    rules = tuple(parse_partition_rules(r"linear_proj\.weight$ 0", "rules"))
     reshard(source, tmp_path / "t", ReshardOptions(TargetLayout(2, 1), rules=rules))
     index = read_index(tmp_path / "t")
     assert grid(index, "decoder.layers.0.self_attention.linear_proj.weight") == [
@@ -235,7 +235,9 @@ def test_any_chunks_to_any_layout(
         files=2,
     )
     axis = data.draw(st.integers(0, len(shape) - 1))
-    rules = tuple(parse_rules(f"^a {axis} x{data.draw(st.integers(1, 2))}\n^b {data.draw(st.integers(0, 1))}", "r"))
+    rules = tuple(
+        parse_partition_rules(f"^a {axis} x{data.draw(st.integers(1, 2))}\n^b {data.draw(st.integers(0, 1))}", "r")
+    )
     layout = TargetLayout(data.draw(st.integers(1, 4)), 1)
     reshard(directory / "s", directory / "t", ReshardOptions(layout, rules=rules, workers=data.draw(st.integers(1, 2))))
     assert_same(read_all(directory / "t"), {"a.weight": tensor, "b.weight": other})
@@ -518,7 +520,9 @@ def test_more_files_than_the_process_may_open(tmp_path: Path) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
         reshard(
-            tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(32, 1), rules=tuple(parse_rules("w 0", "r")))
+            tmp_path / "s",
+            tmp_path / "t",
+            ReshardOptions(TargetLayout(32, 1), rules=tuple(parse_partition_rules("w 0", "r"))),
         )
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_ckpt.convert._torch_files import ElementsSink, write_torch_file
+from mcore_ckpt.convert._torch_files import write_torch_file
 from mcore_ckpt.core.errors import SaveError
+from mcore_ckpt.tools.regrid import Sink
 
 TENSORS = {
     "weight": torch.randn(1000, 33),
@@ -29,7 +30,7 @@ TENSORS = {
 def write(path: Path) -> None:
     tensors = list(TENSORS.values())
 
-    def fill(number: int, sink: ElementsSink) -> None:
+    def fill(number: int, sink: Sink) -> None:
         content = memoryview(tensors[number].reshape(-1).view(torch.uint8).numpy())
         while content:
             space = sink.space(len(content))

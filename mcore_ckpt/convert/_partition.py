@@ -15,8 +15,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+from mcore_ckpt.convert.rules import PartitionRule
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
@@ -24,10 +25,8 @@ from mcore_ckpt.tools.keys import model_key, stacked_axes
 
 __all__ = [
     "Partition",
-    "PartitionRule",
     "Partitioner",
     "divide",
-    "parse_rules",
 ]
 
 Source = Literal["like", "rules", "grid", "table", "whole", "stored"]
@@ -92,53 +91,13 @@ _GATED = re.compile(r"(?:^|\.)linear_fc1\.(?:weight|bias)\d*$")
 _VOCABULARY = re.compile(r"(?:^|\.)(?:word_embeddings|output_layer)\.(?:weight|bias)$")
 
 
-class PartitionRule(NamedTuple):
-    """One line of a rules file: keys that the pattern finds are divided along `axis` (None: whole) in `parts` parts."""
-
-    pattern: re.Pattern[str]
-    axis: int | None
-    parts: int = 1
-
-
-def parse_rules(text: str, where: str) -> list[PartitionRule]:
-    """Rules from text, one a line: a regular expression, then an axis or `whole`, then optionally `x2` for halves.
-
-        linear_qkv\\.weight$   0
-        linear_fc1\\.weight$   0 x2     # two halves, each divided
-        my_norm               whole
-
-    The first rule that finds something in the key wins. Axes count from 0 in the global shape, or from the end if
-    negative. `#` starts a comment.
-
-    Raises:
-        OptionError: a line is none of that.
-    """
-    rules = []
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.split("#", 1)[0].split()
-        if not words:
-            continue
-        try:
-            pattern, axis, *rest = words
-            parts = int(rest[0].removeprefix("x")) if rest else 1
-            if len(rest) > 1 or parts < 1:
-                raise ValueError("too many words, or fewer parts than one")
-            rules.append(PartitionRule(re.compile(pattern), None if axis == "whole" else int(axis), parts))
-        except (ValueError, re.error) as error:
-            raise OptionError(
-                f"{where}, line {number}: {line.strip()!r}: expected PATTERN AXIS [xPARTS], with AXIS a number or "
-                f"'whole' ({error})"
-            ) from error
-    return rules
-
-
 class Partitioner:
     """Decides for each tensor of one checkpoint.
 
     Args:
         index: of the source.
         like: index of a checkpoint that has the wanted layout, or at least shows the axes.
-        rules: from `parse_rules`; the first that matches wins.
+        rules: from `rules.parse_partition_rules`; the first that matches wins.
         arguments: Megatron's arguments as stored, `{}` if there are none.
         exact_like: take the chunks of `like` over as they are.
     """

@@ -1,0 +1,106 @@
+"""What the commands have in common: arguments that several of them take, tables, outcomes and exit codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from mcore_ckpt.core.console import human_bytes
+from mcore_ckpt.core.errors import OptionError
+
+__all__ = [
+    "DIFFERS",
+    "DONE",
+    "FAILED",
+    "MIN_MEMORY_BYTES",
+    "Outcome",
+    "numbers",
+    "parse_size",
+    "rules_from",
+    "table",
+    "torch_dtype",
+]
+
+_Rule = TypeVar("_Rule")
+
+DONE: Final = 0
+"""Done, identical, or whole."""
+
+DIFFERS: Final = 1
+"""Different, or damaged."""
+
+FAILED: Final = 2
+"""Bad usage, or something that cannot be read or written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Attributes: `document` is what `--json` prints, `text` what a person reads."""
+
+    document: Any
+    text: str
+    code: int = DONE
+
+
+def torch_dtype(given: str | None) -> str | None:
+    """`--dtype` as torch names it, without `torch.`; raises `OptionError` for what is no floating-point dtype."""
+    from mcore_ckpt.tools.dtype_cast import DTYPE_NAMES
+
+    if given is not None and given not in DTYPE_NAMES:
+        raise OptionError(f"--dtype {given}: expected one of {', '.join(sorted(DTYPE_NAMES))}")
+    return None if given is None else DTYPE_NAMES[given]
+
+
+def rules_from(path: str | None, parse: Callable[[str, str], list[_Rule]]) -> tuple[_Rule, ...]:
+    """The rules in a file, by the function that reads its text; none without a file."""
+    if not path:
+        return ()
+    try:
+        return tuple(parse(Path(path).read_text(encoding="utf-8"), path))
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{path}: not a text file: {error}") from error
+
+
+_FACTORS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
+
+MIN_MEMORY_BYTES: Final = 384 * 1024**2
+"""The least that a command can be told to stay within: the process itself and the smallest buffers."""
+
+
+def parse_size(text: str, *, at_least: int = 1) -> int:
+    """Bytes from `512M`, `2G` or a plain number (binary units); raises `OptionError`."""
+    number, unit = text.strip().upper().removesuffix("B").removesuffix("I"), ""
+    if number and number[-1] in _FACTORS:
+        number, unit = number[:-1], number[-1:]
+    try:
+        value = int(float(number) * _FACTORS[unit])
+    except (ValueError, OverflowError):
+        value = -1
+    if value < at_least:
+        raise OptionError(f"size {text!r}: expected a number with K, M, G or T, and at least {human_bytes(at_least)}")
+    return value
+
+
+def numbers(values: Iterable[int]) -> str:
+    """A shape or an offset: `[4096, 1024]`."""
+    return "[" + ", ".join(map(str, values)) + "]"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> str:
+    """Columns as wide as their widest cell; `right` names the columns that are aligned to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [
+        max(len(header[n]), *(len(row[n]) for row in cells)) if cells else len(header[n]) for n in range(len(header))
+    ]
+    to_the_right = set(right)
+
+    def line(row: Sequence[str]) -> str:
+        parts = (
+            cell.rjust(width) if n in to_the_right else cell.ljust(width)
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        return "  ".join(parts).rstrip()
+
+    return "\n".join(line(row) for row in [list(header), ["-" * width for width in widths], *cells])

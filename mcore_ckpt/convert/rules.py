@@ -1,0 +1,118 @@
+"""Rules that people write into files: new names for keys, and the axes along which tensors are divided.
+
+One rule a line: a regular expression that is searched for in the key, then what is to be done. The first rule that
+finds something in a key applies. `#` starts a comment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from mcore_ckpt.core.errors import OptionError
+
+__all__ = ["PartitionRule", "RenameRule", "parse_partition_rules", "parse_rename_rules", "rename_keys"]
+
+_DROP = "-"
+
+
+class RenameRule(NamedTuple):
+    """Keys in which the pattern is found get the replacement for it; None drops them."""
+
+    pattern: re.Pattern[str]
+    replacement: str | None
+
+
+def parse_rename_rules(text: str, where: str) -> list[RenameRule]:
+    r"""Rules from text, one a line: a regular expression, then what to put for it, or `-` to drop the key.
+
+        ^decoder\.layers\.(\d+)\.     model.layers.\1.
+        _extra_state                  -
+
+    `#` starts a comment.
+
+    Raises:
+        OptionError: a line is none of that.
+    """
+    rules = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split(" #", 1)[0].split() if not line.lstrip().startswith("#") else []
+        if not words:
+            continue
+        if len(words) != 2:
+            raise OptionError(f"{where}, line {number}: {line.strip()!r}: expected PATTERN REPLACEMENT, or PATTERN -")
+        try:
+            pattern = re.compile(words[0])
+        except re.error as error:
+            raise OptionError(f"{where}, line {number}: {words[0]!r} is no regular expression: {error}") from error
+        rules.append(RenameRule(pattern, None if words[1] == _DROP else words[1]))
+    return rules
+
+
+def rename_keys(keys: Iterable[str], rules: Sequence[RenameRule]) -> dict[str, str]:
+    """New names by old ones; dropped keys are left out. The first rule that finds something in a key applies.
+
+    Raises:
+        OptionError: two keys get the same name, or a replacement refers to a group that is not there.
+    """
+    renamed: dict[str, str] = {}
+    origin: dict[str, str] = {}
+    for key in keys:
+        new: str | None = key
+        for rule in rules:
+            if rule.pattern.search(key):
+                try:
+                    new = None if rule.replacement is None else rule.pattern.sub(rule.replacement, key)
+                except (re.error, IndexError) as error:
+                    raise OptionError(
+                        f"replacement {rule.replacement!r} of {rule.pattern.pattern!r}: {error}"
+                    ) from error
+                break
+        if new is None:
+            continue
+        if new in origin:
+            raise OptionError(f"{key} and {origin[new]} would both be called {new}; correct the rename rules")
+        origin[new] = key
+        renamed[key] = new
+    return renamed
+
+
+class PartitionRule(NamedTuple):
+    """One line of a rules file: keys that the pattern finds are divided along `axis` (None: whole) in `parts` parts."""
+
+    pattern: re.Pattern[str]
+    axis: int | None
+    parts: int = 1
+
+
+def parse_partition_rules(text: str, where: str) -> list[PartitionRule]:
+    """Rules from text, one a line: a regular expression, then an axis or `whole`, then optionally `x2` for halves.
+
+        linear_qkv\\.weight$   0
+        linear_fc1\\.weight$   0 x2     # two halves, each divided
+        my_norm               whole
+
+    The first rule that finds something in the key wins. Axes count from 0 in the global shape, or from the end if
+    negative. `#` starts a comment.
+
+    Raises:
+        OptionError: a line is none of that.
+    """
+    rules = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split("#", 1)[0].split()
+        if not words:
+            continue
+        try:
+            pattern, axis, *rest = words
+            parts = int(rest[0].removeprefix("x")) if rest else 1
+            if len(rest) > 1 or parts < 1:
+                raise ValueError("too many words, or fewer parts than one")
+            rules.append(PartitionRule(re.compile(pattern), None if axis == "whole" else int(axis), parts))
+        except (ValueError, re.error) as error:
+            raise OptionError(
+                f"{where}, line {number}: {line.strip()!r}: expected PATTERN AXIS [xPARTS], with AXIS a number or "
+                f"'whole' ({error})"
+            ) from error
+    return rules
