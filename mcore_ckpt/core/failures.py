@@ -1,4 +1,4 @@
-"""An exception as plain data, and back: how a failure travels between processes and between ranks.
+"""An exception as a value, as plain data, and back: how a failure travels between steps, processes and ranks.
 
 Exceptions themselves do not travel well: they may not pickle, their class may not exist where they arrive, and their
 traceback never survives. What arrives here is the class (if it is one of ours), the message, the traceback as text,
@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mcore_ckpt.core import errors
 from mcore_ckpt.core.errors import CheckpointError
 
-__all__ = ["FailureReport", "RemoteError", "describe", "remote_cause", "same_class"]
+__all__ = ["FailureReport", "RemoteError", "attempt", "describe", "remote_cause", "same_class", "value_of"]
+
+T = TypeVar("T")
 
 
 class RemoteError(Exception):
@@ -41,6 +45,24 @@ class FailureReport:
     traceback_text: str
     error_number: int | None = None
     path: str | None = None
+
+
+def attempt(step: Callable[[], T]) -> T | BaseException:
+    """The value of a step, or what it raised: one rank's step, whose failure waits until the others can hear of it.
+
+    The exception is a value until `value_of` raises it, inside an exchange of all ranks.
+    """
+    try:
+        return step()
+    except BaseException as error:  # noqa: BLE001  (also on Ctrl-C the others must not wait for us; raised again)
+        return error
+
+
+def value_of(outcome: T | BaseException) -> T:
+    """The value that `attempt` got; raises what it caught."""
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
 
 
 def describe(error: BaseException) -> FailureReport:

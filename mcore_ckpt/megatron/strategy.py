@@ -1,6 +1,6 @@
 """Megatron's save and load strategies for `torch_dist`: the two stories, from a sharded state dict and back.
 
-save:  sharded_state_dict -> main replicas -> SaveTransaction: prepare | write | commit
+save:  sharded_state_dict -> begin_save: main replicas, plan, writing -> commit
 load:  sharded_state_dict -> read requests -> FileSystemReader -> the tensors, in the structure that came in
 """
 
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,7 @@ from mcore_ckpt.megatron._versions import (
     save_strategy_base,
     sharded_tensor_of,
 )
-from mcore_ckpt.save.rank_state import collect
-from mcore_ckpt.save.transaction import SaveTransaction, Structure
+from mcore_ckpt.save.transaction import SaveRequest, SaveTransaction, Structure, begin_save
 from mcore_ckpt.writing.stage_pool import warm_up_stage
 
 __all__ = ["TorchDistLoadStrategy", "TorchDistSaveStrategy", "load_state_dict"]
@@ -119,10 +117,9 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         Raises:
             CheckpointError (as a `CheckpointingException`, too): the save cannot be done; nothing was changed.
         """
-        with MegatronErrors(), collector_paused():
-            transaction = self._prepare(sharded_state_dict, checkpoint_dir, may_skip=True)
-            call = transaction.start()
-        return async_request_class()(call, (), [_Commit(transaction)])
+        with MegatronErrors():
+            transaction = self._begin(sharded_state_dict, checkpoint_dir, beside_training=True)
+        return async_request_class()(transaction.call, (), [_Commit(transaction)])
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, *_: Any, **__: Any) -> None:
         """Write the state and publish the checkpoint; starts no process.
@@ -130,10 +127,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         Args and raises: as `async_save`.
         """
         with MegatronErrors():
-            with collector_paused():
-                transaction = self._prepare(sharded_state_dict, checkpoint_dir)
-            transaction.write_in_line()
-            transaction.commit()
+            self._begin(sharded_state_dict, checkpoint_dir, beside_training=False).commit()
 
     def warm_up(self, sharded_state_dict: dict[str, Any]) -> None:
         """Start the writer process and take the memory that an async save of this state needs, ahead of the first.
@@ -147,36 +141,36 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         with MegatronErrors():
             warm_up_stage(nbytes, self.options)
 
-    def _prepare(
-        self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, may_skip: bool = False
+    def _begin(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, *, beside_training: bool
     ) -> SaveTransaction:
         refuse_multi_storage_client()
         options = self.options
         if self.use_cached_ckpt_structure:
             options = replace(options, keep_local_plans=True)
-        transaction = SaveTransaction(
-            Path(checkpoint_dir), coordination_group(), options, self._structure, replaced_bucket_writer()
-        )
-        state = transaction.prepare(
-            partial(collect, sharded_state_dict, self._structure.shards),
+        request = SaveRequest(
+            directory=Path(checkpoint_dir),
+            options=options,
             thread_count=self.thread_count,
             separation_hint=self.separation_hint,
-            may_skip=may_skip,
+            beside_training=beside_training,
+            bucket_writer=replaced_bucket_writer(),
         )
-        if state is None:
+        group = coordination_group()
+        transaction = begin_save(sharded_state_dict, request, group, self._structure)
+        plan = transaction.plan
+        if plan is None:
             return transaction
-        self._structure.shards = state.shards
-        self.validated_cache_reuse = self._structure.reused
+        self.validated_cache_reuse = plan.reused
         if self.use_cached_ckpt_structure and not self.validated_loaded_metadata_reuse:
-            group = coordination_group()
             # Asked on all ranks, also on one that has not loaded what the others have.
             loaded_plans = getattr(self.cached_global_metadata, "all_local_plans", None) or ()
-            same = len(loaded_plans) == group.size and _same_tensors(loaded_plans[group.rank], state.specs)
+            same = len(loaded_plans) == group.size and _same_tensors(loaded_plans[group.rank], plan.layout.specs)
             self.validated_loaded_metadata_reuse = not group.any(not same)
         return transaction
 
 
-def _same_tensors(plan: Any, specs: list[TensorSpec]) -> bool:
+def _same_tensors(plan: Any, specs: Sequence[TensorSpec]) -> bool:
     """Whether a rank's plan of a loaded checkpoint has the tensors that the rank saves now."""
     loaded = {
         (item.index.fqn, tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))

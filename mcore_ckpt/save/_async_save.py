@@ -1,4 +1,4 @@
-"""An async save of one rank: the snapshot, and the process that writes it.
+"""One rank's writing: in line, or from a snapshot by another process while training goes on.
 
 Two independent choices (`SaveOptions.stage`, `SaveOptions.writer`) make three combinations:
 
@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 from mcore_ckpt.core.console import WaitingBar
 from mcore_ckpt.core.errors import OptionError, SaveError
+from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.layout.file_image import FileImage, ImageResult, plan_windows
 from mcore_ckpt.layout.plans import TensorPlans, encoded_beside
 from mcore_ckpt.save.async_queue import SaveCall
@@ -33,7 +34,7 @@ from mcore_ckpt.writing.stage_pool import StageLease, lease_stage
 from mcore_ckpt.writing.staging import BucketSource
 from mcore_ckpt.writing.writer_messages import FileJob, JobResult, Ring, WriterJob
 
-__all__ = ["AsyncSave", "FailedSave", "SkippedSave", "WrittenSave", "log_choice", "start_writing"]
+__all__ = ["AsyncSave", "EndedWriting", "SkippedSave", "Writing", "log_choice", "start_writing", "write_now"]
 
 _logger = logging.getLogger(__name__)
 # A ring of fewer windows would make the trainer and the device wait for each other.
@@ -43,16 +44,36 @@ _told: set[str] = set()
 _BAR_PERIOD_S = 0.2
 
 
-class AsyncSave(SaveCall):
-    """One rank's writing in progress.
+class Writing(SaveCall):
+    """One rank's writing, in progress or done; the transaction that began it commits it.
 
     Attributes:
         on_abort: called when the queue gives the save up.
-        written_between: when the writer began and ended, on the clock of `time.monotonic()`; None before it has.
         handed_over: when the snapshot was handed to the writer, or the writer forked: begin and end; None where the
             two cannot be told apart.
-        encoder: of the plans that were given to the writer, once it has ended.
     """
+
+    def __init__(self, options: SaveOptions, what: str) -> None:
+        self.on_failure = options.on_failure
+        self.what = what
+        self.on_abort: Callable[[], None] | None = None
+        self.handed_over: tuple[float, float] | None = None
+
+    @abstractmethod
+    def results(self) -> JobResult:
+        """What was written; waits for it.
+
+        Raises:
+            SaveError: the writing failed, the writer died, or what it wrote is not what was planned.
+        """
+
+    def abort(self) -> None:
+        if self.on_abort is not None:
+            self.on_abort()
+
+
+class AsyncSave(Writing):
+    """Writing by another process."""
 
     def __init__(
         self,
@@ -62,12 +83,7 @@ class AsyncSave(SaveCall):
         options: SaveOptions,
         what: str,
     ) -> None:
-        self.on_failure = options.on_failure
-        self.what = what
-        self.on_abort: Callable[[], None] | None = None
-        self.written_between: tuple[float, float] | None = None
-        self.handed_over: tuple[float, float] | None = None
-        self.encoder: MetadataEncoder | None = None
+        super().__init__(options, what)
         self._handle = handle
         self._images = list(images)
         self._lease = lease
@@ -91,75 +107,40 @@ class AsyncSave(SaveCall):
             self.results()
         return ended
 
-    def results(self) -> Sequence[ImageResult]:
-        """What was written; waits for it.
-
-        Raises:
-            SaveError: the writing failed, the writer died, or what it wrote is not what was planned.
-        """
+    def results(self) -> JobResult:
         self._handle.wait()
         if self._lease is not None:
             self._lease.give_back()
         result: JobResult = self._handle.result()
         check_results(self._images, result.files)
-        self.written_between = (result.started_s, result.finished_s)
-        self.encoder = result.encoder
-        return result.files
+        return result
 
     def abort(self) -> None:
         memory_is_free = self._handle.abort()
         if self._lease is not None:
             self._lease.give_back(reusable=memory_is_free)
-        if self.on_abort is not None:
-            self.on_abort()
+        super().abort()
 
     def elsewhere(self) -> Callable[[], None]:
         return self._handle.watch().wait
 
 
-class FailedSave(SaveCall):
-    """A writing that could not even be started on this rank; the others hear of it when they finalize."""
+class EndedWriting(Writing):
+    """Writing that was done, or had failed, when the call returned. Its error waits until all ranks hear of it."""
 
-    handed_over = None
-
-    def __init__(self, error: SaveError, options: SaveOptions, what: str) -> None:
-        self.on_failure = options.on_failure
-        self.what = what
-        self.on_abort: Callable[[], None] | None = None
-        self._error = error
+    def __init__(self, outcome: JobResult | BaseException, options: SaveOptions, what: str) -> None:
+        super().__init__(options, what)
+        self._outcome = outcome
 
     def poll(self) -> bool:
-        raise self._error
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        raise self._error
-
-    def results(self) -> Sequence[ImageResult]:
-        """Raises the error."""
-        raise self._error
-
-    def abort(self) -> None:
-        if self.on_abort is not None:
-            self.on_abort()
-
-
-class WrittenSave(SaveCall):
-    """A save whose files were written before the call returned; its error waits for `poll`."""
-
-    def __init__(self, results: Callable[[], Sequence[ImageResult]], options: SaveOptions, what: str) -> None:
-        self.on_failure = options.on_failure
-        self.what = what
-        self._results = results
-
-    def poll(self) -> bool:
-        self._results()
+        self.results()
         return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
         return self.poll()
 
-    def abort(self) -> None:
-        """There is nothing to stop."""
+    def results(self) -> JobResult:
+        return value_of(self._outcome)
 
 
 class SkippedSave(SaveCall):
@@ -178,6 +159,13 @@ class SkippedSave(SaveCall):
 
     def abort(self) -> None:
         """There is nothing to stop."""
+
+
+def write_now(
+    write: Callable[[], Sequence[ImageResult]], options: SaveOptions, what: str, plans: TensorPlans | None
+) -> EndedWriting:
+    """Write this rank's files before the call returns; args and errors as in `start_writing`."""
+    return EndedWriting(attempt(_timed(write, plans)), options, what)
 
 
 def log_choice(sources: Sequence[BucketSource], options: SaveOptions) -> None:
@@ -201,7 +189,7 @@ def start_writing(
     options: SaveOptions,
     what: str,
     plans: TensorPlans | None = None,
-) -> AsyncSave | FailedSave:
+) -> Writing:
     """Take the snapshot and start the writing. When this returns, the trainer may change its state.
 
     Args:
@@ -224,7 +212,7 @@ def start_writing(
         )
         if wrapped is not error:
             wrapped.__cause__ = error
-        return FailedSave(wrapped, options, what)
+        return EndedWriting(wrapped, options, what)
 
 
 def _fork_cow(

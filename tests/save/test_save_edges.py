@@ -16,8 +16,8 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.directory import commit
 from mcore_ckpt.layout.plans import TensorPlans
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
+from mcore_ckpt.save._planning import Planned
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
-from mcore_ckpt.save.transaction import Planned
 from mcore_ckpt.writing import stage_pool
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
