@@ -9,8 +9,10 @@ BIN := $(VENV)/bin
 
 # All processes of the tests share the machine's cores.
 export OMP_NUM_THREADS ?= 1
+# What mkdocs-material says at each start of another generator of sites.
+export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help venv demo test test-long test-slow test-matrix rooms lint format bench bench-tools clean
+.PHONY: help venv demo test test-long test-slow test-matrix rooms docs lint format bench bench-tools clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -40,6 +42,14 @@ test-slow: $(INSTALLED)  ## the tests that take minutes
 
 test-matrix: $(INSTALLED)  ## every supported megatron-core version (needs Python 3.12 beside the usual one)
 	scripts/test_matrix.sh $(ARGS)
+
+docs: $(VENV)/docs.stamp  ## the site below build/site, strictly, and the test that strict means strict
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m mkdocs build --quiet
+	$(BIN)/python -m pytest -q tests/site
+
+$(VENV)/docs.stamp: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	@touch $@
 
 rooms: $(INSTALLED)  ## draw the picture of the rooms in docs/design.md anew, and the list of modules in each room's __init__
 	$(BIN)/python scripts/rooms.py

@@ -20,8 +20,8 @@ PACKAGE = HOUSE.package
 KNOWS_MEGATRON = {"megatron._versions", "megatron._errors", "megatron.strategy"}
 # What lies beside the rooms and starts things: it may import every room, and no room imports it.
 ENTRANCES = {"launch", "__main__"}
-# Folders of tests that belong to no room: whole launches, other versions, other people's tests, and what all tests use.
-TESTS_OF_NO_ROOM = {"launch", "matrix", "upstream", "support"}
+# Folders of tests that belong to no room: whole launches, other versions, the site, others' tests, what all tests use.
+TESTS_OF_NO_ROOM = {"launch", "matrix", "site", "upstream", "support"}
 MOST_LINES_OF_A_ROOM = 20
 
 
