@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
 from mcore_ckpt.directory.commit import common_file_in_force
+from mcore_ckpt.directory.run import common_state_flaw, structure_flaws
 from mcore_ckpt.format.crc import crc32
-from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry, parse_object_key
+from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor, locate_tensor_in
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_config, read_index
@@ -129,9 +129,7 @@ def verify_checkpoint(path: str | Path, *, workers: int = 2, progress: bool | No
     except CorruptCheckpointError as error:
         problems.append(Problem("index", str(error), file="metadata.json"))
         megatron = True
-    problems += _tiling_problems(index)
-    if megatron:
-        problems += _object_problems(index)
+    problems += [Problem("structure", flaw.message, fqn=flaw.key) for flaw in structure_flaws(index, megatron=megatron)]
 
     storage = LocalStorage(directory)
     common, common_problems = _common_state(directory, index, storage, megatron)
@@ -154,41 +152,19 @@ def verify_checkpoint(path: str | Path, *, workers: int = 2, progress: bool | No
     )
 
 
-def _tiling_problems(index: CheckpointIndex) -> Iterator[Problem]:
-    for fqn, entry in index.tensors.items():
-        problem = covers(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
-        # An empty chunk list of a tensor without elements tiles it.
-        if problem and (entry.chunks or math.prod(entry.shape)):
-            yield Problem("structure", f"{fqn}: {problem}", fqn=fqn)
-
-
-def _object_problems(index: CheckpointIndex) -> Iterator[Problem]:
-    """Sharded objects of which some shard of the grid is missing."""
-    grids: dict[tuple[str, tuple[int, ...]], int] = {}
-    for fqn in index.objects:
-        shard = parse_object_key(fqn)
-        if shard is not None and -1 not in shard.shape:
-            grids[shard.key, shard.shape] = grids.get((shard.key, shard.shape), 0) + 1
-    for (key, shape), count in grids.items():
-        if count != math.prod(shape):
-            message = f"{key}: {count} of the {math.prod(shape)} shards of a grid of {list(shape)} are stored"
-            yield Problem("structure", message, fqn=key)
-
-
 def _common_state(
     directory: Path, index: CheckpointIndex, storage: Storage, megatron: bool
 ) -> tuple[list[ItemCheck], list[Problem]]:
     """The file of the common state, an archive like any item, whose checksums nobody else compares either."""
-    file = common_file_in_force([path.name for path in directory.iterdir()], index)
+    names = [path.name for path in directory.iterdir()]
+    file = common_file_in_force(names, index)
     if file is not None:
         try:
             return [ItemCheck(_COMMON_STATE, StoredItem(file, 0, storage.size(file)))], []
         except LoadError as error:
             return [], [Problem("file", str(error), file=file)]
-    if not megatron or any(fqn.startswith(f"{_COMMON_STATE}/") for fqn in index.objects):
-        return [], []
-    message = f"{directory / COMMON_FILE}: missing, and no object {_COMMON_STATE}: Megatron-Core cannot load it so"
-    return [], [Problem("file", message, file=COMMON_FILE)]
+    flaw = common_state_flaw(directory, index, names) if megatron else None
+    return [], [Problem("file", flaw, file=COMMON_FILE)] if flaw else []
 
 
 def _items_in_files(

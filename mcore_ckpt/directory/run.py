@@ -1,0 +1,281 @@
+"""A run's checkpoints: the iterations in one directory, which of them are whole, and which one the tracker file names.
+
+Megatron-Core keeps them as `iter_0001000` (seven digits or more) and `release`, beside the file
+`latest_checkpointed_iteration.txt`. Other directories are nobody's business here.
+
+*Whole* is said from the structure, without reading a payload: the index can be read, its chunks make up their tensors,
+and every file is there and as long as the index needs it. Whether the bytes are those that were written is for `verify`
+to tell.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from mcore_ckpt.core.boxes import Box, covers
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
+from mcore_ckpt.directory.commit import common_file_in_force
+from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_key
+from mcore_ckpt.format.metadata_read import (
+    COMMON_FILE,
+    INCOMPLETE_MARKER,
+    METADATA_FILE,
+    TRACKER_FILE,
+    read_config,
+    read_index,
+)
+
+__all__ = [
+    "Flaw",
+    "RunCheckpoint",
+    "checkpoints_of_run",
+    "common_state_flaw",
+    "is_claimed",
+    "iteration_directories",
+    "iteration_of",
+    "look_at",
+    "structure_flaws",
+    "tracked_name",
+]
+
+_ITERATION = re.compile(r"iter_(\d{7,18})")
+_RELEASE = "release"
+_COMMON_STATE = "common_state/"
+# A checkpoint without any of its files has a flaw for each; nobody reads more than these.
+_MAX_PROBLEMS = 20
+
+
+class Flaw(NamedTuple):
+    """What the index itself shows to be wrong: with a key, and what that lacks."""
+
+    key: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunCheckpoint:
+    """One of a run's checkpoints, or what is left of one.
+
+    Attributes:
+        path: its directory.
+        iteration: None for `release`.
+        problems: why it is not whole, the first of them.
+        size_bytes: of the files in it.
+        saved_at_s: when `.metadata` was published, in seconds since 1970; None without one.
+        tracked: the tracker file names it.
+        claimed: a save is at work in it, or has died there.
+    """
+
+    path: Path
+    iteration: int | None
+    problems: tuple[str, ...]
+    size_bytes: int
+    saved_at_s: float | None
+    tracked: bool
+    claimed: bool
+
+    @property
+    def name(self) -> str:
+        """Of its directory."""
+        return self.path.name
+
+    @property
+    def whole(self) -> bool:
+        """Nothing is missing, as far as its structure tells."""
+        return not self.problems
+
+
+def iteration_of(name: str) -> int | None:
+    """The iteration that a directory is named after; None for other names."""
+    found = _ITERATION.fullmatch(name)
+    iteration = int(found.group(1)) if found and name.isascii() else None
+    return iteration if iteration is not None and name == f"iter_{iteration:07d}" else None
+
+
+def iteration_directories(run: str | Path) -> list[Path]:
+    """The directories of a run's checkpoints, whatever state they are in: `release` first, then by iteration.
+
+    Raises:
+        CheckpointNotFoundError: there is no such directory.
+        LoadError: it cannot be listed.
+    """
+    try:
+        with os.scandir(run) as entries:
+            names = [entry.name for entry in entries if entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFoundError(f"{run}: no such directory") from error
+    except OSError as error:
+        raise LoadError(f"{run}: cannot be listed: {error.strerror or error}") from error
+    order = {name: iteration for name in names if (iteration := iteration_of(name)) is not None}
+    found = sorted(order, key=lambda name: order[name])
+    return [Path(run) / name for name in ([_RELEASE] if _RELEASE in names else []) + found]
+
+
+def tracked_name(run: str | Path) -> str | None:
+    """The name of the directory that the tracker file names; None without a tracker file.
+
+    Raises:
+        CorruptCheckpointError: the file is there, and names nothing that Megatron-Core would write.
+        LoadError: it cannot be read.
+    """
+    path = Path(run) / TRACKER_FILE
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise LoadError(f"{path}: cannot be read: it is not a regular file")
+        with path.open("rb") as file:
+            text = file.read(64).strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise LoadError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if text == _RELEASE.encode():
+        return _RELEASE
+    if not text.isdigit() or len(text) > 18:
+        raise CorruptCheckpointError(
+            f"{path}: expected the number of an iteration or `{_RELEASE}`, got {text!r:.80}; write the iteration into "
+            "it that the run is to go on from"
+        )
+    return f"iter_{int(text):07d}"
+
+
+def checkpoints_of_run(run: str | Path) -> list[RunCheckpoint]:
+    """All checkpoints of a run, whole or not: `release` first, then by iteration, so that the newest is last.
+
+    Reads the index of each; payloads are not read.
+
+    Raises:
+        CheckpointNotFoundError: there is no such directory.
+        LoadError: it cannot be listed. A tracker file that cannot be read names nothing.
+    """
+    try:
+        tracked = tracked_name(run)
+    except LoadError:
+        tracked = None
+    return [look_at(directory, tracked=tracked)[0] for directory in iteration_directories(run)]
+
+
+def look_at(directory: Path, *, tracked: str | None = None) -> tuple[RunCheckpoint, CheckpointIndex | None]:
+    """One checkpoint of a run, and its index, if that can be read.
+
+    Args:
+        directory: of the checkpoint.
+        tracked: the name of the one that the tracker file names.
+    """
+    index: CheckpointIndex | None = None
+    saved_at_s = None
+    sizes: dict[str, int] = {}
+    try:
+        sizes = _sizes(directory)
+        index = read_index(directory, strict=False)
+        saved_at_s = (directory / METADATA_FILE).stat().st_mtime
+        found = list(itertools.islice(_problems(directory, index, sizes), _MAX_PROBLEMS))
+    except (LoadError, OSError) as error:
+        found = [" ".join(str(error).split())]
+    checkpoint = RunCheckpoint(
+        path=directory,
+        iteration=iteration_of(directory.name),
+        problems=tuple(found),
+        size_bytes=sum(sizes.values()),
+        saved_at_s=saved_at_s,
+        tracked=directory.name == tracked,
+        claimed=is_claimed(directory),
+    )
+    return checkpoint, index
+
+
+def is_claimed(directory: Path) -> bool:
+    """Whether a save has marked the directory as its own, and has not finished; also if that cannot be told."""
+    try:
+        return any(path.name.startswith(INCOMPLETE_MARKER) for path in directory.iterdir())
+    except OSError:
+        return True
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    """Bytes of each regular file that lies in the directory itself."""
+    with os.scandir(directory) as entries:
+        return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+
+
+def _problems(directory: Path, index: CheckpointIndex, sizes: Mapping[str, int]) -> Iterator[str]:
+    yield from index.problems
+    try:
+        megatron = read_config(directory) is not None
+    except LoadError as error:
+        yield str(error)
+        megatron = True
+    yield from (flaw.message for flaw in structure_flaws(index, megatron=megatron))
+    if megatron:
+        flaw = common_state_flaw(directory, index, sizes)
+        if flaw:
+            yield flaw
+    for file, needed in _needed_bytes(index).items():
+        size = sizes.get(file)
+        if size is None:
+            path = directory / file  # in a directory below, or a file of another kind
+            try:
+                status = path.stat()
+            except OSError as error:
+                yield f"{path}: the index names this file, but it cannot be found ({error.strerror})"
+                continue
+            if not stat.S_ISREG(status.st_mode):
+                yield f"{path}: expected a regular file"
+                continue
+            size = status.st_size
+        if size < needed:
+            yield f"{directory / file}: ends at byte {size}, the index needs {needed}; it was truncated"
+
+
+def _needed_bytes(index: CheckpointIndex) -> dict[str, int]:
+    """How long each file has to be at least."""
+    needed: dict[str, int] = {}
+    for item in _items(index):
+        needed[item.file] = max(needed.get(item.file, 0), item.offset + item.length)
+    return needed
+
+
+def _items(index: CheckpointIndex) -> Iterator[StoredItem]:
+    yield from (chunk.item for entry in index.tensors.values() for chunk in entry.chunks)
+    yield from (entry.item for entry in index.objects.values())
+
+
+def structure_flaws(index: CheckpointIndex, *, megatron: bool) -> Iterator[Flaw]:
+    """Tensors that their chunks do not make up, and with `megatron` sharded objects of which some shard is missing."""
+    for fqn, entry in index.tensors.items():
+        problem = covers(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
+        # An empty chunk list of a tensor without elements tiles it.
+        if problem and (entry.chunks or math.prod(entry.shape)):
+            yield Flaw(fqn, f"{fqn}: {problem}")
+    if not megatron:
+        return
+    grids: dict[tuple[str, tuple[int, ...]], int] = {}
+    for fqn in index.objects:
+        shard = parse_object_key(fqn)
+        if shard is not None and -1 not in shard.shape:
+            grids[shard.key, shard.shape] = grids.get((shard.key, shard.shape), 0) + 1
+    for (key, shape), count in grids.items():
+        if count != math.prod(shape):
+            message = f"{key}: {count} of the {math.prod(shape)} shards of a grid of {list(shape)} are stored"
+            yield Flaw(key, message)
+
+
+def common_state_flaw(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> str | None:
+    """Megatron-Core needs a common state: a file, or from 0.19 on an object. What is missing, or None.
+
+    Args:
+        directory: of the checkpoint.
+        index: of it.
+        names: of the files in the directory.
+    """
+    if common_file_in_force(names, index) is not None or any(key.startswith(_COMMON_STATE) for key in index.objects):
+        return None
+    missing = f"{directory / COMMON_FILE}: missing, and no object {_COMMON_STATE.rstrip('/')}"
+    return f"{missing}: Megatron-Core cannot load it so"

@@ -1,0 +1,100 @@
+"""A run's checkpoints: which there are, which are whole, which one the tracker names."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
+from mcore_ckpt.directory.run import checkpoints_of_run, iteration_of, tracked_name
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config
+from tests.support.model_like import write_model
+
+
+def write_iteration(run: Path, name: str) -> Path:
+    write_model(run / name, tp=1, tensors={"w": torch.ones(3), "v": torch.zeros(2, 2)})
+    (run / name / "metadata.json").write_bytes(encode_config())
+    torch.save({}, run / name / "common.pt")
+    return run / name
+
+
+def test_checkpoints_by_iteration_and_what_the_tracker_names(tmp_path: Path) -> None:
+    for name in ("iter_0000300", "iter_0000020", "release", "iter_12345678"):
+        write_iteration(tmp_path, name)
+    for name in ("iter_5", "iter_00000010", "iter_0000300.partial", "iteration", "tensorboard"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "iter_0000400").write_text("a file")
+    (tmp_path / TRACKER_FILE).write_text("300\n")
+    found = checkpoints_of_run(tmp_path)
+    assert [checkpoint.name for checkpoint in found] == ["release", "iter_0000020", "iter_0000300", "iter_12345678"]
+    assert [checkpoint.iteration for checkpoint in found] == [None, 20, 300, 12345678]
+    assert [checkpoint.tracked for checkpoint in found] == [False, False, True, False]
+    for checkpoint in found:
+        assert checkpoint.whole, checkpoint.problems
+        assert not checkpoint.claimed
+        assert checkpoint.size_bytes == sum(path.stat().st_size for path in checkpoint.path.iterdir())
+        assert checkpoint.saved_at_s == (checkpoint.path / ".metadata").stat().st_mtime
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda path: (path / ".metadata").unlink(), "no .metadata|holds no|\\.metadata"),
+        (lambda path: (path / ".metadata").write_bytes(b"\x80\x04K\x01."), "metadata"),
+        (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp: the index names this file"),
+        (lambda path: os.truncate(path / "__0_0.distcp", 100), "__0_0.distcp: ends at byte 100"),
+        (lambda path: (path / "common.pt").unlink(), "common.pt: missing"),
+        (lambda path: (path / "metadata.json").write_text("{"), "metadata.json"),
+    ],
+    ids=["no index", "index", "no file", "cut file", "no common state", "config"],
+)
+def test_what_is_not_whole(tmp_path: Path, damage: Callable[[Path], None], says: str) -> None:
+    write_iteration(tmp_path, "iter_0000001")
+    damage(write_iteration(tmp_path, "iter_0000002"))
+    whole, broken = checkpoints_of_run(tmp_path)
+    assert whole.whole
+    assert not broken.whole
+    assert re.search(says, broken.problems[0]), broken.problems
+
+
+def test_a_pipe_among_the_files_is_not_whole_and_does_not_block(tmp_path: Path) -> None:
+    path = write_iteration(tmp_path, "iter_0000001")
+    (path / "__0_0.distcp").unlink()
+    os.mkfifo(path / "__0_0.distcp")
+    assert "expected a regular file" in checkpoints_of_run(tmp_path)[0].problems[0]
+
+
+def test_a_directory_that_a_save_has_marked(tmp_path: Path) -> None:
+    path = write_iteration(tmp_path, "iter_0000001")
+    (path / INCOMPLETE_MARKER).write_text("{}")
+    (found,) = checkpoints_of_run(tmp_path)
+    assert found.claimed
+    assert found.whole
+
+
+@pytest.mark.parametrize("text", ["", "iter_0000001", "-3", "1e3", "9" * 60, "\u0663", "../x"])
+def test_a_tracker_that_names_nothing(tmp_path: Path, text: str) -> None:
+    write_iteration(tmp_path, "iter_0000003")
+    (tmp_path / TRACKER_FILE).write_text(text)
+    with pytest.raises(CorruptCheckpointError, match="expected the number of an iteration"):
+        tracked_name(tmp_path)
+    assert [checkpoint.tracked for checkpoint in checkpoints_of_run(tmp_path)] == [False]
+
+
+def test_no_such_run(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        checkpoints_of_run(tmp_path / "gone")
+    assert checkpoints_of_run(tmp_path) == []
+    assert tracked_name(tmp_path) is None
+
+
+def test_names_of_iterations() -> None:
+    assert iteration_of("iter_0000001") == 1
+    assert iteration_of("iter_1234567890") == 1234567890
+    for name in ("iter_1", "iter_00000001", "iter_000001\u0661", "iter_0000001 ", "iter_", "release"):
+        assert iteration_of(name) is None
