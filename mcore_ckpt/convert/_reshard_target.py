@@ -305,9 +305,10 @@ def carry_sidecars(index: CheckpointIndex, partial: Path) -> None:
         else:
             _carry_file(path, partial / path.name)
     if common is not None:
+        LocalStorage(source).size(common)  # raises for what is no regular file
         _carry_file(source / common, partial / COMMON_FILE)
-    if (source / CONFIG_FILE).is_file():
-        storage.publish(CONFIG_FILE, (source / CONFIG_FILE).read_bytes())
+    if (source / CONFIG_FILE).exists():
+        storage.publish(CONFIG_FILE, LocalStorage(source).read(CONFIG_FILE))
 
 
 def _carry_file(source: Path, target: Path) -> None:

@@ -134,7 +134,7 @@ def _open(source: Path, rename: Sequence[RenameRule]) -> tuple[Format, StoredPay
             _merge(raw, read_safetensors(directory, file), directory / file)
         names = _new_names(raw, rename, source)
         found = raw_index(directory, {new: raw[old] for old, new in names.items()})
-        return "safetensors", RawPayloads(found), 0
+        return "safetensors", RawPayloads(found, LocalStorage(directory, follow_links=True)), 0
     from mcore_ckpt.convert._torch_files import TorchPayloads, read_torch_file, torch_index
 
     tensors: dict[str, Any] = {}

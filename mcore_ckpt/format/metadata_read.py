@@ -18,7 +18,7 @@ package), into one plain structure that the reader, the command and verify share
 from __future__ import annotations
 
 import json
-import stat
+import os
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ from mcore_ckpt.format.index import (
     parse_object_key,
 )
 from mcore_ckpt.format.safe_pickle import loads
+from mcore_ckpt.storage.local import open_regular
 
 __all__ = [
     "ALLOWED_GLOBALS",
@@ -611,13 +612,10 @@ def encode_config(backend: str = "torch_dist", version: int = 1) -> bytes:
 def _read_small_file(directory: Path, name: str, max_bytes: int) -> bytes:
     path = directory / name
     try:
-        status = path.stat()
-        # Looked at before it is opened: a pipe would block, and a device has no end.
-        if not stat.S_ISREG(status.st_mode):
-            raise LoadError(f"{path}: cannot be read: it is not a regular file")
-        if status.st_size > max_bytes:
-            raise CorruptCheckpointError(f"{path}: expected at most {max_bytes} bytes, the file has {status.st_size}")
-        with path.open("rb") as stream:
+        with os.fdopen(open_regular(directory, name), "rb") as stream:
+            size_bytes = os.fstat(stream.fileno()).st_size
+            if size_bytes > max_bytes:
+                raise CorruptCheckpointError(f"{path}: expected at most {max_bytes} bytes, the file has {size_bytes}")
             return stream.read(max_bytes)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(_not_found(directory, name)) from error

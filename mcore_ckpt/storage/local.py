@@ -1,11 +1,14 @@
-"""Reading local files: from the page cache what is there, past it what is not.
+"""Files of a local (or mounted) file system.
+
+Only regular files are read, and below the storage's directory no symbolic link is followed: names come from files that
+nobody vouches for, and what lies there may be a pipe that blocks for ever, or a link to anything at all.
+
+Reading: from the page cache what is there, past it what is not.
 
 A checkpoint is read once, so what is cold is read with O_DIRECT, which neither evicts other pages nor pays for
 allocating and filling new ones. What was just written, or read by another rank, is often still cached, and is then
 copied at memory speed. `mincore` tells the two apart without touching a page. It is asked for each piece of a read,
 since a file may well be cached in part.
-
-Files of a local (or mounted) file system.
 
 Writes go past the page cache (O_DIRECT) where a trial says that the file system can: a checkpoint is not read back by
 the machine that wrote it, so caching it only evicts what training needs, at the price of a copy. Elsewhere the
@@ -19,6 +22,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -34,6 +38,7 @@ __all__ = [
     "BouncePool",
     "LocalReader",
     "LocalStorage",
+    "open_regular",
 ]
 
 # Below this, one read through the page cache costs less than finding out where the bytes are; headers are read so.
@@ -90,44 +95,119 @@ class BouncePool:
             self._free.append(buffer)
 
 
+def open_regular(root: str | os.PathLike[str], name: str, flags: int = 0, *, follow_links: bool = False) -> int:
+    """Open a regular file below a directory for reading; returns its descriptor.
+
+    Args:
+        root: the directory, which may itself be reached through symbolic links: whoever calls has named it.
+        name: of the file, relative to it.
+        flags: for `os.open`, beyond those for reading.
+        follow_links: wherever they lead; for directories whose owner has named them and keeps links in them.
+
+    Raises:
+        CorruptCheckpointError: there is something else than a regular file, or a symbolic link on the way to it.
+        OSError: it cannot be opened.
+    """
+    # It is looked at before it is opened: a pipe would block, and a device may act. (O_NONBLOCK, against the first,
+    # makes file systems that keep files on tape refuse those.)
+    with _looked_at(root, name, follow_links) as (entry, folder, _):
+        no_link = 0 if follow_links else os.O_NOFOLLOW
+        fd = os.open(entry, os.O_RDONLY | os.O_CLOEXEC | no_link | flags, dir_fd=folder)
+    try:
+        _check_regular(os.path.join(root, name), os.fstat(fd).st_mode)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+@contextmanager
+def _looked_at(
+    root: str | os.PathLike[str], name: str, follow_links: bool
+) -> Iterator[tuple[str, int | None, os.stat_result]]:
+    """What leads to a regular file: its name, the descriptor of the folder to start from (None: the working directory),
+    and its status. Raises as `open_regular`.
+    """
+    path = os.path.join(root, check_name(name))
+    with contextlib.ExitStack() as opened:
+        entry, folder = path, None
+        if "/" in name and not follow_links:
+            *folders, entry = name.split("/")
+            folder = _open_folder(os.fspath(root), os.O_CLOEXEC)
+            opened.callback(os.close, folder)
+            for part in folders:
+                if stat.S_ISLNK(os.stat(part, dir_fd=folder, follow_symlinks=False).st_mode):
+                    raise _link_error(path, f"it lies behind the symbolic link {part!r}")
+                folder = _open_folder(part, os.O_CLOEXEC | os.O_NOFOLLOW, folder)
+                opened.callback(os.close, folder)
+        status = os.stat(entry, dir_fd=folder, follow_symlinks=follow_links)
+        _check_regular(path, status.st_mode)
+        yield entry, folder, status
+
+
+def _open_folder(path: str, flags: int, folder: int | None = None) -> int:
+    return os.open(path, os.O_PATH | os.O_DIRECTORY | flags, dir_fd=folder)
+
+
+def _check_regular(path: str, mode: int) -> None:
+    if stat.S_ISLNK(mode):
+        raise _link_error(path, "it is a symbolic link")
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+        kind = kinds.get(stat.S_IFMT(mode), "a device")
+        raise CorruptCheckpointError(f"{path}: expected a regular file, but it is {kind}; load another copy")
+
+
+def _link_error(path: str, what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{path}: expected a regular file inside the directory, but {what}. If you trust what it leads to, copy the"
+        " checkpoint with its links resolved (cp -rL) and load the copy"
+    )
+
+
 class LocalReader(RangeReader):
     """An open local file; any number of threads may read it at once, but none while it is being closed.
 
     Args:
-        path: of the file.
+        root: directory of the storage.
+        name: of the file in it.
         direct: `"auto"`: O_DIRECT for what is not cached, if the file system has it; `"on"`: for everything, or fail;
             `"off"`: never.
         bounce: where reads into unaligned memory borrow their buffers.
+        follow_links: as in `open_regular`.
 
     Raises:
+        CorruptCheckpointError: if it is no regular file inside the directory.
         OSError: if it cannot be opened, or has no O_DIRECT and that is insisted on.
     """
 
-    def __init__(self, path: str, direct: DirectIo, bounce: BouncePool) -> None:
-        self.name = path
+    def __init__(
+        self, root: Path, name: str, direct: DirectIo, bounce: BouncePool, *, follow_links: bool = False
+    ) -> None:
+        self.name = os.path.join(root, name)
         self._insist = direct == "on"
         self._bounce = bounce
         self._direct_fd: int | None = None
         self._residency: direct_io.Residency | None = None
-        self._fd: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd: int | None = open_regular(root, name, follow_links=follow_links)
         bounce.enter()
         try:
-            self.size_bytes = os.fstat(self._fd).st_size
+            status = os.fstat(self._fd)
+            self.size_bytes = status.st_size
             if direct != "off":
-                self._direct_fd = self._open_direct()
+                try:
+                    self._direct_fd = open_regular(root, name, os.O_DIRECT, follow_links=follow_links)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or self._insist:
+                        raise
+                else:
+                    if not os.path.samestat(status, os.fstat(self._direct_fd)):
+                        raise OSError(errno.ESTALE, "another file took its name while it was opened")
             if direct == "auto":
                 self._residency = direct_io.Residency(self._fd, self.size_bytes)
         except BaseException:
             self.close()
             raise
-
-    def _open_direct(self) -> int | None:
-        try:
-            return os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL or self._insist:
-                raise
-            return None
 
     def read_into(self, offset: int, view: memoryview, arrived: _Arrived | None = None) -> None:
         self._read(offset, view, arrived or _ignore, shared=False)
@@ -292,10 +372,17 @@ def _advice(code: int | None) -> str:
 
 
 class LocalStorage(Storage):
-    """A directory `root` of the local file system."""
+    """A directory `root` of the local file system.
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    Args:
+        root: the directory.
+        follow_links: read files through symbolic links in it, too, wherever they lead. Not for checkpoints; for what
+            others keep as links (the cache of Hugging Face), in a directory that a person has named.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, follow_links: bool = False) -> None:
         self.root = Path(root)
+        self._follow_links = follow_links
         self._bounce = BouncePool()
 
     def __reduce__(self) -> tuple[type[LocalStorage], tuple[Path]]:
@@ -319,18 +406,17 @@ class LocalStorage(Storage):
         return os.path.isfile(self.path(name))
 
     def size(self, name: str) -> int:
-        path = self.path(name)
         try:
-            return os.stat(path).st_size
+            with _looked_at(self.root, name, self._follow_links) as (_, _, status):
+                return status.st_size
         except OSError as error:
-            raise _open_error(path, error) from error
+            raise _open_error(self.path(name), error) from error
 
     def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
-        path = self.path(name)
         try:
-            return LocalReader(path, direct, self._bounce)
+            return LocalReader(self.root, check_name(name), direct, self._bounce, follow_links=self._follow_links)
         except OSError as error:
-            raise _open_error(path, error) from error
+            raise _open_error(self.path(name), error) from error
 
     def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
         path = self.path(name)

@@ -19,6 +19,7 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.directory.commit import common_file_in_force
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredItem, object_key
 from mcore_ckpt.format.safe_pickle import check_memo
+from mcore_ckpt.storage.local import LocalStorage
 
 __all__ = ["Opaque", "plain", "read_plain_object", "read_plain_state"]
 
@@ -94,7 +95,7 @@ def read_plain_state(index: CheckpointIndex) -> dict[str, Any]:
     names = [path.name for path in directory.iterdir() if path.is_file()]
     file = common_file_in_force(names, index)
     if file is not None and (directory / file).is_file():
-        return _as_dict(_read_archive((directory / file).read_bytes(), str(directory / file)), str(directory / file))
+        return _as_dict(_read_archive(LocalStorage(directory).read(file), str(directory / file)), str(directory / file))
     entry = index.objects.get(_COMMON_OBJECT)
     if entry is None or entry.item.transforms:
         return {}
@@ -117,9 +118,7 @@ def read_plain_object(index: CheckpointIndex, entry: ObjectEntry) -> Any:
 
 
 def _item_bytes(directory: Path, item: StoredItem) -> bytes:
-    with (directory / item.file).open("rb") as file:
-        file.seek(item.offset)
-        return file.read(item.length)
+    return LocalStorage(directory).read(item.file, item.offset, item.length)
 
 
 def _read_archive(content: bytes, where: str) -> Any:

@@ -96,7 +96,7 @@ def _take_index(directory: Path, copy: Path, progress: bool | None) -> VerifyRep
     """
     storage = LocalStorage(directory)
     damaged = storage.read(METADATA_FILE)
-    storage.publish(METADATA_FILE, (copy / METADATA_FILE).read_bytes())
+    storage.publish(METADATA_FILE, LocalStorage(copy).read(METADATA_FILE))
     report = verify_checkpoint(directory, progress=progress)
     wrong = sum(problem.kind in ("item", "structure") for problem in report.problems)
     if wrong * 2 > report.items:
@@ -192,13 +192,10 @@ def _sums(directory: Path, item: StoredItem, where: str) -> list[tuple[str, int,
 def _mend_file(problem: Problem, directory: Path, copy: Path) -> bool:
     """Put back a file that is one item by itself, the common state's, if the copy's is sound."""
     assert problem.file is not None
-    source = copy / problem.file
-    if not source.is_file():
-        return False
-    content = source.read_bytes()
-    check = ItemCheck(problem.fqn or problem.file, StoredItem(problem.file, 0, len(content)))
     try:
         with LocalStorage(copy).open_reader(problem.file) as reader:
+            content = reader.read(0, reader.size_bytes)
+            check = ItemCheck(problem.fqn or problem.file, StoredItem(problem.file, 0, len(content)))
             sound = check_item(check, reader, memoryview(content), _window)
     except LoadError:
         return False

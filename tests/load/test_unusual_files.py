@@ -1,0 +1,160 @@
+"""What may lie in a stranger's checkpoint instead of a data file is refused at once, by loads and commands alike."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import mcore_ckpt
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.megatron.common_state import load_common
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.stored_layouts import load_box, whole, write_checkpoint
+
+pytestmark = pytest.mark.timeout(30)
+
+TENSOR = torch.arange(64.0).reshape(8, 8)
+DATA = "__0_0.distcp"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoint"
+    write_checkpoint(path, {"w": whole(TENSOR)}, {"extra": [1]})
+    torch.save({"iteration": 7}, path / "common.pt")
+    return path
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _socket(path: Path) -> None:
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+
+
+def _link_to_a_device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def _link_out_of_the_directory(path: Path) -> None:
+    path.rename(path.parent.parent / path.name)
+    path.symlink_to(f"../{path.name}")
+
+
+def _link_to_a_neighbour(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+KINDS = pytest.mark.parametrize(
+    ("put", "named"),
+    [
+        (_pipe, "a pipe"),
+        (_directory, "a directory"),
+        (_socket, "a socket"),
+        (_link_to_a_device, "a symbolic link"),
+        (_link_out_of_the_directory, "a symbolic link"),
+        (_link_to_a_neighbour, "a symbolic link"),
+    ],
+)
+
+
+@KINDS
+def test_only_regular_files_are_read_as_data(put: Callable[[Path], None], named: str, checkpoint: Path) -> None:
+    put(checkpoint / DATA)
+    reader = FileSystemReader(checkpoint)
+    with pytest.raises(CorruptCheckpointError, match=rf"{DATA}: expected a regular file.* it is {named}"):
+        load_box(reader, "w", torch.zeros(8, 8))
+    with pytest.raises(CorruptCheckpointError, match=named):
+        reader.read_object("extra")
+    with mcore_ckpt.open_checkpoint(checkpoint) as opened, pytest.raises(CorruptCheckpointError, match=named):
+        opened["w"].numpy()
+    report = verify_checkpoint(checkpoint)
+    assert any(problem.file == DATA and named in problem.message for problem in report.problems)
+
+
+@KINDS
+def test_only_a_regular_file_is_read_as_common_state(
+    put: Callable[[Path], None], named: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert load_common(checkpoint) == {"iteration": 7}
+    put(checkpoint / "common.pt")
+    with pytest.raises(LoadError):
+        load_common(checkpoint)
+    assert main(["inspect", str(checkpoint)]) in (0, 2)
+    assert "Traceback" not in capsys.readouterr().err
+    if named != "a directory":  # which is no file at all
+        assert any(problem.file == "common.pt" for problem in verify_checkpoint(checkpoint).problems)
+
+
+@pytest.mark.parametrize("put", [_pipe, _link_out_of_the_directory])
+def test_only_a_regular_file_is_read_as_metadata(put: Callable[[Path], None], checkpoint: Path) -> None:
+    put(checkpoint / ".metadata")
+    with pytest.raises(CorruptCheckpointError, match="expected a regular file"):
+        read_index(checkpoint)
+
+
+@contextmanager
+def _renamed_data_file(checkpoint: Path, name: str) -> Iterator[None]:
+    """Make `.metadata` name its data file otherwise."""
+    index = checkpoint / ".metadata"
+    content = index.read_bytes()
+    assert len(name) == len(DATA)
+    index.write_bytes(content.replace(DATA.encode(), name.encode()))
+    yield
+
+
+def test_no_folder_on_the_way_may_be_a_link(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    shutil.move(checkpoint / DATA, tmp_path / "outside" / "00000.dat")
+    with _renamed_data_file(checkpoint, "su/00000.dat"):
+        (checkpoint / "su").symlink_to(tmp_path / "outside")
+        with pytest.raises(CorruptCheckpointError, match="behind the symbolic link 'su'"):
+            load_box(FileSystemReader(checkpoint), "w", torch.zeros(8, 8))
+        (checkpoint / "su").unlink()
+        shutil.copytree(tmp_path / "outside", checkpoint / "su")
+        assert load_box(FileSystemReader(checkpoint), "w", torch.zeros(8, 8)).equal(TENSOR)
+
+
+def test_the_checkpoint_itself_may_be_reached_through_links(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to("checkpoint")
+    assert load_box(FileSystemReader(tmp_path / "latest"), "w", torch.zeros(8, 8)).equal(TENSOR)
+    assert load_common(tmp_path / "latest") == {"iteration": 7}
+    assert verify_checkpoint(tmp_path / "latest").whole
+
+
+def test_hard_links_are_files_like_others(checkpoint: Path, tmp_path: Path) -> None:
+    os.link(checkpoint / DATA, tmp_path / "second-name")
+    assert load_box(FileSystemReader(checkpoint), "w", torch.zeros(8, 8)).equal(TENSOR)
+
+
+def test_safetensors_are_imported_through_links(tmp_path: Path) -> None:
+    """As the cache of Hugging Face keeps them."""
+    from mcore_ckpt.convert._safetensors_files import safetensors_header
+
+    header, _ = safetensors_header([("w", "float32", (8, 8))], {})
+    (tmp_path / "blob").write_bytes(header + TENSOR.numpy().tobytes())
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blob")
+    assert main(["import", str(tmp_path / "snapshot"), str(tmp_path / "imported")]) == 0
+    assert load_box(FileSystemReader(tmp_path / "imported"), "w", torch.zeros(8, 8)).equal(TENSOR)
