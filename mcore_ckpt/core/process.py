@@ -21,6 +21,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "die_with_parent",
     "exit_text",
     "exit_with_parent",
+    "is_running",
     "kernel_can_watch",
     "lower_priority",
     "until_parent_is_gone",
@@ -72,13 +74,30 @@ def exit_text(code: int | None) -> str:
     return f"was killed by {name}{hint}"
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return b") Z" not in Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+
+
 class Sentinel:
     """Knows when a process ends: a descriptor that becomes readable then, where the kernel has such a thing."""
 
     def __init__(self, pid: int) -> None:
         self.fd = -1
+        self._pid = pid
         with contextlib.suppress(AttributeError, OSError):
             self.fd = os.pidfd_open(pid)
+
+    def ended(self) -> bool:
+        """Whether the process is gone, whoever has collected its exit status."""
+        if self.fd < 0:
+            return not is_running(self._pid)
+        poller = select.poll()
+        poller.register(self.fd, select.POLLIN)
+        return bool(poller.poll(0))
 
     def close(self) -> None:
         """Close the descriptor. Twice is harmless."""

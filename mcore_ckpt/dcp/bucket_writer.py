@@ -21,8 +21,7 @@ from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.layout.buckets import FILE_SUFFIX, lay_out, place_objects, region_bytes, split_buckets
 from mcore_ckpt.layout.torch_classes import dtype_name
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.writing.in_line import write_in_line
-from mcore_ckpt.writing.staging import BucketSource
+from mcore_ckpt.writing.staging import BucketSource, write_in_line
 
 __all__ = [
     "BucketData",

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+from mcore_ckpt.core.errors import SaveError
 
 __all__ = [
     "FileImage",
     "Fill",
     "ImageResult",
     "Window",
+    "check_results",
     "plan_windows",
 ]
 
@@ -95,3 +98,15 @@ def plan_windows(image: FileImage, window_bytes: int = 8 * 1024 * 1024) -> Itera
 
 
 Fill = Callable[[Window, memoryview], None]
+
+
+def check_results(images: Sequence[FileImage], results: Sequence[ImageResult]) -> None:
+    """Compare what was written with what was planned: every file, of its planned length, every payload summed.
+
+    Raises:
+        SaveError: they differ.
+    """
+    planned = [(image.file_name, image.size_bytes, len(image.payload_offsets)) for image in images]
+    written = [(result.file_name, result.size_bytes, len(result.crcs)) for result in results]
+    if planned != written:
+        raise SaveError(f"the writer's results are not what was planned: expected {planned}, got {written}")

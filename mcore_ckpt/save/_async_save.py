@@ -16,23 +16,22 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from mcore_ckpt.core.console import WaitingBar
 from mcore_ckpt.core.errors import OptionError, SaveError
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.layout.file_image import FileImage, ImageResult, plan_windows
-from mcore_ckpt.layout.plans import TensorPlans, encoded_beside
+from mcore_ckpt.layout.file_image import FileImage, ImageResult, check_results, plan_windows
+from mcore_ckpt.layout.plans import TensorPlans
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, Storage, align_up
-from mcore_ckpt.writing.call_process import report_progress
-from mcore_ckpt.writing.image_writer import ImageWriter
-from mcore_ckpt.writing.in_line import check_results, write_in_line
-from mcore_ckpt.writing.job_handle import JobHandle
-from mcore_ckpt.writing.process import ForkedWriter, shared_writer
+from mcore_ckpt.writing.forked_call import fork_writer, report_progress
+from mcore_ckpt.writing.persistent_writer import shared_writer
 from mcore_ckpt.writing.stage_pool import StageLease, lease_stage
-from mcore_ckpt.writing.staging import BucketSource
-from mcore_ckpt.writing.writer_messages import FileJob, JobResult, Ring, WriterJob
+from mcore_ckpt.writing.staging import BucketSource, write_in_line
+from mcore_ckpt.writing.supervised_child import Job
+from mcore_ckpt.writing.writer_job import FileJob, JobResult, Ring, WriterJob, run_job, timed_result
 
 __all__ = ["AsyncSave", "EndedWriting", "SkippedSave", "Writing", "log_choice", "start_writing", "write_now"]
 
@@ -77,7 +76,7 @@ class AsyncSave(Writing):
 
     def __init__(
         self,
-        handle: JobHandle,
+        handle: Job,
         images: Sequence[FileImage],
         lease: StageLease | None,
         options: SaveOptions,
@@ -165,7 +164,7 @@ def write_now(
     write: Callable[[], Sequence[ImageResult]], options: SaveOptions, what: str, plans: TensorPlans | None
 ) -> EndedWriting:
     """Write this rank's files before the call returns; args and errors as in `start_writing`."""
-    return EndedWriting(attempt(_timed(write, plans)), options, what)
+    return EndedWriting(attempt(partial(timed_result, write, plans)), options, what)
 
 
 def log_choice(sources: Sequence[BucketSource], options: SaveOptions) -> None:
@@ -227,9 +226,9 @@ def _fork_cow(
             'stage="cow" snapshots memory by forking, and some tensors are in pinned memory, which a forked process '
             'does not inherit: it would crash when it reads them; use stage="copy"'
         )
-    write = _timed(lambda: write_in_line(storage, sources, options, report_progress), plans)
+    write = partial(write_in_line, storage, sources, options, report_progress)
     started = time.monotonic()
-    handle = ForkedWriter().submit(write, what, options.write_deadline_s)
+    handle = fork_writer(partial(timed_result, write, plans), what, options.write_deadline_s)
     save = AsyncSave(handle, [source.layout.image for source in sources], None, options, what)
     save.handed_over = (started, time.monotonic())
     return save
@@ -260,12 +259,17 @@ def _stage_and_start(
             source.fill_stage(piece, laid_out, None if lease.stage.is_touched else lease.stage.write)
         lease.stage.contents = layouts
         files = tuple(FileJob(image, offset) for image, offset in zip(images, offsets, strict=True))
-        handle: JobHandle
+        job = _job(storage, files, options, plans)
+        handle: Job
         staged = time.monotonic()
         if options.writer == "fork":
-            handle = _fork_staged(storage, files, lease, options, what, plans)
+            stage = lease.stage
+            # Mapped anew: pages that are pinned for a device are not inherited by a forked child.
+            handle = fork_writer(
+                lambda: run_job(job, stage.map_again(), report_progress), what, options.write_deadline_s
+            )
         else:
-            handle = shared_writer().submit(_job(storage, files, options, plans), lease.stage.fd)
+            handle = shared_writer().submit(job, lease.stage.fd)
         lease.stage_is_used_by(handle)
         save = AsyncSave(handle, images, lease, options, what)
         save.handed_over = (staged, time.monotonic())
@@ -294,45 +298,6 @@ def _job(
         deadline_s=options.write_deadline_s,
         plans=plans,
     )
-
-
-def _fork_staged(
-    storage: Storage,
-    files: Sequence[FileJob],
-    lease: StageLease,
-    options: SaveOptions,
-    what: str,
-    plans: TensorPlans | None,
-) -> JobHandle:
-    stage = lease.stage
-
-    def write() -> list[ImageResult]:
-        # Mapped anew: pages that are pinned for a device are not inherited by a forked child.
-        view = stage.map_again()
-        with ImageWriter(
-            io_threads=options.io_threads,
-            piece_bytes=options.window_bytes,
-            fsync=options.fsync,
-            on_written=report_progress,
-        ) as images:
-            for file in files:
-                size_bytes = file.image.size_bytes
-                writer = storage.open_writer(file.image.file_name, size_bytes=size_bytes, direct=options.direct_io)
-                images.write_image(
-                    writer, file.image, view[file.stage_offset : file.stage_offset + align_up(size_bytes)]
-                )
-        return images.results
-
-    return ForkedWriter().submit(_timed(write, plans), what, options.write_deadline_s)
-
-
-def _timed(write: Callable[[], Sequence[ImageResult]], plans: TensorPlans | None) -> Callable[[], JobResult]:
-    def job() -> JobResult:
-        started_s = time.monotonic()
-        files, encoder = encoded_beside(plans, write)
-        return JobResult(tuple(files), started_s, time.monotonic(), encoder)
-
-    return job
 
 
 def _stream(

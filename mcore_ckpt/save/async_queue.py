@@ -29,10 +29,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 from mcore_ckpt.core.errors import CheckpointError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, reached_every_rank
-from mcore_ckpt.writing.call_process import ForkedCall
 from mcore_ckpt.writing.call_worker import CallWorker
-from mcore_ckpt.writing.job_handle import JobHandle
-from mcore_ckpt.writing.process import shared_writer
+from mcore_ckpt.writing.forked_call import fork_call
+from mcore_ckpt.writing.persistent_writer import shared_writer
+from mcore_ckpt.writing.supervised_child import Job
 
 __all__ = [
     "AsyncCallsQueue",
@@ -201,7 +201,7 @@ class _Ended:
 class _Foreign:
     """Somebody's function in a process of its own."""
 
-    def __init__(self, handle: JobHandle) -> None:
+    def __init__(self, handle: Job) -> None:
         self._handle = handle
 
     def poll(self) -> bool:
@@ -348,11 +348,11 @@ class AsyncCallsQueue:
         name = getattr(request.async_fn, "__qualname__", repr(request.async_fn))
         keywords = dict(request.async_fn_kwargs or {})
         if not self.persistent:
-            return _Foreign(ForkedCall(request.async_fn, staged_arguments(request), keywords, name=name))
+            return _Foreign(fork_call(request.async_fn, staged_arguments(request), keywords, what=name))
         if self.persistent_caller is None:
             self.persistent_caller = CallWorker(*self._priority)
         handle = self.persistent_caller.submit(
-            request.async_fn, tuple(request.async_fn_args), keywords, preload_fn=request.preload_fn, name=name
+            request.async_fn, tuple(request.async_fn_args), keywords, preload_fn=request.preload_fn, what=name
         )
         return _Foreign(handle)
 

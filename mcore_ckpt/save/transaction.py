@@ -37,8 +37,8 @@ from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.save.rank_state import RankState, collect
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.writing.in_line import write_in_line
 from mcore_ckpt.writing.stage_pool import is_busy
+from mcore_ckpt.writing.staging import write_in_line
 
 __all__ = ["BucketWriter", "SaveRequest", "SaveTransaction", "Structure", "begin_save"]
 

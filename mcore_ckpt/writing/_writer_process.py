@@ -13,20 +13,16 @@ import queue
 import signal
 import socket
 import threading
-import time
 import traceback
-from typing import Any, Final
+from typing import Any
 
 from mcore_ckpt.core.failures import FailureReport, describe
 from mcore_ckpt.core.process import die_with_parent, lower_priority, until_parent_is_gone
-from mcore_ckpt.layout.file_image import Fill, ImageResult, Window
-from mcore_ckpt.layout.plans import encoded_beside
-from mcore_ckpt.storage.base import align_up
-from mcore_ckpt.writing.image_writer import ImageWriter, WindowPool
-from mcore_ckpt.writing.writer_messages import (
+from mcore_ckpt.layout.file_image import Fill, Window
+from mcore_ckpt.writing._status_page import StatusPage
+from mcore_ckpt.writing._writer_messages import (
     CANCEL,
-    DONE,
-    FAILED,
+    ENDED,
     FORGET_STAGE,
     JOB,
     STAGE,
@@ -34,16 +30,11 @@ from mcore_ckpt.writing.writer_messages import (
     WINDOW_FREE,
     WINDOW_READY,
     Inbox,
-    JobResult,
-    Ring,
-    StatusPage,
-    WriterJob,
     pack,
 )
+from mcore_ckpt.writing.writer_job import JobResult, Ring, WriterJob, run_job
 
 __all__ = ["main"]
-
-_RING_WINDOWS: Final = 3
 
 
 class _CancelledError(Exception):
@@ -90,7 +81,6 @@ class _Writer:
         self._stages: dict[Any, mmap.mmap] = {}
         self._jobs: queue.SimpleQueue[tuple[_RunningJob, WriterJob, Any, str | None] | None] = queue.SimpleQueue()
         self._known: dict[int, _RunningJob] = {}
-        self._pools: dict[int, WindowPool] = {}
         self._sending = threading.Lock()
 
     def receive(self) -> bool:
@@ -125,20 +115,19 @@ class _Writer:
         """Do one job after the other until told to stop."""
         while (entry := self._jobs.get()) is not None:
             running, job, stage, directory = entry
-            kind: int
-            content: tuple[int, JobResult | FailureReport]
+            outcome: JobResult | FailureReport
             try:
                 running.check()
                 if directory is not None:  # asking where this process is fails if that directory has been removed
                     os.chdir(directory)  # a relative path means what it means to the trainer
-                kind, content = DONE, (running.number, self._write(running, job, stage))
+                outcome = self._write(running, job, stage)
             except Exception as error:  # noqa: BLE001  (whatever it is, the trainer has to hear of it)
-                kind, content = FAILED, (running.number, describe(error))
+                outcome = describe(error)
             del entry, stage
             self._known.pop(running.number, None)
             self._status.progress("idle")
             self._status.finished(running.number)
-            self.send(kind, content)
+            self.send(ENDED, (running.number, outcome))
 
     def send(self, kind: int, content: Any) -> None:
         message, fds, to_close = pack(kind, content)
@@ -157,38 +146,15 @@ class _Writer:
     def _write(self, running: _RunningJob, job: WriterJob, stage: mmap.mmap | None) -> JobResult:
         if stage is None:
             raise RuntimeError(f"job {running.number} came without its stage")
-        started_s = time.monotonic()
-        self._status.progress("writing")
-        results, encoder = encoded_beside(job.plans, lambda: self._write_files(running, job, stage))
-        return JobResult(tuple(results), started_s, time.monotonic(), encoder)
-
-    def _write_files(self, running: _RunningJob, job: WriterJob, stage: mmap.mmap) -> list[ImageResult]:
         status = self._status
 
         def written(nbytes: int) -> None:
             status.progress("writing", nbytes)
             running.check()
 
-        pool = self._pool(job.piece_bytes if job.ring is None else job.ring.slot_bytes)
+        status.progress("writing")
         fill = None if job.ring is None else self._ring_fill(running, job.ring, stage)
-        with ImageWriter(
-            io_threads=job.io_threads, pool=pool, piece_bytes=job.piece_bytes, fsync=job.fsync, on_written=written
-        ) as images:
-            for file in job.files:
-                image = file.image
-                writer = job.storage.open_writer(image.file_name, size_bytes=image.size_bytes, direct=job.direct)
-                if fill is not None:
-                    images.write_windows(writer, image, fill)
-                else:
-                    stop = file.stage_offset + align_up(image.size_bytes)
-                    images.write_image(writer, image, memoryview(stage)[file.stage_offset : stop])
-        return images.results
-
-    def _pool(self, window_bytes: int) -> WindowPool:
-        if window_bytes not in self._pools:
-            self._pools.clear()
-            self._pools[window_bytes] = WindowPool(window_bytes, _RING_WINDOWS)
-        return self._pools[window_bytes]
+        return run_job(job, memoryview(stage), written, fill)
 
     def _ring_fill(self, running: _RunningJob, ring: Ring, stage: mmap.mmap) -> Fill:
         memory = memoryview(stage)
@@ -235,7 +201,6 @@ def main(
     lower_priority(cpu_priority, io_priority)
     connection = socket.socket(fileno=control_fd)
     status = StatusPage(status_fd)
-    os.close(status_fd)
     status.progress("idle")
     writer = _Writer(connection, status)
     threading.Thread(

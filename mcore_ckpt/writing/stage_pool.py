@@ -24,8 +24,8 @@ import torch
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions, ranks_of_this_host
 from mcore_ckpt.storage import direct_io
-from mcore_ckpt.writing.job_handle import JobHandle
-from mcore_ckpt.writing.process import shared_writer
+from mcore_ckpt.writing.persistent_writer import shared_writer
+from mcore_ckpt.writing.supervised_child import Job
 
 __all__ = [
     "Stage",
@@ -220,10 +220,10 @@ class StageLease:
 
     stage: Stage
     budget_bytes: int
-    _job: JobHandle | None = None
+    _job: Job | None = None
     _given_back: bool = False
 
-    def stage_is_used_by(self, job: JobHandle) -> None:
+    def stage_is_used_by(self, job: Job) -> None:
         """From now on the stage is free as soon as this job has ended, whether anybody asks for its result or not."""
         self._job = job
 

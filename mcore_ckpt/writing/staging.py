@@ -17,15 +17,21 @@ import ctypes
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from mcore_ckpt.core.errors import SaveError
+from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.layout.buckets import BucketLayout
+from mcore_ckpt.layout.file_image import FileImage, Fill, ImageResult, Window, check_results
+from mcore_ckpt.storage.base import Storage
+from mcore_ckpt.writing._image_writer import write_files
 
 __all__ = [
     "BucketSource",
     "DeviceCopies",
+    "write_in_line",
 ]
 
 
@@ -260,6 +266,46 @@ class BucketSource:
                 memmove(address + offset, pointer, lengths[index])
             else:
                 self._payloads.copy(index, 0, lengths[index], address + offset)
+
+
+def write_in_line(
+    storage: Storage,
+    sources: Sequence[BucketSource],
+    options: SaveOptions,
+    on_written: Callable[[int], None] | None = None,
+) -> list[ImageResult]:
+    """Write the files of a rank in the process that calls: the trainer's in a synchronous save, or a forked child.
+
+    All of them are made durable, or none stays.
+
+    Args:
+        storage: the checkpoint's directory.
+        sources: the buckets.
+        options: `io_threads`, `window_bytes`, `direct_io`, `fsync` and `write_deadline_s` matter here.
+        on_written: called with a number of bytes after each write, on an I/O thread.
+
+    Raises:
+        SaveError: the device or file system failed; names the file and the errno.
+    """
+    files: list[tuple[FileImage, Fill | memoryview]] = [
+        (source.layout.image, partial(_fill_window, source)) for source in sources
+    ]
+    results = write_files(
+        storage,
+        files,
+        window_bytes=options.window_bytes,
+        io_threads=options.io_threads,
+        direct=options.direct_io,
+        fsync=options.fsync,
+        on_written=on_written,
+        deadline_s=options.write_deadline_s,
+    )
+    check_results([image for image, _ in files], results)
+    return results
+
+
+def _fill_window(source: BucketSource, window: Window, view: memoryview) -> None:
+    source.fill(window.start, window.stop, view)
 
 
 def _put(view: memoryview, start: int, stop: int, offset: int, data: bytes | memoryview) -> None:

@@ -405,7 +405,7 @@ def test_a_second_save_into_a_directory_replaces_the_first(tmp_path: Path) -> No
 def warmed_up(rank: int, path: Path) -> None:
     dist_checkpointing = megatron()
     from mcore_ckpt import AsyncCallsQueue, TorchDistSaveStrategy
-    from mcore_ckpt.writing.process import shared_writer
+    from mcore_ckpt.writing.persistent_writer import shared_writer
 
     strategy = TorchDistSaveStrategy()
     current = {"t": dist_checkpointing.ShardedTensor.from_rank_offsets("t", torch.ones(100_000))}

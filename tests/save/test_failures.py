@@ -23,8 +23,8 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
-from mcore_ckpt.writing import call_process
-from mcore_ckpt.writing.process import shared_writer
+from mcore_ckpt.writing import forked_call
+from mcore_ckpt.writing.persistent_writer import shared_writer
 from tests.support.gloo_ranks import rank_outcomes, run_ranks
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
@@ -113,17 +113,17 @@ def _children_that_stop() -> Iterator[None]:
     """Forked writers that have begun stop themselves before they write: on a busy machine one is done before it can be
     stopped.
     """
-    lower = call_process.lower_priority
+    lower = forked_call.lower_priority
 
     def stop(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
         lower(*args)
 
-    call_process.lower_priority = stop
+    forked_call.lower_priority = stop
     try:
         yield
     finally:
-        call_process.lower_priority = lower
+        forked_call.lower_priority = lower
 
 
 def _writer_dies(rank: int, directory: str, options: SaveOptions, blocking: bool) -> tuple[str, float]:

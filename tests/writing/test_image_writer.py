@@ -15,6 +15,7 @@ import zlib
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,7 +25,7 @@ from mcore_ckpt.core.errors import SaveError, WriteTimeoutError
 from mcore_ckpt.layout.file_image import FileImage, ImageResult, Window, plan_windows
 from mcore_ckpt.storage.base import RangeWriter
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.writing.image_writer import ImageWriter, WindowPool, write_image, write_windows
+from mcore_ckpt.writing._image_writer import ImageWriter, WindowPool
 from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.local_files import aligned, open_fds, random_bytes
 
@@ -55,6 +56,30 @@ def expected(image: FileImage, content: bytes) -> tuple[bytes, list[int]]:
         for position in image.crc_positions[item * per_item : (item + 1) * per_item]:
             struct.pack_into("<I", file, position, crcs[-1])
     return bytes(file), crcs
+
+
+def write_image(
+    writer: RangeWriter,
+    image: FileImage,
+    view: memoryview,
+    **options: Any,
+) -> ImageResult:
+    """Write one image from memory."""
+    with ImageWriter(**options) as images:
+        images.write_image(writer, image, view)
+    return images.results[0]
+
+
+def write_windows(
+    writer: RangeWriter,
+    image: FileImage,
+    fill: Callable[[Window, memoryview], None],
+    **options: Any,
+) -> ImageResult:
+    """Write one image by windows."""
+    with ImageWriter(**options) as images:
+        images.write_windows(writer, image, fill)
+    return images.results[0]
 
 
 def copy_from(content: bytes) -> Callable[[Window, memoryview], None]:
@@ -450,7 +475,7 @@ def test_small_items_cost_microseconds_each(storage: LocalStorage) -> None:
 def test_needs_neither_torch_nor_megatron() -> None:
     """The writer process is a bare interpreter that starts in a moment."""
     code = (
-        "import sys, mcore_ckpt.writing.image_writer, mcore_ckpt.storage\n"
+        "import sys, mcore_ckpt.writing._image_writer, mcore_ckpt.storage\n"
         "print([name for name in ('torch', 'megatron', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

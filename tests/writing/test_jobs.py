@@ -22,9 +22,9 @@ import pytest
 
 from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
 from mcore_ckpt.layout.file_image import plan_windows
-from mcore_ckpt.writing.call_process import report_progress
-from mcore_ckpt.writing.process import ForkedWriter, PersistentWriter, shared_writer
-from mcore_ckpt.writing.writer_messages import Ring
+from mcore_ckpt.writing.forked_call import fork_writer, report_progress
+from mcore_ckpt.writing.persistent_writer import PersistentWriter, shared_writer
+from mcore_ckpt.writing.writer_job import Ring
 from tests.support.writer_jobs import MisbehavingStorage, SmallStage, check_file, image, job, misbehave
 
 _MIB = 1024 * 1024
@@ -265,7 +265,7 @@ def test_a_death_between_two_saves_costs_nothing(writer: PersistentWriter, stage
 def test_a_writer_that_cannot_start_says_why(
     monkeypatch: pytest.MonkeyPatch, stage: SmallStage, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("mcore_ckpt.writing._writer_child._PROGRAM", "raise ImportError('no module named zlib')")
+    monkeypatch.setattr("mcore_ckpt.writing.persistent_writer._PROGRAM", "raise ImportError('no module named zlib')")
     writer = PersistentWriter()
     with pytest.raises(WriterDiedError, match="no module named zlib"):
         writer.submit(job(tmp_path, [image("a", 100)]), stage.fd).result()
@@ -488,7 +488,8 @@ def test_deaths_and_restarts_leave_nothing(stage: SmallStage, tmp_path: Path) ->
 _TRAINER = """
     import os, sys, time
     from pathlib import Path
-    from mcore_ckpt.writing.process import PersistentWriter, ForkedWriter
+    from mcore_ckpt.writing.forked_call import fork_writer
+    from mcore_ckpt.writing.persistent_writer import PersistentWriter
     from tests.support.writer_jobs import MisbehavingStorage, SmallStage, image, job
     directory, kind, ending = sys.argv[1:]
     stage = SmallStage(1 << 20)
@@ -498,7 +499,7 @@ _TRAINER = """
                                    storage=MisbehavingStorage(directory, "hang")), stage.fd)
         pid = writer.pid
     else:
-        handle = ForkedWriter().submit(lambda: time.sleep(600), "a")
+        handle = fork_writer(lambda: time.sleep(600), "a")
         pid = handle.pid
     # A forked process that holds all it inherited, as a data loader's worker does.
     if os.fork() == 0:
@@ -577,7 +578,7 @@ def test_the_shared_writer_is_one() -> None:
 
 def test_the_forked_child_works_on_the_memory_of_the_call() -> None:
     values = [1, 2, 3]
-    handle = ForkedWriter().submit(lambda: (sum(values), os.getpid()), "sum")
+    handle = fork_writer(lambda: (sum(values), os.getpid()), "sum")
     values.append(1000)
     total, pid = handle.result()
     assert total == 6
@@ -586,7 +587,7 @@ def test_the_forked_child_works_on_the_memory_of_the_call() -> None:
 
 @pytest.mark.parametrize(("how", "text"), [("SIGKILL", "SIGKILL"), ("SIGSEGV", "SIGSEGV"), ("exit", "exit code 3")])
 def test_the_forked_childs_death_is_noticed_and_named(how: str, text: str) -> None:
-    handle = ForkedWriter().submit(lambda: misbehave(how), "writing a into /ckpt")
+    handle = fork_writer(lambda: misbehave(how), "writing a into /ckpt")
     started_s = time.monotonic()
     with pytest.raises(WriterDiedError, match=rf"writing a into /ckpt: process {handle.pid} .*{text}"):
         handle.result()
@@ -598,7 +599,7 @@ def test_the_forked_childs_exception_comes_back() -> None:
         raise OSError(28, "No space left on device", "/ckpt/a")
 
     with pytest.raises(SaveError, match=r"No space left on device.*/ckpt/a") as caught:
-        ForkedWriter().submit(full, "writing a").result()
+        fork_writer(full, "writing a").result()
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == 28
 
@@ -620,7 +621,7 @@ os.register_at_fork(after_in_child=_hang_as_told)
 
 @pytest.fixture
 def hanging_forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    monkeypatch.setattr("mcore_ckpt.writing.call_process._START_DEADLINES_S", (0.3, 0.5, 20.0))
+    monkeypatch.setattr("mcore_ckpt.writing.forked_call._START_DEADLINES_S", (0.3, 0.5, 20.0))
 
     def hang(times: int) -> None:
         _hanging["now"] = (mmap.mmap(-1, 1), times)
@@ -641,7 +642,7 @@ def test_a_child_that_hangs_in_the_fork_itself_is_replaced(
         runs[0] += 1
         return "done"
 
-    handle = ForkedWriter().submit(work, "writing a")
+    handle = fork_writer(work, "writing a")
     assert handle.result() == "done"
     assert runs[0] == 1, "a child that is given up must not have begun"
     assert [record.getMessage() for record in caplog.records if "did not start" in record.getMessage()][1:]
@@ -653,18 +654,18 @@ def test_a_child_that_hangs_in_the_fork_itself_is_replaced(
 def test_children_that_never_start_are_an_error(
     hanging_forks: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mcore_ckpt.writing.call_process._START_DEADLINES_S", (0.2, 0.2))
+    monkeypatch.setattr("mcore_ckpt.writing.forked_call._START_DEADLINES_S", (0.2, 0.2))
     before = _descriptors(), set(_children())
     hanging_forks(2)
     with pytest.raises(SaveError, match=r"writing a: 2 processes were forked, and none has started"):
-        ForkedWriter().submit(lambda: None, "writing a")
+        fork_writer(lambda: None, "writing a")
     gc.collect()
     assert (_descriptors(), set(_children())) == before
 
 
 def test_a_forked_child_ends_though_nobody_reads_what_it_returns() -> None:
     """Megatron's own queue waits for that end, and only then is anybody asked for the result."""
-    handle = ForkedWriter().submit(lambda: bytes(5 * _MIB), "large")
+    handle = fork_writer(lambda: bytes(5 * _MIB), "large")
     waiting = threading.Thread(target=handle.watch().wait, daemon=True)
     waiting.start()
     waiting.join(20)
@@ -673,13 +674,13 @@ def test_a_forked_child_ends_though_nobody_reads_what_it_returns() -> None:
 
 
 def test_a_large_result_of_a_forked_child_arrives() -> None:
-    handle = ForkedWriter().submit(lambda: bytes(5 * _MIB), "large")
+    handle = fork_writer(lambda: bytes(5 * _MIB), "large")
     assert handle.wait(30)
     assert len(handle.result()) == 5 * _MIB
 
 
 def test_a_forked_child_without_progress_passes_its_deadline() -> None:
-    stuck = ForkedWriter().submit(lambda: time.sleep(600), "writing a", deadline_s=0.5)
+    stuck = fork_writer(lambda: time.sleep(600), "writing a", deadline_s=0.5)
     with pytest.raises(WriteTimeoutError, match=r"writing a: .*no progress"):
         stuck.result()
 
@@ -689,20 +690,20 @@ def test_a_forked_child_without_progress_passes_its_deadline() -> None:
             report_progress(1)
         return "done"
 
-    assert ForkedWriter().submit(slow, "writing b", deadline_s=2.0).result() == "done"
+    assert fork_writer(slow, "writing b", deadline_s=2.0).result() == "done"
 
 
 def test_a_forked_child_can_be_called_off() -> None:
-    handle = ForkedWriter().submit(lambda: time.sleep(600), "writing a")
+    handle = fork_writer(lambda: time.sleep(600), "writing a")
     assert not handle.poll()
     assert handle.abort()
     assert not _is_running(handle.pid or 0)
 
 
 def test_forked_saves_leave_nothing() -> None:
-    ForkedWriter().submit(lambda: None, "first").result()
+    fork_writer(lambda: None, "first").result()
     gc.collect()
     before = _descriptors(), threading.active_count(), set(_children())
     for _ in range(30):
-        ForkedWriter().submit(lambda: None, "save").result()
+        fork_writer(lambda: None, "save").result()
     assert (_descriptors(), threading.active_count(), set(_children())) == before

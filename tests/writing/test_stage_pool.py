@@ -20,7 +20,7 @@ from mcore_ckpt.save import _async_save as async_save
 from mcore_ckpt.save._async_save import AsyncSave, start_writing
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.writing import stage_pool
-from mcore_ckpt.writing.process import shared_writer
+from mcore_ckpt.writing.persistent_writer import shared_writer
 from mcore_ckpt.writing.stage_pool import is_busy, lease_stage
 from mcore_ckpt.writing.staging import BucketSource
 

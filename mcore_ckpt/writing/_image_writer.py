@@ -28,12 +28,14 @@ Two ways to write, with the same result:
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final
@@ -41,7 +43,7 @@ from typing import Final
 from mcore_ckpt.core.errors import WriteTimeoutError
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.layout.file_image import FileImage, Fill, ImageResult, Window, plan_windows
-from mcore_ckpt.storage.base import RangeWriter, align_up
+from mcore_ckpt.storage.base import DirectIo, RangeWriter, Storage, align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer, copy_bytes, has_huge_pages
 
 __all__ = [
@@ -49,8 +51,7 @@ __all__ = [
     "ImageWriter",
     "PieceQueue",
     "WindowPool",
-    "write_image",
-    "write_windows",
+    "write_files",
 ]
 
 Release = Callable[[memoryview], None]
@@ -530,31 +531,74 @@ class _GiveBack:
         self.pool.give_back(self.buffer)
 
 
-def write_image(
-    writer: RangeWriter,
-    image: FileImage,
-    view: memoryview,
-    *,
-    piece_bytes: int = _PIECE_BYTES,
-    io_threads: int = 2,
-    fsync: bool = True,
-) -> ImageResult:
-    """Write one image from memory; see `ImageWriter.write_image`. The file is finished, or removed, on return."""
-    with ImageWriter(io_threads=io_threads, piece_bytes=piece_bytes, fsync=fsync) as images:
-        images.write_image(writer, image, view)
-    return images.results[0]
+# Pools that no job uses at the moment, all of the size that was used last: a save then allocates nothing.
+_kept_pools: list[WindowPool] = []
+_pools_lock = threading.Lock()
 
 
-def write_windows(
-    writer: RangeWriter,
-    image: FileImage,
-    fill: Fill,
+def _forget_pools() -> None:
+    global _pools_lock  # a thread of the process that forked this one may have held it
+    _pools_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_pools)
+
+
+@contextmanager
+def _kept_pool(window_bytes: int) -> Iterator[WindowPool]:
+    """A pool of window buffers, kept for the next job of this process."""
+    with _pools_lock:
+        _kept_pools[:] = [pool for pool in _kept_pools if pool.window_bytes == window_bytes]
+        pool = _kept_pools.pop() if _kept_pools else WindowPool(window_bytes)
+    try:
+        yield pool
+    finally:
+        with _pools_lock:
+            _kept_pools.append(pool)
+
+
+def write_files(
+    storage: Storage,
+    files: Sequence[tuple[FileImage, Fill | memoryview]],
     *,
-    pool: WindowPool | None = None,
+    window_bytes: int,
     io_threads: int = 2,
+    direct: DirectIo = "auto",
     fsync: bool = True,
-) -> ImageResult:
-    """Write one image by windows; see `ImageWriter.write_windows`. The file is finished, or removed, on return."""
-    with ImageWriter(io_threads=io_threads, pool=pool, fsync=fsync) as images:
-        images.write_windows(writer, image, fill)
-    return images.results[0]
+    on_written: Callable[[int], None] | None = None,
+    deadline_s: float | None = None,
+) -> list[ImageResult]:
+    """Write files and make them durable; all of them, or none stays.
+
+    Args:
+        storage: the checkpoint's directory.
+        files: the image of each, and where its bytes are: all in memory (as in `ImageWriter.write_image`), or what puts
+            them into a window.
+        window_bytes: size of a window, and of a write from memory.
+        io_threads: see `ImageWriter`.
+        direct: O_DIRECT, as in `SaveOptions.direct_io`.
+        fsync: see `ImageWriter`.
+        on_written: see `ImageWriter`.
+        deadline_s: see `ImageWriter`.
+
+    Raises:
+        SaveError: the device or file system failed; names the file and the errno.
+    """
+    with (
+        _kept_pool(window_bytes) as pool,
+        ImageWriter(
+            io_threads=io_threads,
+            pool=pool,
+            piece_bytes=window_bytes,
+            fsync=fsync,
+            on_written=on_written,
+            deadline_s=deadline_s,
+        ) as images,
+    ):
+        for image, content in files:
+            writer = storage.open_writer(image.file_name, size_bytes=image.size_bytes, direct=direct)
+            if isinstance(content, memoryview):
+                images.write_image(writer, image, content)
+            else:
+                images.write_windows(writer, image, content)
+    return images.results

@@ -1,0 +1,244 @@
+"""A Python function in a supervised child, forked for this one call.
+
+For what a writer of bytes cannot run: functions of others (Megatron's own formats, local checkpoints, logits), and our
+own writing where the snapshot is the forked child's memory. The latter is for a trainer whose tensors are on the CPU:
+the child of a process that uses CUDA must not touch it, and pinned memory is not inherited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import warnings
+from collections.abc import Callable, Mapping
+from multiprocessing import connection as mp_connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Final
+
+from mcore_ckpt.core.errors import SaveError
+from mcore_ckpt.core.failures import describe
+from mcore_ckpt.core.process import collector_paused, exit_text, exit_with_parent, kernel_can_watch, lower_priority
+from mcore_ckpt.writing._status_page import StatusPage
+from mcore_ckpt.writing.supervised_child import TRAINING_FIRST_NICE, Job, SupervisedChild
+
+__all__ = ["fork_call", "fork_writer", "report_progress"]
+
+_logger = logging.getLogger(__name__)
+
+# A child of a process with threads can hang before its first line: CPython 3.11 takes a lock there (that of the list of
+# threads) which another thread may have held at the moment of the fork, as gloo's do when they free a tensor. So it has
+# to say that it is there; one that does not in time is killed, and forked again.
+_START_DEADLINES_S: Final = (1.0, 3.0, 10.0, 30.0)
+_HERE: Final = b"here"
+_GO: Final = b"go"
+_REAP_DEADLINE_S: Final = 1.0
+_ONLY_JOB: Final = 1
+
+
+def fork_call(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    what: str,
+    expendable: bool = False,
+    deadline_s: float | None = None,
+    cpu_priority: int | None = None,
+) -> Job:
+    """Fork, and return when the child has begun. The function runs on the memory as it is now.
+
+    Args:
+        fn: runs in the child; its value must be picklable.
+        args: for `fn`; not pickled.
+        kwargs: for `fn`; not pickled.
+        what: the call in words, for messages.
+        expendable: if this process exits before the child, the child is ended rather than waited for. Such a child
+            cannot have children of its own by multiprocessing.
+        deadline_s: seconds without `report_progress` in the child after which it is killed; None waits for ever.
+        cpu_priority: nice value of the child; None keeps this process's.
+
+    Raises:
+        SaveError: the process cannot be forked, or its children do not start.
+    """
+    child = _ForkedChild.start(what, (fn, args, kwargs or {}), expendable, deadline_s is not None, cpu_priority)
+    return child.submit(what, deadline_s)
+
+
+def fork_writer(fn: Callable[[], Any], what: str, deadline_s: float | None = None) -> Job:
+    """As `fork_call`, for writing of our own, which gives way to training and ends with the trainer.
+
+    Args:
+        fn: must not use torch.distributed, CUDA or threads started before.
+        what: see `fork_call`.
+        deadline_s: see `fork_call`.
+
+    Raises:
+        SaveError: see `fork_call`.
+    """
+    return fork_call(fn, what=what, expendable=True, deadline_s=deadline_s, cpu_priority=TRAINING_FIRST_NICE)
+
+
+class _ForkedChild(SupervisedChild):
+    """The child of one call; the call has ended when the child has."""
+
+    def __init__(
+        self,
+        process: BaseProcess,
+        connection: mp_connection.Connection[Any, Any],
+        result_fd: int,
+        status: StatusPage | None,
+    ) -> None:
+        super().__init__(process, "process {pid}", status)
+        self._connection = connection
+        self._result_fd = result_fd
+        self._returned = False
+        self._outcome: Any = None
+
+    @classmethod
+    def start(
+        cls, what: str, call: tuple[Any, ...], expendable: bool, with_status: bool, cpu_priority: int | None
+    ) -> _ForkedChild:
+        # What the function returns comes through memory: a child must be able to end though nobody reads what it says.
+        result_fd = os.memfd_create("mcore_ckpt_result", os.MFD_CLOEXEC)
+        status = StatusPage() if with_status else None
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(os.close, result_fd)
+            if status is not None:
+                on_failure.callback(status.close)
+            for deadline_s in _START_DEADLINES_S:
+                connection, theirs = multiprocessing.Pipe()
+                process = multiprocessing.get_context("fork").Process(
+                    target=_run_forked,
+                    args=(os.getpid(), kernel_can_watch(), cpu_priority, theirs, result_fd, status, *call),
+                    name=what,
+                    daemon=expendable,
+                )
+                with contextlib.ExitStack() as on_giving_up:
+                    on_giving_up.callback(connection.close)
+                    on_giving_up.callback(_kill, process)
+                    with theirs:
+                        _fork(process, what)
+                    if _has_begun(connection, deadline_s):
+                        child = cls(process, connection, result_fd, status)
+                        on_giving_up.pop_all()
+                        on_failure.pop_all()
+                        return child
+                _logger.warning(
+                    "%s: the forked process %s did not start within %.0f s, as if a thread had held a lock of the "
+                    "interpreter's when it was forked; it was killed, and another is tried",
+                    what,
+                    process.pid,
+                    deadline_s,
+                )
+            raise SaveError(f"{what}: {len(_START_DEADLINES_S)} processes were forked, and none has started")
+
+    def submit(self, what: str, deadline_s: float | None) -> Job:
+        job = self._jobs[_ONLY_JOB] = Job(self, what, _ONLY_JOB, deadline_s)
+        return job
+
+    def _receive(self) -> bool:
+        with contextlib.suppress(EOFError, OSError):
+            while not self._returned and self._connection.poll():
+                self._connection.recv_bytes()
+                self._outcome = pickle.loads(os.pread(self._result_fd, os.fstat(self._result_fd).st_size, 0))
+                self._returned = True
+        return True  # what counts is the end of the process
+
+    def _news_fd(self) -> int:
+        return -1 if self._returned else self._connection.fileno()
+
+    def _at_end(self) -> None:
+        if self._returned:
+            self._job_ended(_ONLY_JOB, self._outcome)
+
+    def _end_text(self) -> str:
+        return f"{exit_text(self._exit_code)} before the function had returned"
+
+    def _release(self) -> None:
+        self._connection.close()
+        fd, self._result_fd = self._result_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:  # nobody asks for the outcome any more; the child goes on
+        with contextlib.suppress(Exception):
+            self._sentinel.close()
+            self._release()
+
+
+def _fork(process: BaseProcess, what: str) -> None:
+    try:
+        # (a collection in the child would touch, and so copy, every page that holds an object)
+        with collector_paused(), warnings.catch_warnings():
+            # Python 3.12 warns of forking a process with threads. The child uses none of their locks: it runs no
+            # torch kernels and no logging of theirs, and whoever asks for a fork has been told of this.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+    except (OSError, AssertionError) as error:  # multiprocessing asserts that a daemon has no children
+        raise SaveError(f"{what}: cannot fork: {error}") from error
+
+
+def _kill(process: BaseProcess) -> None:
+    if process.pid is not None:
+        process.kill()
+        process.join(_REAP_DEADLINE_S)
+
+
+def _has_begun(connection: mp_connection.Connection[Any, Any], deadline_s: float) -> bool:
+    """Hear of the child, and let it go on. A child that has ended has begun: its job says how."""
+    try:
+        if not connection.poll(deadline_s):
+            return False
+        connection.recv_bytes()
+        connection.send_bytes(_GO)
+    except (EOFError, OSError):
+        pass
+    return True
+
+
+_status: StatusPage | None = None
+
+
+def report_progress(nbytes: int) -> None:
+    """A sign of life from the child of a call, after writing `nbytes` more bytes; elsewhere it does nothing."""
+    if _status is not None:
+        _status.progress("writing", nbytes)
+
+
+def _run_forked(
+    parent_pid: int,
+    kernel_watches: bool,
+    cpu_priority: int | None,
+    connection: mp_connection.Connection[Any, Any],
+    result_fd: int,
+    status: StatusPage | None,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what a Ctrl-C ends
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler, if it has one, is not meant for this process
+    exit_with_parent(parent_pid, kernel_watches)
+    # Not before the parent has heard of it does it do anything: one that is late may have been given up.
+    try:
+        connection.send_bytes(_HERE)
+        connection.recv_bytes()
+    except (EOFError, OSError):
+        return
+    gc.freeze()
+    lower_priority(cpu_priority, None)
+    global _status  # this process has one call
+    _status = status
+    try:
+        message = pickle.dumps(fn(*args, **kwargs))
+    except BaseException as error:  # noqa: BLE001  (whatever it is, the trainer has to hear of it)
+        message = pickle.dumps(describe(error))
+    with contextlib.suppress(OSError):
+        with open(result_fd, "wb", closefd=False) as result:
+            result.write(message)
+        connection.send_bytes(_HERE)

@@ -1,0 +1,385 @@
+"""The writer process that is kept for all saves: start, health, result, shutdown, as the trainer sees it.
+
+A bare interpreter (`_writer_process.py`: no torch, not the trainer's `__main__`) that maps the stage. It lives in a
+session of its own, so that a Ctrl-C at the terminal reaches the trainer only, and it ends by itself as soon as the
+trainer is gone. One that has died is replaced at the next save.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
+from mcore_ckpt.core.process import exit_text, kernel_can_watch
+from mcore_ckpt.writing._status_page import StatusPage
+from mcore_ckpt.writing._writer_messages import (
+    CANCEL,
+    FORGET_STAGE,
+    JOB,
+    STAGE,
+    STOP,
+    WINDOW_FREE,
+    WINDOW_READY,
+    Inbox,
+    pack,
+)
+from mcore_ckpt.writing.supervised_child import TRAINING_FIRST_NICE, Job, JobWatch, SupervisedChild
+from mcore_ckpt.writing.writer_job import WriterJob
+
+__all__ = ["PersistentWriter", "WriterJobHandle", "shared_writer"]
+
+_START_DEADLINE_S: Final = 60.0
+_START_PERIOD_S: Final = 0.002
+_SEND_DEADLINE_S: Final = 10.0
+_CANCEL_DEADLINE_S: Final = 2.0
+_OUTPUT_TAIL_BYTES: Final = 4000
+_KEPT_STAGES: Final = 4
+_job_numbers = itertools.count(1)
+
+# -S: no site-packages hooks; what can be imported is handed over, behind the standard library, so that a file of the
+# training script's directory can never stand in for one of its modules.
+_PROGRAM: Final = """\
+import sys
+sys.path += [path for path in {path!r} if path not in sys.path]
+from mcore_ckpt.writing._writer_process import main
+main({control_fd}, {status_fd}, {parent_pid}, {kernel_watches}, {cpu_priority}, {io_priority})
+"""
+
+
+class PersistentWriter:
+    """A long-lived writer process, started when it is first needed.
+
+    Attributes:
+        cpu_priority: nice value of the next process that is started; None keeps the trainer's.
+        io_priority: its I/O scheduling class; None keeps the trainer's.
+    """
+
+    def __init__(self, cpu_priority: int | None = None, io_priority: int | None = None) -> None:
+        self.cpu_priority = cpu_priority
+        self.io_priority = io_priority
+        self._child: _WriterChild | None = None
+        self._lock = threading.Lock()
+        self._owner_pid = os.getpid()
+
+    @property
+    def pid(self) -> int | None:
+        """The process, None if none runs."""
+        child = self._child
+        if child is None or self._owner_pid != os.getpid():
+            return None
+        child.look()
+        return None if child.dead else child.pid
+
+    def warm_up(self, *, stage_fd: int | None = None, wait: bool = True) -> None:
+        """Start the process, and have it map a stage, ahead of the first save.
+
+        Args:
+            stage_fd: descriptor of the stage that the saves will use.
+            wait: return only when the process is ready.
+
+        Raises:
+            WriterDiedError: it could not start; its output is in the message.
+        """
+        child = self._running_child()
+        if stage_fd is not None:
+            child.send_stage(stage_fd)
+        until_s = time.monotonic() + _START_DEADLINE_S
+        while wait and not child.started():
+            child.look()
+            if child.dead:
+                raise WriterDiedError(f"{child.title} {child.end_text()}")
+            if time.monotonic() > until_s:
+                child.kill("it did not start")
+                raise WriteTimeoutError(f"the writer process (pid {child.pid}) did not start in {_START_DEADLINE_S} s")
+            time.sleep(_START_PERIOD_S)
+
+    def submit(self, job: WriterJob, stage_fd: int) -> WriterJobHandle:
+        """Hand a job to the process and return at once. Jobs are done in order.
+
+        Args:
+            job: what to write. The stage must not be touched until the job has ended.
+            stage_fd: descriptor of the shared memory in which the files, or the job's ring, lie.
+
+        Raises:
+            SaveError: no process can be started.
+        """
+        child = self._running_child()
+        return child.submit(next(_job_numbers), job, stage_fd)
+
+    def forget_stage(self, stage_fd: int) -> None:
+        """Have the process unmap a stage that is about to be closed: its memory would stay taken otherwise."""
+        if self.pid is not None and self._child is not None:
+            self._child.forget_stage(stage_fd)
+
+    def close(self, abort: bool = False) -> None:
+        """End the process: after its jobs, or in the middle if `abort`. The next job starts another."""
+        with self._lock:
+            child, self._child = self._child, None
+        if child is not None and self._owner_pid == os.getpid():
+            child.stop(abort)
+
+    def _running_child(self) -> _WriterChild:
+        if self._owner_pid != os.getpid():  # we are in a fork of the trainer: its writer is not ours
+            self._owner_pid, self._child, self._lock = os.getpid(), None, threading.Lock()
+        with self._lock:
+            if self._child is not None:
+                self._child.look()
+            if self._child is None or self._child.dead:
+                try:
+                    self._child = _WriterChild(self.cpu_priority, self.io_priority)
+                except OSError as error:
+                    raise SaveError(f"cannot start the writer process: {error}") from error
+            return self._child
+
+
+_shared = PersistentWriter(cpu_priority=TRAINING_FIRST_NICE)
+
+
+def shared_writer() -> PersistentWriter:
+    """The writer process of this trainer. One is enough: the device is what is scarce."""
+    return _shared
+
+
+@atexit.register
+def _close_shared() -> None:
+    # The trainer ends: what is not written now will not be committed.
+    _shared.close(abort=True)
+
+
+class _WriterChild(SupervisedChild):
+    """A writer process and the trainer's ends of what connects them."""
+
+    def __init__(self, cpu_priority: int | None, io_priority: int | None) -> None:
+        if not sys.executable:
+            raise SaveError(
+                "sys.executable is empty: no interpreter to start the writer process with; "
+                'set it, or use SaveOptions(writer="fork")'
+            )
+        self._tail = ""
+        self._stages: dict[tuple[int, int], int] = {}
+        self._output_fd = os.memfd_create("mcore_ckpt_writer_output", os.MFD_CLOEXEC)
+        self._connection, theirs = socket.socketpair()
+        self._connection.setblocking(False)
+        self._inbox = Inbox(self._connection)
+        status = StatusPage()
+        root = str(Path(__file__).resolve().parents[2])
+        program = _PROGRAM.format(
+            path=[str(Path(path).absolute()) for path in [*sys.path, root]],
+            control_fd=theirs.fileno(),
+            status_fd=status.fd,
+            parent_pid=os.getpid(),
+            kernel_watches=kernel_can_watch(),
+            cpu_priority=cpu_priority,
+            io_priority=io_priority,
+        )
+        try:
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-X", f"utf8={sys.flags.utf8_mode}", "-c", program],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._output_fd,
+                    stderr=self._output_fd,
+                    pass_fds=(theirs.fileno(), status.fd),
+                    start_new_session=True,
+                )
+        except BaseException:
+            self._release()
+            status.close()
+            raise
+        super().__init__(process, "the writer process (pid {pid})", status)
+        self._page = status
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def send(self, kind: int, content: Any, *fds: int) -> None:
+        """Send a message. A writer that is gone is noticed later, by whoever asks for the outcome."""
+        message, all_fds, to_close = pack(kind, content, *fds)
+        try:
+            with self._lock:
+                if self.dead:
+                    return
+                until_s = time.monotonic() + _SEND_DEADLINE_S
+                view = memoryview(message)
+                while view:
+                    try:
+                        # The descriptors go with the message's first byte.
+                        sent = (
+                            socket.send_fds(self._connection, [view[:1]], all_fds)
+                            if all_fds
+                            else self._connection.send(view)
+                        )
+                        view, all_fds = view[sent:], []
+                    except (BlockingIOError, InterruptedError):
+                        if time.monotonic() > until_s:
+                            self.kill(f"it has not read a message for {_SEND_DEADLINE_S:.0f} s")
+                            return
+                        _wait_writable(self._connection)
+        except OSError:
+            self.look()
+        finally:
+            if to_close is not None:
+                os.close(to_close)
+
+    def _receive(self) -> bool:
+        while self._inbox.fill():
+            pass
+        for kind, (number, content), _ in self._inbox.messages():
+            job = self._jobs.get(number)
+            if kind != WINDOW_FREE:
+                self._job_ended(number, content)
+            elif isinstance(job, WriterJobHandle):
+                job.windows_free = content + 1
+        return not self._inbox.closed
+
+    def _news_fd(self) -> int:
+        return self._connection.fileno()
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    def submit(self, number: int, job: WriterJob, stage_fd: int) -> WriterJobHandle:
+        """Hand over a job. Never raises because the process is gone: the handle tells."""
+        with self._lock:
+            key = self.send_stage(stage_fd)
+            handle = WriterJobHandle(self, number, job)
+            self._jobs[number] = handle
+            self.send(JOB, (number, job, key, _working_directory()))
+            if self.dead:
+                self._fail_jobs(self._death)
+        return handle
+
+    def send_stage(self, stage_fd: int) -> tuple[int, int]:
+        """Have the writer map a stage, unless it has; it keeps the few that were used last."""
+        stat = os.fstat(stage_fd)
+        key = (stat.st_dev, stat.st_ino)
+        known = self._stages.pop(key, None)
+        self._stages[key] = stat.st_size
+        if known != stat.st_size:
+            self.send(STAGE, (key, stat.st_size), stage_fd)
+        while len(self._stages) > _KEPT_STAGES:
+            oldest = next(iter(self._stages))
+            del self._stages[oldest]
+            self.send(FORGET_STAGE, oldest)
+        return key
+
+    def forget_stage(self, stage_fd: int) -> None:
+        """Have the writer unmap a stage, so that its memory can be given back."""
+        stat = os.fstat(stage_fd)
+        key = (stat.st_dev, stat.st_ino)
+        if self._stages.pop(key, None) is not None:
+            self.send(FORGET_STAGE, key)
+
+    def watch(self, number: int) -> JobWatch:
+        return JobWatch(self.pid, self._page.fd, number)
+
+    def written_bytes(self) -> int:
+        """How much this process has written so far, all jobs together; 0 once it is gone."""
+        return 0 if self.dead else self._page.bytes_written
+
+    def started(self) -> bool:
+        """Whether the process has come so far as to wait for jobs."""
+        return not self.dead and self._page.stamp_s > 0
+
+    # --- end ----------------------------------------------------------------------------------------------------------
+
+    def _ask_to_stop(self) -> None:
+        self.send(STOP, None)
+
+    def _at_end(self) -> None:
+        size = os.fstat(self._output_fd).st_size
+        output = os.pread(self._output_fd, _OUTPUT_TAIL_BYTES, max(0, size - _OUTPUT_TAIL_BYTES))
+        self._tail = output.decode(errors="replace").strip()
+
+    def _end_text(self) -> str:
+        return f"{self.end_text()}; the next save starts another process"
+
+    def end_text(self) -> str:
+        """How the process ended, and what it said last."""
+        tail = f"\n--- its last output ---\n{self._tail}\n---\n" if self._tail else ""
+        return f"{exit_text(self._exit_code)}{tail}"
+
+    def _release(self) -> None:
+        self._connection.close()
+        self._inbox.close()
+        fd, self._output_fd = self._output_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.stop(abort=True)
+
+
+def _working_directory() -> str | None:
+    try:
+        return str(Path.cwd())
+    except OSError:  # it was removed; only relative paths are the worse for it
+        return None
+
+
+def _wait_writable(connection: socket.socket) -> None:
+    poller = select.poll()
+    poller.register(connection, select.POLLOUT)
+    poller.poll(50)
+
+
+class WriterJobHandle(Job):
+    """A job of a persistent writer.
+
+    Attributes:
+        job: what is to be written.
+        windows_free: how many windows of a `Ring` the writer has taken over.
+    """
+
+    _child: _WriterChild
+
+    def __init__(self, child: _WriterChild, number: int, job: WriterJob) -> None:
+        names = [file.image.file_name for file in job.files]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        super().__init__(child, f"writing {shown} into {job.storage}", number, job.deadline_s)
+        self.job = job
+        self.windows_free = 0
+        self._written_before = child.written_bytes()
+
+    def written_bytes(self) -> int:
+        return max(0, self._child.written_bytes() - self._written_before)
+
+    def acquire_window(self, number: int, timeout_s: float | None = None) -> None:
+        """Wait until window `number` of a job with a `Ring` may be put into its slot.
+
+        Raises:
+            SaveError: the job has failed meanwhile, or `timeout_s` has passed; see `result`.
+        """
+        ring = self.job.ring
+        assert ring is not None
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while number - self.windows_free >= ring.slots:
+            if self.poll():
+                self.result()
+                raise SaveError(f"job {self.number} has ended before its window {number}: the windows do not add up")
+            if number - self.windows_free < ring.slots:
+                return
+            if until_s is not None and time.monotonic() >= until_s:
+                raise WriteTimeoutError(f"no window became free in {timeout_s} s: {self.what}")
+            self.wait_for_news()
+
+    def window_ready(self, number: int) -> None:
+        """Tell the writer that window `number` lies in its slot."""
+        self._child.send(WINDOW_READY, (self.number, number))
+
+    def abort(self) -> bool:
+        if not self.poll():
+            self._child.send(CANCEL, self.number)
+            if not self.wait(_CANCEL_DEADLINE_S):
+                self._child.kill("it did not stop when its job was aborted")
+        return self.memory_is_free()
