@@ -19,6 +19,7 @@ import platform
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,13 +92,18 @@ class Sentinel:
         with contextlib.suppress(AttributeError, OSError):
             self.fd = os.pidfd_open(pid)
 
-    def ended(self) -> bool:
-        """Whether the process is gone, whoever has collected its exit status."""
-        if self.fd < 0:
-            return not is_running(self._pid)
-        poller = select.poll()
-        poller.register(self.fd, select.POLLIN)
-        return bool(poller.poll(0))
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the process is gone, whoever has collected its exit status; waits up to `timeout_s` for that."""
+        if self.fd >= 0:
+            poller = select.poll()
+            poller.register(self.fd, select.POLLIN)
+            return bool(poller.poll(timeout_s * 1000))
+        until_s = time.monotonic() + timeout_s
+        while is_running(self._pid):
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(min(timeout_s, _NO_PIDFD_PERIOD_S))
+        return True
 
     def close(self) -> None:
         """Close the descriptor. Twice is harmless."""

@@ -252,15 +252,12 @@ class SupervisedChild(ABC):
     def _has_ended(self, within_s: float = 0.0) -> bool:
         """Whether the process is gone: nobody else uses its memory any more. Collects its exit status."""
         if not self._gone:
-            if isinstance(self._process, subprocess.Popen):
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(within_s)
-                self._exit_code = self._process.returncode
-            else:
-                self._process.join(within_s)
-                self._exit_code = self._process.exitcode
-            # Where somebody else collects exit statuses, only the sentinel knows.
-            self._gone = self._exit_code is not None or self._sentinel.ended()
+            # Where somebody else collects exit statuses, only the sentinel knows; it is asked first, or a process that
+            # ends between the two questions would be taken for such a one.
+            ended = self._sentinel.wait(within_s)
+            process = self._process
+            self._exit_code = process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
+            self._gone = ended or self._exit_code is not None
         return self._gone
 
     def lets_go_of_memory(self) -> bool:
