@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.format.item_layout import tensor_template
-from mcore_ckpt.layout.buckets import FILE_SUFFIX, lay_out, place_objects, region_bytes, split_buckets
+from mcore_ckpt.layout.buckets import FILE_SUFFIX, lay_out_file, place_objects, split_buckets
 from mcore_ckpt.layout.torch_classes import dtype_name
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.writing.staging import BucketSource, write_in_line
@@ -193,14 +192,13 @@ def _prepare(bucket: WriteBucket, extensions: Sequence[Any]) -> tuple[BucketSour
         blobs += [(item, memoryview(_transformed(_serialized(tensor), extensions))) for item, tensor in tensor_data]
         tensor_data = []
     sizes = [len(blob) for _, blob in blobs]
-    templates = [tensor_template(dtype_name(t.dtype), tuple(t.shape)) for _, t in tensor_data]
-    layout = lay_out(name, templates, region_bytes(sizes))
+    layout = lay_out_file(name, ((dtype_name(t.dtype), tuple(t.shape)) for _, t in tensor_data), sizes)
     offsets = place_objects(sizes)
     results = [
         WriteResult(item.index, len(blob), _StorageInfo(bucket.storage_key, offset, len(blob), descriptors))
         for (item, blob), offset in zip(blobs, offsets, strict=True)
     ]
-    for (item, _), template, offset in zip(tensor_data, templates, layout.item_offsets, strict=True):
+    for (item, _), template, offset in zip(tensor_data, layout.templates, layout.item_offsets, strict=True):
         info = _StorageInfo(bucket.storage_key, offset, template.item_bytes)
         results.append(WriteResult(item.index, template.item_bytes, info))
     tensors = [_plain(tensor) for _, tensor in tensor_data]

@@ -1,16 +1,17 @@
-"""Comparing what was written with what was planned, item by item, before a checkpoint may be published.
-
-`FileSystemWriterAsync`: a storage writer for torch.distributed.checkpoint that keeps objects apart from tensors.
+"""`FileSystemWriterAsync`: a storage writer for torch.distributed.checkpoint that keeps objects apart from tensors.
 
     plan -> prepare_write_data -> write buckets (bytes_data | tensor_data)
-         -> write_preloaded_data, in line or in a forked writer process -> write results -> finish (publish)
+         -> write_preloaded_data, in line or in a forked writer process -> write results
+         -> finish: compared with the plan, item by item, and published
 
 It serves `dcp.save(state_dict, storage_writer=...)` and `dcp.async_save`, and code written for Megatron's writer of the
-same name. Megatron's own save path in this package goes through `strategy.py`, which shares everything below the plan.
+same name. Megatron's own save path in this package goes through `save/transaction.py`, which shares everything below
+the plan.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import pickle
@@ -32,7 +33,6 @@ from torch.futures import Future
 
 from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.dcp._snapshot import snapshot
 from mcore_ckpt.dcp.bucket_writer import (
     DataFilePrefix,
     ResultFile,
@@ -44,6 +44,7 @@ from mcore_ckpt.dcp.bucket_writer import (
 )
 from mcore_ckpt.directory.commit import Target, index_files, open_target, publish
 from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
+from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
 from mcore_ckpt.storage.local import LocalStorage
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "compare_items",
     "items_of",
     "replaced_write_function",
+    "snapshot",
 ]
 
 
@@ -425,3 +427,57 @@ def _world_rank() -> int:
     return (
         torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
     )
+
+
+def snapshot(state: Any, previous: Any = None) -> Any:
+    """Copy a nested state dict to the host: tensors (views, tied ones, DTensors), Megatron's shards, objects.
+
+    Args:
+        state: what to copy. Tied tensors stay tied, views become tensors of their own.
+        previous: an earlier snapshot; where the structure is the same, its memory is used again.
+    """
+    return _copy(state, previous, {}, set())
+
+
+def _copy(value: Any, previous: Any, done: dict[int, Any], reused: set[int]) -> Any:
+    if id(value) in done:
+        return done[id(value)]
+    copied: Any
+    if isinstance(value, torch.Tensor):
+        copied = _copy_tensor(value, previous, reused)
+    elif isinstance(value, dict):
+        before = previous if isinstance(previous, dict) else {}
+        copied = {key: _copy(item, before.get(key), done, reused) for key, item in value.items()}
+    elif isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        before_items = previous if isinstance(previous, (list, tuple)) and len(previous) == len(value) else value
+        unchanged = before_items is value
+        items = [
+            _copy(item, None if unchanged else before, done, reused)
+            for item, before in zip(value, before_items, strict=True)
+        ]
+        copied = items if isinstance(value, list) else tuple(items)
+    elif is_sharded_tensor(value) or is_sharded_object(value):
+        copied = copy.copy(value)
+        copied.data = _copy(value.data, getattr(previous, "data", None), done, reused)
+    else:
+        copied = copy.deepcopy(value)
+    done[id(value)] = copied
+    return copied
+
+
+def _copy_tensor(tensor: torch.Tensor, previous: Any, reused: set[int]) -> torch.Tensor:
+    source = tensor.detach()
+    if type(source) is not torch.Tensor:
+        # DTensor and its like know how to move their local part.
+        return source.clone() if source.device.type == "cpu" else source.to("cpu", copy=True)
+    if (
+        type(previous) is torch.Tensor
+        and previous.shape == source.shape
+        and previous.dtype == source.dtype
+        and previous.is_contiguous()
+        and id(previous) not in reused  # tensors that were tied then, and are not now
+    ):
+        reused.add(id(previous))
+        return previous.copy_(source)
+    target = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+    return target.copy_(source)

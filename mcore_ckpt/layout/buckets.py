@@ -1,21 +1,20 @@
-"""Write items -> balanced buckets -> the layout of each bucket's file.
+"""What is written, laid out: tensors and objects -> balanced buckets -> every offset of each bucket's file.
 
 A bucket is what goes into one file. Its file holds two halves: first **bytes_data**, the serialized objects, in a
 region with some room to grow, then **tensor_data**, each tensor in the zip that `torch.save` writes. Sizes of tensors
 are known when a save is planned, so every offset is, too; and because objects have a region of their own, tensors do
-not move when an object changes its size, and the layout of one save serves the next.
+not move when an object changes its size.
 
-All that one rank writes in one save, laid out: tensors -> buckets -> files, with room for the objects.
-
-The layout depends on the structure of the state only (keys, dtypes, shapes, offsets), so a `RankLayout` is kept and
-used again as long as the structure stays, which is what makes the second save's planning free.
+`lay_out_rank` does so for all that one rank writes in one save. A `RankLayout` depends on the structure of the state
+only (keys, dtypes, shapes, offsets), so it is kept and used again as long as that stays: the second save's planning is
+free. `lay_out_file` lays out one file from the same parts, for a writer that is handed its buckets one by one.
 """
 
 from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,6 +32,7 @@ __all__ = [
     "TensorSpec",
     "balance",
     "lay_out",
+    "lay_out_file",
     "lay_out_rank",
     "place_objects",
     "region_bytes",
@@ -169,6 +169,13 @@ def lay_out(file_name: str, templates: Sequence[TensorTemplate], bytes_region: i
     return BucketLayout(file_name, bytes_region, tuple(templates), item_offsets, image)
 
 
+def lay_out_file(
+    file_name: str, tensors: Iterable[tuple[str, tuple[int, ...]]], objects_bytes: Sequence[int]
+) -> BucketLayout:
+    """Lay out a file that holds these tensors (dtype and shape of each), and objects of these sizes."""
+    return lay_out(file_name, [tensor_template(dtype, shape) for dtype, shape in tensors], region_bytes(objects_bytes))
+
+
 class TensorSpec(NamedTuple):
     """One tensor to be written: box (`offsets`, `sizes`) of a global tensor of `shape`, in elements.
 
@@ -277,12 +284,12 @@ def lay_out_rank(
             prefixes.append(prefix)
     names = [data_file_name(rank, first_file + i, prefix) for i, prefix in enumerate(prefixes)]
     objects_of_file = _spread(object_keys, names, separation_hint)
-    regions = [region_bytes([object_bytes[index] for index in indices]) for indices in objects_of_file]
     builder = LocalPlanBuilder()
     buckets = []
-    for name, region, (_, indices) in zip(names, regions, chosen, strict=True):
+    for name, objects, (_, indices) in zip(names, objects_of_file, chosen, strict=True):
         of_file = [specs[index] for index in indices]
-        bucket = lay_out(name, [tensor_template(spec.dtype, spec.sizes) for spec in of_file], region)
+        sizes = [object_bytes[index] for index in objects]
+        bucket = lay_out_file(name, ((spec.dtype, spec.sizes) for spec in of_file), sizes)
         buckets.append(bucket)
         builder.begin_file(name, bucket.image.size_bytes)
         for spec, offset, template in zip(of_file, bucket.item_offsets, bucket.templates, strict=True):

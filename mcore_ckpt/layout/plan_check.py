@@ -17,10 +17,7 @@ from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.layout.plans import LocalPlan
 
-__all__ = [
-    "check_plans",
-]
-
+__all__ = ["check_plans"]
 
 _Ints = npt.NDArray[np.int64]
 

@@ -1,13 +1,9 @@
 """What a rank tells the coordinator of its plan: columns of numbers and a list of keys, no object graphs.
 
 Unpickling one object for each write item is most of a coordinator's time on a large cluster; columns cost a fixed
-number of buffers for each rank. The coordinator checks them (`plan_check.py`); its writer process, or the commit, turns
-them into `.metadata`.
-
-`.metadata` of a new structure, put together while the files are being written.
-
-It is about half a second's work for 20,000 tensors of two ranks, grows with the number of ranks, and needs nothing but
-the ranks' plans. So the coordinator's writer process does it, on a second thread, and no training waits for it.
+number of buffers for each rank. The coordinator checks them (`plan_check.py`). To make `.metadata` from them takes half
+a second for 20,000 tensors of two ranks, grows with the number of ranks, and needs nothing but the plans: so the
+coordinator's writer process does that on a second thread (`encoded_beside`), and no training waits for it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The index as torch.distributed.checkpoint's own `Metadata`, and back: for DCP's planners, and for stock callers.
+"""The index and the plans as classes of torch.distributed.checkpoint, and back: for its planners and stock callers.
 
 Nothing that DCP reads is lost either way: index hints are the positions of the chunks, as stock writers set them, and
-take no part in comparing or hashing a `MetadataIndex`.
-
-Columns back into DCP's plan objects, for `.metadata` that stock Megatron can reuse (`all_local_plans`).
+take no part in comparing or hashing a `MetadataIndex`. Plans become DCP's where stock Megatron is to reuse them
+(`all_local_plans` of `.metadata`).
 """
 
 from __future__ import annotations

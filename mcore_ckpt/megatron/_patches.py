@@ -1,7 +1,8 @@
 """Replacing names in another package so that every holder of a name sees it, and taking it all back.
 
-Also what Megatron's `dist_checkpointing` needs where there is no CUDA device. Nothing of torch is changed for that:
-Megatron's modules get a `torch` of their own, which differs from the real one where a CUDA device is named.
+Two things that Megatron's `dist_checkpointing` may lack are replaced so: a CUDA device, and `numpy.product`. Nothing of
+torch or numpy is changed for that: Megatron's modules get a `torch` and a `numpy` of their own, which differ from the
+real ones in that.
 """
 
 from __future__ import annotations

@@ -30,12 +30,14 @@ from mcore_ckpt.layout.file_image import ImageResult
 from mcore_ckpt.layout.shards import box_sizes
 from mcore_ckpt.load.flattened import destination
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.megatron._versions import megatron_module
 from mcore_ckpt.save.rank_state import RankState
 from mcore_ckpt.save.transaction import BucketWriter
 
 __all__ = [
     "read_through",
     "replaced_bucket_writer",
+    "replaced_load_planner",
 ]
 
 
@@ -112,6 +114,13 @@ class _LocalShards:
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return self._shards[tuple(index.offset or ())]
+
+
+def replaced_load_planner() -> Any:
+    """Megatron's `MCoreLoadPlanner` if somebody has replaced its `create_local_plan`, otherwise None."""
+    planner = getattr(megatron_module("strategies.torch"), "MCoreLoadPlanner", None)
+    method = getattr(planner, "create_local_plan", None)
+    return None if getattr(method, "__qualname__", "") == "MCoreLoadPlanner.create_local_plan" else planner
 
 
 def read_through(planner_class: Any, reader: FileSystemReader, shards: Iterable[Any]) -> None:

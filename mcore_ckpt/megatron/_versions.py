@@ -1,4 +1,4 @@
-"""What a version of Megatron-Core offers: modules, classes to derive from, and what it cannot be asked.
+"""Where versions of Megatron-Core differ, and what has to be asked of the one that is installed.
 
 Megatron-Core has three shapes that matter here:
 
@@ -6,26 +6,27 @@ Megatron-Core has three shapes that matter here:
     0.17, 0.18    no registry: the classes are used by name; `common.pt` by a function
     0.19 -        the same, and the common state is an object inside the checkpoint
 
-What is replaced in each of them, `megatron_install.py` knows.
+`Differences` says the rest; `install.py` turns it into what is replaced.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from mcore_ckpt.core.errors import UnsupportedMegatronError
-from mcore_ckpt.megatron._errors import MegatronErrors, as_megatron_error
 from mcore_ckpt.megatron._patches import Patches
 
 __all__ = [
     "CHECKPOINTING",
+    "NEWEST_TESTED",
     "TESTED_VERSIONS",
-    "MegatronErrors",
-    "as_megatron_error",
+    "Differences",
     "async_request_class",
+    "differences",
     "installed_version_text",
     "load_strategy_base",
     "mapping",
@@ -33,7 +34,6 @@ __all__ = [
     "megatron_version",
     "patches",
     "refuse_multi_storage_client",
-    "replaced_load_planner",
     "save_strategy_base",
     "sharded_tensor_of",
     "stock_class",
@@ -41,7 +41,43 @@ __all__ = [
 
 TESTED_VERSIONS = ("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 _OLDEST = (0, 12)
+NEWEST_TESTED = (0, 19)
 CHECKPOINTING = "megatron.core.dist_checkpointing"
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """In what a version of megatron-core differs from the others, as far as it matters here.
+
+    Attributes:
+        has_registry: strategies come from a registry, and derive from abstract classes. Later ones are constructed by
+            name, and what is not an instance of the stock class is replaced by one, without a word.
+        common_state_is_an_object: it lies in the data files; before that in `common.pt`.
+        all_ranks_load: every rank takes part in a load, so that an error can reach them all; later ones let some ranks
+            load alone.
+        calls_numpy_product: which numpy 2 does not have.
+    """
+
+    has_registry: bool
+    common_state_is_an_object: bool
+    all_ranks_load: bool
+    calls_numpy_product: bool
+
+
+def differences() -> Differences:
+    """Those of the version that is installed.
+
+    Raises:
+        UnsupportedMegatronError: see `megatron_version`.
+    """
+    version = megatron_version()[:2]
+    return Differences(
+        has_registry=version <= (0, 16),
+        common_state_is_an_object=version >= (0, 19),
+        all_ranks_load=version <= (0, 17),
+        calls_numpy_product=version <= (0, 15),
+    )
+
 
 patches = Patches()
 """What `install()` has replaced; empty while it is not in force."""
@@ -128,23 +164,16 @@ def save_strategy_base() -> Any:
     of its own `TorchDistSaveShardedStrategy` by a new stock one, without a word; so the base is that class, with each
     of its methods closed off: one that is not overridden raises instead of running stock code.
     """
-    if megatron_version()[:2] <= (0, 16):
+    if differences().has_registry:
         return megatron_module("strategies.base").AsyncSaveShardedStrategy
     return _closed_off(stock_class("TorchDistSaveShardedStrategy"))
 
 
 def load_strategy_base() -> Any:
     """The class that a load strategy must derive from; see `save_strategy_base`."""
-    if megatron_version()[:2] <= (0, 16):
+    if differences().has_registry:
         return megatron_module("strategies.base").LoadShardedStrategy
     return _closed_off(stock_class("TorchDistLoadShardedStrategy"))
-
-
-def replaced_load_planner() -> Any:
-    """Megatron's `MCoreLoadPlanner` if somebody has replaced its `create_local_plan`, otherwise None."""
-    planner = getattr(megatron_module("strategies.torch"), "MCoreLoadPlanner", None)
-    method = getattr(planner, "create_local_plan", None)
-    return None if getattr(method, "__qualname__", "") == "MCoreLoadPlanner.create_local_plan" else planner
 
 
 def stock_class(name: str) -> Any:

@@ -30,7 +30,10 @@ from mcore_ckpt.megatron._patches import (
 )
 from mcore_ckpt.megatron._versions import (
     CHECKPOINTING,
+    NEWEST_TESTED,
     TESTED_VERSIONS,
+    Differences,
+    differences,
     installed_version_text,
     megatron_module,
     megatron_version,
@@ -41,8 +44,6 @@ from mcore_ckpt.megatron.registry import get_strategy, registered_strategies
 __all__ = ["existing_modules", "install", "uninstall"]
 
 logger = logging.getLogger("mcore_ckpt")
-
-_NEWEST = (0, 19)
 
 
 def install() -> dict[str, Any]:
@@ -69,8 +70,7 @@ def install() -> dict[str, Any]:
         LoadOptions.from_environment()
         for name, alike in unknown_variables().items():
             logger.warning("%s sets no option of mcore_ckpt%s", name, f"; {alike} would" if alike else "")
-        version = megatron_version()
-        if version[:2] > _NEWEST:
+        if megatron_version()[:2] > NEWEST_TESTED:
             logger.warning(
                 "megatron-core %s is newer than what this package was tested with (%s to %s); going on, since all "
                 "that has to be replaced must be found, or install() fails",
@@ -79,7 +79,7 @@ def install() -> dict[str, Any]:
                 TESTED_VERSIONS[-1],
             )
         try:
-            _replace_all(version)
+            _replace_all(differences())
         except BaseException:
             patches.undo()
             raise
@@ -98,7 +98,7 @@ def uninstall() -> None:
         patches.undo()
 
 
-def _replace_all(version: tuple[int, int, int]) -> None:
+def _replace_all(megatron: Differences) -> None:
     # Here and not above: importing the strategies needs megatron-core, importing the name `install` must not.
     from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
 
@@ -111,7 +111,7 @@ def _replace_all(version: tuple[int, int, int]) -> None:
     patches.replace(torch_strategies, "TorchDistLoadShardedStrategy", TorchDistLoadStrategy)
     filesystem_async = _required("strategies.filesystem_async", "FileSystemWriterAsync")
     patches.replace(filesystem_async, "FileSystemWriterAsync", FileSystemWriterAsync)
-    if version[:2] <= (0, 16):
+    if megatron.has_registry:
         # Called by Megatron at every look-up, to put the stock strategies into its registry.
         _required("strategies.torch", "register_default_torch_strategies")
         patches.replace(torch_strategies, "register_default_torch_strategies", _register_ours)
@@ -125,11 +125,11 @@ def _replace_all(version: tuple[int, int, int]) -> None:
         patches.replace(serialization, "remove_sharded_tensors", _remove_sharded_tensors)
         _required("strategies.torch", "get_async_strategy")
         patches.replace(torch_strategies, "get_async_strategy", megatron_queue.async_strategy_source(torch_strategies))
-    if version[:2] >= (0, 19):
+    if megatron.common_state_is_an_object:
         patches.replace(serialization, "load_common_state_dict", _load_common_state_dict)
     patches.replace(_required("core", "save_config"), "save_config", common_state.save_config)
     megatron_queue.replace_methods(patches, async_utils.AsyncCallsQueue, MegatronErrors)
-    if version[:2] <= (0, 15):
+    if megatron.calls_numpy_product:
         serve_with_numpy_2(patches, existing_modules(MODULES_CALLING_PRODUCT))
     serve_without_cuda(patches, existing_modules(MODULES_NAMING_CUDA))
 

@@ -20,6 +20,7 @@ ACTIONS = ("load_common", "load_sharded", "save_common", "save_sharded")
 _Key = tuple[str, str, int]
 
 
+# The strategies are imported when one is looked up: they need torch and Megatron-Core, registering others does not.
 def _default_save() -> Any:
     from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
 

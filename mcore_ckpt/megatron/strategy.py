@@ -35,15 +35,14 @@ from mcore_ckpt.load.fetch import ReadStats
 from mcore_ckpt.load.flattened import read_shards
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._errors import MegatronErrors
-from mcore_ckpt.megatron._replaced import read_through, replaced_bucket_writer
+from mcore_ckpt.megatron._replaced import read_through, replaced_bucket_writer, replaced_load_planner
 from mcore_ckpt.megatron._versions import (
     async_request_class,
+    differences,
     load_strategy_base,
     mapping,
     megatron_module,
-    megatron_version,
     refuse_multi_storage_client,
-    replaced_load_planner,
     save_strategy_base,
     sharded_tensor_of,
 )
@@ -208,8 +207,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         self.options = LoadOptions.from_environment() if options is None else options
         self._reader: FileSystemReader | None = None
         self._read_version: tuple[Path, tuple[int, ...]] | None = None
-        # Up to 0.17 all ranks load together, so an error can reach them all; later ones let some ranks load alone.
-        self._collective = megatron_version() < (0, 18)
+        self._collective = differences().all_ranks_load
 
     @property
     def can_handle_sharded_objects(self) -> bool:

@@ -1,6 +1,4 @@
-"""What goes into a queue of async saves: a request, and as its work a save of ours that is on its way.
-
-Async requests in order: who has finished, what failed, and which callbacks may run.
+"""The queue of async saves, in order: who has finished, what failed, and which callbacks may run.
 
 A request pairs work that goes on beside training with callbacks that make it count: publish the checkpoint, advance the
 tracker file, delete the previous checkpoint. The rule here is that callbacks run only if the work is done well on

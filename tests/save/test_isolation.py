@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import AsyncCallsQueue, FileSystemReader, FileSystemWriterAsync, SaveOptions
-from mcore_ckpt.dcp._snapshot import snapshot
+from mcore_ckpt.dcp.writer import snapshot
 from tests.support.gloo_ranks import run_ranks
 
 _ROWS, _COLUMNS = 64, 300
