@@ -63,8 +63,8 @@ _CHOOSE = """
 writers itself. All names are those of `mcore_ckpt`; each is imported on first use.
 """
 _ON_A_DISK = """
-What the commands of `mcore-ckpt` do, as functions of `mcore_ckpt`, and what they return. Paths are directories that hold
-`.metadata`, or the directory of a run with a tracker file: then the iteration is taken that it names.
+What the commands of `mcore-ckpt` do, as functions of `mcore_ckpt`, and what they return. Paths are directories that
+hold `.metadata`, or the directory of a run with a tracker file: then the iteration is taken that it names.
 """
 
 
