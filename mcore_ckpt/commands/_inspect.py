@@ -11,7 +11,6 @@ from mcore_ckpt.core.console import human_bytes, human_count
 if TYPE_CHECKING:
     from mcore_ckpt.format.index import CheckpointIndex
     from mcore_ckpt.tools.inspection import GroupRow
-    from mcore_ckpt.tools.parallel_layout import ParallelLayout
 
 __all__ = ["add_arguments", "run"]
 
@@ -166,9 +165,9 @@ def _summary(index: CheckpointIndex, *, arguments_only: bool) -> Outcome:
     if arguments_only:
         text = table(("argument", "value"), sorted(summary.arguments.items()))
         return Outcome({"arguments": summary.arguments}, text)
-    layout = f"{_layout(summary.layout)} (from its chunks)"
+    layout = f"{summary.layout} (from its chunks)"
     if summary.trained_layout is not None:
-        layout += f"; saved at {_layout(summary.trained_layout)} (args)"
+        layout += f"; saved at {summary.trained_layout} (args)"
     facts = [
         ("checkpoint", summary.path),
         ("written by", "Megatron-Core" if summary.written_by == "megatron" else "torch.distributed.checkpoint"),
@@ -193,11 +192,6 @@ def _summary(index: CheckpointIndex, *, arguments_only: bool) -> Outcome:
         lines += ["", f"{len(summary.arguments)} Megatron arguments are stored; --args shows them"]
     lines += [f"problem: {problem}" for problem in summary.problems]
     return Outcome(summary, "\n".join(lines), DONE)
-
-
-def _layout(layout: ParallelLayout) -> str:
-    sizes = (("TP", layout.tp), ("PP", layout.pp), ("EP", layout.ep), ("ETP", layout.etp))
-    return " ".join(f"{name} {size}" for name, size in sizes if size is not None) or "unknown"
 
 
 def _group_table(groups: tuple[GroupRow, ...]) -> str:

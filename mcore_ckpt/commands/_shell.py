@@ -16,6 +16,7 @@ __all__ = [
     "FAILED",
     "MIN_MEMORY_BYTES",
     "Outcome",
+    "human_age",
     "numbers",
     "parse_size",
     "rules_from",
@@ -81,6 +82,14 @@ def parse_size(text: str, *, at_least: int = 1) -> int:
     if value < at_least:
         raise OptionError(f"size {text!r}: expected a number with K, M, G or T, and at least {human_bytes(at_least)}")
     return value
+
+
+def human_age(seconds: float) -> str:
+    """`5 min`, `3 h`, `12 d`: the largest unit of which there is more than one."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def numbers(values: Iterable[int]) -> str:

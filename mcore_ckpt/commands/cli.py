@@ -1,4 +1,4 @@
-"""The `mcore-ckpt` command: reshard, inspect, verify, diff, export, import and cat, on any `torch_dist` checkpoint.
+"""The `mcore-ckpt` command: what can be done with `torch_dist` checkpoints, and the runs that they belong to.
 
 Exit codes: 0 done, identical, or whole; 1 different or damaged; 2 bad usage, or something that cannot be read or
 written. Errors are one line on standard error that says what to do; `--debug` adds the traceback.
@@ -32,6 +32,8 @@ _COMMANDS = {
     "export": ("export", "write safetensors, a torch file or a plain DCP checkpoint"),
     "import": ("import_", "make a torch_dist checkpoint of safetensors, a torch file or a DCP checkpoint"),
     "cat": ("cat", "show or extract one tensor or object"),
+    "list": ("list", "the checkpoints of a run: which are whole, how large, how old, in which layout"),
+    "prune": ("prune", "let go of a run's old checkpoints"),
 }
 
 

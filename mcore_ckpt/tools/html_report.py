@@ -95,9 +95,7 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "model", f"{human_count(summary.model_elements)} elements, {human_bytes(summary.model_bytes)}"
     if summary.optimizer is not None:
         yield "optimizer", f"{summary.optimizer}, {human_bytes(summary.optimizer_bytes)}"
-    sizes = (("TP", summary.layout.tp), ("PP", summary.layout.pp), ("EP", summary.layout.ep))
-    shown = " ".join(f"{name} {size}" for name, size in sizes if size is not None)
-    yield "layout", shown or "not known"
+    yield "layout", str(summary.layout)
     for problem in summary.problems:
         yield "problem", problem
 

@@ -38,6 +38,10 @@ class ParallelLayout:
     ep: int | None
     etp: int | None = None
 
+    def __str__(self) -> str:
+        sizes = (("TP", self.tp), ("PP", self.pp), ("EP", self.ep), ("ETP", self.etp))
+        return " ".join(f"{name} {size}" for name, size in sizes if size is not None) or "unknown"
+
 
 def data_file_rank(file: str) -> int | None:
     """The rank that wrote a data file, from its name `__{rank}_{i}.distcp`; None for other names."""

@@ -12,7 +12,7 @@ import pytest
 from mcore_ckpt.commands.cli import main
 from tests.support.model_like import write_model
 
-COMMANDS = ["reshard", "inspect", "verify", "diff", "export", "import", "cat"]
+COMMANDS = ["reshard", "inspect", "verify", "diff", "export", "import", "cat", "list", "prune"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -86,6 +86,8 @@ def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]
         ["export", "{gone}", "{new}"],
         ["import", "{gone}", "{new}"],
         ["reshard", "{gone}", "{new}", "--tp", "1", "--pp", "1"],
+        ["list", "{gone}"],
+        ["prune", "{gone}", "--keep-last", "1"],
     ],
     ids=lambda arguments: arguments[0],
 )

@@ -1,0 +1,69 @@
+"""`mcore-ckpt list`: the checkpoints of a run."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, human_age, table
+from mcore_ckpt.core.console import human_bytes
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("run", metavar="RUN", help="directory that holds iter_0000100 and the like")
+
+
+def run(arguments: argparse.Namespace) -> Outcome:
+    """List."""
+    from mcore_ckpt.tools.run import list_run
+
+    report = list_run(arguments.run)
+    now_s = time.time()
+    rows, notes, documents = [], [], []
+    for listed in report.checkpoints:
+        found = listed.checkpoint
+        layout = str(listed.layout) if listed.layout else "-"
+        age_s = None if found.saved_at_s is None else max(0.0, now_s - found.saved_at_s)
+        state = "whole" if found.whole else "NOT WHOLE"
+        rows.append(
+            (
+                found.name,
+                state + (", being written" if found.claimed else ""),
+                human_bytes(found.size_bytes),
+                "-" if age_s is None else human_age(age_s),
+                layout,
+                "<- tracker" if found.tracked else "",
+            )
+        )
+        notes += [f"{found.name}: {found.problems[0]}"] if found.problems else []
+        documents.append(
+            {
+                "name": found.name,
+                "iteration": found.iteration,
+                "whole": found.whole,
+                "problems": found.problems,
+                "size_bytes": found.size_bytes,
+                "saved_at_s": found.saved_at_s,
+                "layout": listed.layout,
+                "tracked": found.tracked,
+                "claimed": found.claimed,
+            }
+        )
+    whole = sum(listed.checkpoint.whole for listed in report.checkpoints)
+    total_bytes = sum(listed.checkpoint.size_bytes for listed in report.checkpoints)
+    lines = [table(("checkpoint", "state", "size", "age", "layout", ""), rows, right=(2, 3)), *notes]
+    if report.tracker_problem:
+        lines.append(f"tracker: {report.tracker_problem}")
+    lines.append(f"{report.path}: {len(rows)} checkpoints, {whole} whole, {human_bytes(total_bytes)}")
+    document = {
+        "path": report.path,
+        "tracked": report.tracked,
+        "tracker_problem": report.tracker_problem,
+        "checkpoints": documents,
+    }
+    damaged = [listed for listed in report.checkpoints if not listed.checkpoint.whole and not listed.checkpoint.claimed]
+    sound = not damaged and report.tracker_problem is None
+    return Outcome(document, "\n".join(lines), DONE if sound else DIFFERS)

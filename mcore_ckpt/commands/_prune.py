@@ -1,0 +1,59 @@
+"""`mcore-ckpt prune`: let go of a run's old checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+
+from mcore_ckpt.commands._shell import Outcome, table
+from mcore_ckpt.core.console import human_bytes
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("run", metavar="RUN", help="directory that holds iter_0000100 and the like")
+    parser.add_argument(
+        "--keep-last", type=int, required=True, metavar="N", help="the newest N whole checkpoints stay, at least one"
+    )
+    parser.add_argument("--keep-every", type=int, metavar="M", help="iterations that are multiples of M stay")
+    parser.add_argument("--yes", action="store_true", help="remove them; without it they are only listed")
+
+
+def run(arguments: argparse.Namespace) -> Outcome:
+    """Decide, and remove if asked."""
+    from mcore_ckpt.tools.run import prune_run
+
+    report = prune_run(
+        arguments.run, keep_last=arguments.keep_last, keep_every=arguments.keep_every, remove=arguments.yes
+    )
+    rows, notes, documents = [], [], []
+    for fate in report.fates:
+        found = fate.checkpoint
+        rows.append((found.name, "keep" if fate.keep else "remove", human_bytes(found.size_bytes), fate.reason))
+        if fate.left:
+            notes.append(f"{found.path}: not of the checkpoint, still there: {', '.join(fate.left[:5])}")
+        documents.append(
+            {
+                "name": found.name,
+                "iteration": found.iteration,
+                "whole": found.whole,
+                "keep": fate.keep,
+                "reason": fate.reason,
+                "size_bytes": found.size_bytes,
+                "left": fate.left,
+            }
+        )
+    going = sum(not fate.keep for fate in report.fates)
+    verb = "removed" if report.removed else "to remove"
+    text = f"{report.path}: {going} of {len(rows)} checkpoints {verb}, {human_bytes(report.freed_bytes)}"
+    if going and not report.removed:
+        text += "; nothing was removed (--yes does it)"
+    lines = [table(("checkpoint", "", "size", "why"), rows, right=(2,)), *notes, text]
+    document = {
+        "path": report.path,
+        "removed": report.removed,
+        "freed_bytes": report.freed_bytes,
+        "checkpoints": documents,
+    }
+    return Outcome(document, "\n".join(lines))

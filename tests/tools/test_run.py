@@ -1,0 +1,274 @@
+"""Listing a run, and letting go of its old checkpoints: what must stay stays, whatever is asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, SaveError
+from mcore_ckpt.directory.run import checkpoints_of_run
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config, read_index
+from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.tools.run import PruneReport, prune_run
+from tests.support.model_like import write_model
+
+ITERATIONS = (100, 200, 300, 400, 500)
+
+
+def name_of(iteration: int) -> str:
+    return f"iter_{iteration:07d}"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("one") / "checkpoint"
+    write_model(path, tp=2)
+    (path / "metadata.json").write_bytes(encode_config())
+    torch.save({}, path / "common.pt")
+    return path
+
+
+@pytest.fixture
+def run(checkpoint: Path, tmp_path: Path) -> Path:
+    directory = tmp_path / "run"
+    for iteration in ITERATIONS:
+        shutil.copytree(checkpoint, directory / name_of(iteration))
+    (directory / TRACKER_FILE).write_text("500")
+    (directory / "tensorboard").mkdir()
+    return directory
+
+
+def left(run: Path) -> list[int]:
+    return [checkpoint.iteration for checkpoint in checkpoints_of_run(run) if checkpoint.whole and checkpoint.iteration]
+
+
+def going(report: PruneReport) -> list[int | None]:
+    return [fate.checkpoint.iteration for fate in report.fates if not fate.keep]
+
+
+def why(report: PruneReport, iteration: int) -> str:
+    return next(fate.reason for fate in report.fates if fate.checkpoint.iteration == iteration)
+
+
+def everything(run: Path) -> dict[str, int]:
+    return {str(path.relative_to(run)): path.lstat().st_mtime_ns for path in run.rglob("*")}
+
+
+def test_nothing_is_removed_unless_it_is_asked_for(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = everything(run)
+    assert main(["prune", str(run), "--keep-last", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "4 of 5 checkpoints to remove" in shown
+    assert "--yes" in shown
+    assert everything(run) == before
+
+
+def test_old_checkpoints_go_and_others_stay_as_they_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = everything(run)
+    assert main(["prune", str(run), "--keep-last", "2", "--keep-every", "200", "--yes"]) == 0
+    assert "2 of 5 checkpoints removed" in capsys.readouterr().out
+    assert left(run) == [200, 400, 500]
+    assert not (run / name_of(100)).exists()
+    kept = {path: when for path, when in before.items() if not path.startswith((name_of(100), name_of(300)))}
+    assert everything(run) == kept
+
+
+def test_json_says_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prune", str(run), "--keep-last", "4", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["removed"], document["freed_bytes"] > 0) == (False, True)
+    assert [row["keep"] for row in document["checkpoints"]] == [False, True, True, True, True]
+    assert main(["list", str(run), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["tracked"] == name_of(500)
+    assert [row["iteration"] for row in document["checkpoints"]] == list(ITERATIONS)
+    assert document["checkpoints"][0]["layout"]["tp"] == 2
+
+
+def test_what_the_tracker_names_stays(run: Path) -> None:
+    (run / TRACKER_FILE).write_text("100")
+    assert going(prune_run(run, keep_last=1, remove=True)) == [200, 300, 400]
+    assert left(run) == [100, 500]
+
+
+def test_a_tracker_that_cannot_be_read_stops_everything(run: Path) -> None:
+    (run / TRACKER_FILE).write_text("half of 1")
+    before = everything(run)
+    with pytest.raises(CorruptCheckpointError, match="expected the number of an iteration"):
+        prune_run(run, keep_last=1, remove=True)
+    assert everything(run) == before
+
+
+def test_only_whole_checkpoints_count(run: Path) -> None:
+    """The newest is damaged: the newest whole one stays, and so does the damaged one, which a person may mend."""
+    (run / TRACKER_FILE).unlink()
+    (run / name_of(500) / "__0_0.distcp").unlink()
+    os.truncate(run / name_of(400) / "__0_0.distcp", 10)
+    report = prune_run(run, keep_last=1, remove=True)
+    assert going(report) == [100, 200]
+    assert left(run) == [300]
+    assert (run / name_of(400) / ".metadata").exists()
+    assert (run / name_of(500) / ".metadata").exists()
+
+
+def test_where_nothing_is_whole_nothing_goes(run: Path) -> None:
+    for iteration in ITERATIONS:
+        (run / name_of(iteration) / "__0_0.distcp").unlink()
+    assert going(prune_run(run, keep_last=1, remove=True)) == []
+
+
+def test_fewer_than_are_to_be_kept(run: Path) -> None:
+    assert going(prune_run(run, keep_last=6, remove=True)) == []
+    assert going(prune_run(run, keep_last=5, remove=True)) == []
+
+
+@pytest.mark.parametrize("arguments", [{"keep_last": 0}, {"keep_last": -1}, {"keep_last": 1, "keep_every": 0}])
+def test_the_newest_cannot_be_given_up(run: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="at least 1"):
+        prune_run(run, remove=True, **arguments)
+
+
+@pytest.mark.parametrize("name", [INCOMPLETE_MARKER, INCOMPLETE_MARKER + ".0123456789abcdef"])
+def test_a_directory_that_a_save_has_marked_stays(run: Path, name: str) -> None:
+    (run / name_of(100) / name).write_text("{}")
+    report = prune_run(run, keep_last=1, remove=True)
+    assert "a save is at work" in why(report, 100)
+    assert left(run) == [100, 500]
+
+
+def test_a_directory_that_stock_is_writing_to_stays(run: Path) -> None:
+    """Stock marks nothing: a data file that is newer than the index is all there is to see."""
+    path = run / name_of(100) / "__0_0.distcp"
+    os.utime(path, (time.time() + 5, time.time() + 5))
+    report = prune_run(run, keep_last=1, remove=True)
+    assert "a save may be at work" in why(report, 100)
+    assert left(run) == [100, 500]
+
+
+def test_other_files_and_directories_stay(run: Path) -> None:
+    own = run / name_of(100)
+    (own / "notes.txt").write_text("by hand")
+    (own / "modelopt_state").mkdir()
+    (own / "modelopt_state" / "__0_0.distcp").write_bytes(b"of somebody else")
+    (own / "__9_9.distcp").write_bytes(b"of no index")
+    report = prune_run(run, keep_last=4, remove=True)
+    assert report.fates[0].left == ("__9_9.distcp", "modelopt_state", "notes.txt")
+    assert sorted(path.name for path in own.rglob("*")) == [
+        "__0_0.distcp",
+        "__9_9.distcp",
+        "modelopt_state",
+        "notes.txt",
+    ]
+
+
+def test_release_and_links_and_what_has_no_index_stay(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / name_of(100), run / "release")
+    (run / name_of(200)).rename(tmp_path / "elsewhere")
+    (run / name_of(200)).symlink_to(tmp_path / "elsewhere")
+    (run / name_of(300) / ".metadata").write_bytes(b"no pickle")
+    report = prune_run(run, keep_last=1, remove=True)
+    assert going(report) == [100, 400]
+    assert (tmp_path / "elsewhere" / ".metadata").exists()
+    assert (run / "release" / ".metadata").exists()
+    assert (run / name_of(300) / "__0_0.distcp").exists()
+    assert "no index" in why(report, 300)
+
+
+def test_a_link_below_a_checkpoint_is_not_followed(run: Path, tmp_path: Path) -> None:
+    """An index that names files behind a link must not remove them."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "__0_0.distcp").write_bytes(b"precious")
+    own = run / name_of(100)
+    (own / "sub").symlink_to(other)
+    index = read_index(own)
+    entry = index.tensors["output_layer.weight"]
+    chunks = tuple(chunk._replace(item=chunk.item._replace(file="sub/__0_0.distcp")) for chunk in entry.chunks)
+    misled = replace(index, tensors={entry.fqn: replace(entry, chunks=chunks)}, objects={})
+    (own / ".metadata").write_bytes(encode_metadata(misled))
+    prune_run(run, keep_last=1, remove=True)
+    assert (other / "__0_0.distcp").read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_a_removal_that_is_interrupted_looks_like_no_checkpoint_and_is_finished(
+    run: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """Stopped after each of its steps: no listing, load or verify takes what is left for a checkpoint."""
+    original = Path.unlink
+    count = 0
+
+    def unlink(self: Path, missing_ok: bool = False) -> None:
+        nonlocal count
+        if count == after:
+            raise OSError(5, "Input/output error", str(self))
+        count += 1
+        original(self, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", unlink)
+        with pytest.raises(SaveError, match="no checkpoint any more"):
+            prune_run(run, keep_last=4, remove=True)
+    half = run / name_of(100)
+    assert half.exists()
+    assert not (half / ".metadata").exists()
+    with pytest.raises(CheckpointNotFoundError):
+        main(["verify", str(half), "--debug"])
+    assert left(run) == [200, 300, 400, 500]
+    report = prune_run(run, keep_last=4)
+    assert why(report, 100) == "a removal was interrupted"
+    assert going(prune_run(run, keep_last=4, remove=True)) == [100]
+    assert not half.exists()
+
+
+def test_a_save_into_what_was_half_removed_is_left_alone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Path, missing_ok: bool = False) -> None:
+        raise OSError(5, "Input/output error", str(self))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", fail)
+        with pytest.raises(SaveError):
+            prune_run(run, keep_last=4, remove=True)
+    time.sleep(0.05)
+    fresh = run / name_of(100) / "__0_0.distcp"
+    fresh.write_bytes(b"a save of stock, which has begun again at this iteration")
+    report = prune_run(run, keep_last=4, remove=True)
+    assert "a save may be at work" in why(report, 100)
+    assert fresh.exists()
+    # It publishes: a checkpoint like any other now.
+    shutil.rmtree(run / name_of(100))
+    shutil.copytree(run / name_of(200), run / name_of(100))
+    assert left(run) == [100, 200, 300, 400, 500]
+
+
+def test_a_list_for_people(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("whole") == 6
+    assert "TP 2" in shown
+    tracker_line = next(line for line in shown.splitlines() if "tracker" in line)
+    assert tracker_line.startswith(name_of(500))
+    (run / name_of(300) / "__0_0.distcp").unlink()
+    (run / TRACKER_FILE).write_text("600")
+    assert main(["list", str(run)]) == 1
+    shown = capsys.readouterr().out
+    assert f"{name_of(300)}: " in shown
+    assert "NOT WHOLE" in shown
+    assert f"it names {name_of(600)}, which is not there" in shown
+
+
+@pytest.mark.parametrize("command", [["list"], ["prune", "--keep-last", "1"]])
+def test_what_is_no_run(tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in ("gone", "empty"):
+        assert main([command[0], str(tmp_path / name), *command[1:]]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
