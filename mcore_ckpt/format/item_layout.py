@@ -1,14 +1,14 @@
-"""The bytes around a tensor in its item: the zip archive that `torch.save(tensor)` makes, emitted by hand.
+"""The item on disk: one tensor as the zip archive that `torch.save(tensor)` makes of it, emitted by hand.
 
-    head      local header + `archive/data.pkl`          dtype and shape (mcore_ckpt/tensor_pickle.py)
+    head      local header + `archive/data.pkl`          dtype and shape (tensor_pickle.py)
               local header of `archive/data/0`, padded so that the payload starts on a 64-byte boundary of the item
     payload   the tensor's little-endian bytes, C order
     tail      data descriptor of the payload             carries its CRC-32
               `archive/version`, `archive/byteorder`     constant bytes
               central directory, end records             carries the payload's CRC-32 again
 
-Head and tail follow from dtype and shape alone; the CRC-32 of the payload is the one thing to be filled in afterwards,
-in place. `docs/format.md` has every field. Bytes only: no files, no torch.
+Head and tail follow from dtype and shape alone (`tensor_template`); the CRC-32 of the payload is the one thing to be
+filled in afterwards, in place. `place` says where in a file such an item may start; `docs/format.md` has every field.
 """
 
 from __future__ import annotations
@@ -18,9 +18,19 @@ import struct
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
+from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.tensor_pickle import dtype_entry, tensor_pickle
+from mcore_ckpt.format.zip_records import (
+    DESCRIPTOR,
+    DESCRIPTOR64,
+    DIRECTORY_ENTRY,
+    END,
+    END64,
+    END64_LOCATOR,
+    LOCAL_HEADER,
+)
 
 __all__ = [
     "ITEM_ALIGNMENT",
@@ -29,6 +39,7 @@ __all__ = [
     "PICKLE_AT",
     "TensorTemplate",
     "element_bytes",
+    "encode_tensor",
     "place",
     "tensor_template",
 ]
@@ -82,14 +93,8 @@ def place(pos: int, template: TensorTemplate) -> int:
 
 # -------------------------------------------------------------------------------------------------------- zip fields
 
-_LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
-_CENTRAL_ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_END_RECORD = struct.Struct("<4sHHHHIIH")
-_END64_RECORD = struct.Struct("<4sQHHIIQQQQ")
-_END64_LOCATOR = struct.Struct("<4sIQI")
-
-_LOCAL, _DESCRIPTOR, _CENTRAL = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
-_END64, _END64_LOC, _END = b"PK\x06\x06", b"PK\x06\x07", b"PK\x05\x06"
+_LOCAL_MARK, _DESCRIPTOR_MARK, _ENTRY_MARK = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
+_END64_MARK, _LOCATOR_MARK, _END_MARK = b"PK\x06\x06", b"PK\x06\x07", b"PK\x05\x06"
 
 _ZIP64_EXTRA = 0x0001
 _PADDING_EXTRA = int.from_bytes(b"FB", "little")  # torch's own tag for padding; every reader skips it
@@ -106,7 +111,7 @@ _CONSTANTS = ((b"archive/version", b"3\n"), (b"archive/byteorder", b"little"))
 
 def _local_header(name: bytes, version: int, flags: int, crc: int, size: int, extra_bytes: int = 0) -> bytes:
     return (
-        _LOCAL_HEADER.pack(_LOCAL, version, flags, _STORED, _TIME, _DATE, crc, size, size, len(name), extra_bytes)
+        LOCAL_HEADER.pack(_LOCAL_MARK, version, flags, _STORED, _TIME, _DATE, crc, size, size, len(name), extra_bytes)
         + name
     )
 
@@ -114,8 +119,8 @@ def _local_header(name: bytes, version: int, flags: int, crc: int, size: int, ex
 def _central_entry(
     name: bytes, version: int, flags: int, crc: int, size: int, offset: int, extra: bytes = b""
 ) -> bytes:
-    fixed = (_CENTRAL, version, version, flags, _STORED, _TIME, _DATE, crc, size, size, len(name), len(extra))
-    return _CENTRAL_ENTRY.pack(*fixed, 0, 0, 0, 0, offset) + name + extra
+    fixed = (_ENTRY_MARK, version, version, flags, _STORED, _TIME, _DATE, crc, size, size, len(name), len(extra))
+    return DIRECTORY_ENTRY.pack(*fixed, 0, 0, 0, 0, offset) + name + extra
 
 
 def _zip64_extra(*values: int) -> bytes:
@@ -134,9 +139,9 @@ def _payload_header(payload_bytes: int, padding_bytes: int, zip64: bool) -> byte
 
 def _tail(pickle: bytes, pickle_crc: int, head_bytes: int, payload_bytes: int, zip64: bool) -> bytes:
     """Everything after the payload, zeros for its CRC-32."""
-    size_format = "<4sIQQ" if zip64 else "<4sIII"
-    parts = [struct.pack(size_format, _DESCRIPTOR, 0, payload_bytes, payload_bytes)]
-    payload_at = _LOCAL_HEADER.size + len(_PICKLE_NAME) + len(pickle)
+    descriptor = DESCRIPTOR64 if zip64 else DESCRIPTOR
+    parts = [descriptor.pack(_DESCRIPTOR_MARK, 0, payload_bytes, payload_bytes)]
+    payload_at = LOCAL_HEADER.size + len(_PICKLE_NAME) + len(pickle)
     directory = [_central_entry(_PICKLE_NAME, _VERSION_20, _UTF8, pickle_crc, len(pickle), 0)]
     payload_entry = (_PAYLOAD_NAME, _VERSION_45 if zip64 else _VERSION_20, _UTF8_AND_DESCRIPTOR, 0)
     if zip64:
@@ -156,13 +161,13 @@ def _tail(pickle: bytes, pickle_crc: int, head_bytes: int, payload_bytes: int, z
     count, directory_bytes = len(directory), sum(map(len, directory))
     parts += directory
     if zip64:
-        record_bytes = _END64_RECORD.size - 12  # it does not count its first two fields
+        record_bytes = END64.size - 12  # it does not count its first two fields
         versions = (_VERSION_45, _VERSION_45)
-        parts.append(_END64_RECORD.pack(_END64, record_bytes, *versions, 0, 0, count, count, directory_bytes, position))
-        parts.append(_END64_LOCATOR.pack(_END64_LOC, 0, position + directory_bytes, 1))
-        parts.append(_END_RECORD.pack(_END, 0, 0, count, count, directory_bytes, _MAX_32, 0))
+        parts.append(END64.pack(_END64_MARK, record_bytes, *versions, 0, 0, count, count, directory_bytes, position))
+        parts.append(END64_LOCATOR.pack(_LOCATOR_MARK, 0, position + directory_bytes, 1))
+        parts.append(END.pack(_END_MARK, 0, 0, count, count, directory_bytes, _MAX_32, 0))
     else:
-        parts.append(_END_RECORD.pack(_END, 0, 0, count, count, directory_bytes, position, 0))
+        parts.append(END.pack(_END_MARK, 0, 0, count, count, directory_bytes, position, 0))
     return b"".join(parts)
 
 
@@ -182,12 +187,12 @@ PICKLE_AT: Final = _SMALL_PICKLE_HEADER.size
 
 _SMALL_TAIL = struct.Struct("<8s2I116s3I54s2I14sI56sI57sI33sI2s")
 _TAIL_PARTS = _SMALL_TAIL.unpack(_tail(b"", 0, 0, 0, zip64=False))
-_BYTEORDER_AT = _LOCAL_HEADER.size + sum(map(len, _CONSTANTS[0]))
-_CONSTANT_RECORD_BYTES = _BYTEORDER_AT + _LOCAL_HEADER.size + sum(map(len, _CONSTANTS[1]))
+_BYTEORDER_AT = LOCAL_HEADER.size + sum(map(len, _CONSTANTS[0]))
+_CONSTANT_RECORD_BYTES = _BYTEORDER_AT + LOCAL_HEADER.size + sum(map(len, _CONSTANTS[1]))
 
 # Where the payload's CRC-32 stands in the tail: in the data descriptor, and in the second entry of the directory.
 _DESCRIPTOR_CRC, _CENTRAL_CRC = 4, 16
-_SECOND_ENTRY_AT = _CONSTANT_RECORD_BYTES + _CENTRAL_ENTRY.size + len(_PICKLE_NAME)
+_SECOND_ENTRY_AT = _CONSTANT_RECORD_BYTES + DIRECTORY_ENTRY.size + len(_PICKLE_NAME)
 _CRC_POSITIONS = (_DESCRIPTOR_CRC, 16 + _SECOND_ENTRY_AT + _CENTRAL_CRC)
 _ZIP64_CRC_POSITIONS = (_DESCRIPTOR_CRC, 24 + _SECOND_ENTRY_AT + _CENTRAL_CRC)
 
@@ -243,3 +248,18 @@ def tensor_template(dtype: str, shape: tuple[int, ...]) -> TensorTemplate:
         crc_positions = _CRC_POSITIONS
     alignment = PAGE_BYTES if payload_bytes >= LARGE_TENSOR_BYTES else ITEM_ALIGNMENT
     return TensorTemplate(head, payload_bytes, tail, crc_positions, alignment)
+
+
+def encode_tensor(dtype: str, shape: tuple[int, ...], payload: Any) -> bytes:
+    """A whole item in memory, from any bytes-like payload; `ValueError` if that has not the size of the tensor."""
+    template = tensor_template(dtype, shape)
+    payload = memoryview(payload).cast("B")
+    if len(payload) != template.payload_bytes:
+        raise ValueError(
+            f"payload of a {dtype} tensor of shape {list(shape)}: expected {template.payload_bytes} bytes, "
+            f"got {len(payload)}"
+        )
+    tail = bytearray(template.tail)
+    for position in template.crc_positions:
+        tail[position : position + 4] = crc32(payload).to_bytes(4, "little")
+    return b"".join((template.head, payload, tail))

@@ -1,27 +1,19 @@
-"""Items of one tensor as torch itself writes them, recognized without a general parse.
+"""Where the bytes of a stored tensor lie in its item, found from the ends of the item alone, and not trusted.
 
-A checkpoint of stock writers may hold 20,000 of them. Between two such items of one torch version, only a few numbers
-of the zip's directory differ; so the rest is compared in one step, against a picture of it with these numbers masked
-out, and the numbers are held against each other, against the local headers and against the size of the item, as a
-general parse does. Not to fit is no verdict: `zip_records.py` then finds out what the item is.
+    locate_tensor(read, ...)      -> dtype, shape, place and CRC-32 of the payload, from headers
+    form_of(item, ...)            -> what items of that dtype, shape and writer have in common
+    verify_records(read, ...)     -> every record of any archive of `torch.save`, with its CRC-32
 
-Items that are like one that was parsed before, told by comparing bytes.
+Any item can be parsed as the zip archive that it has to be (zip_records.py, tensor_pickle.py), and that decides. But a
+checkpoint may hold 20,000 items that differ in a few numbers; so most are recognized by comparing bytes instead, which
+takes a fifth of the time or less:
 
-A checkpoint of many small tensors holds thousands of items of the same dtype, shape and writer. All of their bytes are
-the same but for the payload, the two places that repeat its CRC-32, and the serialization id by which torch numbers
-its files (40 digits, and their CRC-32 twice). So an item that has all other bytes in common with one that a parser
-found sound is sound itself, and its payload lies at the same place. An item that differs is no news: it has to be
-parsed.
+    an item of our own       with the template that dtype and shape lead to: all but the payload's CRC-32 is known
+    an item of torch         with the directories that versions of torch write; the numbers in them are held against
+                             each other, against the local headers and the size of the item, as the parse does
+    an item like another     with the bytes around the payload of an item that was found sound (`ItemForm`)
 
-The item on disk: one tensor as the zip archive that `torch.save` makes of it, encoded and located by hand.
-
-    encode   `tensor_template(dtype, shape)` -> head, tail, and where the payload's CRC-32 goes   (item_template.py)
-             `place(pos, template)`          -> where in a file such an item may start
-    locate   `locate_tensor(read, ...)`      -> dtype, shape, and where the raw bytes are, from headers alone
-             `verify_records(read, ...)`     -> every record of any archive of `torch.save`, with its CRC-32
-
-An item of our own is recognized by making its template again and comparing every byte; whatever is not exactly that is
-parsed as the zip it has to be (zip_records.py, tensor_unpickle.py), and not trusted. Bytes only: no files, no torch.
+Not to fit is no verdict: the next way is tried, and the parse comes last. No files here, and no torch.
 """
 
 from __future__ import annotations
@@ -31,292 +23,42 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.format.crc import crc32
-from mcore_ckpt.format.item_layout import (
-    ITEM_ALIGNMENT,
-    LARGE_TENSOR_BYTES,
-    PAGE_BYTES,
-    PICKLE_AT,
-    TensorTemplate,
-    element_bytes,
-    place,
-    tensor_template,
-)
+from mcore_ckpt.format.item_layout import PICKLE_AT, tensor_template
 from mcore_ckpt.format.tensor_pickle import (
-    DTYPES,
     MAX_PICKLE_BYTES,
     MalformedPickleError,
     NotPlainTensorError,
     PickledTensor,
-    UnsupportedDtypeError,
     own_dtype_and_shape,
     read_tensor_pickle,
 )
-from mcore_ckpt.format.zip_records import ItemBytes, NotRangeable, ZipRecord, read_directory, record_start
+from mcore_ckpt.format.zip_records import (
+    DESCRIPTOR,
+    DIRECTORY_ENTRY,
+    END,
+    END64,
+    END64_LOCATOR,
+    LOCAL_HEADER,
+    ItemBytes,
+    NotRangeable,
+    ZipRecord,
+    read_directory,
+    record_start,
+)
 
 __all__ = [
-    "DTYPES",
-    "ITEM_ALIGNMENT",
-    "LARGE_TENSOR_BYTES",
-    "PAGE_BYTES",
     "ItemForm",
     "LocatedTensor",
-    "NotRangeable",
     "RecordSpan",
-    "StockItem",
-    "TensorTemplate",
-    "UnsupportedDtypeError",
-    "element_bytes",
-    "encode_tensor",
     "form_of",
     "locate_tensor",
     "locate_tensor_in",
-    "place",
-    "recognize",
-    "tensor_template",
     "verify_records",
 ]
-
-
-class StockItem(NamedTuple):
-    """Records of a tensor item.
-
-    Attributes:
-        pickle: content of `data.pkl`; its CRC-32 has been checked.
-        record_offset: first byte of `data/0`, relative to the item.
-        record_bytes: its size.
-        record_crc32: its CRC-32.
-    """
-
-    pickle: bytes
-    record_offset: int
-    record_bytes: int
-    record_crc32: int
-
-
-# The records that versions of torch write for a tensor, in order (torch 2.13, 2.6, 2.1, 2.0 and 1.13).
-_ID, _VERSION, _ORDER = ".data/serialization_id", "version", "byteorder"
-_RECORDS = (
-    ("data.pkl", ".format_version", ".storage_alignment", _ORDER, "data/0", _VERSION, _ID),
-    ("data.pkl", ".format_version", _ORDER, "data/0", _VERSION, _ID),
-    ("data.pkl", _ORDER, "data/0", _VERSION, _ID),
-    ("data.pkl", _ORDER, "data/0", _VERSION),
-    ("data.pkl", "data/0", _VERSION),
-)
-_STOCK_LITTLE = (zlib.crc32(b"little"), 6, 6)  # CRC-32 and sizes of the byte order record, which must say just this
-
-_LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
-_STOCK_ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_END64, _LOCATOR, _END = struct.Struct("<4sQHHIIQQQQ"), struct.Struct("<4sIQI"), struct.Struct("<4sHHHHIIH")
-_STOCK_DESCRIPTOR = struct.Struct("<4sIII")
-_END_BYTES = _END64.size + _LOCATOR.size + _END.size
-_FLAGS = 0x0808  # UTF-8 names; CRC-32 and sizes follow the record
-_MAX_32 = 0xFFFFFFFF
-
-
-class _Picture(NamedTuple):
-    """Directory and end records of an archive, little-endian ints as wide as they are long."""
-
-    length: int
-    mask: int  # ones where all archives agree
-    constant: int
-    numbers: struct.Struct  # the fields that are looked at
-
-
-def _picture(records: tuple[str, ...]) -> _Picture:
-    def image(fill: int, little: tuple[int, ...]) -> bytes:
-        """The bytes with `fill` in each field that varies, and `little` for the byte order record."""
-        parts = []
-        for record in records:
-            name = f"archive/{record}".encode()
-            summary = little if record == _ORDER else (fill, fill, fill)
-            offset = 0 if record == "data.pkl" else fill
-            fixed = (b"PK\x01\x02", 0, 0, _FLAGS, 0, 0, 0, *summary, len(name), 0, 0, 0, 0, 0, offset)
-            parts.append(_STOCK_ENTRY.pack(*fixed) + name)
-        count, directory_bytes = len(parts), sum(map(len, parts))
-        wide = fill << 32 | fill
-        parts.append(_END64.pack(b"PK\x06\x06", 44, 0x031E, 45, 0, 0, count, count, directory_bytes, wide))
-        parts.append(_LOCATOR.pack(b"PK\x06\x07", 0, wide, 1))
-        parts.append(_END.pack(b"PK\x05\x06", 0, 0, count, count, directory_bytes, fill, 0))
-        return b"".join(parts)
-
-    zeros, ones = image(0, _STOCK_LITTLE), image(_MAX_32, _STOCK_LITTLE)
-    constant = int.from_bytes(zeros, "little")
-    mask = (1 << 8 * len(zeros)) - 1 & ~(constant ^ int.from_bytes(ones, "little"))
-    layout = []
-    for record in records:
-        entry_bytes = _STOCK_ENTRY.size + len(f"archive/{record}")
-        wanted = {"data.pkl": "16x3I", "data/0": "16x3I14xI"}.get(record, "")
-        layout.append(f"{wanted}{entry_bytes - struct.calcsize('<' + wanted)}x")
-    numbers = struct.Struct("<" + "".join(layout) + "48xQ8xQ4x16xI2x")
-    assert numbers.size == len(zeros)
-    return _Picture(len(zeros), mask, constant, numbers)
-
-
-_PICTURES = tuple(_picture(records) for records in _RECORDS)
-
-
-def _local_header_start(name: bytes) -> bytes:
-    return _LOCAL_HEADER.pack(b"PK\x03\x04", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(name), 0)[:28]
-
-
-_PICKLE_AT = 64
-_HEAD = _local_header_start(b"archive/data.pkl") + b"\x12\x00archive/data.pklFB\x0e\x00" + b"Z" * 14
-_STOCK_PAYLOAD_NAME = b"archive/data/0"
-_PAYLOAD_HEADER = _local_header_start(_STOCK_PAYLOAD_NAME)
-
-
-def recognize(head: bytes, tail: bytes, item_bytes: int) -> StockItem | None:
-    """The records of an item, if torch wrote it for one tensor that is not empty; None if that is not evident.
-
-    `head` and `tail` are the ends of the item, about a kilobyte of each.
-    """
-    if not head.startswith(_HEAD):
-        return None
-    for picture in _PICTURES:
-        if int.from_bytes(tail[-picture.length :], "little") & picture.mask == picture.constant:
-            break
-    else:
-        return None
-    if len(tail) < picture.length:
-        return None
-    fields = picture.numbers.unpack_from(tail, len(tail) - picture.length)
-    pickle_crc, pickle_bytes, pickle_size, crc, record_bytes, record_size, header_at = fields[:7]
-    directory_at, end64_at, narrow_directory_at = fields[7:]
-
-    pickle_stop = _PICKLE_AT + pickle_bytes
-    pickle = head[_PICKLE_AT:pickle_stop]
-    header = head[header_at : header_at + 44]
-    record_at = header_at + 44 + int.from_bytes(header[28:30], "little")
-    record_stop = record_at + record_bytes
-    tail_at = item_bytes - len(tail)
-    if (
-        directory_at != item_bytes - picture.length
-        or narrow_directory_at not in (directory_at, _MAX_32)
-        or end64_at != item_bytes - _END_BYTES
-        or pickle_bytes != pickle_size
-        or zlib.crc32(pickle) != pickle_crc
-        or head[pickle_stop : pickle_stop + 16]
-        != _STOCK_DESCRIPTOR.pack(b"PK\x07\x08", pickle_crc, pickle_bytes, pickle_bytes)
-        or header[:28] != _PAYLOAD_HEADER
-        or header[30:] != _STOCK_PAYLOAD_NAME
-        or record_bytes != record_size
-        or not tail_at <= record_stop <= directory_at - _STOCK_DESCRIPTOR.size
-        or tail[record_stop - tail_at : record_stop - tail_at + 16]
-        != _STOCK_DESCRIPTOR.pack(b"PK\x07\x08", crc, record_bytes, record_bytes)
-    ):
-        return None
-    return StockItem(pickle, record_at, record_bytes, crc)
-
-
-_DESCRIPTOR, _ENTRY = b"PK\x07\x08", b"PK\x01\x02"
-_ENTRY_BYTES, _LOCAL_HEADER_BYTES = 46, 30  # the fixed parts, which the record's name follows
-_PAYLOAD_NAME, _ID_NAME = b"archive/data/0", b"archive/.data/serialization_id"
-_ID_BYTES = 40
-_MAX_EDGE_BYTES = 4096  # items of dozens of axes are parsed each
-
-
-class ItemForm(NamedTuple):
-    """What items have in common. The tail is what follows the payload, as a little-endian int of that many bytes.
-
-    Attributes:
-        head: bytes before the payload.
-        payload_stop: where the payload ends, relative to the item.
-        item_bytes: length of the item.
-        mask: ones where all tails agree.
-        constant: what is there.
-        crc_positions: offsets in the tail of the two places that hold the payload's CRC-32.
-    """
-
-    head: bytes
-    payload_stop: int
-    item_bytes: int
-    mask: int
-    constant: int
-    crc_positions: tuple[int, int]
-
-    def payload_crc32(self, item: memoryview) -> int | None:
-        """The CRC-32 that an item of this form states of its payload, `item[len(head):payload_stop]`; None if it is
-        not of this form.
-        """
-        if len(item) != self.item_bytes or item[: len(self.head)].tobytes() != self.head:
-            return None
-        tail = item[self.payload_stop :].tobytes()
-        if int.from_bytes(tail, "little") & self.mask != self.constant:
-            return None
-        first, second = self.crc_positions
-        stated = tail[first : first + 4]
-        return int.from_bytes(stated, "little") if stated == tail[second : second + 4] else None
-
-
-def form_of(item: memoryview, payload_offset: int, payload_bytes: int, crc32: int) -> ItemForm | None:
-    """The form of an item that was parsed; None if it is too unusual to have one.
-
-    Args:
-        item: the whole item.
-        payload_offset: where its payload starts, which is its whole record `data/0`.
-        payload_bytes: size of the payload.
-        crc32: of the payload, as the item states it.
-    """
-    stop = payload_offset + payload_bytes
-    if payload_offset > _MAX_EDGE_BYTES or len(item) - stop > _MAX_EDGE_BYTES:
-        return None
-    head, tail = item[:payload_offset].tobytes(), item[stop:].tobytes()
-    entry = tail.rfind(_PAYLOAD_NAME) - _ENTRY_BYTES
-    crc_positions = len(_DESCRIPTOR), entry + 16
-    stated = crc32.to_bytes(4, "little")
-    if (
-        entry < 0
-        or not tail.startswith(_DESCRIPTOR)
-        or tail[entry : entry + 4] != _ENTRY
-        or any(tail[position : position + 4] != stated for position in crc_positions)
-    ):
-        return None
-    vary = [(position, 4) for position in crc_positions]
-    if _ID_NAME in tail:
-        fields = _id_fields(tail)
-        if fields is None:
-            return None
-        vary += fields
-    mask = _mask(len(tail), tuple(vary))
-    return ItemForm(head, stop, len(item), mask, int.from_bytes(tail, "little") & mask, crc_positions)
-
-
-def _id_fields(tail: bytes) -> list[tuple[int, int]] | None:
-    """Position and length of the serialization id and of its CRC-32, in the record and in the directory."""
-    header, entry = tail.find(_ID_NAME) - _LOCAL_HEADER_BYTES, tail.rfind(_ID_NAME) - _ENTRY_BYTES
-    extra_bytes = int.from_bytes(tail[header + 28 : header + 30], "little")
-    id_at = header + _LOCAL_HEADER_BYTES + len(_ID_NAME) + extra_bytes
-    descriptor = id_at + _ID_BYTES
-    if header < 0 or tail[descriptor : descriptor + 4] != _DESCRIPTOR or tail[entry : entry + 4] != _ENTRY:
-        return None
-    return [(id_at, _ID_BYTES), (descriptor + 4, 4), (entry + 16, 4)]
-
-
-@lru_cache(maxsize=256)
-def _mask(length: int, vary: tuple[tuple[int, int], ...]) -> int:
-    mask = (1 << 8 * length) - 1
-    for position, nbytes in vary:
-        mask &= ~(((1 << 8 * nbytes) - 1) << 8 * position)
-    return mask
-
-
-def encode_tensor(dtype: str, shape: tuple[int, ...], payload: Any) -> bytes:
-    """A whole item in memory, from any bytes-like payload; `ValueError` if that has not the size of the tensor."""
-    template = tensor_template(dtype, shape)
-    payload = memoryview(payload).cast("B")
-    if len(payload) != template.payload_bytes:
-        raise ValueError(
-            f"payload of a {dtype} tensor of shape {list(shape)}: expected {template.payload_bytes} bytes, "
-            f"got {len(payload)}"
-        )
-    tail = bytearray(template.tail)
-    for position in template.crc_positions:
-        tail[position : position + 4] = crc32(payload).to_bytes(4, "little")
-    return b"".join((template.head, payload, tail))
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +139,7 @@ def verify_records(read: Callable[[int, int], bytes], item_bytes: int, where: st
         yield RecordSpan(record.name, start, record.stored_bytes, record.crc32 if checksummed else None)
 
 
-# ------------------------------------------------------------------------------------------------ own and stock items
+# ---------------------------------------------------------------------------------------------------------- own items
 
 _EDGE_BYTES = 1024  # head and tail of our own items are shorter, unless the tensor has dozens of axes
 _OWN_START = tensor_template("uint8", ()).head[:14]  # up to the pickle's CRC-32
@@ -422,6 +164,7 @@ def _locate_own(head: bytes, tail: bytes, item_bytes: int) -> LocatedTensor | No
         return None
     if template.item_bytes != item_bytes or not head.startswith(template.head):
         return None
+    # Templates differ, so that an image (`_Masked`) of each would cost 2 us more than to put the CRC-32 in and compare.
     expected = template.tail
     first, second = template.crc_positions
     tail = tail[-len(expected) :]
@@ -433,18 +176,151 @@ def _locate_own(head: bytes, tail: bytes, item_bytes: int) -> LocatedTensor | No
     return LocatedTensor(dtype, shape, offset, nbytes, value, offset, nbytes, value)
 
 
+# --------------------------------------------------------------------------------------- bytes that fit a known image
+
+
+class _Masked(NamedTuple):
+    """An image of `length` bytes but for bits that may differ, as a little-endian int: compared in one step.
+
+    Attributes:
+        length: bytes of the image.
+        mask: ones where all agree.
+        constant: what is there.
+    """
+
+    length: int
+    mask: int
+    constant: int
+
+    def fit(self, content: bytes) -> bool:
+        """Whether `content` is the image but for what is masked out."""
+        return len(content) == self.length and int.from_bytes(content, "little") & self.mask == self.constant
+
+
+@lru_cache(maxsize=256)
+def _mask(length: int, vary: tuple[tuple[int, int], ...]) -> int:
+    """Ones but for `vary`: positions and numbers of bytes."""
+    mask = (1 << 8 * length) - 1
+    for position, nbytes in vary:
+        mask &= ~(((1 << 8 * nbytes) - 1) << 8 * position)
+    return mask
+
+
+# ------------------------------------------------------------------------------------------------------ items of torch
+
+# The records that versions of torch write for a tensor, in order (torch 2.13, 2.6, 2.1, 2.0 and 1.13).
+_ID, _VERSION, _ORDER = ".data/serialization_id", "version", "byteorder"
+_RECORDS = (
+    ("data.pkl", ".format_version", ".storage_alignment", _ORDER, "data/0", _VERSION, _ID),
+    ("data.pkl", ".format_version", _ORDER, "data/0", _VERSION, _ID),
+    ("data.pkl", _ORDER, "data/0", _VERSION, _ID),
+    ("data.pkl", _ORDER, "data/0", _VERSION),
+    ("data.pkl", "data/0", _VERSION),
+)
+_LITTLE_RECORD = (zlib.crc32(b"little"), 6, 6)  # CRC-32 and sizes of the byte order record, which must say just this
+
+_FLAGS = 0x0808  # UTF-8 names; CRC-32 and sizes follow the record
+_MAX_32 = 0xFFFFFFFF
+_END_BYTES = END64.size + END64_LOCATOR.size + END.size
+
+
+class _Directory(NamedTuple):
+    """Directory and end records of an archive, and the fields in them that are looked at."""
+
+    image: _Masked
+    numbers: struct.Struct
+
+
+def _directory(records: tuple[str, ...]) -> _Directory:
+    def image(fill: int, little: tuple[int, ...]) -> bytes:
+        """The bytes with `fill` in each field that varies, and `little` for the byte order record."""
+        parts = []
+        for record in records:
+            name = f"archive/{record}".encode()
+            summary = little if record == _ORDER else (fill, fill, fill)
+            offset = 0 if record == "data.pkl" else fill
+            fixed = (b"PK\x01\x02", 0, 0, _FLAGS, 0, 0, 0, *summary, len(name), 0, 0, 0, 0, 0, offset)
+            parts.append(DIRECTORY_ENTRY.pack(*fixed) + name)
+        count, directory_bytes = len(parts), sum(map(len, parts))
+        wide = fill << 32 | fill
+        parts.append(END64.pack(b"PK\x06\x06", 44, 0x031E, 45, 0, 0, count, count, directory_bytes, wide))
+        parts.append(END64_LOCATOR.pack(b"PK\x06\x07", 0, wide, 1))
+        parts.append(END.pack(b"PK\x05\x06", 0, 0, count, count, directory_bytes, fill, 0))
+        return b"".join(parts)
+
+    zeros, ones = image(0, _LITTLE_RECORD), image(_MAX_32, _LITTLE_RECORD)
+    constant = int.from_bytes(zeros, "little")
+    mask = (1 << 8 * len(zeros)) - 1 & ~(constant ^ int.from_bytes(ones, "little"))
+    layout = []
+    for record in records:
+        entry_bytes = DIRECTORY_ENTRY.size + len(f"archive/{record}")
+        wanted = {"data.pkl": "16x3I", "data/0": "16x3I14xI"}.get(record, "")
+        layout.append(f"{wanted}{entry_bytes - struct.calcsize('<' + wanted)}x")
+    numbers = struct.Struct("<" + "".join(layout) + "48xQ8xQ4x16xI2x")
+    assert numbers.size == len(zeros)
+    return _Directory(_Masked(len(zeros), mask, constant), numbers)
+
+
+_DIRECTORIES = tuple(_directory(records) for records in _RECORDS)
+
+
+def _local_header_start(name: bytes) -> bytes:
+    return LOCAL_HEADER.pack(b"PK\x03\x04", 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(name), 0)[:28]
+
+
+_STOCK_PICKLE_AT = 64
+_STOCK_START = _local_header_start(b"archive/data.pkl") + b"\x12\x00archive/data.pklFB\x0e\x00" + b"Z" * 14
+_PAYLOAD_NAME = b"archive/data/0"
+_DESCRIPTOR_MARK = b"PK\x07\x08"
+_PAYLOAD_HEADER = _local_header_start(_PAYLOAD_NAME)
+
+
 def _locate_stock(head: bytes, tail: bytes, item_bytes: int) -> LocatedTensor | None:
-    """Recognize what torch writes for a plain tensor; None if it is not, or not evidently, that."""
-    stock = recognize(head, tail, item_bytes)
-    if stock is None:
+    """Recognize what torch writes for a plain tensor that is not empty; None if it is not, or not evidently, that.
+
+    `head` and `tail` are the ends of the item, about a kilobyte of each.
+    """
+    if not head.startswith(_STOCK_START):
+        return None
+    for directory in _DIRECTORIES:
+        image = directory.image
+        if image.fit(tail[-image.length :]):
+            break
+    else:
+        return None
+    fields = directory.numbers.unpack_from(tail, len(tail) - image.length)
+    pickle_crc, pickle_bytes, pickle_size, crc, record_bytes, record_size, header_at = fields[:7]
+    directory_at, end64_at, narrow_directory_at = fields[7:]
+
+    pickle_stop = _STOCK_PICKLE_AT + pickle_bytes
+    pickle = head[_STOCK_PICKLE_AT:pickle_stop]
+    header = head[header_at : header_at + 44]
+    record_at = header_at + 44 + int.from_bytes(header[28:30], "little")
+    record_stop = record_at + record_bytes
+    tail_at = item_bytes - len(tail)
+    if (
+        directory_at != item_bytes - image.length
+        or narrow_directory_at not in (directory_at, _MAX_32)
+        or end64_at != item_bytes - _END_BYTES
+        or pickle_bytes != pickle_size
+        or zlib.crc32(pickle) != pickle_crc
+        or head[pickle_stop : pickle_stop + 16]
+        != DESCRIPTOR.pack(_DESCRIPTOR_MARK, pickle_crc, pickle_bytes, pickle_bytes)
+        or header[:28] != _PAYLOAD_HEADER
+        or header[30:] != _PAYLOAD_NAME
+        or record_bytes != record_size
+        or not tail_at <= record_stop <= directory_at - DESCRIPTOR.size
+        or tail[record_stop - tail_at : record_stop - tail_at + 16]
+        != DESCRIPTOR.pack(_DESCRIPTOR_MARK, crc, record_bytes, record_bytes)
+    ):
         return None
     try:
-        tensor = read_tensor_pickle(stock.pickle)
+        tensor = read_tensor_pickle(pickle)
     except (NotPlainTensorError, MalformedPickleError):
         return None
-    if tensor.storage_key != "0" or tensor.storage_bytes != stock.record_bytes:
+    if tensor.storage_key != "0" or tensor.storage_bytes != record_bytes:
         return None
-    return _located(tensor, stock.record_offset, stock.record_crc32)
+    return _located(tensor, record_at, crc)
 
 
 def _located(tensor: PickledTensor, record_offset: int, record_crc32: int | None) -> LocatedTensor:
@@ -458,6 +334,88 @@ def _located(tensor: PickledTensor, record_offset: int, record_crc32: int | None
         tensor.storage_bytes,
         record_crc32,
     )
+
+
+# ----------------------------------------------------------------------------------------------- items like another
+
+_ENTRY_MARK = b"PK\x01\x02"
+_ID_NAME, _ID_BYTES = b"archive/.data/serialization_id", 40  # torch numbers its files; the id is of digits
+_MAX_EDGE_BYTES = 4096  # items of dozens of axes are parsed each
+
+
+class ItemForm(NamedTuple):
+    """What the items of one dtype, shape and writer have in common: all but the payload, its CRC-32, and torch's id.
+
+    An item of the form of a sound one is sound, too, and its payload lies at the same place.
+
+    Attributes:
+        head: bytes before the payload.
+        payload_stop: where the payload ends, relative to the item.
+        item_bytes: length of the item.
+        tail: what follows the payload.
+        crc_positions: offsets in the tail of the two places that hold the payload's CRC-32.
+    """
+
+    head: bytes
+    payload_stop: int
+    item_bytes: int
+    tail: _Masked
+    crc_positions: tuple[int, int]
+
+    def payload_crc32(self, item: memoryview) -> int | None:
+        """The CRC-32 that an item of this form states of its payload, `item[len(head):payload_stop]`; None if it is
+        not of this form.
+        """
+        if len(item) != self.item_bytes or item[: len(self.head)].tobytes() != self.head:
+            return None
+        tail = item[self.payload_stop :].tobytes()
+        if not self.tail.fit(tail):
+            return None
+        first, second = self.crc_positions
+        stated = tail[first : first + 4]
+        return int.from_bytes(stated, "little") if stated == tail[second : second + 4] else None
+
+
+def form_of(item: memoryview, payload_offset: int, payload_bytes: int, crc32: int) -> ItemForm | None:
+    """The form of an item that was parsed; None if it is too unusual to have one.
+
+    Args:
+        item: the whole item.
+        payload_offset: where its payload starts, which is its whole record `data/0`.
+        payload_bytes: size of the payload.
+        crc32: of the payload, as the item states it.
+    """
+    stop = payload_offset + payload_bytes
+    if payload_offset > _MAX_EDGE_BYTES or len(item) - stop > _MAX_EDGE_BYTES:
+        return None
+    head, tail = item[:payload_offset].tobytes(), item[stop:].tobytes()
+    entry = tail.rfind(_PAYLOAD_NAME) - DIRECTORY_ENTRY.size
+    crc_positions = len(_DESCRIPTOR_MARK), entry + 16
+    stated = crc32.to_bytes(4, "little")
+    if (
+        entry < 0
+        or not tail.startswith(_DESCRIPTOR_MARK)
+        or tail[entry : entry + 4] != _ENTRY_MARK
+        or any(tail[position : position + 4] != stated for position in crc_positions)
+    ):
+        return None
+    fields = _id_fields(tail) if _ID_NAME in tail else ()
+    if fields is None:
+        return None
+    mask = _mask(len(tail), (*((position, 4) for position in crc_positions), *fields))
+    image = _Masked(len(tail), mask, int.from_bytes(tail, "little") & mask)
+    return ItemForm(head, stop, len(item), image, crc_positions)
+
+
+def _id_fields(tail: bytes) -> tuple[tuple[int, int], ...] | None:
+    """Position and length of the serialization id and of its CRC-32, in the record and in the directory."""
+    header, entry = tail.find(_ID_NAME) - LOCAL_HEADER.size, tail.rfind(_ID_NAME) - DIRECTORY_ENTRY.size
+    extra_bytes = int.from_bytes(tail[header + 28 : header + 30], "little")
+    id_at = header + LOCAL_HEADER.size + len(_ID_NAME) + extra_bytes
+    descriptor = id_at + _ID_BYTES
+    if header < 0 or tail[descriptor : descriptor + 4] != _DESCRIPTOR_MARK or tail[entry : entry + 4] != _ENTRY_MARK:
+        return None
+    return (id_at, _ID_BYTES), (descriptor + 4, 4), (entry + 16, 4)
 
 
 # ------------------------------------------------------------------------------------------------- anybody's archives

@@ -1,14 +1,10 @@
-"""The pickle (`data.pkl`) with which `torch.save` describes one tensor, written by hand.
+"""The pickle (`data.pkl`) with which `torch.save` describes one tensor, written and read without the pickle module.
 
-A tensor item's pickle is a short program for the pickle machine that calls `_rebuild_tensor_v2` (dtypes that have a
-legacy storage class) or `_rebuild_tensor_v3` (all newer ones) with the storage, offset, sizes and strides. Emitting it
-is concatenation. `tensor_unpickle.py` reads such programs back.
-
-The pickle (`data.pkl`) with which `torch.save` describes one tensor, read without the pickle module.
-
-The program in it is interpreted by a stack machine that knows the opcodes which such programs consist of, over plain
-ints, strings and tuples. Nothing is imported and nothing is called, whatever the bytes say: the functions that rebuild
-a tensor are recognized by name, and their arguments are the result.
+It is a short program for the pickle machine that calls `_rebuild_tensor_v2` (dtypes that have a legacy storage class)
+or `_rebuild_tensor_v3` (all newer ones) with the storage, offset, sizes and strides. To emit it is concatenation. To
+read it, a stack machine knows the opcodes which such programs consist of, over plain ints, strings and tuples. Nothing
+is imported and nothing is called, whatever the bytes say: the functions that rebuild a tensor are recognized by name,
+and their arguments are the result.
 """
 
 from __future__ import annotations
@@ -101,6 +97,8 @@ def dtype_entry(dtype: str) -> DtypeEntry:
             "save such a tensor as an object, or convert it"
         ) from None
 
+
+# --------------------------------------------------------------------------------------------------------- written
 
 # Opcodes of the pickle machine, protocol 2, as `pickletools` names them.
 _PROTO_2, _GLOBAL, _MARK, _STOP = b"\x80\x02", b"c", b"(", b"."
@@ -207,6 +205,11 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+# ------------------------------------------------------------------------------------------------------------ read
+
+MAX_PICKLE_BYTES = 16 * 1024
+"""More than the pickle of a tensor with 64 axes takes."""
+
 # From the start of the pickle to the count: own pickles of legacy dtypes are recognized by it at once.
 _OWN_START = {program.before_count: dtype for dtype, program in _PROGRAMS.items() if DTYPES[dtype].storage_class}
 
@@ -248,10 +251,6 @@ def numbers_at(pickle: bytes, position: int) -> tuple[int, ...]:
             break
         numbers.append(int.from_bytes(pickle[number_at:position], "little", signed=position - number_at > 2))
     return tuple(numbers)
-
-
-MAX_PICKLE_BYTES = 16 * 1024
-"""More than the pickle of a tensor with 64 axes takes."""
 
 
 class PickledTensor(NamedTuple):

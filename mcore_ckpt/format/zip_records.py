@@ -1,12 +1,9 @@
-"""The directory of a zip archive that nobody vouches for: where each record lies, in checked arithmetic.
+"""Zip archives that nobody vouches for: where each record lies, in checked arithmetic, and if it is what was written.
 
 Every offset and length is held against the size of the item before it is used, directory and local headers have to
 agree, and nothing is allocated that the item is not large enough to contain. Only what `torch.save` can write is
-understood: one disk, no comment, records stored as they are; of compressed ones only the place is told.
-
-Compressed records of a zip archive, held against their checksums. Nobody writes such items by default; some do.
-
-The standard library inflates them, a piece at a time, and compares the CRC-32, which is that of the content.
+understood: one disk, no comment, records stored as they are. Of compressed ones, which nobody writes by default, only
+the place is told; the standard library inflates them, a piece at a time, to compare their checksums.
 """
 
 from __future__ import annotations
@@ -16,11 +13,18 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
 
 __all__ = [
+    "DESCRIPTOR",
+    "DESCRIPTOR64",
+    "DIRECTORY_ENTRY",
+    "END",
+    "END64",
+    "END64_LOCATOR",
+    "LOCAL_HEADER",
     "ItemBytes",
     "NotRangeable",
     "ZipRecord",
@@ -28,6 +32,15 @@ __all__ = [
     "record_start",
     "verify_compressed",
 ]
+
+# The fixed parts of an archive, signature first; names and extra fields follow local headers and entries.
+LOCAL_HEADER: Final = struct.Struct("<4sHHHHHIIIHH")
+DESCRIPTOR: Final = struct.Struct("<4sIII")
+DESCRIPTOR64: Final = struct.Struct("<4sIQQ")
+DIRECTORY_ENTRY: Final = struct.Struct("<4sHHHHHHIIIHHHHHII")
+END64: Final = struct.Struct("<4sQHHIIQQQQ")
+END64_LOCATOR: Final = struct.Struct("<4sIQI")
+END: Final = struct.Struct("<4sHHHHIIH")
 
 ReadFunction = Callable[[int, int], bytes]
 
@@ -124,12 +137,6 @@ class ItemBytes:
         )
 
 
-_LOCAL_HEADER = struct.Struct("<4s2xHH4xIIIHH")
-_ENTRY = struct.Struct("<4s4xHH4xIIIHHHH6xI")
-_END = struct.Struct("<4sHHHHIIH")
-_END64 = struct.Struct("<4sQ4xIIQQQQ")
-_END64_LOCATOR = struct.Struct("<4sIQI")
-_DESCRIPTOR, _DESCRIPTOR64 = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
 _MAX_16, _MAX_32 = 0xFFFF, 0xFFFFFFFF
 _HAS_DESCRIPTOR = 0x0008
 _ZIP64_EXTRA = 0x0001
@@ -151,9 +158,8 @@ def read_directory(item: ItemBytes) -> dict[str, ZipRecord]:
             raise item.corrupt(
                 f"{count} entries in a directory of {directory_bytes} bytes", f"it ends after {position}"
             )
-        signature, flags, method, crc, stored, size, name_bytes, extra_bytes, comment_bytes, disk, header_at = (
-            _ENTRY.unpack_from(directory, position)
-        )
+        (signature, _, _, flags, method, _, _, crc, stored, size, name_bytes, extra_bytes, comment_bytes, disk, _, _,
+         header_at) = DIRECTORY_ENTRY.unpack_from(directory, position)  # fmt: skip
         extra_at = name_at + name_bytes
         position = extra_at + extra_bytes + comment_bytes
         if signature != b"PK\x01\x02" or disk or position > directory_bytes:
@@ -187,13 +193,13 @@ def _find_directory(item: ItemBytes) -> tuple[int, int, int]:
     if len(tail) < 22 or tail[-22:-18] != b"PK\x05\x06":
         # A comment would hide the end record; torch writes none, so this is a truncated item or none at all.
         raise item.corrupt("expected the end record of a zip archive in the last 22 bytes", f"got {tail[-22:]!r}")
-    _, disk, first_disk, count_here, count, directory_bytes, directory_at, comment_bytes = _END.unpack_from(
+    _, disk, first_disk, count_here, count, directory_bytes, directory_at, comment_bytes = END.unpack_from(
         tail, len(tail) - 22
     )
     end_at = item.item_bytes - 22
     if len(tail) >= 98 and tail[-42:-38] == b"PK\x06\x07":
-        _, locator_disk, end64_at, disks = _END64_LOCATOR.unpack_from(tail, len(tail) - 42)
-        signature, record_bytes, disk64, first_disk64, count_here64, count64, bytes64, at64 = _END64.unpack_from(
+        _, locator_disk, end64_at, disks = END64_LOCATOR.unpack_from(tail, len(tail) - 42)
+        signature, record_bytes, _, _, disk64, first_disk64, count_here64, count64, bytes64, at64 = END64.unpack_from(
             tail, len(tail) - 98
         )
         end_at -= 76
@@ -204,9 +210,8 @@ def _find_directory(item: ItemBytes) -> tuple[int, int, int]:
         )
         if (signature, record_bytes, end64_at) != (b"PK\x06\x06", 44, end_at) or not narrow_agrees or disks > 1:
             raise item.corrupt(f"expected a zip64 end record at byte {end_at}", f"got {signature!r} for {end64_at}")
-        disk, first_disk, locator_disk = disk | disk64, first_disk | first_disk64, locator_disk
+        disk, first_disk = disk | disk64 | locator_disk, first_disk | first_disk64
         count_here, count, directory_bytes, directory_at = count_here64, count64, bytes64, at64
-        disk |= locator_disk
     if comment_bytes or disk or first_disk or count_here != count:
         raise item.corrupt("expected a zip archive in one piece, without a comment", "its end record says otherwise")
     if directory_at + directory_bytes != end_at or directory_bytes < 46 * count:
@@ -251,7 +256,7 @@ def record_start(item: ItemBytes, record: ZipRecord) -> int:
     name = record.name.encode()
     content_at = record.header_offset + 30 + len(name)
     fixed = item.get(record.header_offset, 30 + len(name))
-    signature, flags, method, crc, stored, size, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(fixed)
+    signature, _, flags, method, _, _, crc, stored, size, name_bytes, extra_bytes = LOCAL_HEADER.unpack_from(fixed)
     expected = b"PK\x03\x04", record.flags, record.method, len(name), name
     if (signature, flags, method, name_bytes, fixed[30:]) != expected:
         raise item.corrupt(f"expected the header of {record.name} at byte {record.header_offset}", repr(fixed))
@@ -263,10 +268,10 @@ def record_start(item: ItemBytes, record: ZipRecord) -> int:
         return start
     summary = record.crc32, record.stored_bytes, record.stored_bytes
     if flags & _HAS_DESCRIPTOR:
-        got = item.get(stop, min(_DESCRIPTOR64.size, item.item_bytes - stop))
-        if record.stored_bytes <= _MAX_32 and got[:16] == _DESCRIPTOR.pack(b"PK\x07\x08", *summary):
+        got = item.get(stop, min(DESCRIPTOR64.size, item.item_bytes - stop))
+        if record.stored_bytes <= _MAX_32 and got[:16] == DESCRIPTOR.pack(b"PK\x07\x08", *summary):
             return start
-        if got == _DESCRIPTOR64.pack(b"PK\x07\x08", *summary):
+        if got == DESCRIPTOR64.pack(b"PK\x07\x08", *summary):
             return start
         raise item.corrupt(f"expected CRC-32 and size of {record.name} at byte {stop} again", repr(got))
     if crc != record.crc32 or any(value not in (_MAX_32, record.stored_bytes) for value in (stored, size)):

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from mcore_ckpt.format import item_layout as item_template
-from mcore_ckpt.format.item_layout import LARGE_TENSOR_BYTES
-from mcore_ckpt.format.item_reading import encode_tensor
+from mcore_ckpt.format.item_layout import LARGE_TENSOR_BYTES, encode_tensor
 from mcore_ckpt.format.tensor_pickle import DTYPES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, encode_tensor, form_of, locate_tensor_in
+from mcore_ckpt.format.item_layout import encode_tensor
+from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor_in
 
 
 def own(tensor: torch.Tensor) -> bytes:

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 
 from mcore_ckpt.core.errors import PlanError
-from mcore_ckpt.format.item_layout import tensor_template
-from mcore_ckpt.format.item_reading import encode_tensor
+from mcore_ckpt.format.item_layout import encode_tensor, tensor_template
 from mcore_ckpt.layout.buckets import (
     TensorSpec,
     balance,

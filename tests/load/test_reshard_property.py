@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.format.item_reading import encode_tensor
+from mcore_ckpt.format.item_layout import encode_tensor
 from mcore_ckpt.load import _tensor_reads as tensor_reads
 from mcore_ckpt.load import ranges
 from mcore_ckpt.load.read_requests import ReadRequest

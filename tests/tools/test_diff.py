@@ -11,7 +11,7 @@ import torch
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.format.item_reading import encode_tensor
+from mcore_ckpt.format.item_layout import encode_tensor
 from mcore_ckpt.tools.diff import TensorDiff, diff_checkpoints
 from tests.support.model_like import model_tensors, write_model
 from tests.support.stored_layouts import StoredTensor, flip_byte, write_checkpoint
