@@ -14,6 +14,9 @@ from mcore_ckpt.core.errors import __all__ as _error_names
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
+    from mcore_ckpt.convert.export import ExportReport, export_checkpoint
+    from mcore_ckpt.convert.import_ import ImportReport, import_checkpoint
+    from mcore_ckpt.convert.reshard import ReshardReport, reshard_checkpoint
     from mcore_ckpt.dcp.planners import MCoreLoadPlanner, MCoreSavePlanner
     from mcore_ckpt.dcp.writer import FileSystemWriterAsync
     from mcore_ckpt.load.reader import FileSystemReader
@@ -22,43 +25,77 @@ if TYPE_CHECKING:
     from mcore_ckpt.megatron.registry import get_strategy, register_strategy
     from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
     from mcore_ckpt.save.async_queue import AsyncCallsQueue
-    from mcore_ckpt.tools.checkpoint import open_checkpoint
+    from mcore_ckpt.tools.checkpoint import Checkpoint, LazyTensor, open_checkpoint
+    from mcore_ckpt.tools.diff import DiffReport, diff_checkpoints
+    from mcore_ckpt.tools.inspection import CheckpointSummary, summarize_checkpoint
+    from mcore_ckpt.tools.repair import repair_checkpoint
+    from mcore_ckpt.tools.verify import VerifyReport, verify_checkpoint
 
 from mcore_ckpt.core.version import __version__
 
 _HOME = {
     "AsyncCallsQueue": "save.async_queue",
+    "Checkpoint": "tools.checkpoint",
+    "CheckpointSummary": "tools.inspection",
+    "DiffReport": "tools.diff",
+    "ExportReport": "convert.export",
     "FileSystemReader": "load.reader",
     "FileSystemWriterAsync": "dcp.writer",
+    "ImportReport": "convert.import_",
+    "LazyTensor": "tools.checkpoint",
     "MCoreLoadPlanner": "dcp.planners",
     "MCoreSavePlanner": "dcp.planners",
+    "ReshardReport": "convert.reshard",
     "TorchDistLoadStrategy": "megatron.strategy",
     "TorchDistSaveStrategy": "megatron.strategy",
+    "VerifyReport": "tools.verify",
+    "diff_checkpoints": "tools.diff",
+    "export_checkpoint": "convert.export",
     "get_strategy": "megatron.registry",
+    "import_checkpoint": "convert.import_",
     "install": "megatron.install",
     "load_sharded_optimizer_state": "megatron.optimizer_state",
     "open_checkpoint": "tools.checkpoint",
     "register_strategy": "megatron.registry",
+    "repair_checkpoint": "tools.repair",
+    "reshard_checkpoint": "convert.reshard",
+    "summarize_checkpoint": "tools.inspection",
     "uninstall": "megatron.install",
+    "verify_checkpoint": "tools.verify",
 }
 
 __all__ = [
     "AsyncCallsQueue",
+    "Checkpoint",
+    "CheckpointSummary",
+    "DiffReport",
+    "ExportReport",
     "FileSystemReader",
     "FileSystemWriterAsync",
+    "ImportReport",
+    "LazyTensor",
     "LoadOptions",
     "MCoreLoadPlanner",
     "MCoreSavePlanner",
+    "ReshardReport",
     "SaveOptions",
     "TorchDistLoadStrategy",
     "TorchDistSaveStrategy",
+    "VerifyReport",
     "__version__",
+    "diff_checkpoints",
+    "export_checkpoint",
     "get_strategy",
+    "import_checkpoint",
     "install",
     "load_sharded_optimizer_state",
     "open_checkpoint",
     "register_strategy",
+    "repair_checkpoint",
+    "reshard_checkpoint",
+    "summarize_checkpoint",
     "uninstall",
+    "verify_checkpoint",
     *_error_names,
 ]
 

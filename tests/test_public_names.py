@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import shutil
 import subprocess
 import sys
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,15 +16,21 @@ import mcore_ckpt
 
 PUBLIC = [
     "AsyncCallsQueue",
+    "Checkpoint",
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "CheckpointSummary",
     "ChecksumError",
     "CorruptCheckpointError",
+    "DiffReport",
     "DtypeMismatchError",
+    "ExportReport",
     "FileSystemReader",
     "FileSystemWriterAsync",
+    "ImportReport",
     "KindMismatchError",
+    "LazyTensor",
     "LoadError",
     "LoadOptions",
     "MCoreLoadPlanner",
@@ -27,6 +38,7 @@ PUBLIC = [
     "MissingKeyError",
     "OptionError",
     "PlanError",
+    "ReshardReport",
     "SaveError",
     "SaveOptions",
     "ShapeMismatchError",
@@ -35,17 +47,37 @@ PUBLIC = [
     "TorchDistSaveStrategy",
     "UnsafePickleError",
     "UnsupportedMegatronError",
+    "VerifyReport",
     "WriteTimeoutError",
     "WriterDiedError",
     "__version__",
+    "diff_checkpoints",
+    "export_checkpoint",
     "get_strategy",
+    "import_checkpoint",
     "install",
     "load_sharded_optimizer_state",
     "open_checkpoint",
     "register_strategy",
+    "repair_checkpoint",
+    "reshard_checkpoint",
+    "summarize_checkpoint",
     "uninstall",
+    "verify_checkpoint",
 ]
 NEED_MEGATRON = {"TorchDistLoadStrategy", "TorchDistSaveStrategy"}
+# The functions behind the commands, and what each returns.
+OF_THE_COMMANDS = {
+    "diff_checkpoints": "DiffReport",
+    "export_checkpoint": "ExportReport",
+    "import_checkpoint": "ImportReport",
+    "open_checkpoint": "Checkpoint",
+    "repair_checkpoint": "VerifyReport",
+    "reshard_checkpoint": "ReshardReport",
+    "summarize_checkpoint": "CheckpointSummary",
+    "verify_checkpoint": "VerifyReport",
+}
+GOLDEN = Path(__file__).parent / "format" / "golden" / "ours-0.1.0"
 
 WITHOUT_MEGATRON = """
 import sys
@@ -86,3 +118,94 @@ def test_without_megatron_what_needs_it_says_so(use: str) -> None:
     message = run(WITHOUT_MEGATRON + code)
     assert "megatron-core is not installed" in message
     assert "pip install" in message
+
+
+@pytest.mark.parametrize("name", sorted(set(PUBLIC) - {"__version__"}))
+def test_every_name_says_what_it_is(name: str) -> None:
+    assert inspect.getdoc(getattr(mcore_ckpt, name))
+
+
+@pytest.mark.parametrize(("name", "result"), OF_THE_COMMANDS.items())
+def test_the_functions_of_the_commands_have_one_kind_of_signature(name: str, result: str) -> None:
+    """Paths first, whatever `os.fspath` takes; all else by name; a named result that cannot be changed; errors said."""
+    function = getattr(mcore_ckpt, name)
+    signature = inspect.signature(function)
+    assert signature.return_annotation == result
+    paths = [
+        parameter.annotation == "str | os.PathLike[str]" or parameter.annotation == "VerifyReport"
+        for parameter in signature.parameters.values()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.annotation != "LoadOptions | None"
+    ]
+    assert paths
+    assert all(paths)
+    assert "Raises:" in (function.__doc__ or "")
+    made = getattr(mcore_ckpt, result)
+    if result != "Checkpoint":
+        assert is_dataclass(made)
+        assert made.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+class PathLike:
+    """Neither text nor a `Path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+
+def test_a_checkpoint_goes_through_all_of_them(tmp_path: Path) -> None:
+    """As a user would: with nothing but `import mcore_ckpt`."""
+    golden, other = PathLike(GOLDEN), PathLike(tmp_path / "other")
+    summary = mcore_ckpt.summarize_checkpoint(golden)
+    assert summary.tensors
+    assert not summary.problems
+    assert mcore_ckpt.verify_checkpoint(golden).whole
+    resharded = mcore_ckpt.reshard_checkpoint(golden, other, tp=1, pp=1, drop_optimizer=True)
+    assert resharded.verified
+    left = mcore_ckpt.diff_checkpoints(golden, other)
+    assert all(tensor.same for tensor in left.tensors)
+    assert not left.only_in_b
+    exported = mcore_ckpt.export_checkpoint(other, PathLike(tmp_path / "tensors"), to="safetensors")
+    assert exported.tensors == resharded.tensors
+    imported = mcore_ckpt.import_checkpoint(PathLike(tmp_path / "tensors"), PathLike(tmp_path / "back"), tp=2, pp=1)
+    assert imported.tensors == resharded.tensors
+    report = mcore_ckpt.diff_checkpoints(other, PathLike(tmp_path / "back"))
+    assert len(report.tensors) == resharded.tensors
+    assert all(tensor.same for tensor in report.tensors)
+    with mcore_ckpt.open_checkpoint(PathLike(tmp_path / "back")) as checkpoint:
+        assert set(checkpoint.tensors) == {tensor.fqn for tensor in report.tensors}
+    shutil.copytree(tmp_path / "back", tmp_path / "copy")
+    data = max((tmp_path / "back").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2 :] = bytes(len(content) - len(content) // 2)
+    data.write_bytes(content)
+    damaged = mcore_ckpt.verify_checkpoint(PathLike(tmp_path / "back"))
+    assert not damaged.whole
+    assert mcore_ckpt.repair_checkpoint(damaged, PathLike(tmp_path / "copy")).whole
+
+
+def test_the_directory_of_a_run_stands_for_its_last_iteration(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN, tmp_path / "iter_0000007")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    assert mcore_ckpt.verify_checkpoint(tmp_path).whole
+    assert mcore_ckpt.summarize_checkpoint(tmp_path).tensors
+    assert mcore_ckpt.diff_checkpoints(tmp_path, GOLDEN).identical
+    assert mcore_ckpt.reshard_checkpoint(tmp_path, tmp_path / "r", tp=1, pp=1, drop_optimizer=True).tensors
+    assert mcore_ckpt.export_checkpoint(tmp_path, tmp_path / "e").tensors
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"tp": 2}, "belong together"),
+        ({}, "no target layout"),
+        ({"like": GOLDEN, "ep": 2}, "need tp and pp"),
+        ({"tp": 1, "pp": 1, "dtype": "int7"}, "dtype int7: expected one of"),
+    ],
+)
+def test_a_reshard_that_cannot_be_says_why(tmp_path: Path, keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(mcore_ckpt.OptionError, match=message):
+        mcore_ckpt.reshard_checkpoint(GOLDEN, tmp_path / "t", **keywords)
+    assert not list(tmp_path.iterdir())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_ckpt.commands._shell import Outcome, parse_size, rules_from, torch_dtype
+from mcore_ckpt.commands._shell import Outcome, parse_size
 from mcore_ckpt.core.console import human_bytes
 
 __all__ = ["add_arguments", "run"]
@@ -28,20 +28,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Export."""
-    from mcore_ckpt.convert.export import ExportOptions, export_checkpoint
-    from mcore_ckpt.convert.rules import parse_rename_rules
-    from mcore_ckpt.tools.inspection import checkpoint_directory
+    from mcore_ckpt.convert.export import export_checkpoint
+    from mcore_ckpt.tools.dtype_cast import floating_dtype
 
-    options = ExportOptions(
+    sizes = {} if arguments.max_shard_size is None else {"max_shard_bytes": parse_size(arguments.max_shard_size)}
+    report = export_checkpoint(
+        arguments.checkpoint,
+        arguments.directory,
         to=arguments.to,
-        max_shard_bytes=None if arguments.max_shard_size is None else parse_size(arguments.max_shard_size),
-        rename=rules_from(arguments.rename, parse_rename_rules),
+        rename=arguments.rename or None,
         only=arguments.only,
         drop_optimizer=arguments.drop == "optimizer",
-        dtype=torch_dtype(arguments.dtype),
+        dtype=floating_dtype(arguments.dtype, "--dtype"),
+        progress=False if arguments.quiet else None,
+        **sizes,
     )
-    source = checkpoint_directory(arguments.checkpoint)
-    report = export_checkpoint(source, arguments.directory, options, progress=False if arguments.quiet else None)
     text = (
         f"{report.target}: {report.tensors} tensors, {human_bytes(report.payload_bytes)} in {len(report.files)} files"
     )

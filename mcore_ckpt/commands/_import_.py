@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_ckpt.commands._shell import MIN_MEMORY_BYTES, Outcome, parse_size, rules_from, torch_dtype
+from mcore_ckpt.commands._shell import MIN_MEMORY_BYTES, Outcome, parse_size
 from mcore_ckpt.core.console import human_bytes
 
 __all__ = ["add_arguments", "run"]
@@ -32,23 +32,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Import."""
-    from mcore_ckpt.convert.import_ import ImportOptions, import_checkpoint
-    from mcore_ckpt.convert.reshard_plan import TargetLayout
-    from mcore_ckpt.convert.rules import parse_partition_rules, parse_rename_rules
-    from mcore_ckpt.tools.inspection import checkpoint_directory
+    from mcore_ckpt.convert.import_ import import_checkpoint
+    from mcore_ckpt.tools.dtype_cast import floating_dtype
 
-    options = ImportOptions(
-        layout=TargetLayout(arguments.tp, arguments.pp, arguments.ep),
-        rename=rules_from(arguments.rename, parse_rename_rules),
-        rules=rules_from(arguments.rules, parse_partition_rules),
-        dtype=torch_dtype(arguments.dtype),
+    report = import_checkpoint(
+        arguments.source,
+        arguments.target,
+        tp=arguments.tp,
+        pp=arguments.pp,
+        ep=arguments.ep,
+        rename=arguments.rename or None,
+        rules=arguments.rules or None,
+        dtype=floating_dtype(arguments.dtype, "--dtype"),
         common=arguments.common,
         workers=max(1, arguments.workers),
         verify=arguments.verify,
         memory_bytes=parse_size(arguments.memory, at_least=MIN_MEMORY_BYTES),
+        progress=False if arguments.quiet else None,
     )
-    source = checkpoint_directory(arguments.source)
-    report = import_checkpoint(source, arguments.target, options, progress=False if arguments.quiet else None)
     text = f"{report.target}: {report.tensors} tensors, {human_bytes(report.payload_bytes)} from {report.format}"
     if report.left_out:
         text += f"; {report.left_out} entries that are no tensors were left out"

@@ -161,7 +161,7 @@ def _files(index: CheckpointIndex) -> Outcome:
 def _summary(index: CheckpointIndex, *, arguments_only: bool) -> Outcome:
     from mcore_ckpt.tools.inspection import summarize
 
-    summary = summarize(index.path, index)
+    summary = summarize(index)
     if arguments_only:
         text = table(("argument", "value"), sorted(summary.arguments.items()))
         return Outcome({"arguments": summary.arguments}, text)

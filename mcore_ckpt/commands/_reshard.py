@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_ckpt.commands._shell import MIN_MEMORY_BYTES, Outcome, numbers, parse_size, rules_from, table, torch_dtype
+from mcore_ckpt.commands._shell import MIN_MEMORY_BYTES, Outcome, numbers, parse_size, table
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
 
@@ -81,7 +81,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
 def _options(arguments: argparse.Namespace) -> ReshardOptions:
     from mcore_ckpt.convert.reshard import ReshardOptions
     from mcore_ckpt.convert.reshard_plan import TargetLayout
-    from mcore_ckpt.convert.rules import parse_partition_rules
+    from mcore_ckpt.convert.rules import parse_partition_rules, rules_in
+    from mcore_ckpt.tools.dtype_cast import floating_dtype
 
     layout = None
     if arguments.tp is not None or arguments.pp is not None:
@@ -97,10 +98,10 @@ def _options(arguments: argparse.Namespace) -> ReshardOptions:
     return ReshardOptions(
         layout=layout,
         like=arguments.like,
-        rules=rules_from(arguments.rules, parse_partition_rules),
+        rules=rules_in(arguments.rules or None, parse_partition_rules),
         only=arguments.only,
         drop_optimizer=arguments.drop == "optimizer",
-        dtype=torch_dtype(arguments.dtype),
+        dtype=floating_dtype(arguments.dtype, "--dtype"),
         merge=arguments.merge,
         workers=arguments.workers,
         verify=arguments.verify,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
@@ -19,12 +18,8 @@ __all__ = [
     "human_age",
     "numbers",
     "parse_size",
-    "rules_from",
     "table",
-    "torch_dtype",
 ]
-
-_Rule = TypeVar("_Rule")
 
 DONE: Final = 0
 """Done, identical, or whole."""
@@ -43,25 +38,6 @@ class Outcome:
     document: Any
     text: str
     code: int = DONE
-
-
-def torch_dtype(given: str | None) -> str | None:
-    """`--dtype` as torch names it, without `torch.`; raises `OptionError` for what is no floating-point dtype."""
-    from mcore_ckpt.tools.dtype_cast import DTYPE_NAMES
-
-    if given is not None and given not in DTYPE_NAMES:
-        raise OptionError(f"--dtype {given}: expected one of {', '.join(sorted(DTYPE_NAMES))}")
-    return None if given is None else DTYPE_NAMES[given]
-
-
-def rules_from(path: str | None, parse: Callable[[str, str], list[_Rule]]) -> tuple[_Rule, ...]:
-    """The rules in a file, by the function that reads its text; none without a file."""
-    if not path:
-        return ()
-    try:
-        return tuple(parse(Path(path).read_text(encoding="utf-8"), path))
-    except UnicodeDecodeError as error:
-        raise OptionError(f"{path}: not a text file: {error}") from error
 
 
 _FACTORS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}

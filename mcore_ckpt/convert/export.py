@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -21,7 +22,7 @@ from mcore_ckpt.convert._reshard_copy import CastSource
 from mcore_ckpt.convert._reshard_target import BuildOptions, appear, build_target, partial_directory, refuse_target
 from mcore_ckpt.convert._safetensors_files import safetensors_header
 from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan, target_dtype
-from mcore_ckpt.convert.rules import RenameRule, rename_keys
+from mcore_ckpt.convert.rules import RenameRule, parse_rename_rules, rename_keys, rules_in
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import ChecksumError, OptionError, SaveError
@@ -29,37 +30,18 @@ from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, parse_object_k
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.tools.dtype_cast import floating_dtype
+from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
 from mcore_ckpt.tools.payloads import PayloadSource, StoredPayloads, check_tiled
 from mcore_ckpt.tools.regrid import Sink, Walk
 
-__all__ = ["ExportOptions", "ExportReport", "export_checkpoint"]
+__all__ = ["ExportReport", "export_checkpoint"]
 
 _BUFFER_BYTES = 8 * 1024**2
 _EXPORTED_FILE = re.compile(r"(?:model|pytorch_model)[-.].*(?:safetensors|bin|index\.json|tmp)")
 
 Format = Literal["safetensors", "torch", "dcp"]
-
-
-@dataclass(frozen=True, slots=True)
-class ExportOptions:
-    """What to write.
-
-    Attributes:
-        to: the format.
-        max_shard_bytes: no file holds more, unless one tensor is larger; None: 5 GB.
-        rename: rules for the keys.
-        only: keys to carry, by pattern.
-        drop_optimizer: leave the optimizer's state out.
-        dtype: convert floating-point tensors of the model, to torch's name without `torch.`.
-    """
-
-    to: Format
-    max_shard_bytes: int | None = None
-    rename: tuple[RenameRule, ...] = ()
-    only: str | None = None
-    drop_optimizer: bool = False
-    dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,46 +70,64 @@ class _Exported:
 
 
 def export_checkpoint(
-    source: str | Path, directory: str | Path, options: ExportOptions, *, progress: bool | None = False
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: Format = "safetensors",
+    max_shard_bytes: int = 5 * 1000**3,
+    rename: str | os.PathLike[str] | Iterable[RenameRule] | None = None,
+    only: str | None = None,
+    drop_optimizer: bool = False,
+    dtype: str | None = None,
+    progress: bool | None = False,
 ) -> ExportReport:
-    """Write the tensors of a checkpoint to `directory`, which must not exist or be empty.
+    """Write the tensors of a checkpoint in the format of others.
+
+    Args:
+        source: directory of the checkpoint, or one with a tracker file.
+        target: directory to make; it must not exist, or be empty.
+        to: `"safetensors"`, `"torch"` (files of `torch.save`) or `"dcp"` (one rank's plain DCP checkpoint).
+        max_shard_bytes: no file holds more, unless one tensor is larger.
+        rename: a file of rename rules: lines of a regular expression and what to put for it, or `-` to drop the key.
+        only: keys to carry: with any of `*?[` a shell pattern for the whole key, otherwise a part of it.
+        drop_optimizer: leave the optimizer's state out.
+        dtype: convert floating-point tensors of the model: `"bf16"`, `"fp16"`, `"fp32"`, or torch's names for them.
+        progress: show a bar; None: if standard error is a terminal.
 
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError, ChecksumError: the source cannot be read, or is damaged.
-        CheckpointExistsError: there is something at `directory`.
+        CheckpointExistsError: there is something at `target`.
         OptionError: nothing is left to export, names collide, or the format has no such dtype.
         SaveError: it cannot be written.
     """
-    index, target = read_index(source), Path(directory)
-    refuse_target(Path(index.path), target)
-    wanted = key_filter(options.only)
-    keys = [key for key in index.tensors if wanted(key) and not (options.drop_optimizer and is_optimizer_key(key))]
-    names = rename_keys(keys, options.rename)
+    index, directory, dtype = read_index(checkpoint_directory(source)), Path(target), floating_dtype(dtype)
+    refuse_target(Path(index.path), directory)
+    wanted = key_filter(only)
+    keys = [key for key in index.tensors if wanted(key) and not (drop_optimizer and is_optimizer_key(key))]
+    names = rename_keys(keys, rules_in(rename, parse_rename_rules))
     if not names:
-        raise OptionError(f"{source}: no tensor is left to export; `mcore-ckpt inspect --tensors` lists the keys")
+        raise OptionError(f"{index.path}: no tensor is left to export; `mcore-ckpt inspect --tensors` lists the keys")
     check_tiled(index, names)
     exported = [
-        _Exported(name, index.tensors[key], target_dtype(index.tensors[key], options.dtype))
-        for key, name in names.items()
+        _Exported(name, index.tensors[key], target_dtype(index.tensors[key], dtype)) for key, name in names.items()
     ]
     with StoredPayloads(index) as payloads:
-        if options.to == "dcp":
-            return _export_dcp(payloads, target, names, options, progress)
-        partial = _make_partial(target)
-        limit = options.max_shard_bytes or 5 * 1000**3
-        shards = _shards(exported, limit)
+        if to == "dcp":
+            return _export_dcp(payloads, directory, names, dtype, progress)
+        partial = _make_partial(directory)
+        shards = _shards(exported, max_shard_bytes)
         total = sum(tensor.nbytes for tensor in exported)
         with Progress("export", total, shown=progress) as bar:
-            write = _write_safetensors if options.to == "safetensors" else _write_torch
+            write = _write_safetensors if to == "safetensors" else _write_torch
             files = [
-                write(payloads, partial, _file_name(options.to, n, len(shards)), shard, bar.advance)
+                write(payloads, partial, _file_name(to, n, len(shards)), shard, bar.advance)
                 for n, shard in enumerate(shards, 1)
             ]
         if len(files) > 1:
-            _write_weight_map(partial, options.to, files, shards, total)
+            _write_weight_map(partial, to, files, shards, total)
     LocalStorage(partial).sync_directory()
-    appear(partial, target)
-    return ExportReport(str(target), options.to, tuple(files), len(exported), total, len(index.objects))
+    appear(partial, directory)
+    return ExportReport(str(directory), to, tuple(files), len(exported), total, len(index.objects))
 
 
 def _make_partial(target: Path) -> Path:
@@ -240,7 +240,7 @@ def _write_torch(
 
 
 def _export_dcp(
-    payloads: StoredPayloads, target: Path, names: dict[str, str], options: ExportOptions, progress: bool | None
+    payloads: StoredPayloads, target: Path, names: dict[str, str], dtype: str | None, progress: bool | None
 ) -> ExportReport:
     """A reshard to one rank, under plain keys: each tensor one chunk, and none of Megatron's sidecars or objects."""
     index = payloads.index
@@ -251,7 +251,7 @@ def _export_dcp(
         Partitioner(index),
         keys=list(names),
         object_keys=objects,
-        dtype=options.dtype,
+        dtype=dtype,
         rename=names,
     )
     flat: CheckpointIndex = replace(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,43 +18,27 @@ from mcore_ckpt.convert._partition import Partitioner
 from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, refuse_target
 from mcore_ckpt.convert._safetensors_files import RawPayloads, RawTensor, raw_index, read_safetensors
 from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan
-from mcore_ckpt.convert.rules import PartitionRule, RenameRule, rename_keys
+from mcore_ckpt.convert.rules import (
+    PartitionRule,
+    RenameRule,
+    parse_partition_rules,
+    parse_rename_rules,
+    rename_keys,
+    rules_in,
+)
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, encode_config, read_index
 from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.tools.dtype_cast import floating_dtype
+from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 
-__all__ = ["ImportOptions", "ImportReport", "import_checkpoint"]
+__all__ = ["ImportReport", "import_checkpoint"]
 
 _TORCH_ENDINGS = (".bin", ".pt", ".pth")
 
 Format = Literal["safetensors", "torch", "dcp"]
-
-
-@dataclass(frozen=True, slots=True)
-class ImportOptions:
-    """How to read, and what to make.
-
-    Attributes:
-        layout: parallel layout of the target.
-        rename: rules for the keys.
-        rules: partition rules, as for a reshard; they see the new keys.
-        dtype: convert floating-point tensors, to torch's name without `torch.`.
-        common: a `common.pt` of another checkpoint to take along.
-        workers: threads, and files for each rank.
-        verify: prove the target against the source before it appears.
-        memory_bytes: for everything.
-    """
-
-    layout: TargetLayout = field(default_factory=lambda: TargetLayout(1, 1))
-    rename: tuple[RenameRule, ...] = ()
-    rules: tuple[PartitionRule, ...] = ()
-    dtype: str | None = None
-    common: str | None = None
-    workers: int = 2
-    verify: bool = True
-    memory_bytes: int = 1024**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,47 +54,68 @@ class ImportReport:
 
 
 def import_checkpoint(
-    source: str | Path, target: str | Path, options: ImportOptions | None = None, *, progress: bool | None = False
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    rename: str | os.PathLike[str] | Iterable[RenameRule] | None = None,
+    rules: str | os.PathLike[str] | Iterable[PartitionRule] | None = None,
+    dtype: str | None = None,
+    common: str | os.PathLike[str] | None = None,
+    workers: int = 2,
+    verify: bool = True,
+    memory_bytes: int = 1024**3,
+    progress: bool | None = False,
 ) -> ImportReport:
-    """Make a `torch_dist` checkpoint of `source`.
+    """Make a `torch_dist` checkpoint of tensors in the format of others.
 
     Args:
         source: a directory of safetensors or torch files, one such file, or a DCP checkpoint.
         target: directory to make; it must not exist, or be empty.
-        options: what to make.
+        tp, pp, ep: tensor, pipeline and expert parallel size of the target.
+        rename: a file of rename rules: lines of a regular expression and what to put for it, or `-` to drop the key.
+        rules: a file of partition rules, as for a reshard; they see the new keys.
+        dtype: convert floating-point tensors: `"bf16"`, `"fp16"`, `"fp32"`, or torch's names for them.
+        common: a `common.pt` of another checkpoint to take along; an empty one without it.
+        workers: threads, and files for each rank.
+        verify: prove the target against the source before it appears.
+        memory_bytes: for everything.
         progress: show bars; None: if standard error is a terminal.
 
     Raises:
         CheckpointNotFoundError: there is nothing to import.
         CorruptCheckpointError: it contradicts itself.
         UnsafePickleError: a torch file holds more than tensors and plain values.
-        CheckpointExistsError, OptionError, SaveError: as for `reshard`.
+        CheckpointExistsError, OptionError, SaveError: as for `reshard_checkpoint`.
     """
-    options = ImportOptions() if options is None else options
-    src, dst = Path(source), Path(target)
+    layout, dtype = TargetLayout(tp, pp, ep), floating_dtype(dtype)
+    partition = rules_in(rules, parse_partition_rules)
+    src, dst = checkpoint_directory(source), Path(target)
     refuse_target(src if src.is_dir() else src.parent / "-", dst)
-    kind, payloads, left_out = _open(src, options.rename)
+    kind, payloads, left_out = _open(src, rules_in(rename, parse_rename_rules))
     with payloads:
         plan = make_plan(
             payloads.index,
-            options.layout,
-            Partitioner(payloads.index, rules=options.rules),
-            dtype=options.dtype,
-            workers=options.workers,
+            layout,
+            Partitioner(payloads.index, rules=partition),
+            dtype=dtype,
+            workers=workers,
         )
 
         def carry(partial: Path) -> None:
             storage = LocalStorage(partial)
             storage.publish(CONFIG_FILE, encode_config())
-            storage.publish(COMMON_FILE, _common_state(options.common))
+            storage.publish(COMMON_FILE, _common_state(common))
 
-        build = BuildOptions(workers=options.workers, verify=options.verify, memory_bytes=options.memory_bytes)
+        build = BuildOptions(workers=workers, verify=verify, memory_bytes=memory_bytes)
         build_target(payloads, plan, dst, build, carry=carry, progress=progress)
     total = sum(move.payload_bytes for move in plan.moves)
     return ImportReport(str(src), str(dst), kind, len(plan.moves), total, left_out)
 
 
-def _common_state(path: str | None) -> bytes:
+def _common_state(path: str | os.PathLike[str] | None) -> bytes:
     if path is not None:
         return Path(path).read_bytes()
     import torch

@@ -8,7 +8,8 @@ read. An interrupted run leaves `DST.partial` with a journal, and the same call 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from typing import Any
 from mcore_ckpt.convert._partition import Partitioner
 from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, carry_sidecars, refuse_target
 from mcore_ckpt.convert.reshard_plan import ReshardPlan, TargetLayout, make_plan
-from mcore_ckpt.convert.rules import PartitionRule
+from mcore_ckpt.convert.rules import PartitionRule, parse_partition_rules, rules_in
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.index import CheckpointIndex, object_key
 from mcore_ckpt.format.metadata_read import TRACKER_FILE, read_index
 from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.tools.dtype_cast import floating_dtype
+from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
 from mcore_ckpt.tools.parallel_layout import (
     ParallelLayout,
@@ -32,7 +35,7 @@ from mcore_ckpt.tools.parallel_layout import (
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 from mcore_ckpt.tools.plain_state import read_plain_state
 
-__all__ = ["ReshardOptions", "ReshardReport", "plan_reshard", "reshard"]
+__all__ = ["ReshardOptions", "ReshardReport", "plan_reshard", "reshard", "reshard_checkpoint"]
 
 _GIB = 1024**3
 _COMMON_OBJECT = object_key("common_state", (0,), (1,))
@@ -165,7 +168,11 @@ def _same_model_parallel(saved: ParallelLayout, layout: TargetLayout) -> bool:
 
 
 def reshard(
-    source: str | Path, target: str | Path, options: ReshardOptions, *, progress: bool | None = False
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    options: ReshardOptions,
+    *,
+    progress: bool | None = False,
 ) -> ReshardReport:
     """Make `target`, the checkpoint in `source` under another layout.
 
@@ -217,6 +224,74 @@ def reshard(
         copy_s=built.copy_s,
         verify_s=built.verify_s,
     )
+
+
+def reshard_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int = 1,
+    etp: int | None = None,
+    dp: int | None = None,
+    like: str | os.PathLike[str] | None = None,
+    rules: str | os.PathLike[str] | Iterable[PartitionRule] | None = None,
+    only: str | None = None,
+    drop_optimizer: bool = False,
+    dtype: str | None = None,
+    merge: bool = False,
+    workers: int = 2,
+    verify: bool = True,
+    restart: bool = False,
+    memory_bytes: int = _GIB,
+    progress: bool | None = False,
+) -> ReshardReport:
+    """Make `target`, the checkpoint in `source` under another parallel layout.
+
+    Args:
+        source: directory of the checkpoint, or one with a tracker file; never written to.
+        target: directory to make; it must not exist, or be empty. It appears when it is complete.
+        tp, pp: tensor and pipeline parallel size; without them the layout of `like` is taken over as it is.
+        ep, etp: expert parallel size, and tensor parallel size of experts (by default `tp`).
+        dp: spread chunks over so many data parallel ranks.
+        like: a checkpoint whose chunks show along which axes tensors are divided.
+        rules: a file of partition rules: lines of a regular expression, an axis or `whole`, and `x2` for two halves.
+        only: keys to carry: with any of `*?[` a shell pattern for the whole key, otherwise a part of it.
+        drop_optimizer: leave the optimizer's state out.
+        dtype: convert floating-point tensors of the model: `"bf16"`, `"fp16"`, `"fp32"`, or torch's names for them.
+        merge: one file for each rank, instead of one for each rank and worker.
+        workers: threads that move tensors.
+        verify: prove the target against the source before it appears.
+        restart: throw away what an interrupted run has left, instead of going on from there.
+        memory_bytes: for everything.
+        progress: show bars; None: if standard error is a terminal.
+
+    Raises:
+        OptionError: it cannot be done as asked; nothing has been written.
+        CheckpointExistsError: there is something at `target`.
+        CheckpointNotFoundError, CorruptCheckpointError: `source` is no readable checkpoint.
+        ChecksumError: a damaged source, or a target that is not what was written; `target` does not appear.
+        SaveError: the target cannot be written; what is done is kept for the next run.
+    """
+    if (tp is None) != (pp is None):
+        raise OptionError("tp and pp belong together: give both (1 is a size too)")
+    if tp is None and like is not None and (ep != 1 or etp is not None or dp is not None):
+        raise OptionError("ep, etp and dp need tp and pp: like alone takes its layout over as it is")
+    options = ReshardOptions(
+        layout=None if tp is None or pp is None else TargetLayout(tp, pp, ep, etp, dp),
+        like=None if like is None else str(checkpoint_directory(like)),
+        rules=rules_in(rules, parse_partition_rules),
+        only=only,
+        drop_optimizer=drop_optimizer,
+        dtype=floating_dtype(dtype),
+        merge=merge,
+        workers=workers,
+        verify=verify,
+        restart=restart,
+        memory_bytes=memory_bytes,
+    )
+    return reshard(checkpoint_directory(source), target, options, progress=progress)
 
 
 def _carry_tracker(source: Path, target: Path) -> None:

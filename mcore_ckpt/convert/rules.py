@@ -6,13 +6,17 @@ finds something in a key applies. `#` starts a comment.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from mcore_ckpt.core.errors import OptionError
 
-__all__ = ["PartitionRule", "RenameRule", "parse_partition_rules", "parse_rename_rules", "rename_keys"]
+__all__ = ["PartitionRule", "RenameRule", "parse_partition_rules", "parse_rename_rules", "rename_keys", "rules_in"]
+
+_Rule = TypeVar("_Rule")
 
 _DROP = "-"
 
@@ -22,6 +26,25 @@ class RenameRule(NamedTuple):
 
     pattern: re.Pattern[str]
     replacement: str | None
+
+
+def rules_in(
+    given: str | os.PathLike[str] | Iterable[_Rule] | None, parse: Callable[[str, str], list[_Rule]]
+) -> tuple[_Rule, ...]:
+    """Rules as a caller gives them: those of a file, by the function that reads its text, or themselves; none for None.
+
+    Raises:
+        OptionError: the file holds no such rules.
+        OSError: it cannot be read.
+    """
+    if given is None:
+        return ()
+    if not isinstance(given, str | os.PathLike):
+        return tuple(given)
+    try:
+        return tuple(parse(Path(given).read_text(encoding="utf-8"), os.fspath(given)))
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{os.fspath(given)}: not a text file: {error}") from error
 
 
 def parse_rename_rules(text: str, where: str) -> list[RenameRule]:

@@ -13,6 +13,7 @@ tensor or object is asked for.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +28,7 @@ from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.dtype_cast import as_numbers, carrier
-from mcore_ckpt.tools.inspection import FileRow, Summary, checkpoint_directory, file_rows, summarize
+from mcore_ckpt.tools.inspection import CheckpointSummary, FileRow, checkpoint_directory, file_rows, summarize
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "LazyTensor", "open_checkpoint"]
 
 
-def open_checkpoint(path: str | Path, options: LoadOptions | None = None) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Checkpoint:
     """Open the checkpoint in directory `path`, or the one that the tracker file in `path` names.
 
     Args:
@@ -96,9 +97,9 @@ class Checkpoint(Mapping[str, Any]):
         return file_rows(self.index)
 
     @property
-    def summary(self) -> Summary:
+    def summary(self) -> CheckpointSummary:
         """What `mcore-ckpt inspect` shows."""
-        return summarize(self.path, self.index)
+        return summarize(self.index)
 
     def common_state(self) -> Any:
         """The common state (Megatron's arguments, iteration, optimizer settings), unpickled under the allow-list.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from mcore_ckpt.format.item_reading import verify_records
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.fetch import in_parallel
 from mcore_ckpt.tools.dtype_cast import as_numbers
+from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import key_filter
 from mcore_ckpt.tools.payloads import StoredPayloads, check_elements
 from mcore_ckpt.tools.plain_state import read_plain_state
@@ -118,8 +119,8 @@ class DiffReport:
 
 
 def diff_checkpoints(
-    a: str | Path,
-    b: str | Path,
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
     *,
     only: str | None = None,
     values: bool = True,
@@ -131,8 +132,9 @@ def diff_checkpoints(
     """Compare two checkpoints.
 
     Args:
-        a, b: their directories.
-        only: keys to compare, by pattern (`keys.key_filter`); the common state, which has none, is then left out.
+        a, b: their directories, or those with a tracker file.
+        only: keys to compare: with any of `*?[` a shell pattern for the whole key, otherwise a part of it;
+            the common state, which has no key, is then left out.
         values: compare values, not just keys, shapes and dtypes.
         rtol, atol: tensors whose largest difference is within either count as the same.
         workers: threads; each takes about 100 MB.
@@ -142,7 +144,7 @@ def diff_checkpoints(
         CheckpointNotFoundError, CorruptCheckpointError: one of them cannot be read.
         ChecksumError: a tensor differs since one of them is damaged.
     """
-    left, right = read_index(a), read_index(b)
+    left, right = read_index(checkpoint_directory(a)), read_index(checkpoint_directory(b))
     wanted = key_filter(only)
     keys_a = [key for key in (*left.tensors, *left.objects) if wanted(key)]
     keys_b = [key for key in (*right.tensors, *right.objects) if wanted(key)]

@@ -12,7 +12,7 @@ import numpy as np
 
 from mcore_ckpt.core.errors import OptionError
 
-__all__ = ["DTYPE_NAMES", "as_numbers", "carrier", "cast_floats", "numpy_dtype"]
+__all__ = ["DTYPE_NAMES", "as_numbers", "carrier", "cast_floats", "floating_dtype", "numpy_dtype"]
 
 _NUMPY = {
     "float64": np.float64,
@@ -44,6 +44,17 @@ DTYPE_NAMES = {
     "float64": "float64",
 }
 """What people call floating-point dtypes -> torch's name."""
+
+
+def floating_dtype(given: str | None, option: str = "dtype") -> str | None:
+    """A floating-point dtype as people name it (`bf16`, `float`), in torch's name without `torch.`; None stays None.
+
+    Raises:
+        OptionError: it is none; the message names `option`.
+    """
+    if given is not None and given not in DTYPE_NAMES:
+        raise OptionError(f"{option} {given}: expected one of {', '.join(sorted(DTYPE_NAMES))}")
+    return None if given is None else DTYPE_NAMES[given]
 
 
 _CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}

@@ -11,7 +11,7 @@ from typing import Any
 from mcore_ckpt.core.console import human_bytes, human_count
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
-from mcore_ckpt.tools.inspection import Summary, file_rows, rank_balance, summarize, tensor_bytes
+from mcore_ckpt.tools.inspection import CheckpointSummary, file_rows, rank_balance, summarize, tensor_bytes
 from mcore_ckpt.tools.keys import group_of, is_optimizer_key, layer_number, model_key, stacked_axes
 
 __all__ = ["render_report", "write_report"]
@@ -31,7 +31,7 @@ def write_report(index: CheckpointIndex, path: str | Path) -> None:
 
 def render_report(index: CheckpointIndex) -> str:
     """The page."""
-    summary = summarize(index.path, index)
+    summary = summarize(index)
     content = json.dumps(_data(index, summary), separators=(",", ":"))
     # Inside a script element only these could end it, or open a comment in it.
     content = content.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
@@ -40,7 +40,7 @@ def render_report(index: CheckpointIndex) -> str:
     return head.replace("{{title}}", title) + content + tail
 
 
-def _data(index: CheckpointIndex, summary: Summary) -> dict[str, Any]:
+def _data(index: CheckpointIndex, summary: CheckpointSummary) -> dict[str, Any]:
     files = file_rows(index)
     numbers = {row.file: n for n, row in enumerate(files)}
     tensors = [_tensor(entry, numbers) for entry in index.tensors.values()]
@@ -86,7 +86,7 @@ def _tensor(entry: TensorEntry, numbers: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
+def _facts(summary: CheckpointSummary) -> Iterator[tuple[str, str]]:
     yield "written by", "Megatron-Core" if summary.written_by == "megatron" else "torch.distributed.checkpoint"
     if summary.iteration is not None:
         yield "iteration", str(summary.iteration)

@@ -6,6 +6,7 @@ Each `*_rows` function gives one view, as plain rows for a table, for JSON, or f
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -27,11 +28,11 @@ from mcore_ckpt.tools.parallel_layout import (
 from mcore_ckpt.tools.plain_state import read_plain_state
 
 __all__ = [
+    "CheckpointSummary",
     "FileRow",
     "GroupRow",
     "ItemRow",
     "ObjectRow",
-    "Summary",
     "TensorRow",
     "checkpoint_directory",
     "describe_items",
@@ -39,6 +40,7 @@ __all__ = [
     "object_rows",
     "rank_balance",
     "summarize",
+    "summarize_checkpoint",
     "tensor_rows",
 ]
 
@@ -118,7 +120,7 @@ class GroupRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class CheckpointSummary:
     """A checkpoint at a glance.
 
     Attributes:
@@ -156,7 +158,7 @@ class Summary:
     problems: tuple[str, ...]
 
 
-def checkpoint_directory(path: str | Path) -> Path:
+def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
     """The directory that holds `.metadata`: `path` itself, or the iteration that the tracker file in `path` names."""
     directory = Path(path)
     tracker = directory / TRACKER_FILE
@@ -330,13 +332,24 @@ def _groups(index: CheckpointIndex) -> tuple[GroupRow, ...]:
     )
 
 
-def summarize(path: str | Path, index: CheckpointIndex | None = None) -> Summary:
-    """A checkpoint at a glance.
+def summarize_checkpoint(path: str | os.PathLike[str]) -> CheckpointSummary:
+    """What a checkpoint holds, at a glance: sizes, dtypes, ranks and files, parallel layout, Megatron's arguments.
+
+    Only `.metadata`, the common state and the sizes of the files are looked at.
+
+    Args:
+        path: directory of the checkpoint, or one with a tracker file.
 
     Raises:
-        CheckpointNotFoundError, CorruptCheckpointError: there is no checkpoint, or its index cannot be read.
+        CheckpointNotFoundError: there is no checkpoint.
+        CorruptCheckpointError, UnsafePickleError: its index cannot be read. What the index names and is not there is in
+            `problems` instead.
     """
-    index = read_index(checkpoint_directory(path), strict=False) if index is None else index
+    return summarize(read_index(checkpoint_directory(path), strict=False))
+
+
+def summarize(index: CheckpointIndex) -> CheckpointSummary:
+    """`summarize_checkpoint` of an index that has been read."""
     directory = Path(index.path)
     common = read_plain_state(index)
     config = read_config(directory)
@@ -349,7 +362,7 @@ def summarize(path: str | Path, index: CheckpointIndex | None = None) -> Summary
     arguments = common.get("args")
     iteration = common.get("iteration")
     missing = [f"{row.file}: the index names this file, but it is not there" for row in files if row.size_bytes is None]
-    return Summary(
+    return CheckpointSummary(
         path=str(directory),
         written_by="dcp" if config is None else "megatron",
         backend=None if config is None else f"{config.backend} {config.version}",

@@ -21,6 +21,7 @@ from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
 from mcore_ckpt.tools.verify import ItemCheck, Problem, VerifyReport, check_item, verify_checkpoint
 
@@ -31,8 +32,15 @@ _WINDOW_BYTES = 8 * 1024 * 1024
 _COMPARED_ITEMS = 16
 
 
-def repair_checkpoint(report: VerifyReport, other: str | Path, *, progress: bool | None = False) -> VerifyReport:
+def repair_checkpoint(
+    report: VerifyReport, other: str | os.PathLike[str], *, progress: bool | None = False
+) -> VerifyReport:
     """Mend what `report` found, as far as the copy in `other` can, and verify again.
+
+    Args:
+        report: what `verify_checkpoint` returned; the checkpoint that it names is mended in place.
+        other: directory of a copy under the same sharding or any other, or one with a tracker file.
+        progress: show bars; None: if standard error is a terminal.
 
     Returns:
         The new report; `repaired` names what was put back, and its problems are those that are left.
@@ -42,7 +50,7 @@ def repair_checkpoint(report: VerifyReport, other: str | Path, *, progress: bool
             describe the files that are to be mended.
         OSError: the damaged checkpoint cannot be written.
     """
-    directory, copy = Path(report.path), Path(other)
+    directory, copy = Path(report.path), checkpoint_directory(other)
     repaired: list[str] = []
     good_index = read_index(copy)
     index_is_ours = True

@@ -11,6 +11,7 @@ memory, without torch.
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from mcore_ckpt.load.stored_items import check_located, check_records, item_name
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.tools.inspection import checkpoint_directory
 
 __all__ = ["ItemCheck", "Problem", "VerifyReport", "check_item", "verify_checkpoint"]
 
@@ -105,11 +107,11 @@ class _Span(NamedTuple):
     stop: int
 
 
-def verify_checkpoint(path: str | Path, *, workers: int = 2, progress: bool | None = False) -> VerifyReport:
+def verify_checkpoint(path: str | os.PathLike[str], *, workers: int = 2, progress: bool | None = False) -> VerifyReport:
     """Check structure and content of the checkpoint in `path`.
 
     Args:
-        path: directory of the checkpoint.
+        path: directory of the checkpoint, or one with a tracker file.
         workers: threads that read and sum; each takes one window (8 MiB) of memory.
         progress: show a bar; None: if standard error is a terminal.
 
@@ -117,7 +119,7 @@ def verify_checkpoint(path: str | Path, *, workers: int = 2, progress: bool | No
         CheckpointNotFoundError: there is no checkpoint. Whatever else is wrong is in the report.
     """
     started = time.monotonic()
-    directory = Path(path)
+    directory = checkpoint_directory(path)
     try:
         index = read_index(directory, strict=False)
     except CorruptCheckpointError as error:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.convert.export import ExportOptions, export_checkpoint
-from mcore_ckpt.convert.import_ import ImportOptions, import_checkpoint
+from mcore_ckpt.convert.export import export_checkpoint
+from mcore_ckpt.convert.import_ import import_checkpoint
 from mcore_ckpt.convert.reshard_plan import TargetLayout
 from mcore_ckpt.convert.rules import parse_rename_rules, rename_keys
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafePickleError
@@ -48,7 +48,7 @@ def read_by_definition(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_safetensors_in_one_file(checkpoint: Path, tmp_path: Path) -> None:
-    report = export_checkpoint(checkpoint, tmp_path / "e", ExportOptions("safetensors"))
+    report = export_checkpoint(checkpoint, tmp_path / "e", to="safetensors")
     assert report.files == ("model.safetensors",)
     assert report.left_out == 2
     assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
@@ -56,7 +56,7 @@ def test_safetensors_in_one_file(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_safetensors_sharded_as_hugging_face_names_them(checkpoint: Path, tmp_path: Path) -> None:
-    export_checkpoint(checkpoint, tmp_path / "e", ExportOptions("safetensors", max_shard_bytes=20_000))
+    export_checkpoint(checkpoint, tmp_path / "e", to="safetensors", max_shard_bytes=20_000)
     document = json.loads((tmp_path / "e" / "model.safetensors.index.json").read_bytes())
     files = sorted(path.name for path in (tmp_path / "e").glob("*.safetensors"))
     assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
@@ -72,9 +72,9 @@ def test_safetensors_sharded_as_hugging_face_names_them(checkpoint: Path, tmp_pa
 
 
 def test_torch(checkpoint: Path, tmp_path: Path) -> None:
-    export_checkpoint(checkpoint, tmp_path / "e", ExportOptions("torch"))
+    export_checkpoint(checkpoint, tmp_path / "e", to="torch")
     assert_same(torch.load(tmp_path / "e" / "pytorch_model.bin", weights_only=True), model_tensors())
-    export_checkpoint(checkpoint, tmp_path / "s", ExportOptions("torch", max_shard_bytes=20_000))
+    export_checkpoint(checkpoint, tmp_path / "s", to="torch", max_shard_bytes=20_000)
     weights = json.loads((tmp_path / "s" / "pytorch_model.bin.index.json").read_bytes())["weight_map"]
     tensors: dict[str, Any] = {}
     for file in set(weights.values()):
@@ -85,7 +85,7 @@ def test_torch(checkpoint: Path, tmp_path: Path) -> None:
 def test_dcp(checkpoint: Path, tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    export_checkpoint(checkpoint, tmp_path / "e", ExportOptions("dcp"))
+    export_checkpoint(checkpoint, tmp_path / "e", to="dcp")
     assert sorted(path.name for path in (tmp_path / "e").iterdir()) == [".metadata", "__0_0.distcp"]
     assert_same(read_all(tmp_path / "e"), model_tensors())
     dcp_to_torch_save(tmp_path / "e", tmp_path / "flat.pt")
@@ -95,8 +95,8 @@ def test_dcp(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
 @pytest.mark.parametrize("layout", [TargetLayout(1, 1), TargetLayout(4, 2)], ids=str)
 def test_there_and_back(checkpoint: Path, tmp_path: Path, to: Any, layout: TargetLayout) -> None:
-    export_checkpoint(checkpoint, tmp_path / "e", ExportOptions(to, max_shard_bytes=30_000))
-    report = import_checkpoint(tmp_path / "e", tmp_path / "i", ImportOptions(layout))
+    export_checkpoint(checkpoint, tmp_path / "e", to=to, max_shard_bytes=30_000)
+    report = import_checkpoint(tmp_path / "e", tmp_path / "i", tp=layout.tp, pp=layout.pp, ep=layout.ep)
     assert report.format == to
     assert_same(read_all(tmp_path / "i"), model_tensors())
     assert verify_checkpoint(tmp_path / "i").whole
@@ -132,7 +132,7 @@ class TestRefusals:
     def test_names_that_collide(self, checkpoint: Path, tmp_path: Path) -> None:
         rules = parse_rename_rules(r"layers\.\d+ layers.0", "r")
         with pytest.raises(OptionError, match="would both be called"):
-            export_checkpoint(checkpoint, tmp_path / "e", ExportOptions("safetensors", rename=tuple(rules)))
+            export_checkpoint(checkpoint, tmp_path / "e", to="safetensors", rename=tuple(rules))
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("line", ["one", "a b c", "( x"])
@@ -202,10 +202,10 @@ class TestRefusals:
         (tmp_path / "e.partial").mkdir()
         (tmp_path / "e.partial" / ".reshard_journal").write_text("hours of work")
         with pytest.raises(OptionError, match="reshard_journal"):
-            export_checkpoint(checkpoint, tmp_path / "e", ExportOptions("safetensors"))
+            export_checkpoint(checkpoint, tmp_path / "e", to="safetensors")
         assert (tmp_path / "e.partial" / ".reshard_journal").exists()
         (tmp_path / "e.partial" / ".reshard_journal").rename(tmp_path / "e.partial" / "model.safetensors")
-        export_checkpoint(checkpoint, tmp_path / "e", ExportOptions("safetensors"))
+        export_checkpoint(checkpoint, tmp_path / "e", to="safetensors")
 
     def test_a_damaged_source_is_not_exported(self, tmp_path: Path) -> None:
         index = write_model(tmp_path / "c")
@@ -214,7 +214,7 @@ class TestRefusals:
         content[item.offset + item.length // 2] ^= 1
         (tmp_path / "c" / item.file).write_bytes(content)
         with pytest.raises(CorruptCheckpointError, match="output_layer"):
-            export_checkpoint(tmp_path / "c", tmp_path / "e", ExportOptions("safetensors"))
+            export_checkpoint(tmp_path / "c", tmp_path / "e", to="safetensors")
         assert not (tmp_path / "e").exists()
 
 

@@ -14,7 +14,13 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import UnsafePickleError
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.tools.inspection import checkpoint_directory, describe_items, file_rows, summarize, tensor_rows
+from mcore_ckpt.tools.inspection import (
+    checkpoint_directory,
+    describe_items,
+    file_rows,
+    summarize_checkpoint,
+    tensor_rows,
+)
 from mcore_ckpt.tools.parallel_layout import layout_of_chunks
 from tests.support.model_like import model_tensors, write_model
 
@@ -27,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_summary(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    summary = summarize(checkpoint)
+    summary = summarize_checkpoint(checkpoint)
     model = model_tensors(optimizer=False)
     assert summary.iteration == 7
     assert summary.written_by == "megatron"
@@ -114,7 +120,7 @@ def test_arguments_of_any_class_are_shown_and_never_run(tmp_path: Path) -> None:
     state = {"iteration": 3, "args": {"a": _Evil(), "b": torch.float32, "c": torch.zeros(2), "d": (1, 2)}}
     torch.save(state, tmp_path / "c" / "common.pt")
     _Evil.calls = 0
-    arguments = summarize(tmp_path / "c").arguments
+    arguments = summarize_checkpoint(tmp_path / "c").arguments
     assert _Evil.calls == 0
     assert arguments["b"] == "torch.float32"
     assert arguments["c"].startswith("<tensor of shape [2]")
@@ -130,11 +136,11 @@ def test_a_common_state_that_would_fill_the_memory_is_cut(tmp_path: Path) -> Non
     torch.save({"iteration": 3, "args": {"x": nested}}, tmp_path / "c" / "common.pt")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mcore_ckpt.tools.plain_state._MAX_VALUES", 1000)
-        assert summarize(tmp_path / "c").iteration == 3
+        assert summarize_checkpoint(tmp_path / "c").iteration == 3
     with zipfile.ZipFile(tmp_path / "c" / "common.pt", "w") as archive:
         archive.writestr("common/data.pkl", b"\x80\x02}r\xff\xff\xff\xff.")  # an object numbered 2**32 - 1
     with pytest.raises(UnsafePickleError):
-        summarize(tmp_path / "c")
+        summarize_checkpoint(tmp_path / "c")
 
 
 @pytest.mark.parametrize("text", ["iter_/../../elsewhere", "/etc", "9" * 5000])
