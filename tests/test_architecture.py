@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -223,6 +224,29 @@ def test_no_module_is_named_after_nothing() -> None:
 def test_every_module_says_what_it_is_for() -> None:
     silent = [name for name, path in HOUSE.modules.items() if not ast.get_docstring(ast.parse(path.read_text()))]
     assert not silent
+
+
+DOCUMENTS = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_name_files_that_are_there(document: Path) -> None:
+    """By their path from the root or from the package."""
+    text = document.read_text()
+    named = {*re.findall(r"`([\w./-]+\.(?:py|sh|toml))`", text), *re.findall(r"`(tests/[\w./-]+)`", text)}
+    named -= {"utils.py", "pretrain_gpt.py"}  # what the rules forbid, and Megatron's own
+    missing = sorted(name for name in named if not (ROOT / name).exists() and not (PACKAGE / name).exists())
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_use_the_public_face_only(document: Path) -> None:
+    """Deep imports are for the package itself."""
+    text = document.read_text()
+    assert not re.findall(r"^ *(?:from|import) mcore_ckpt\..*$", text, re.MULTILINE)
+    taken = ", ".join(re.findall(r"^ *from mcore_ckpt import (.+)$", text, re.MULTILINE)).split(", ")
+    taken += re.findall(r"\bmcore_ckpt\.(\w+)", text)
+    assert set(taken) - {"launch", ""} <= set(mcore_ckpt.__all__)
 
 
 def test_no_view_of_a_bytesio_is_kept() -> None:
