@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.tools.diff import DiffReport, diff_checkpoints
     from mcore_ckpt.tools.inspection import CheckpointSummary, summarize_checkpoint
     from mcore_ckpt.tools.repair import repair_checkpoint
+    from mcore_ckpt.tools.run import PruneReport, RunReport, list_run, prune_run
     from mcore_ckpt.tools.verify import VerifyReport, verify_checkpoint
 
 from mcore_ckpt.core.version import __version__
@@ -45,7 +46,9 @@ _HOME = {
     "LazyTensor": "tools.checkpoint",
     "MCoreLoadPlanner": "dcp.planners",
     "MCoreSavePlanner": "dcp.planners",
+    "PruneReport": "tools.run",
     "ReshardReport": "convert.reshard",
+    "RunReport": "tools.run",
     "TorchDistLoadStrategy": "megatron.strategy",
     "TorchDistSaveStrategy": "megatron.strategy",
     "VerifyReport": "tools.verify",
@@ -54,8 +57,10 @@ _HOME = {
     "get_strategy": "megatron.registry",
     "import_checkpoint": "convert.import_",
     "install": "megatron.install",
+    "list_run": "tools.run",
     "load_sharded_optimizer_state": "megatron.optimizer_state",
     "open_checkpoint": "tools.checkpoint",
+    "prune_run": "tools.run",
     "register_strategy": "megatron.registry",
     "repair_checkpoint": "tools.repair",
     "reshard_checkpoint": "convert.reshard",
@@ -77,7 +82,9 @@ __all__ = [
     "LoadOptions",
     "MCoreLoadPlanner",
     "MCoreSavePlanner",
+    "PruneReport",
     "ReshardReport",
+    "RunReport",
     "SaveOptions",
     "TorchDistLoadStrategy",
     "TorchDistSaveStrategy",
@@ -88,8 +95,10 @@ __all__ = [
     "get_strategy",
     "import_checkpoint",
     "install",
+    "list_run",
     "load_sharded_optimizer_state",
     "open_checkpoint",
+    "prune_run",
     "register_strategy",
     "repair_checkpoint",
     "reshard_checkpoint",

@@ -100,7 +100,7 @@ def iteration_of(name: str) -> int | None:
     return iteration if iteration is not None and name == f"iter_{iteration:07d}" else None
 
 
-def iteration_directories(run: str | Path) -> list[Path]:
+def iteration_directories(run: str | os.PathLike[str]) -> list[Path]:
     """The directories of a run's checkpoints, whatever state they are in: `release` first, then by iteration.
 
     Raises:
@@ -119,7 +119,7 @@ def iteration_directories(run: str | Path) -> list[Path]:
     return [Path(run) / name for name in ([_RELEASE] if _RELEASE in names else []) + found]
 
 
-def tracked_name(run: str | Path) -> str | None:
+def tracked_name(run: str | os.PathLike[str]) -> str | None:
     """The name of the directory that the tracker file names; None without a tracker file.
 
     Raises:
@@ -146,7 +146,7 @@ def tracked_name(run: str | Path) -> str | None:
     return f"iter_{int(text):07d}"
 
 
-def checkpoints_of_run(run: str | Path) -> list[RunCheckpoint]:
+def checkpoints_of_run(run: str | os.PathLike[str]) -> list[RunCheckpoint]:
     """All checkpoints of a run, whole or not: `release` first, then by iteration, so that the newest is last.
 
     Reads the index of each; payloads are not read.

@@ -7,6 +7,7 @@ checkpoint, and a removal that was interrupted can be finished.
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 import time
@@ -89,7 +90,7 @@ class PruneReport:
         return sum(fate.checkpoint.size_bytes for fate in self.fates if not fate.keep)
 
 
-def list_run(run: str | Path) -> RunReport:
+def list_run(run: str | os.PathLike[str]) -> RunReport:
     """The checkpoints of a run: whether they are whole (by their structure), how large, how old, in which layout.
 
     Args:
@@ -117,7 +118,9 @@ def list_run(run: str | Path) -> RunReport:
     return RunReport(str(run), tracked, problem, tuple(found))
 
 
-def prune_run(run: str | Path, *, keep_last: int, keep_every: int | None = None, remove: bool = False) -> PruneReport:
+def prune_run(
+    run: str | os.PathLike[str], *, keep_last: int, keep_every: int | None = None, remove: bool = False
+) -> PruneReport:
     """Decide which checkpoints of a run can go, and with `remove` let them go.
 
     Never goes: `release`; what the tracker file names; the newest `keep_last` that are whole, and whatever is newer
@@ -156,7 +159,7 @@ def prune_run(run: str | Path, *, keep_last: int, keep_every: int | None = None,
     return PruneReport(str(run), remove, tuple(fates))
 
 
-def _directories(run: str | Path) -> list[Path]:
+def _directories(run: str | os.PathLike[str]) -> list[Path]:
     found = iteration_directories(run)
     if not found:
         raise CheckpointNotFoundError(f"{run}: no checkpoints in it: expected directories such as iter_0000100")
