@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import difflib
 import io
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,9 +27,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
 
-from mcore_ckpt.core.boxes import Box, covers
+from mcore_ckpt.core.boxes import Box, covers, intersect
 from mcore_ckpt.core.errors import (
+    CorruptCheckpointError,
     DtypeMismatchError,
     KindMismatchError,
     MissingKeyError,
@@ -266,12 +270,14 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         Raises:
             MissingKeyError: a key is not in the checkpoint (and `allow_partial_load` is off).
             KindMismatchError, ShapeMismatchError, DtypeMismatchError: it is stored as something else.
+            CorruptCheckpointError: the stored chunks do not hold all that is wanted.
         """
         for shard in self._validated:
             self._check_shape(self._stored_tensor(shard.key), shard.key, tuple(shard.global_shape))
         for key, value in self.state_dict.items():
             self._check(key, value)
         items = list(super().create_local_plan().items)
+        self._check_held(items)
         for shard in self._shards:
             items += self._object_items(shard) if is_sharded_object(shard) else self._tensor_items(shard)
         return LoadPlan(items)
@@ -291,6 +297,18 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
             hasattr(value, "__create_chunk_list__") or hasattr(value, "local_shards")
         ):
             raise KindMismatchError(f"{key}: the checkpoint holds a tensor, the state dict a {type(value).__name__}")
+
+    def _check_held(self, items: Iterable[ReadItem]) -> None:
+        """DCP plans what it finds: a tensor of which no chunk is stored would stay as it was, without a word."""
+        assert self.metadata is not None
+        planned: Counter[str] = Counter()
+        for item in items:
+            planned[item.storage_index.fqn] += math.prod(item.lengths)
+        for key, value in self.state_dict.items():
+            if isinstance(value, torch.Tensor) and key in self.metadata.state_dict_metadata:
+                local = value.to_local() if isinstance(value, DTensor) else value
+                if planned[key] != local.numel() and key not in self._flexible:
+                    raise _not_held(key, local.numel(), planned[key])
 
     def _missing(self, key: str) -> MissingKeyError:
         assert self.metadata is not None
@@ -322,11 +340,17 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         stored = self._stored_tensor(shard.key)
         if not shard.allow_shape_mismatch:
             self._check_shape(stored, shard.key, tuple(shard.global_shape))
-            self._check_dtype(stored, shard.key, shard.dtype)  # what may differ in shape is converted, too
+        self._check_dtype(stored, shard.key, shard.dtype)
         sizes = box_sizes(shard)
         self._targets[shard.key, tuple(shard.global_offset)] = destination(shard).view(sizes)
         chunk = ChunkStorageMetadata(offsets=torch.Size(shard.global_offset), sizes=torch.Size(sizes))
-        return list(create_read_items_for_chunk_list(shard.key, stored, [chunk]))
+        items = list(create_read_items_for_chunk_list(shard.key, stored, [chunk]))
+        # Of a tensor that may have another shape, what lies inside the stored one.
+        inside = intersect(Box(tuple(shard.global_offset), tuple(sizes)), Box((0,) * len(stored.size), stored.size))
+        wanted, planned = math.prod(inside.sizes) if inside else 0, sum(math.prod(item.lengths) for item in items)
+        if planned != wanted:
+            raise _not_held(shard.key, wanted, planned)
+        return items
 
     def _object_items(self, shard: Any) -> list[ReadItem]:
         assert self.metadata is not None
@@ -369,6 +393,13 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         offset = None if index.offset is None else tuple(index.offset)
         target = self._targets.get((index.fqn, offset)) if offset is not None else None
         return super().lookup_tensor(index) if target is None else target
+
+
+def _not_held(key: str, wanted: int, planned: int) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{key}: {wanted} stored elements are wanted, the stored chunks hold {planned} of them: the save did not finish"
+        " or its index is damaged; load an earlier checkpoint"
+    )
 
 
 def _missing_key_message(key: str, keys: Iterable[str]) -> str:

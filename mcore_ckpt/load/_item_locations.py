@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
+import torch
+
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.format.index import StoredItem
 from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor
@@ -29,17 +31,20 @@ _NEAR_BYTES = 4096
 
 
 class ItemLocations:
-    """What is known of where payloads lie, by file and offset of the item; kept as long as a reader's checkpoint."""
+    """What is known of where payloads lie; kept as long as a reader's checkpoint.
+
+    By the item, and by what the index says it holds: that it does has been checked for that dtype and shape alone.
+    """
 
     def __init__(self) -> None:
-        self._located: dict[tuple[str, int], LocatedTensor] = {}
+        self._located: dict[tuple[StoredItem, torch.dtype, tuple[int, ...]], LocatedTensor] = {}
 
     def __contains__(self, wanted: WantedItem) -> bool:
-        return (wanted.item.file, wanted.item.offset) in self._located
+        return _kind(wanted) in self._located
 
     def of(self, wanted: WantedItem) -> LocatedTensor | None:
         """Where the payload of an item lies; None if that is not known."""
-        return self._located.get((wanted.item.file, wanted.item.offset))
+        return self._located.get(_kind(wanted))
 
     @contextmanager
     def ahead(
@@ -110,7 +115,11 @@ class ItemLocations:
             except LoadError as error:
                 raise naming(error, wanted.where) from error
             else:
-                self._located[item.file, item.offset] = located
+                self._located[_kind(wanted)] = located
+
+
+def _kind(wanted: WantedItem) -> tuple[StoredItem, torch.dtype, tuple[int, ...]]:
+    return wanted.item, wanted.dtype, wanted.chunk.sizes
 
 
 class _Headers:

@@ -56,8 +56,9 @@ class ReadRequest(NamedTuple):
         offsets: first element of the box in the global tensor.
         sizes: shape of the box, in elements.
         global_shape: shape that the global tensor must have; None: any that the box fits into.
-        allow_partial: load what is stored of the box, converted if the dtypes differ, and leave the rest of the
-            destination alone (Megatron's `allow_shape_mismatch`: a vocabulary padded otherwise).
+        allow_partial: the box may reach past the stored global tensor; what it has in common with that is loaded, all
+            of it, and the rest of the destination left alone (Megatron's `allow_shape_mismatch`: a vocabulary padded
+            otherwise).
     """
 
     fqn: str
@@ -167,8 +168,9 @@ def wanted_items(requests: Iterable[ReadRequest], index: CheckpointIndex, *, all
     Raises:
         MissingKeyError, KindMismatchError: no tensor under that key.
         ShapeMismatchError: the global shape differs, the box does not lie in it, or the destination has another shape.
-        DtypeMismatchError: the dtypes differ, `allow_dtype_cast` is off and the request does not allow partial loads.
-        CorruptCheckpointError: no stored chunk, or more than one, holds some element of the box.
+        DtypeMismatchError: the dtypes differ and `allow_dtype_cast` is off.
+        CorruptCheckpointError: no stored chunk, or more than one, holds some element of the box that the global tensor
+            has.
     """
     wanted: WantedItems = {}
     with collector_paused():
@@ -184,7 +186,7 @@ def _want_all(
         fqn, tensor, offsets, sizes = request[:4]
         entry = index.tensors.get(fqn) or tensor_entry(fqn, index)
         dtype = _known_dtype(entry.dtype) or stored_dtype(entry)
-        if tensor.dtype is not dtype and not (allow_dtype_cast or request.allow_partial):
+        if tensor.dtype is not dtype and not allow_dtype_cast:
             raise dtype_mismatch(entry, tensor.dtype, index)
         _check_shape(request, entry, index)
         chunks: Sequence[StoredChunk] = entry.chunks
@@ -237,9 +239,13 @@ def _want_box(
         found.append(inside)
         part = request.tensor if overlap == box else narrow(request.tensor.detach(), inside)
         want_chunk(wanted, entry, dtype, chunk, relative(overlap, chunk.offsets), part)
+    expected = Box((0,) * len(box.sizes), box.sizes)
     if request.allow_partial:
-        return
-    problem = covers(box.sizes, found)
+        stored = intersect(box, Box((0,) * len(entry.shape), entry.shape))
+        if stored is None:
+            return
+        expected = relative(stored, box.offsets)
+    problem = covers(expected.sizes, [relative(part, expected.offsets) for part in found])
     if problem:
         raise CorruptCheckpointError(
             f"{entry.fqn}: the stored chunks do not hold the wanted box at {list(box.offsets)} of sizes"

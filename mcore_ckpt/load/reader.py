@@ -43,6 +43,7 @@ from mcore_ckpt.load.read_requests import (
     want_chunk,
     wanted_items,
 )
+from mcore_ckpt.load.stored_items import check_apart
 from mcore_ckpt.storage.local import LocalStorage
 
 __all__ = ["FileSystemReader", "ReadRequest"]
@@ -97,7 +98,9 @@ class FileSystemReader(StorageReader):
             CorruptCheckpointError, UnsafePickleError: `.metadata` cannot be right.
         """
         if self._index is None:
-            self._index = read_index(self.path)
+            index = read_index(self.path)
+            check_apart(index)
+            self._index = index
         return self._index
 
     # ----------------------------------------------------------------------------------------------- boxes and objects
@@ -195,7 +198,9 @@ class FileSystemReader(StorageReader):
         if self._index is None and metadata.storage_data is not None:
             from mcore_ckpt.layout.torch_classes import from_dcp_metadata
 
-            self._index = from_dcp_metadata(metadata, self.path)
+            index = from_dcp_metadata(metadata, self.path)
+            check_apart(index)
+            self._index = index
             self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

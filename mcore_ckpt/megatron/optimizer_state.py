@@ -60,7 +60,8 @@ def load_sharded_optimizer_state(
 
     Raises:
         MissingKeyError: the checkpoint has nothing under `optimizer_key`.
-        ShapeMismatchError: a parameter's part does not lie inside the stored state tensor.
+        ShapeMismatchError: a parameter's part does not lie inside the stored state tensor, or it has another shape and
+            `offsets` does not say which part it is.
         LoadError: see `FileSystemReader.read_items`.
     """
     if optimizer_key in state_dict and any(True for _ in leaves(state_dict[optimizer_key])):
@@ -132,6 +133,11 @@ def _wanted_part(
             )
         _want_flat_run(entry, part, offset, requests)
         return part
+    if offset is None and local_shape != shape:
+        raise ShapeMismatchError(
+            f"{entry.fqn}: the checkpoint holds global shape {list(shape)}, the parameter has {list(local_shape)}; if"
+            " it is a part of the global one, say in `offsets` which"
+        )
     start = (0,) * len(shape) if offset is None else (offset,) if isinstance(offset, int) else tuple(offset)
     requests.append(ReadRequest(entry.fqn, part, start, local_shape))
     return part

@@ -25,6 +25,7 @@ from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import verify_records
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.fetch import in_parallel
+from mcore_ckpt.load.stored_items import check_apart
 from mcore_ckpt.tools.dtype_cast import as_numbers
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import key_filter
@@ -145,6 +146,8 @@ def diff_checkpoints(
         ChecksumError: a tensor differs since one of them is damaged.
     """
     left, right = read_index(checkpoint_directory(a)), read_index(checkpoint_directory(b))
+    for index in (left, right):
+        check_apart(index)
     wanted = key_filter(only)
     keys_a = [key for key in (*left.tensors, *left.objects) if wanted(key)]
     keys_b = [key for key in (*right.tensors, *right.objects) if wanted(key)]

@@ -27,7 +27,7 @@ from mcore_ckpt.format.item_reading import locate_tensor
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
 from mcore_ckpt.load.ranges import split_box
-from mcore_ckpt.load.stored_items import check_located, checksum_error, chunk_name, range_crc
+from mcore_ckpt.load.stored_items import check_apart, check_located, checksum_error, chunk_name, range_crc
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.dtype_cast import carrier
@@ -188,8 +188,9 @@ def check_tiled(index: CheckpointIndex, keys: Iterable[str]) -> None:
 
     What copies tensors as a whole relies on it: where a chunk is missing there would be nothing to copy, and nothing
     afterwards that does not fit. Chunks that are too large for their items are refused here as well, before anything
-    is planned for shapes that nobody has stored.
+    is planned for shapes that nobody has stored, and so are items that lie in one place.
     """
+    check_apart(index)
     for key in keys:
         entry = index.tensors[key]
         problem = covers(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
+import mcore_ckpt
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import (
     CheckpointNotFoundError,
@@ -22,6 +25,8 @@ from mcore_ckpt.core.errors import (
     UnsafePickleError,
 )
 from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.format.index import ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.tools.verify import verify_checkpoint
@@ -90,12 +95,71 @@ def test_the_destination_has_to_have_the_shape_of_the_box(reader: FileSystemRead
 
 def test_a_partial_request_takes_the_overlap_and_leaves_the_rest(reader: FileSystemReader) -> None:
     stored = load_box(reader, "decoder.layers.mlp.weight", torch.zeros(8, 4))
-    for dtype in (torch.float32, torch.bfloat16):
-        destination = torch.full((10, 4), 7.0, dtype=dtype)
-        request = ReadRequest("decoder.layers.mlp.weight", destination, (4, 0), (10, 4), allow_partial=True)
+    destination = torch.full((10, 4), 7.0)
+    reader.read_items([ReadRequest("decoder.layers.mlp.weight", destination, (4, 0), (10, 4), allow_partial=True)])
+    assert destination[:4].equal(stored[4:])
+    assert destination[4:].eq(7.0).all()
+    outside = ReadRequest("decoder.layers.mlp.weight", destination, (8, 0), (10, 4), allow_partial=True)
+    reader.read_items([outside])
+    assert destination[4:].eq(7.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
+def test_a_partial_request_converts_only_if_a_cast_is_allowed(reader: FileSystemReader, dtype: torch.dtype) -> None:
+    destination = torch.full((10, 4), 7, dtype=dtype)
+    request = ReadRequest("decoder.layers.mlp.weight", destination, (4, 0), (10, 4), allow_partial=True)
+    with pytest.raises(DtypeMismatchError, match=r"mlp\.weight.*float32"):
         reader.read_items([request])
-        assert destination[:4].equal(stored[4:].to(dtype))
-        assert destination[4:].eq(7.0).all()
+    assert destination.eq(7).all()
+    FileSystemReader(reader.path, LoadOptions(allow_dtype_cast=True)).read_items([request])
+    stored = load_box(reader, "decoder.layers.mlp.weight", torch.zeros(8, 4))
+    assert destination[:4].equal(stored[4:].to(dtype))
+
+
+@pytest.mark.parametrize("offset", [0, 2])
+def test_a_partial_request_misses_nothing_that_should_be_stored(offset: int, tmp_path: Path) -> None:
+    """Rows 3 and 4 are in no chunk: they are not what may be left out."""
+    tensor = torch.randn(8, 4)
+    write_checkpoint(tmp_path, {"w": StoredTensor(tensor, [Box((0, 0), (3, 4)), Box((5, 0), (3, 4))])})
+    reader = FileSystemReader(tmp_path)
+    with pytest.raises(CorruptCheckpointError, match="w: the stored chunks do not hold the wanted box"):
+        reader.read_items([ReadRequest("w", torch.zeros(10, 4), (offset, 0), (10, 4), allow_partial=True)])
+    assert reader.stats.reads == 0
+    destination = torch.zeros(10, 4)
+    reader.read_items([ReadRequest("w", destination, (5, 0), (10, 4), allow_partial=True)])
+    assert destination[:3].equal(tensor[5:])
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (1024, 1024)])
+@pytest.mark.parametrize("dtype", ["int32", "float32"])
+def test_two_keys_never_share_an_item(shape: tuple[int, int], dtype: str, tmp_path: Path) -> None:
+    index = write_checkpoint(tmp_path, {"floats": whole(torch.ones(shape))})
+    item = index.tensors["floats"].chunks[0].item
+    alias = TensorEntry("alias", dtype, shape, (StoredChunk((0, 0), shape, item),))
+    index.tensors["alias"] = alias
+    (tmp_path / ".metadata").write_bytes(encode_metadata(index))
+    reader = FileSystemReader(tmp_path)
+    requests = [
+        ReadRequest("floats", torch.zeros(shape), (0, 0), shape),
+        ReadRequest("alias", torch.zeros(shape, dtype=getattr(torch, dtype)), (0, 0), shape),
+    ]
+    for wanted in (requests, requests[:1]):
+        with pytest.raises(CorruptCheckpointError, match=r"alias at .* and floats at .* stored in the same bytes"):
+            reader.read_items(wanted)
+    with pytest.raises(CorruptCheckpointError, match="the same bytes"):
+        mcore_ckpt.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 1), (5, 10), (-1, 2), (900, 1000), (-100, 5000)])
+def test_overlapping_items_are_refused(start: int, length: int, tmp_path: Path) -> None:
+    tensors = {"a": row_chunks(torch.randn(8, 4), 2), "b": whole(torch.randn(4))}
+    index = write_checkpoint(tmp_path, tensors, {"o": [1]}, padding=[200])
+    assert load_box(FileSystemReader(tmp_path), "b", torch.zeros(4)).equal(tensors["b"].tensor)
+    second = index.tensors["a"].chunks[1].item
+    index.objects["o"] = ObjectEntry("o", StoredItem(second.file, second.offset + start, length))
+    (tmp_path / ".metadata").write_bytes(encode_metadata(index))
+    with pytest.raises(CorruptCheckpointError, match=r"a at \[4, 0\] .* the same bytes"):
+        load_box(FileSystemReader(tmp_path), "b", torch.zeros(4))
 
 
 def test_a_box_that_no_chunk_holds_is_refused_before_anything_is_read(tmp_path: Path) -> None:
@@ -248,3 +312,12 @@ def test_a_tensor_that_inflates_without_bounds_is_refused(
     reader = FileSystemReader(tmp_path, LoadOptions(verify_crc=verify_crc))
     with pytest.raises(UnsafePickleError, match="inflated"):
         reader.read_items([ReadRequest("w", torch.zeros(4), (0,), (4,))])
+
+
+def test_a_planned_load_misses_no_chunk(tmp_path: Path) -> None:
+    """DCP plans what it finds; of a tensor without chunks it finds nothing, and would leave the destination alone."""
+    write_checkpoint(tmp_path, {"w": StoredTensor(torch.ones(8, 4), []), "v": whole(torch.ones(2))})
+    state = {"w": torch.zeros(8, 4), "v": torch.zeros(2)}
+    planner = mcore_ckpt.MCoreLoadPlanner()
+    with pytest.raises((CorruptCheckpointError, CheckpointException), match="w: 32 stored elements are wanted"):
+        dcp.load(state, storage_reader=FileSystemReader(tmp_path), planner=planner, no_dist=True)

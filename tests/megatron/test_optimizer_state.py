@@ -65,6 +65,13 @@ def test_plain_tensors_whole_and_nested_as_saved(tmp_path: Path) -> None:
     assert loaded["optimizer"]["param_groups"][0]["params"] == ["linear.weight", "linear.bias"]
 
 
+@pytest.mark.parametrize("shape", [(4, 6), (8, 3), (2, 2), (48,), (8, 6, 1)])
+def test_a_part_without_its_offset_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    dcp.save(trained(), checkpoint_id=tmp_path)
+    with pytest.raises(ShapeMismatchError, match=r"linear\.weight.*\[8, 6\].*offsets"):
+        load_sharded_optimizer_state({"linear.weight": torch.empty(shape)}, tmp_path)
+
+
 def test_a_box_at_an_offset(tmp_path: Path) -> None:
     dcp.save(trained(), checkpoint_id=tmp_path)
     loaded = load_sharded_optimizer_state(
