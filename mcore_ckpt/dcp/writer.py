@@ -15,7 +15,9 @@ import copy
 import dataclasses
 import os
 import pickle
+import threading
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,7 +33,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, OptionError, SaveError
+from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.bucket_writer import (
     DataFilePrefix,
@@ -42,8 +44,8 @@ from mcore_ckpt.dcp.bucket_writer import (
     save_buckets,
     write_buckets,
 )
-from mcore_ckpt.directory.commit import Target, index_files, open_target, publish
-from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
+from mcore_ckpt.directory.commit import Target, abandon, check_files, claim_late, open_target, publish
+from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
 from mcore_ckpt.storage.local import LocalStorage
 
@@ -79,6 +81,9 @@ def compare_items(planned: Counter[MetadataIndex], written: Counter[MetadataInde
 
 
 _DCP_VERSION = "1.0.0"
+
+# The writers of this process that have claimed a directory last, by its location.
+_unfinished: weakref.WeakValueDictionary[str, FileSystemWriterAsync] = weakref.WeakValueDictionary()
 
 
 class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
@@ -152,6 +157,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self._save_id = str(uuid.uuid4())
         self._target: Target | None = None
         self._planned: Counter[MetadataIndex] | None = None
+        self._in_line = True
+        self._thread: threading.Thread | None = None
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -170,7 +177,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         return existing.is_dir() and os.access(existing, os.W_OK)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new save, at `checkpoint_id` if that is given."""
+        """Begin a new save, at `checkpoint_id` if that is given. One that was not finished is given up."""
+        self._give_up()
         self._set_path(self.path if checkpoint_id is None else checkpoint_id)
         self.write_buckets = None
 
@@ -206,11 +214,31 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self._planned = Counter(item.index for plan in plans for item in plan.items)
         if not self._use_collectives:
             return plans
+        location = self._storage.location
+        earlier = _unfinished.get(location)
+        if earlier is not None and earlier is not self:
+            earlier.give_up_if_over()
         self._target = open_target(self._storage, self.options)
+        self._thread = threading.current_thread()
+        _unfinished[location] = self
         return [
             dataclasses.replace(plan, storage_data=DataFilePrefix(f"__{rank}_", self._target.first_file))
             for rank, plan in enumerate(plans)
         ]
+
+    def give_up_if_over(self) -> None:
+        """Let go of the directory of a save that has failed: DCP tells no writer of an error on another rank.
+
+        What is saved in line is over when its thread has ended, or begins another save.
+        """
+        thread = self._thread
+        if self._in_line and (thread is None or thread is threading.current_thread() or not thread.is_alive()):
+            self._give_up()
+
+    def _give_up(self) -> None:
+        target, self._target, self._planned, self._thread = self._target, None, None, None
+        if target is not None:
+            abandon(self._storage, target, others_clean_up=False)
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
         """Without a coordinator: this rank's own files tell which names are free."""
@@ -227,6 +255,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         Tensors are detached; a CPU tensor that is a view is cloned, so that it does not carry its whole storage into
         the writer. Device tensors are copied when they are written (or by `preload_tensors`).
         """
+        self._in_line = False
         self._prepare(plan, planner, clone_views=True)
 
     def _prepare(self, plan: SavePlan, planner: SavePlanner, clone_views: bool) -> None:
@@ -251,7 +280,11 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         """Write everything in line; no process is started."""
         self._prepare(plan, planner, clone_views=False)
         assert self.write_buckets is not None
-        results = write_buckets(self.write_buckets, self.options, self.extensions)
+        try:
+            results = write_buckets(self.write_buckets, self.options, self.extensions)
+        except BaseException:
+            self._give_up()
+            raise
         self.write_buckets = []
         future: Future[list[WriteResult]] = Future()
         future.set_result(list(chain.from_iterable(results)))
@@ -378,20 +411,22 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             self._storage.sync_directory()
             self._storage.publish(self._metadata_name(), content)
             return
+        ends: dict[str, int] = {}
+        for place in (result.storage_data for result in written):
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        check_files(self._storage, ends.items(), at_least=True)
         target = self._target if self._target is not None else self._target_found_late(written)
-        publish(self._storage, target, content, has_common_state=False)
-        self._target = self._planned = None
+        self._target = target
+        try:
+            publish(self._storage, target, content, has_common_state=False)
+        except BaseException:
+            self._give_up()
+            raise
+        self._target = self._planned = self._thread = None
 
     def _target_found_late(self, written: list[WriteResult]) -> Target:
         """The directory as it is after the writing, when no coordinator looked at it before."""
-        if not self._storage.exists(METADATA_FILE):
-            return Target(0, (), False)
-        try:
-            old_files = index_files(read_index(self.path))
-        except LoadError:
-            old_files = set()
-        new_files = {result.storage_data.relative_path for result in written}
-        return Target(0, tuple(sorted(old_files - new_files)), True)
+        return claim_late(self._storage, {result.storage_data.relative_path for result in written})
 
     # -- dcp.async_save ------------------------------------------------------------------------------------------
 

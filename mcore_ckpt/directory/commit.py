@@ -3,45 +3,60 @@
 A save into a directory proceeds in this order; a crash between any two steps leaves either the old checkpoint whole or
 the new one whole:
 
-1. `open_target`: what is there already? New data files get numbers that no existing file has. The marker file
-   `.mcore_ckpt_incomplete` is written: it names the number from which on data files belong to the save in progress,
-   and the files of the checkpoint that is being replaced.
+1. `open_target` (or, ahead of it, `reserve`): the directory is claimed (`claim.py`), and what is there already is
+   looked at. New data files get numbers that no file has or had: beyond those that are there, and far beyond those of
+   a save that is gone, which may have processes left that go on writing. The marker file `.mcore_ckpt_incomplete`
+   names the number from which on data files belong to the save in progress, and the files of the checkpoint that is
+   being replaced.
 2. The ranks write and fsync their data files. If a checkpoint is being replaced, the new common state lies beside the
    old one as `common.pt.<number>.pending`.
-3. `publish`: the new `.metadata` replaces the old one by a rename. This is the moment the new checkpoint exists.
+3. `publish`: the coordinator sees every file that was planned, at its size. The new `.metadata` replaces the old one by
+   a rename, which fails if the directory has been taken over by another save meanwhile. This is the moment the
+   new checkpoint exists.
 4. The pending common state takes its place, and the files that only the old `.metadata` named are removed, then the
    marker. A crash before the end of this step is mended by the next save; a reader meanwhile looks up which common
    state is in force with `common_file_in_force`.
 
 Only files named by the old `.metadata`, and those a failed save of ours left, are ever removed: other programs keep
-files in the same directory.
+files in the same directory. Whether there is a `.metadata`, and which, is asked of the file itself: a listing of a
+network file system may lag behind. If it is there and cannot be read, nothing is removed.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
+import platform
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.directory.claim import Claim, holders, is_claim_file
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, METADATA_FILE, parse_index
-from mcore_ckpt.storage.base import Storage
+from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, parse_index
+from mcore_ckpt.storage.base import FileVersion, Storage
 
 __all__ = [
     "PENDING_COMMON",
     "Target",
     "abandon",
+    "check_files",
+    "claim_late",
     "common_file_in_force",
     "data_file_name",
     "discard",
+    "give_back",
     "index_files",
     "is_in_force",
     "open_target",
     "publish",
+    "reserve",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -53,6 +68,15 @@ _DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp$")
 _PENDING_NUMBERED = re.compile(re.escape(COMMON_FILE) + r"\.(\d+)\.pending$")
 
 
+# How long a file that another host has written may take to be seen on this one, and how often it is looked for.
+_FILES_APPEAR_WITHIN_S = 10.0
+_FIRST_PERIOD_S = 0.05
+_LOOKERS = 16
+# From the number of a save that is gone, a save that follows keeps this distance: more files than a rank ever has.
+_DISTANCE = 2**20
+_LOOKS = 20
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """The directory of a save, as its coordinator found it.
@@ -61,11 +85,31 @@ class Target:
         first_file: number of the first data file of each rank; no file of that number or above exists.
         old_files: files that only the checkpoint being replaced needs.
         replaces: there is a checkpoint that is being replaced.
+        claim: by which the directory belongs to this save.
+        sweep_from: data files from this number on, and below `first_file`, are of saves that are gone; None: of no one.
+        common_ahead: it was reserved, so that the common state could be written ahead of all else.
     """
 
     first_file: int
     old_files: tuple[str, ...]
     replaces: bool
+    claim: Claim
+    sweep_from: int | None = None
+    common_ahead: bool = False
+
+    @property
+    def pending_common(self) -> str:
+        """Name under which the new common state waits for being published."""
+        return _numbered_pending(self.first_file)
+
+    @property
+    def common_file(self) -> str:
+        """Where the new common state is to be written: one that is in force must not be touched."""
+        return self.pending_common if self.replaces else COMMON_FILE
+
+
+# Directories that were claimed for a save that has yet to come, by location.
+_reserved: dict[str, Target] = {}
 
 
 def data_file_name(rank: int, number: int, prefix: str = "") -> str:
@@ -86,35 +130,146 @@ def index_files(index: CheckpointIndex) -> set[str]:
 
 
 def open_target(storage: Storage, options: SaveOptions) -> Target:
-    """Look at the directory of a save and mark it as being written; the coordinator calls this once.
+    """Claim the directory of a save, and look at it; the coordinator calls this once.
 
     Raises:
         CheckpointExistsError: there is a checkpoint and `on_existing="error"`.
-        OSError: the directory cannot be made or written.
+        SaveError: another save holds the directory, or it cannot be made or written.
     """
+    target = _reserved.pop(storage.location, None)
+    if target is None or not target.claim.is_held:
+        target = _claim(storage)
+    if target.replaces and options.on_existing == "error":
+        storage.delete(PENDING_COMMON)  # written ahead of this look, for the save that is refused here
+        abandon(storage, target)
+        raise CheckpointExistsError(
+            f'{storage}: there is a checkpoint already and on_existing="error"; choose another directory,'
+            ' or on_existing="replace"'
+        )
+    if storage.version(PENDING_COMMON) is not None:
+        storage.rename(PENDING_COMMON, target.pending_common)
+    return target
+
+
+def reserve(storage: Storage) -> Target:
+    """Claim the directory for a save that is going to `open_target`, so that something can be written ahead of it.
+
+    Raises:
+        SaveError: another save holds the directory, or it cannot be made or written.
+    """
+    give_back(storage)
+    target = _claim(storage, common_ahead=True)
+    _reserved[storage.location] = target
+    return target
+
+
+def claim_late(storage: Storage, written: Collection[str]) -> Target:
+    """Claim a directory into which these data files were written before anybody had claimed it.
+
+    Raises:
+        SaveError: another save holds the directory.
+    """
+    for _ in range(_LOOKS):
+        seen = _look(storage)
+        old_files = tuple(sorted(index_files(seen.index) - set(written))) if seen.index is not None else ()
+        claim = Claim.take(storage)
+        if _is_unchanged(storage, storage.list(), seen):
+            return Target(seen.first_file, old_files, seen.metadata is not None, claim)
+        claim.release(remove_marker=not claim.after)
+    raise _restless(storage)
+
+
+def give_back(storage: Storage) -> None:
+    """The save that the directory was reserved for does not come; nothing of it stays."""
+    target = _reserved.pop(storage.location, None)
+    if target is not None:
+        abandon(storage, target)
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What is in a directory.
+
+    Attributes:
+        names: of its files, but for those of claims.
+        metadata: which `.metadata` there is; None if there is none.
+        index: what that says; None if it cannot be read.
+        gone: what the markers say, by save, of those that hold the directory or held it. If this look is followed by a
+            claim, they are gone.
+    """
+
+    names: tuple[str, ...]
+    metadata: FileVersion | None
+    index: CheckpointIndex | None
+    gone: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def highest_number(self) -> int:
+        # Numbers that the old `.metadata` names count although their files are gone: what it names is removed at the
+        # end.
+        named = index_files(self.index) if self.index is not None else ()
+        return max((number for number in map(_file_number, [*self.names, *named]) if number is not None), default=-1)
+
+    @property
+    def first_file(self) -> int:
+        highest = max([self.highest_number, *(_number(told, "first_file") or 0 for told in self.gone.values())])
+        return (highest // _DISTANCE + 1) * _DISTANCE if self.gone else highest + 1
+
+    @property
+    def sweep_from(self) -> int | None:
+        told = [_number(told, name) for told in self.gone.values() for name in ("first_file", "sweep_from")]
+        if self.metadata is not None and self.index is None:
+            return None  # nobody knows what it needs
+        return min((number for number in told if number is not None), default=None)
+
+
+def _number(told: Mapping[str, Any], name: str) -> int | None:
+    value = told.get(name)
+    return value if isinstance(value, int) and 0 <= value < 2**62 else None
+
+
+def _claim(storage: Storage, *, common_ahead: bool = False) -> Target:
+    """Claim a directory with a marker that says what is there. Looking goes first, so what was seen is seen again."""
     storage.ensure_directory()
-    names = storage.list()
-    old: CheckpointIndex | None = None
-    replaces = METADATA_FILE in names
-    if replaces:
-        if options.on_existing == "error":
-            storage.delete(PENDING_COMMON)  # written ahead of this look, for the save that is refused here
-            raise CheckpointExistsError(
-                f'{storage}: there is a checkpoint already and on_existing="error"; choose another directory,'
-                ' or on_existing="replace"'
-            )
-        old = _old_index(storage)
-    _clean_up_after_failed_save(storage, names, old, replaces)
-    names = storage.list()
-    old_files = sorted(index_files(old)) if old else []
-    # Numbers that the old `.metadata` names count although their files are gone: what it names is removed in the end.
-    numbers = [number for number in map(_file_number, [*names, *old_files]) if number is not None]
-    first_file = max(numbers, default=-1) + 1
-    pending = PENDING_COMMON in names
-    storage.publish(INCOMPLETE_MARKER, json.dumps({"first_file": first_file, "replaces": old_files}).encode())
-    if pending:
-        storage.rename(PENDING_COMMON, _numbered_pending(first_file))
-    return Target(first_file, tuple(old_files), replaces)
+    for _ in range(_LOOKS):
+        seen = _look(storage)
+        old_files = tuple(sorted(index_files(seen.index))) if seen.index is not None else ()
+        noted = {"first_file": seen.first_file, "sweep_from": seen.sweep_from, "replaces": list(old_files)}
+        claim = Claim.take(storage, noted)
+        try:
+            names = storage.list()
+            after = {owner.save_id for owner in claim.after}
+            if after == seen.gone.keys() and _is_unchanged(storage, names, seen):
+                storage.sync_directory()
+                claim.sweep(names)
+                _clean_up_after_failed_save(storage, seen)
+                return Target(
+                    seen.first_file, old_files, seen.metadata is not None, claim, seen.sweep_from, common_ahead
+                )
+        except BaseException:
+            claim.release(remove_marker=not claim.after)
+            raise
+        claim.release(remove_marker=not claim.after)
+    raise _restless(storage)
+
+
+def _restless(storage: Storage) -> SaveError:
+    return SaveError(f"{storage}: the directory changes while it is looked at; other programs write there")
+
+
+def _look(storage: Storage) -> _Look:
+    metadata = storage.version(METADATA_FILE)
+    index = None if metadata is None else _old_index(storage)
+    gone = {holder.save_id: holder.noted or {} for holder in holders(storage)}
+    return _Look(_own_names(storage.list()), metadata, index, gone)
+
+
+def _own_names(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if not is_claim_file(name))
+
+
+def _is_unchanged(storage: Storage, names: Iterable[str], seen: _Look) -> bool:
+    return _own_names(names) == seen.names and storage.version(METADATA_FILE) == seen.metadata
 
 
 def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_state: bool) -> None:
@@ -128,31 +283,92 @@ def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_sta
             `common.pt` of an older version must go: readers would prefer it.
     """
     storage.sync_directory()
-    storage.publish(METADATA_FILE, metadata)
+    if not target.replaces:
+        storage.sync_parents()  # whoever has made the directory
+    target.claim.check()
+    try:
+        storage.publish(METADATA_FILE, metadata, through=target.claim.publish_ticket)
+    except SaveError:
+        target.claim.check()  # says better what has happened, if the directory was lost between the two
+        raise
     try:
         _tidy_up(storage, target, has_common_state)
     except Exception as error:  # noqa: BLE001  (whatever it is, the checkpoint must not pass for a failed one)
         # The new checkpoint is whole and in force; what is left over is mended by the next save into the directory.
         _logger.warning("%s: the checkpoint is published, but not everything old could be removed: %s", storage, error)
+        with contextlib.suppress(SaveError, LoadError, OSError):
+            target.claim.release(remove_marker=False)
 
 
 def _tidy_up(storage: Storage, target: Target, has_common_state: bool) -> None:
     names = storage.list()
-    pending = _numbered_pending(target.first_file)
+    pending = target.pending_common
     # Megatron sums up the files after the save: what is there now are the sums of another checkpoint.
     stale = [_INTEGRITY_FILE]
     if has_common_state:
         # Left by an older version, or by a save of it that was killed; readers of 0.19 would prefer it.
         stale += [pending, COMMON_FILE]
-    elif pending in names:
+    elif storage.version(pending) is not None:
         storage.rename(pending, COMMON_FILE)
     for name in stale:
         if name in names:
             storage.delete(name)
     for name in target.old_files:
         storage.delete(name)
-    storage.delete(INCOMPLETE_MARKER)
+    if target.sweep_from is not None:
+        # Written since the directory was claimed, by processes of a save that was taken for gone.
+        for name in names:
+            number = None if "/" in name else _file_number(name)
+            if number is not None and target.sweep_from <= number < target.first_file:
+                storage.delete(name)
+    target.claim.release()
     storage.sync_directory()
+
+
+def check_files(storage: Storage, planned: Iterable[tuple[str, int]], *, at_least: bool = False) -> None:
+    """Raise `SaveError` unless every planned file is there, at its size, as this process sees it.
+
+    What the ranks say of their own files does not tell whether they all write to one place.
+
+    Args:
+        storage: the checkpoint's directory.
+        planned: names, and lengths in bytes.
+        at_least: the files may be longer.
+    """
+
+    def is_there(size: int | None, wanted: int) -> bool:
+        return size is not None and (size >= wanted if at_least else size == wanted)
+
+    left = dict(planned)
+    until_s = time.monotonic() + _FILES_APPEAR_WITHIN_S
+    period_s = _FIRST_PERIOD_S
+    found: dict[str, int | None] = {}
+    while left:
+        with ThreadPoolExecutor(min(_LOOKERS, len(left))) if len(left) > _LOOKERS else nullcontext() as threads:
+            look = map if threads is None else threads.map
+            found = dict(zip(left, look(lambda name: _size(storage, name), left), strict=True))
+        left = {name: size for name, size in left.items() if not is_there(found[name], size)}
+        if not left or time.monotonic() >= until_s:
+            break
+        # A network file system may show what another host has written a little later.
+        time.sleep(period_s)
+        period_s *= 2
+        storage.list()
+    if left:
+        name, size = min(left.items())
+        seen = found[name]
+        raise SaveError(
+            f"{storage}: {len(left)} of the files that the ranks have written cannot be seen by the coordinator, on "
+            f"host {platform.node()}, as they were written: {name} was planned with {size} bytes, "
+            + ("and is not there" if seen is None else f"and has {seen}")
+            + ". Is this directory not shared between the hosts, but on a disk of each one's own? All ranks must save "
+            "to one directory, on a file system that all hosts share. Nothing was published"
+        )
+
+
+def _size(storage: Storage, name: str) -> int | None:
+    version = storage.version(name)
+    return None if version is None else version.size_bytes
 
 
 def is_in_force(storage: Storage, files: Iterable[str]) -> bool:
@@ -177,21 +393,25 @@ def discard(storage: Storage, files: Iterable[str]) -> None:
 
 
 def abandon(storage: Storage, target: Target, *, others_clean_up: bool = True) -> None:
-    """Coordinator: put the directory back as it was before `open_target`.
+    """Coordinator: put the directory back as it was before `open_target`, and let it go.
 
     Where there is no checkpoint the marker stays, and says that what lies there is not one.
 
     Args:
         storage: the checkpoint's directory.
         target: what `open_target` found.
-        others_clean_up: every other rank is known to remove its files. If one may have been killed, the marker stays,
-            by which the next save finds what is left.
+        others_clean_up: every other rank is known to have removed its files. If one may not have, the marker stays, by
+            which the next save finds what is left.
     """
     try:
-        storage.delete(_numbered_pending(target.first_file))
-        if target.replaces and others_clean_up:
-            storage.delete(INCOMPLETE_MARKER)
-    except (SaveError, OSError) as error:
+        storage.delete(target.pending_common)
+        if target.common_ahead and not target.replaces and target.claim.is_ours():
+            storage.delete(COMMON_FILE)
+    except (SaveError, LoadError, OSError) as error:
+        _logger.warning("%s: could not clean up after a failed save: %s", storage, error)
+    try:
+        target.claim.release(remove_marker=target.replaces and others_clean_up)
+    except (SaveError, LoadError, OSError) as error:
         _logger.warning("%s: could not clean up after a failed save: %s", storage, error)
 
 
@@ -223,31 +443,30 @@ def _old_index(storage: Storage) -> CheckpointIndex | None:
         return None
 
 
-def _clean_up_after_failed_save(
-    storage: Storage, names: list[str], index: CheckpointIndex | None, replaces: bool
-) -> None:
-    """Finish or undo what a save that was killed has left; nothing that the old `.metadata` names is touched."""
-    needed = index_files(index) if index else set()
-    if index is not None:
-        in_force = common_file_in_force(names, index)
+def _clean_up_after_failed_save(storage: Storage, seen: _Look) -> None:
+    """Finish or undo what saves that are gone have left; nothing that the old `.metadata` names is touched."""
+    if seen.metadata is not None and seen.index is None:
+        return
+    needed = index_files(seen.index) if seen.index is not None else set()
+    if seen.index is not None:
+        in_force = common_file_in_force(seen.names, seen.index)
         if in_force is not None and in_force != COMMON_FILE:
             storage.rename(in_force, COMMON_FILE)
-    for name in names:
+    for name in seen.names:
         if _PENDING_NUMBERED.match(name):
             storage.delete(name, missing_ok=True)
-    if INCOMPLETE_MARKER not in names or (replaces and index is None):
-        return
-    try:
-        marker = json.loads(storage.read(INCOMPLETE_MARKER))
-        first_file = int(marker["first_file"])
-        replaced = {str(name) for name in marker.get("replaces", ())}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return
-    if not any((_file_number(name) or 0) >= first_file for name in needed):
-        replaced = set()  # killed before it published: the old checkpoint is in force
-    for name in names:
+    garbage: set[str] = set()
+    for told in seen.gone.values():
+        first_file = _number(told, "first_file")
+        if first_file is None:
+            continue
+        replaced = told.get("replaces")
+        # Otherwise it was killed before it published: the old checkpoint is in force.
+        if isinstance(replaced, list) and any((_file_number(name) or 0) >= first_file for name in needed):
+            garbage.update(name for name in replaced if isinstance(name, str))
+    for name in seen.names:
         # A save puts its files into the directory itself. In those below it lie other checkpoints.
         number = None if "/" in name else _file_number(name)
-        unpublished = number is not None and number >= first_file
-        if name not in needed and (unpublished or name in replaced):
+        unpublished = number is not None and seen.sweep_from is not None and number >= seen.sweep_from
+        if name not in needed and (unpublished or name in garbage):
             storage.delete(name)

@@ -19,7 +19,7 @@ import torch
 from mcore_ckpt.core.errors import CheckpointNotFoundError, SaveError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.ranks import coordination_group
-from mcore_ckpt.directory.commit import PENDING_COMMON, common_file_in_force
+from mcore_ckpt.directory.commit import common_file_in_force, give_back, reserve
 from mcore_ckpt.format.index import object_key
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE
 from mcore_ckpt.format.safe_pickle import load_object
@@ -35,6 +35,8 @@ _PENDING_SUFFIX = ".pending"
 def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
     """Write the common state beside the checkpoint that is going to be saved; every rank calls it, the first writes.
 
+    It is the first that is written of a save, so the directory is claimed here, for the save that follows.
+
     Where the directory holds a checkpoint already, the new state gets a name of its own, and takes the place of the
     old one only when the new checkpoint is published: an overwritten `common.pt` would spoil the old checkpoint.
 
@@ -43,14 +45,19 @@ def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.Path
         checkpoint_dir: directory of the checkpoint; it must exist.
 
     Raises:
-        SaveError: it cannot be written; raised on every rank.
+        SaveError: it cannot be written, or another save holds the directory; raised on every rank.
     """
     storage = LocalStorage(checkpoint_dir)
 
     def write() -> None:
         content = io.BytesIO()
         torch.save(common_state_dict, content)
-        storage.publish(PENDING_COMMON if storage.exists(METADATA_FILE) else COMMON_FILE, content.getvalue())
+        target = reserve(storage)
+        try:
+            storage.publish(target.common_file, content.getvalue())
+        except BaseException:
+            give_back(storage)
+            raise
 
     coordination_group().run_on_coordinator("write the common state", write, wrap=SaveError)
 

@@ -12,22 +12,30 @@ What fails on one rank alone is carried as a value to the next exchange, where a
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import time
 import uuid
-import weakref
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from mcore_ckpt.core.errors import SaveError
+from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import RankGroup, reached_every_rank
-from mcore_ckpt.directory.commit import Target, abandon, discard, is_in_force, open_target, publish
+from mcore_ckpt.directory.commit import (
+    Target,
+    abandon,
+    check_files,
+    discard,
+    give_back,
+    is_in_force,
+    open_target,
+    publish,
+)
 from mcore_ckpt.format.index import ObjectEntry
 from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout
 from mcore_ckpt.layout.file_image import ImageResult
@@ -100,6 +108,7 @@ def begin_save(
     with collector_paused():
         state = attempt(partial(collect, sharded_state_dict, structure.shards))
         if request.beside_training and _is_left_out(state, request.options, group):
+            directory.abandon([])
             return SaveTransaction(request, group, directory, None, SkippedSave(str(directory.path)), [])
         try:
             plan = _plan(state, request, group, structure, directory)
@@ -195,29 +204,19 @@ class SaveDirectory:
         target: on the coordinator, once it is open, what was found in it.
     """
 
-    # Saves of this process that are not committed, by directory: two at once would take each other's files for rubbish.
-    _claimed: weakref.WeakValueDictionary[str, SaveDirectory] = weakref.WeakValueDictionary()
-
     def __init__(self, path: Path, options: SaveOptions) -> None:
         self.path = path.absolute()
         self.storage = LocalStorage(self.path)
         self.target: Target | None = None
         self._options = options
-        self._claim = os.path.realpath(path)
 
     def open(self) -> int:
         """Coordinator: claim the directory for this save; returns the number of each rank's first file.
 
         Raises:
-            SaveError: an earlier save into it is not finalized.
+            SaveError: another save holds it, in this process, another one, or on another host.
             CheckpointExistsError: see `open_target`.
         """
-        if self._claim in self._claimed:
-            raise SaveError(
-                f"{self.path}: an earlier save into this directory is not finalized yet;"
-                " call maybe_finalize_async_calls(blocking=True) before saving there again"
-            )
-        self._claimed[self._claim] = self
         self.target = open_target(self.storage, self._options)
         return self.target.first_file
 
@@ -229,14 +228,16 @@ class SaveDirectory:
     def abandon(self, files: list[str], *, others_clean_up: bool = True) -> None:
         """Remove `files` of a save that has failed, and put the directory back as it was before."""
         discard(self.storage, files)
-        if self.target is not None:
+        if self.target is None:
+            give_back(self.storage)
+        else:
             abandon(self.storage, self.target, others_clean_up=others_clean_up)
-        self.release()
 
     def release(self) -> None:
-        """Let other saves in. One that was refused leaves the claim of the one in progress alone."""
-        if self._claimed.get(self._claim) is self:
-            del self._claimed[self._claim]
+        """Let other saves in, which then remove what is left of this one."""
+        if self.target is not None:
+            with contextlib.suppress(SaveError, LoadError, OSError):
+                self.target.claim.release(remove_marker=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +304,6 @@ class SaveTransaction:
                 self._abandon()
             self._directory.release()
             raise
-        self._directory.release()
         self._spans.append(Span("commit", waited, time.monotonic()))
         report = self._report(value_of(mine), gathered)
         self._tell(report, value_of(mine))
@@ -338,6 +338,7 @@ class SaveTransaction:
             raise SaveError(
                 f"{self._directory.path}: the files planned are {plan.planned.files}, the files written {done}"
             )
+        check_files(self._directory.storage, plan.planned.files)
         objects = [written.objects for written in gathered]
         content = plan.planned.metadata(
             objects,
@@ -352,9 +353,9 @@ class SaveTransaction:
         that fails after the commit, or contact lost in the midst of it, must not take a published checkpoint apart.
         """
         if not self._commits:
-            self._abandon(others_clean_up=self._group.size == 1)  # a queue may also be closed on one rank alone
+            self._abandon()
 
-    def _abandon(self, others_clean_up: bool = True) -> None:
+    def _abandon(self) -> None:
         """Remove what this rank wrote of a save that has failed."""
         assert self.plan is not None
         planned = self.plan.planned
@@ -363,7 +364,8 @@ class SaveTransaction:
             _logger.warning("%s: the save was interrupted, but the checkpoint is published", self._directory.path)
             self._directory.release()
         else:
-            self._directory.abandon(self.plan.files, others_clean_up=others_clean_up)
+            # When the coordinator lets the directory go, other ranks may not have cleaned up, or still be writing.
+            self._directory.abandon(self.plan.files, others_clean_up=self._group.size == 1)
 
     def _report(self, mine: Written, gathered: list[Written] | None) -> SaveReport:
         """On the coordinator of all ranks, the slowest rank's phases; elsewhere of this rank alone."""

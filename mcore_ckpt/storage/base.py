@@ -18,11 +18,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
 
-__all__ = ["ALIGNMENT_BYTES", "DirectIo", "RangeReader", "RangeWriter", "Storage", "align_up", "check_name"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "DirectIo",
+    "FileVersion",
+    "RangeReader",
+    "RangeWriter",
+    "Storage",
+    "align_up",
+    "check_name",
+]
 
 DirectIo = Literal["auto", "on", "off"]
 
@@ -49,6 +58,20 @@ def check_name(name: str) -> str:
                 f"file name {name!r}: expected a relative path inside the checkpoint, without empty, '.' or '..' parts"
             )
     return name
+
+
+class FileVersion(NamedTuple):
+    """Which file a name stands for, and in what state.
+
+    Attributes:
+        number: of the file (its inode); another file has another one.
+        size_bytes: its length.
+        modified_ns: when it was changed last, in nanoseconds on the file system's clock.
+    """
+
+    number: int
+    size_bytes: int
+    modified_ns: int
 
 
 class RangeReader(ABC):
@@ -163,7 +186,14 @@ class Storage(ABC):
 
     @abstractmethod
     def list(self) -> list[str]:
-        """Names of all files, in subdirectories too, sorted; empty when there is no such directory."""
+        """Names of all files, in subdirectories too, sorted; empty when there is no such directory.
+
+        A network file system may list what is gone, and leave out what is new: ask for a file by its name before
+        anything is deleted for being missing here.
+
+        Raises:
+            LoadError: a directory is there and cannot be listed.
+        """
 
     @abstractmethod
     def exists(self, name: str) -> bool:
@@ -196,15 +226,67 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def publish(self, name: str, content: bytes) -> None:
+    def publish(self, name: str, content: bytes, *, through: str | None = None) -> None:
         """Make `name` hold `content`, replacing what it held, atomically and durably.
 
         Whenever the machine stops, the name holds all of the old or all of the new content. Every file finished and
         renamed in this directory before the call is durable after it.
 
+        Args:
+            name: of the file.
+            content: what it is to hold.
+            through: a file that `create` has made, which becomes `name`. Whoever deletes it has prevented this call for
+                ever, however far it has come: the right to publish can be taken away.
+
         Raises:
-            SaveError: the old content, if any, is still there.
+            SaveError: the old content, if any, is still there; or `through` is gone.
         """
+
+    @abstractmethod
+    def create(self, name: str, content: bytes) -> None:
+        """Make a small new file. Its content is durable on return; its name is after `sync_directory`.
+
+        Raises:
+            SaveError: it exists, or cannot be made.
+        """
+
+    @abstractmethod
+    def link(self, source: str, name: str) -> bool:
+        """Give a file a second name, unless that is taken: of all who try at once, on whatever host, one succeeds.
+
+        Where the file system has no hard links, `name` becomes a new file, which others may see before its content.
+
+        Returns:
+            False if the name is taken.
+
+        Raises:
+            SaveError: there is no such file, or the name cannot be given.
+        """
+
+    @abstractmethod
+    def touch(self, name: str) -> bool:
+        """Set a file's time of change to now, on the file system's clock. False if there is no such file.
+
+        Raises:
+            SaveError: if that fails.
+        """
+
+    @abstractmethod
+    def version(self, name: str) -> FileVersion | None:
+        """What tells a file from another of the same name, asked of the file itself, not of a listing; None: no file.
+
+        Raises:
+            LoadError: if it cannot be asked.
+        """
+
+    @property
+    @abstractmethod
+    def location(self) -> str:
+        """Where the directory is; the same for all storages of this directory in this process."""
+
+    @abstractmethod
+    def sync_parents(self) -> None:
+        """Make the directory's own name durable, and the names above it. Raises `SaveError`."""
 
     @abstractmethod
     def rename(self, source: str, destination: str) -> None:
@@ -216,7 +298,7 @@ class Storage(ABC):
 
     @abstractmethod
     def ensure_directory(self) -> None:
-        """Make the directory, and those above it, if there is none. Raises `SaveError`."""
+        """Make the directory, and those above it, durably, if there is none. Raises `SaveError`."""
 
     @abstractmethod
     def sync_directory(self) -> None:

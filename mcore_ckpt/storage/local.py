@@ -32,7 +32,16 @@ from typing import Final, NoReturn
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.storage import direct_io
-from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, RangeWriter, Storage, align_up, check_name
+from mcore_ckpt.storage.base import (
+    ALIGNMENT_BYTES,
+    DirectIo,
+    FileVersion,
+    RangeReader,
+    RangeWriter,
+    Storage,
+    align_up,
+    check_name,
+)
 
 __all__ = [
     "BouncePool",
@@ -396,10 +405,19 @@ class LocalStorage(Storage):
         return os.path.join(self.root, check_name(name))
 
     def list(self) -> list[str]:
+        failed: list[OSError] = []
         names = []
-        for directory, _, files in os.walk(self.root):
+        for directory, _, files in os.walk(self.root, onerror=failed.append):
             relative = os.path.relpath(directory, self.root)
             names += files if relative == "." else [f"{relative}/{file}" for file in files]
+        for error in failed:
+            # What was removed meanwhile is not there. Anything else would pass for an empty directory.
+            if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+                code = errno.errorcode.get(error.errno or 0, "no errno")
+                raise LoadError(
+                    f"{error.filename or self.root}: cannot be listed: {error.strerror or error} ({code}); check the "
+                    "device and its file system (dmesg)"
+                ) from error
         return sorted(names)
 
     def exists(self, name: str) -> bool:
@@ -427,12 +445,55 @@ class LocalStorage(Storage):
         except OSError as error:
             raise _save_error("creating the file", path, error) from error
 
-    def publish(self, name: str, content: bytes) -> None:
+    def publish(self, name: str, content: bytes, *, through: str | None = None) -> None:
         path = self.path(name)
         try:
-            _replace_durably(path, content)
+            _replace_durably(path, content, None if through is None else self.path(through))
         except OSError as error:
             raise _save_error("publishing it", path, error) from error
+
+    def create(self, name: str, content: bytes) -> None:
+        path = self.path(name)
+        try:
+            _write_new(path, content)
+        except OSError as error:
+            raise _save_error("creating the file", path, error) from error
+
+    def link(self, source: str, name: str) -> bool:
+        path = self.path(name)
+        try:
+            return _link(self.path(source), path)
+        except OSError as error:
+            raise _save_error(f"giving {source} this name", path, error) from error
+
+    def touch(self, name: str) -> bool:
+        path = self.path(name)
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise _save_error("renewing its time", path, error) from error
+        return True
+
+    def version(self, name: str) -> FileVersion | None:
+        path = self.path(name)
+        try:
+            # Opened, not asked for by name alone: that is when NFS asks the server.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                status = os.fstat(fd)
+            finally:
+                os.close(fd)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise _open_error(path, error) from error
+        return FileVersion(status.st_ino, status.st_size, status.st_mtime_ns)
+
+    @property
+    def location(self) -> str:
+        return os.path.realpath(self.root)
 
     def rename(self, source: str, destination: str) -> None:
         try:
@@ -452,7 +513,7 @@ class LocalStorage(Storage):
 
     def ensure_directory(self) -> None:
         try:
-            os.makedirs(self.root, exist_ok=True)
+            _make_directories(os.path.abspath(self.root))
         except OSError as error:
             raise _save_error("making the directory", str(self.root), error) from error
 
@@ -461,6 +522,32 @@ class LocalStorage(Storage):
             _sync_directory(str(self.root))
         except OSError as error:
             raise _save_error("syncing the directory", str(self.root), error) from error
+
+    def sync_parents(self) -> None:
+        place = os.path.realpath(self.root)
+        try:
+            device = os.stat(place).st_dev
+            while (parent := os.path.dirname(place)) != place and os.stat(parent).st_dev == device:
+                _sync_directory(parent)
+                place = parent
+        except PermissionError:
+            pass  # a directory that this user may not read was not made by this user
+        except OSError as error:
+            raise _save_error("syncing the directory that it is in", place, error) from error
+
+
+def _make_directories(path: str) -> None:
+    """Make a directory and those above it; a new name is durable on return."""
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    _make_directories(parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+    if not os.path.isdir(path):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+    with contextlib.suppress(PermissionError):  # it may be written, and not read
+        _sync_directory(parent)
 
 
 def _open_error(path: str, error: OSError) -> LoadError:
@@ -472,7 +559,49 @@ def _open_error(path: str, error: OSError) -> LoadError:
     return LoadError(f"{path}: cannot be opened: {error.strerror or error} ({code})")
 
 
-def _replace_durably(path: str, content: bytes) -> None:
+# What a file system without hard links answers; NFS and some FUSE ones pass on an odd one of their server.
+_NO_HARD_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+
+
+def _write_new(path: str, content: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)
+    try:
+        if content:
+            _write_all(fd, memoryview(content), 0)
+            os.fsync(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _link(source: str, path: str) -> bool:
+    """A second name for a file; False if the name is taken.
+
+    Over NFS the answer to a link may be lost, and the request sent again, so that it fails although it was done: then
+    the two names stand for one file.
+    """
+    try:
+        os.link(source, path)
+    except FileExistsError:
+        with contextlib.suppress(OSError):
+            return os.path.samefile(source, path)
+        return False
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        with open(source, "rb") as stream:
+            content = stream.read()
+        try:
+            _write_new(path, content)
+        except FileExistsError:
+            return False
+    return True
+
+
+def _replace_durably(path: str, content: bytes, through: str | None = None) -> None:
     """Write, sync, rename, sync the directory; the order that borg and others use, and the way back.
 
     If the last step fails, the rename has happened but may not outlast a power cut. Whoever is told of the failure
@@ -480,10 +609,11 @@ def _replace_durably(path: str, content: bytes) -> None:
     """
     directory, base = os.path.split(path)
     prefix = f".{base}."
-    temporary = os.path.join(directory, f"{prefix}{secrets.token_hex(8)}.tmp")
+    temporary = through or os.path.join(directory, f"{prefix}{secrets.token_hex(8)}.tmp")
     old = os.path.join(directory, f"{prefix}{secrets.token_hex(8)}.tmp")
+    flags = os.O_WRONLY | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if through is None else os.O_TRUNC)
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)
+        fd = os.open(temporary, flags, _FILE_MODE)
         try:
             direct_io.write_all(fd, memoryview(content), 0)
             os.fsync(fd)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
 from mcore_ckpt.core.errors import SaveError
-from mcore_ckpt.storage.base import DirectIo, RangeReader, RangeWriter, Storage
+from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWriter, Storage
 from mcore_ckpt.storage.local import LocalStorage
 
 How = Literal["error", "exit", "kill", "torn"]
@@ -81,6 +82,11 @@ class Faults:
         os._exit(17)
 
 
+def _without_id(name: str) -> str:
+    """A name as records show it, so that they are the same for each run: without the random id of a save."""
+    return re.sub(r"\b[0-9a-f]{16}\b", "ID", name)
+
+
 class FaultyStorage(Storage):
     """Passes everything on to `inner`, by way of `faults`. Reading is never disturbed.
 
@@ -116,16 +122,34 @@ class FaultyStorage(Storage):
         self.faults.before("open_writer", name, size_bytes or 0)
         return _FaultyWriter(self.inner.open_writer(name, size_bytes=size_bytes, direct=direct), name, self.faults)
 
-    def publish(self, name: str, content: bytes) -> None:
+    def publish(self, name: str, content: bytes, *, through: str | None = None) -> None:
         self.faults.before("publish", name, len(content))
-        self.inner.publish(name, content)
+        self.inner.publish(name, content, through=through)
+
+    def create(self, name: str, content: bytes) -> None:
+        self.faults.before("create", _without_id(name), len(content))
+        self.inner.create(name, content)
+
+    def link(self, source: str, name: str) -> bool:
+        self.faults.before("link", f"{_without_id(source)} -> {_without_id(name)}")
+        return self.inner.link(source, name)
+
+    def touch(self, name: str) -> bool:
+        return self.inner.touch(name)  # comes whenever its time has come, so that it has no place in the order
+
+    def version(self, name: str) -> FileVersion | None:
+        return self.inner.version(name)
+
+    @property
+    def location(self) -> str:
+        return self.inner.location
 
     def rename(self, source: str, destination: str) -> None:
-        self.faults.before("rename", f"{source} -> {destination}")
+        self.faults.before("rename", f"{_without_id(source)} -> {_without_id(destination)}")
         self.inner.rename(source, destination)
 
     def delete(self, name: str, missing_ok: bool = True) -> None:
-        self.faults.before("delete", name)
+        self.faults.before("delete", _without_id(name))
         self.inner.delete(name, missing_ok)
 
     def ensure_directory(self) -> None:
@@ -135,6 +159,10 @@ class FaultyStorage(Storage):
     def sync_directory(self) -> None:
         self.faults.before("sync_directory", "")
         self.inner.sync_directory()
+
+    def sync_parents(self) -> None:
+        self.faults.before("sync_parents", "")
+        self.inner.sync_parents()
 
 
 class _FaultyWriter(RangeWriter):

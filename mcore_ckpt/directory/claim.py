@@ -1,0 +1,502 @@
+"""Whose a directory is: at most one save, of whatever kind, works in it at a time, on whatever host.
+
+A save has an id, and claims the directory before it writes anything else. Its claim is these files:
+
+    .mcore_ckpt_incomplete                the marker: a link to the ticket of the save that holds the directory
+    .mcore_ckpt_incomplete.ID             the ticket: who that is (`Owner`); its time of change is the heartbeat
+    .mcore_ckpt_incomplete.ID.publish     becomes `.metadata` when the save is published
+    .mcore_ckpt_incomplete.ID.next        the ticket of who takes over from the save ID, while that goes on
+
+**Claiming** is linking the ticket to the marker's name, which succeeds for one of all who try at once.
+
+**A holder is gone** if its ticket is: it has let go. Or if it ran on this host, and its process does not exist any more
+(id and start time are compared), or the host has been started anew since. Of a process that cannot be seen from here
+(on another host, in another container) only the heartbeat tells: it is gone when its lease has run out and the
+heartbeat does not move while it is watched. Clocks of hosts are never compared, only times that the file system gives.
+
+**Taking over** from a holder that is gone is linking one's ticket to `.ID.next`, which again only one can. Then the
+files by which the old holder could still do something are deleted, and the new ticket becomes the marker. Who dies
+within is taken over from in the same way, so the holder is the end of the chain that begins at the marker.
+
+**A holder that was only thought to be gone** (it was stopped, or cut off) can do no harm when it goes on: its heartbeat
+finds no ticket, and it cannot publish, since what would become `.metadata` has been deleted. File names are never
+used twice, see `commit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import platform
+import re
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
+from mcore_ckpt.storage.base import Storage
+
+__all__ = ["Claim", "Owner", "holders", "is_claim_file"]
+
+_logger = logging.getLogger(__name__)
+
+BEAT_S: Final = 3.0
+# A trainer that holds the interpreter's lock, or a server that hangs, stops the heartbeat for so long at most.
+LEASE_S: Final = 60.0
+# Even when a lease has run out by the file system's clock, which is the clients' on some, a heartbeat is waited for.
+_WATCHED_BEATS: Final = 3
+# What a marker without an owner's name may be: half written, where the file system has no hard links.
+_UNREADABLE_S: Final = 2.0
+_LONGEST_LEASE_S: Final = 3600.0
+_ATTEMPTS: Final = 1000
+_RETRY_S: Final = 0.01
+_PREFIX: Final = INCOMPLETE_MARKER + "."
+_SAVE_ID: Final = re.compile(r"[0-9a-f]{16}")
+_CLAIM_FILE: Final = re.compile(re.escape(_PREFIX) + r"([0-9a-f]{16})(\.publish|\.next|\.marker)?$")
+
+# Claims that this process holds, by save id; one that nobody refers to any more is not held.
+_held: weakref.WeakValueDictionary[str, Claim] = weakref.WeakValueDictionary()
+
+
+def is_claim_file(name: str) -> bool:
+    """Whether a file belongs to a claim, or to nothing else than one that was being made."""
+    return name == INCOMPLETE_MARKER or name.startswith(_PREFIX)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who holds a directory, as its ticket says.
+
+    Attributes:
+        save_id: of the save; 16 hexadecimal digits. Of a marker that names none, something that stands for its content.
+        host: name of the machine.
+        machine: what tells machines of one name apart.
+        boot: changes whenever the machine starts.
+        pid_namespace: container, as far as process ids go.
+        pid: the coordinator's process.
+        started: when that was started, in ticks since the boot: another process of the same id has another one.
+        since_s: when the directory was claimed, by the host's clock; shown to people only.
+        beat_s: how often the heartbeat is renewed.
+        lease_s: how long it may be late.
+        noted: what else the ticket says.
+    """
+
+    save_id: str
+    host: str = ""
+    machine: str = ""
+    boot: str = ""
+    pid_namespace: str = ""
+    pid: int = 0
+    started: str = ""
+    since_s: float = 0.0
+    beat_s: float = BEAT_S
+    lease_s: float = LEASE_S
+    noted: Mapping[str, Any] | None = None
+
+    @classmethod
+    def here(cls, noted: Mapping[str, Any] | None = None) -> Owner:
+        """This process, for a new save."""
+        return cls(
+            save_id=secrets.token_hex(8),
+            host=platform.node(),
+            machine=_first_line("/etc/machine-id"),
+            boot=_first_line("/proc/sys/kernel/random/boot_id"),
+            pid_namespace=_pid_namespace(),
+            pid=os.getpid(),
+            started=_start_of(os.getpid()) or "",
+            since_s=time.time(),
+            beat_s=BEAT_S,
+            lease_s=LEASE_S,
+            noted=noted,
+        )
+
+    def encode(self) -> bytes:
+        """The ticket's content."""
+        own = {name: getattr(self, name) for name in self.__slots__ if name != "noted"}
+        return json.dumps({**(self.noted or {}), **own}).encode()
+
+    @classmethod
+    def decode(cls, content: bytes) -> Owner:
+        """Who a ticket or marker names; one of an older version, or a torn one, names nobody (`host` is empty)."""
+        try:
+            told = json.loads(content)
+            own = {name: told.pop(name) for name in cls.__slots__ if name != "noted"}
+            owner = cls(**own, noted=told)
+            texts = (owner.save_id, owner.host, owner.machine, owner.boot, owner.pid_namespace, owner.started)
+            numbers = (owner.pid, owner.since_s, owner.beat_s, owner.lease_s)
+            well_formed = (
+                all(type(text) is str for text in texts)
+                and all(type(value) in (int, float) for value in numbers)
+                and _SAVE_ID.fullmatch(owner.save_id) is not None
+                and owner.host != ""
+            )
+            if well_formed:
+                return owner
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            told = None
+        stands_for = hashlib.sha256(content).hexdigest()[:16]
+        return cls(save_id=stands_for, noted=told if isinstance(told, dict) else None)
+
+    def process_state(self) -> Literal["alive", "gone", "rebooted", "unknown"]:
+        """What can be said of the owner's process from here: `"unknown"` if it cannot be seen."""
+        if not self.host:
+            return "gone"
+        if self.host != platform.node() or self.machine != _first_line("/etc/machine-id"):
+            return "unknown"
+        if self.boot != _first_line("/proc/sys/kernel/random/boot_id"):
+            return "rebooted"
+        if self.pid_namespace != _pid_namespace():
+            return "unknown"
+        if self.pid == os.getpid():
+            held = _held.get(self.save_id)
+            return "alive" if held is not None and held.is_held else "gone"
+        started = _start_of(self.pid)
+        another = started is None or (started and self.started and started != self.started)
+        return "gone" if another else "alive"
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_s))
+        return f"process {self.pid} on host {self.host}, since {since}"
+
+
+def _first_line(path: str) -> str:
+    try:
+        return Path(path).read_text().split("\n", 1)[0].strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _pid_namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _start_of(pid: int) -> str | None:
+    """When a process was started, in ticks; None if there is none, or only its exit status is left; "" if unknown."""
+    try:
+        # The name of the program, in brackets, may contain anything.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        # No /proc here, or one that hides what other users run.
+        try:
+            os.kill(pid, 0)
+        except (ProcessLookupError, OverflowError):
+            return None
+        except OSError:
+            pass
+        return ""
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return None if fields[0] in "ZX" else fields[19]
+
+
+@dataclass(slots=True)
+class _Life:
+    """What a claim and its thread share: the process that it is of, whether it has ended, and in good order."""
+
+    pid: int = field(default_factory=os.getpid)
+    ended: threading.Event = field(default_factory=threading.Event)
+    released: bool = False
+
+
+class Claim:
+    """A directory that this process holds for one save, until it is released, or the claim is forgotten.
+
+    Made by `take`. A thread renews its heartbeat; it takes no part in any collective, and ends with the process.
+
+    Attributes:
+        owner: this process, with the save's id.
+        storage: the directory.
+        after: those that are gone whom it was taken over from.
+    """
+
+    def __init__(self, storage: Storage, owner: Owner, after: Iterable[Owner] = ()) -> None:
+        self.storage = storage
+        self.owner = owner
+        self.after = tuple(after)
+        self._life = _Life()
+        _held[owner.save_id] = self
+        # A claim that is forgotten is let go, in the thread: a device that hangs must not hold up whoever forgets it.
+        forgotten = weakref.finalize(self, self._life.ended.set)
+        forgotten.atexit = False
+        thread = threading.Thread(
+            target=_renew, args=(storage, owner, self._life), name="mcore-ckpt-claim", daemon=True
+        )
+        thread.start()
+
+    @classmethod
+    def take(cls, storage: Storage, noted: Mapping[str, Any] | None = None) -> Claim:
+        """Claim a directory, which must exist; waits until it is known whether a holder elsewhere is gone.
+
+        Args:
+            storage: the directory.
+            noted: what the marker is to say besides, in JSON's types.
+
+        Raises:
+            SaveError: another save holds it; the message says whose.
+            OSError, LoadError: the directory cannot be read or written.
+        """
+        owner = Owner.here(noted)
+        try:
+            storage.create(_ticket(owner), owner.encode())
+            storage.create(_publish_ticket(owner), b"")
+            after = _take(storage, owner)
+        except BaseException:
+            _delete_quietly(storage, _ticket(owner), _publish_ticket(owner), _ticket(owner) + ".marker")
+            raise
+        return cls(storage, owner, after)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process still has it, as far as it knows without asking the storage."""
+        return not self._life.ended.is_set() and self._life.pid == os.getpid()
+
+    def sweep(self, names: Iterable[str]) -> None:
+        """Remove what is left of claims of processes that are gone, among these files of the directory."""
+        for name in names:
+            match = _CLAIM_FILE.match(name)
+            if match is None or match.group(1) == self.owner.save_id:
+                continue
+            # The file `.next` belongs to whom it names.
+            content = _read(self.storage, name if match.group(2) == ".next" else _PREFIX + match.group(1))
+            if content is None or _is_long_gone(self.storage, Owner.decode(content)):
+                self.storage.delete(name)
+
+    @property
+    def publish_ticket(self) -> str:
+        """The file that becomes `.metadata` (see `Storage.publish`)."""
+        return _publish_ticket(self.owner)
+
+    def is_ours(self) -> bool:
+        """Whether the directory is still this save's, asked of the storage. Raises `LoadError`."""
+        names = (_ticket(self.owner), self.publish_ticket)
+        return self.is_held and all(self.storage.version(name) is not None for name in names)
+
+    def check(self) -> None:
+        """Raise `SaveError` if the directory is not this save's any more."""
+        if not self.is_ours():
+            now = holders(self.storage)
+            raise SaveError(
+                f"{self.storage}: this save ({self.owner}) has lost the directory, "
+                + (f"which {now[-1]} has taken over" if now and now[-1].host else "and nobody holds it now")
+                + ": it gave no sign of life for longer than its lease. Nothing of it is published; save again"
+            )
+
+    def moved_to(self, storage: Storage) -> None:
+        """The directory has been given another name."""
+        self.storage = storage
+
+    def release(self, *, remove_marker: bool = True) -> None:
+        """Let the directory go; again, or after it was lost, that does nothing.
+
+        Args:
+            remove_marker: nothing of the save is left in the directory, but what is published. Otherwise the marker
+                stays, and says to the next save where to look for what is left.
+
+        Raises:
+            SaveError, LoadError: the directory cannot be read or written; it is given up all the same.
+        """
+        if not self.is_held:
+            return
+        self._life.released = True
+        self._life.ended.set()
+        _held.pop(self.owner.save_id, None)
+        _release(self.storage, self.owner, remove_marker=remove_marker)
+
+
+def holders(storage: Storage) -> list[Owner]:
+    """Who held the directory and was gone, in turn, and at the end who holds it now; empty if nobody does.
+
+    The last may be gone, too: that is for `Claim.take` to find out.
+    """
+    found: list[Owner] = []
+    name = INCOMPLETE_MARKER
+    while len(found) < _ATTEMPTS:
+        content = _read(storage, name)
+        if content is None:
+            break
+        owner = Owner.decode(content)
+        if any(owner.save_id == other.save_id for other in found):
+            break
+        found.append(owner)
+        name = _next(owner)
+    return found
+
+
+def _is_long_gone(storage: Storage, owner: Owner) -> bool:
+    """Whether somebody who is claiming the directory, or was, is gone, without waiting to see."""
+    state = owner.process_state()
+    if state in ("gone", "rebooted"):
+        return True
+    beat = storage.version(_ticket(owner))
+    return beat is None and state == "unknown"
+
+
+def _ticket(owner: Owner) -> str:
+    return _PREFIX + owner.save_id
+
+
+def _publish_ticket(owner: Owner) -> str:
+    return f"{_PREFIX}{owner.save_id}.publish"
+
+
+def _next(owner: Owner) -> str:
+    return f"{_PREFIX}{owner.save_id}.next"
+
+
+def _read(storage: Storage, name: str) -> bytes | None:
+    try:
+        with storage.open_reader(name, direct="off") as reader:
+            return reader.read(0, reader.size_bytes)
+    except CheckpointNotFoundError:
+        return None
+
+
+def _take(storage: Storage, owner: Owner) -> list[Owner]:
+    for _ in range(_ATTEMPTS):
+        chain = holders(storage)
+        if not chain:
+            if storage.link(_ticket(owner), INCOMPLETE_MARKER):
+                return []
+        else:
+            _wait_until_gone(storage, chain[-1], owner)
+            if after := _take_over(storage, chain[-1], owner):
+                return after
+        time.sleep(_RETRY_S * secrets.randbelow(10) / 10)  # those that met here do not meet again
+    raise SaveError(f"{storage}: the directory could not be claimed in {_ATTEMPTS} attempts: others claim it, too")
+
+
+def _take_over(storage: Storage, gone: Owner, owner: Owner) -> list[Owner]:
+    """Become the holder after one that is gone; returns all that are gone, or none if somebody else did."""
+    if not storage.link(_ticket(owner), _next(gone)):
+        return []
+    chain = holders(storage)
+    ids = [each.save_id for each in chain]
+    if owner.save_id not in ids:
+        # Somebody else had taken over, and tidied up, before the link was made: nothing leads to it.
+        storage.delete(_next(gone))
+        return []
+    if ids[-1] != owner.save_id:
+        raise SaveError(f"{storage}: {chain[-1]} has claimed the directory while this process was held up")
+    for each in chain[:-1]:
+        # From here on, it cannot do anything any more, if it should not be gone after all.
+        for name in (_publish_ticket(each), _ticket(each), _ticket(each) + ".marker"):
+            storage.delete(name)
+    storage.link(_ticket(owner), _ticket(owner) + ".marker")
+    storage.rename(_ticket(owner) + ".marker", INCOMPLETE_MARKER)
+    for each in chain[:-1]:
+        storage.delete(_next(each))
+    if gone.host:
+        _logger.warning("%s: taken over from a save that is gone (%s)", storage, gone)
+    return chain[:-1]
+
+
+def _wait_until_gone(storage: Storage, holder: Owner, owner: Owner) -> None:
+    """Return when the holder is known to be gone.
+
+    Raises:
+        SaveError: it is not.
+    """
+    if not holder.host:
+        _wait_for_content(storage, holder)
+        return
+    seen = storage.version(_ticket(holder))
+    state = holder.process_state()
+    if seen is None or state == "gone":
+        return
+    if state == "alive" and holder.pid == os.getpid():
+        raise SaveError(
+            f"{storage}: an earlier save into this directory is not finalized yet;"
+            " call maybe_finalize_async_calls(blocking=True) before saving there again"
+        )
+    if state == "alive":
+        raise _in_use(storage, holder, "which is running")
+    beat_s = min(max(holder.beat_s, 0.0), _LONGEST_LEASE_S)
+    watched_s = _WATCHED_BEATS * beat_s
+    lease_s = watched_s if state == "rebooted" else min(max(holder.lease_s, watched_s), _LONGEST_LEASE_S)
+    # Both times are the file system's.
+    storage.touch(_ticket(owner))
+    now = storage.version(_ticket(owner))
+    late_s = 0.0 if now is None else (now.modified_ns - seen.modified_ns) / 1e9
+    if state == "rebooted" and late_s >= lease_s:
+        return
+    wait_s = max(watched_s, lease_s - max(0.0, late_s))
+    _logger.warning(
+        "%s: held by %s, whose process cannot be seen from here; watching its heartbeat for %.0f s",
+        storage,
+        holder,
+        wait_s,
+    )
+    until_s = time.monotonic() + wait_s
+    while (left_s := until_s - time.monotonic()) > 0:
+        time.sleep(min(left_s, max(beat_s / 4, _RETRY_S)))
+        storage.touch(_ticket(owner))  # whoever watches this process meanwhile sees that it lives
+        beat = storage.version(_ticket(holder))
+        if beat is None:
+            return
+        if beat != seen:
+            raise _in_use(storage, holder, "which renews its claim")
+
+
+def _wait_for_content(storage: Storage, holder: Owner) -> None:
+    """Give somebody who has just made the marker the time to write it. One that an older version wrote is sound."""
+    if holder.noted is not None:
+        return
+    until_s = time.monotonic() + _UNREADABLE_S
+    while time.monotonic() < until_s:
+        time.sleep(_RETRY_S * 5)
+        now = holders(storage)
+        if not now or now[-1].save_id != holder.save_id:
+            return
+
+
+def _in_use(storage: Storage, holder: Owner, why: str) -> SaveError:
+    return SaveError(
+        f"{storage}: another save holds this directory: {holder}, {why}; nothing was changed. Save into another "
+        "directory, or wait until that save has ended (if its process ends, the directory is free)"
+    )
+
+
+def _renew(storage: Storage, owner: Owner, life: _Life) -> None:
+    """Body of the thread that keeps a claim: it holds no reference to the claim, so that this can be forgotten."""
+    while not life.ended.wait(owner.beat_s):
+        try:
+            if not storage.touch(_ticket(owner)):
+                _logger.warning("%s: this save (%s) has lost the directory; it will not be published", storage, owner)
+                return
+        except (SaveError, OSError) as error:
+            _logger.warning("%s: the claim could not be renewed: %s", storage, error)
+    if not life.released and life.pid == os.getpid():
+        with contextlib.suppress(SaveError, LoadError, OSError):
+            _release(storage, owner, remove_marker=False)
+
+
+def _release(storage: Storage, owner: Owner, *, remove_marker: bool) -> None:
+    try:
+        if remove_marker:
+            content = _read(storage, INCOMPLETE_MARKER)
+            if content is not None and Owner.decode(content).save_id == owner.save_id:
+                storage.delete(INCOMPLETE_MARKER)
+    finally:
+        # Last: as long as the ticket is there, nobody else claims the directory.
+        try:
+            storage.delete(_publish_ticket(owner))
+        finally:
+            storage.delete(_ticket(owner))
+
+
+def _delete_quietly(storage: Storage, *names: str) -> None:
+    for name in names:
+        with contextlib.suppress(SaveError, OSError):
+            storage.delete(name)
