@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,22 @@ def names(path: Path) -> set[str]:
     return {file.name for file in path.iterdir()}
 
 
+def begin_and_be_killed(path: Path) -> int:
+    """`open_target` in a process that ends without another word; returns the number of its first file."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write_end, str(open_target(LocalStorage(path), OPTIONS).first_file).encode())
+        finally:
+            os._exit(9)
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        told = pipe.read()
+    os.waitpid(child, 0)
+    return int(told)
+
+
 def test_a_save_replaces_the_one_before_under_new_names(tmp_path: Path) -> None:
     first = save(tmp_path, b"one")
     second = save(tmp_path, b"two")
@@ -92,11 +109,10 @@ def test_a_failed_first_save_stays_marked(tmp_path: Path) -> None:
 def test_what_a_killed_save_left_is_removed_by_the_next_and_nothing_else(tmp_path: Path) -> None:
     first = save(tmp_path, b"one")
     (tmp_path / "notes.txt").write_text("mine")
-    storage = LocalStorage(tmp_path)
     (tmp_path / PENDING_COMMON).write_bytes(b"two")
-    target = open_target(storage, OPTIONS)
-    (tmp_path / data_file_name(0, target.first_file)).write_bytes(b"half")
-    (tmp_path / data_file_name(3, target.first_file + 1)).write_bytes(b"half")
+    first_file = begin_and_be_killed(tmp_path)
+    (tmp_path / data_file_name(0, first_file)).write_bytes(b"half")
+    (tmp_path / data_file_name(3, first_file + 1)).write_bytes(b"half")
     # Killed here. The old checkpoint is in force, its common state too.
     assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == COMMON_FILE
     assert first in names(tmp_path)
@@ -109,8 +125,7 @@ def test_a_crash_right_after_the_publish_is_read_right_and_mended(tmp_path: Path
     save(tmp_path, b"one")
     storage = LocalStorage(tmp_path)
     (tmp_path / PENDING_COMMON).write_bytes(b"two")
-    target = open_target(storage, OPTIONS)
-    name = data_file_name(0, target.first_file)
+    name = data_file_name(0, begin_and_be_killed(tmp_path))
     (tmp_path / name).write_bytes(b"data")
     storage.publish(METADATA_FILE, metadata(name))  # and killed before anything is tidied up
     in_force = common_file_in_force(names(tmp_path), read_index(tmp_path))
@@ -160,7 +175,7 @@ def test_a_refused_save_takes_its_common_state_away(tmp_path: Path) -> None:
 
 
 def test_checkpoints_in_directories_below_are_no_remains_of_a_failed_save(tmp_path: Path) -> None:
-    open_target(LocalStorage(tmp_path), OPTIONS)  # a save into the wrong directory, killed
+    begin_and_be_killed(tmp_path)  # a save into the wrong directory
     below = save(tmp_path / "iter_0000001")
     save(tmp_path)
     assert (tmp_path / "iter_0000001" / below).exists()
@@ -187,8 +202,7 @@ def test_a_lost_file_of_the_old_checkpoint_does_not_cost_the_new_one(tmp_path: P
 def test_a_save_killed_after_its_publish_is_tidied_up_by_the_next(tmp_path: Path) -> None:
     old = save(tmp_path)
     storage = LocalStorage(tmp_path)
-    target = open_target(storage, OPTIONS)
-    killed = data_file_name(0, target.first_file)
+    killed = data_file_name(0, begin_and_be_killed(tmp_path))
     (tmp_path / killed).write_bytes(b"data")
     storage.publish(METADATA_FILE, metadata(killed))  # and no further
     last = save(tmp_path)
