@@ -31,10 +31,11 @@ from mcore_ckpt.core.errors import (
     OptionError,
     SaveError,
 )
+from mcore_ckpt.directory.claim import Claim, is_claim_file
 from mcore_ckpt.directory.commit import common_file_in_force
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, INCOMPLETE_MARKER, METADATA_FILE, parse_index
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, parse_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.fetch import in_parallel
 from mcore_ckpt.storage.local import LocalStorage
@@ -122,12 +123,29 @@ def build_target(
     """
     content = encode_metadata(plan.index)
     partial = partial_directory(target)
-    if options.restart and partial.exists():
-        shutil.rmtree(partial)
     try:
         partial.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SaveError(f"{partial}: the directory cannot be made: {error.strerror}") from error
+    with Claim.take(LocalStorage(partial)) as claim:
+        if options.restart:
+            _empty(partial)
+        return _build(payloads, plan, target, options, claim, content, carry=carry, progress=progress)
+
+
+def _build(
+    payloads: StoredPayloads,
+    plan: ReshardPlan,
+    target: Path,
+    options: BuildOptions,
+    claim: Claim,
+    content: bytes,
+    *,
+    carry: Callable[[Path], None],
+    progress: bool | None,
+) -> Built:
+    """Build `target` in its temporary directory, which is claimed."""
+    partial = partial_directory(target)
     total = sum(move.payload_bytes for moves in plan.work for move in moves)
     with Journal(partial, _fingerprint(payloads, plan, content)) as journal:
         resumed = bool(journal.done)
@@ -156,8 +174,17 @@ def build_target(
                 raise
         checked = time.monotonic()
         carry(partial)
-        _publish(partial, target, content)
+        _publish(claim, partial, target, content)
     return Built(resumed, copied - started, checked - copied)
+
+
+def _empty(partial: Path) -> None:
+    """Remove what an earlier run has left."""
+    for path in partial.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif not is_claim_file(path.name):
+            path.unlink()
 
 
 def _fingerprint(payloads: StoredPayloads, plan: ReshardPlan, content: bytes) -> str:
@@ -294,9 +321,9 @@ def carry_sidecars(index: CheckpointIndex, partial: Path) -> None:
     data_files |= {entry.item.file for entry in index.objects.values()}
     common = common_file_in_force([path.name for path in source.iterdir()], index)
     # integrity.json lists hashes of the source's files; the others are not parts of a finished checkpoint.
-    left_out = {METADATA_FILE, CONFIG_FILE, COMMON_FILE, INCOMPLETE_MARKER, "integrity.json", JOURNAL_FILE, *data_files}
+    left_out = {METADATA_FILE, CONFIG_FILE, COMMON_FILE, "integrity.json", JOURNAL_FILE, *data_files}
     for path in sorted(source.iterdir()):
-        if path.name in left_out or path.name.endswith((".pending", ".tmp", ".distcp")):
+        if path.name in left_out or is_claim_file(path.name) or path.name.endswith((".pending", ".tmp", ".distcp")):
             continue
         if not path.is_dir() and not path.is_file():
             continue  # a dangling link, a pipe: nothing that could be carried
@@ -322,11 +349,14 @@ def _carry_file(source: Path, target: Path) -> None:
         raise SaveError(f"{source}: cannot be copied to {target}: {error.strerror or error}") from error
 
 
-def _publish(partial: Path, target: Path, content: bytes) -> None:
+def _publish(claim: Claim, partial: Path, target: Path, content: bytes) -> None:
     storage = LocalStorage(partial)
-    storage.publish(METADATA_FILE, content)
+    storage.sync_directory()
+    claim.check()
+    storage.publish(METADATA_FILE, content, through=claim.publish_ticket)
     storage.delete(JOURNAL_FILE)
     appear(partial, target)
+    claim.moved_to(LocalStorage(target))
 
 
 def appear(partial: Path, target: Path) -> None:

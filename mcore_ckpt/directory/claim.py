@@ -57,6 +57,7 @@ _WATCHED_BEATS: Final = 3
 # What a marker without an owner's name may be: half written, where the file system has no hard links.
 _UNREADABLE_S: Final = 2.0
 _LONGEST_LEASE_S: Final = 3600.0
+_MISSED_S: Final = 0.5
 _ATTEMPTS: Final = 1000
 _RETRY_S: Final = 0.01
 _PREFIX: Final = INCOMPLETE_MARKER + "."
@@ -203,8 +204,9 @@ def _start_of(pid: int) -> str | None:
 
 @dataclass(slots=True)
 class _Life:
-    """What a claim and its thread share: the process that it is of, whether it has ended, and in good order."""
+    """What a claim and its thread share: where it is, the process that it is of, whether it has ended, and how."""
 
+    storage: Storage
     pid: int = field(default_factory=os.getpid)
     ended: threading.Event = field(default_factory=threading.Event)
     released: bool = False
@@ -217,15 +219,13 @@ class Claim:
 
     Attributes:
         owner: this process, with the save's id.
-        storage: the directory.
         after: those that are gone whom it was taken over from.
     """
 
     def __init__(self, storage: Storage, owner: Owner, after: Iterable[Owner] = ()) -> None:
-        self.storage = storage
         self.owner = owner
         self.after = tuple(after)
-        self._life = _Life()
+        self._life = _Life(storage)
         _held[owner.save_id] = self
         # A claim that is forgotten is let go, in the thread: a device that hangs must not hold up whoever forgets it.
         forgotten = weakref.finalize(self, self._life.ended.set)
@@ -241,12 +241,14 @@ class Claim:
 
         Args:
             storage: the directory.
-            noted: what the marker is to say besides, in JSON's types.
+            noted: what the marker is to say besides, in JSON's types; by default, what it says already.
 
         Raises:
             SaveError: another save holds it; the message says whose.
             OSError, LoadError: the directory cannot be read or written.
         """
+        if noted is None:
+            noted = next((holder.noted for holder in reversed(holders(storage)) if holder.noted is not None), None)
         owner = Owner.here(noted)
         try:
             storage.create(_ticket(owner), owner.encode())
@@ -293,9 +295,21 @@ class Claim:
                 + ": it gave no sign of life for longer than its lease. Nothing of it is published; save again"
             )
 
+    @property
+    def storage(self) -> Storage:
+        """The directory."""
+        return self._life.storage
+
     def moved_to(self, storage: Storage) -> None:
         """The directory has been given another name."""
-        self.storage = storage
+        self._life.storage = storage
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # What a save that is gone has left, the next save is still to find.
+        self.release(remove_marker=not self.after)
 
     def release(self, *, remove_marker: bool = True) -> None:
         """Let the directory go; again, or after it was lost, that does nothing.
@@ -468,18 +482,20 @@ def _in_use(storage: Storage, holder: Owner, why: str) -> SaveError:
     )
 
 
-def _renew(storage: Storage, owner: Owner, life: _Life) -> None:
+def _renew(owner: Owner, life: _Life) -> None:
     """Body of the thread that keeps a claim: it holds no reference to the claim, so that this can be forgotten."""
-    while not life.ended.wait(owner.beat_s):
+    missed = 0
+    while not life.ended.wait(_MISSED_S if missed else owner.beat_s):
         try:
-            if not storage.touch(_ticket(owner)):
-                _logger.warning("%s: this save (%s) has lost the directory; it will not be published", storage, owner)
-                return
+            missed = 0 if life.storage.touch(_ticket(owner)) else missed + 1
         except (SaveError, OSError) as error:
-            _logger.warning("%s: the claim could not be renewed: %s", storage, error)
+            _logger.warning("%s: the claim could not be renewed: %s", life.storage, error)
+        if missed > 1:  # (once, while the directory is being renamed)
+            _logger.warning("%s: this save (%s) has lost the directory: it cannot publish", life.storage, owner)
+            return
     if not life.released and life.pid == os.getpid():
         with contextlib.suppress(SaveError, LoadError, OSError):
-            _release(storage, owner, remove_marker=False)
+            _release(life.storage, owner, remove_marker=False)
 
 
 def _release(storage: Storage, owner: Owner, *, remove_marker: bool) -> None:

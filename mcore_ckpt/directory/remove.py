@@ -6,7 +6,9 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from mcore_ckpt.directory.claim import Claim
 from mcore_ckpt.directory.commit import index_files
+from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.storage.local import LocalStorage
@@ -31,19 +33,23 @@ def remove_tensors(path: Path, key_prefix: str) -> list[str]:
 
     Raises:
         LoadError: there is no checkpoint, or its index cannot be read.
-        SaveError: the directory cannot be written.
+        SaveError: the directory cannot be written, or a save holds it.
     """
-    index = read_index(path)
+    storage = LocalStorage(path)
+    with Claim.take(storage):
+        return _remove(storage, read_index(path), key_prefix)
+
+
+def _remove(storage: LocalStorage, index: CheckpointIndex, key_prefix: str) -> list[str]:
     tensors = {key: entry for key, entry in index.tensors.items() if not key.startswith(key_prefix)}
     objects = {key: entry for key, entry in index.objects.items() if not key.startswith(key_prefix)}
     if not key_prefix or len(tensors) + len(objects) == len(index.tensors) + len(index.objects):
-        _logger.warning("%s: no key begins with %r, nothing is removed", path, key_prefix)
+        _logger.warning("%s: no key begins with %r, nothing is removed", storage.root, key_prefix)
         return []
     planner_data = index.planner_data
     if isinstance(planner_data, dict):
         planner_data = {key: value for key, value in planner_data.items() if not str(key).startswith(key_prefix)}
     kept = replace(index, tensors=tensors, objects=objects, planner_data=planner_data)
-    storage = LocalStorage(path)
     storage.publish(METADATA_FILE, MetadataEncoder(kept).encode(objects, storage_meta=index.storage_meta))
     emptied = sorted(index_files(index) - index_files(kept))
     for name in emptied:

@@ -567,7 +567,7 @@ def _write_new(path: str, content: bytes) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)
     try:
         if content:
-            _write_all(fd, memoryview(content), 0)
+            direct_io.write_all(fd, memoryview(content), 0)
             os.fsync(fd)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.directory.claim import Claim
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_reading import locate_tensor, verify_records
@@ -48,9 +49,14 @@ def repair_checkpoint(
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError: `other` is no readable checkpoint, or its index does not
             describe the files that are to be mended.
+        SaveError: a save, or another repair, holds the damaged checkpoint's directory.
         OSError: the damaged checkpoint cannot be written.
     """
-    directory, copy = Path(report.path), checkpoint_directory(other)
+    with Claim.take(LocalStorage(report.path)):
+        return _repair(report, Path(report.path), checkpoint_directory(other), progress)
+
+
+def _repair(report: VerifyReport, directory: Path, copy: Path, progress: bool | None) -> VerifyReport:
     repaired: list[str] = []
     good_index = read_index(copy)
     index_is_ours = True
