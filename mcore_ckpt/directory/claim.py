@@ -230,9 +230,7 @@ class Claim:
         # A claim that is forgotten is let go, in the thread: a device that hangs must not hold up whoever forgets it.
         forgotten = weakref.finalize(self, self._life.ended.set)
         forgotten.atexit = False
-        thread = threading.Thread(
-            target=_renew, args=(storage, owner, self._life), name="mcore-ckpt-claim", daemon=True
-        )
+        thread = threading.Thread(target=_renew, args=(owner, self._life), name="mcore-ckpt-claim", daemon=True)
         thread.start()
 
     @classmethod
