@@ -24,13 +24,16 @@ from mcore_ckpt.convert._file_stream import FileStream, Streams, StreamSink, Tar
 from mcore_ckpt.convert.reshard_plan import ObjectMove, ReshardPlan, TensorMove
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import ChecksumError, OptionError, SaveError
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.index import TensorEntry
 from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes
 from mcore_ckpt.tools.dtype_cast import cast_floats
 from mcore_ckpt.tools.payloads import PayloadSource, StoredPayload, StoredPayloads
 from mcore_ckpt.tools.regrid import Walk
 from mcore_ckpt.tools.tilings import Block
+from mcore_ckpt.tools.verify import ItemCheck, check_item
 
-__all__ = ["JOURNAL_FILE", "CastSource", "Journal", "copy_all", "expected_crcs"]
+__all__ = ["JOURNAL_FILE", "Journal", "check_chunks", "chunk_sources", "copy_all", "expected_crcs"]
 
 JOURNAL_FILE = ".reshard_journal"
 _VERSION = 1
@@ -140,14 +143,20 @@ def expected_crcs(payloads: StoredPayloads, move: TensorMove, journal: Journal) 
 
 
 class CastSource:
-    """A stored chunk as it is in another floating-point dtype; `start` and views count bytes of that."""
+    """A stored chunk as it is in another floating-point dtype; `start` and views count bytes of that.
 
-    __slots__ = ("_dtype", "_elem_bytes", "_payload", "_payloads", "_to", "_to_bytes")
+    Attributes:
+        crc32: of what was read so far, as it is stored; of the whole chunk, once it was read from front to back.
+    """
+
+    __slots__ = ("_dtype", "_elem_bytes", "_payload", "_payloads", "_summed_elems", "_to", "_to_bytes", "crc32")
 
     def __init__(self, payloads: StoredPayloads, payload: StoredPayload, dtype: str, to: str) -> None:
         self._payloads, self._payload = payloads, payload
         self._dtype, self._to = dtype, to
         self._elem_bytes, self._to_bytes = element_bytes(dtype), element_bytes(to)
+        self._summed_elems = 0
+        self.crc32 = 0
 
     def read_into(self, start: int, view: memoryview) -> None:
         """Bytes from `start` on, converted; a view may begin or end inside an element."""
@@ -155,9 +164,50 @@ class CastSource:
         last = -(-(start + len(view)) // self._to_bytes)
         raw = memoryview(bytearray((last - first) * self._elem_bytes))
         self._payloads.read_into(self._payload, first * self._elem_bytes, raw)
+        # A view may begin inside the element that the one before has ended in.
+        assert first <= self._summed_elems, "chunks are read front to back"
+        self.crc32 = crc32(raw[(self._summed_elems - first) * self._elem_bytes :], self.crc32)
+        self._summed_elems = max(self._summed_elems, last)
         converted = cast_floats(raw, self._dtype, self._to)
         skip = start - first * self._to_bytes
         view[:] = converted[skip : skip + len(view)]
+
+
+def chunk_sources(
+    payloads: StoredPayloads, found: Sequence[StoredPayload], entry: TensorEntry, dtype: str
+) -> list[CastSource | PayloadSource]:
+    """Chunks of a tensor as they are in another dtype, or as they are."""
+    if dtype == entry.dtype:
+        return [PayloadSource(payloads, payload) for payload in found]
+    return [CastSource(payloads, payload, entry.dtype, dtype) for payload in found]
+
+
+def check_chunks(
+    found: Sequence[StoredPayload],
+    sources: Sequence[CastSource | PayloadSource],
+    read: Sequence[int],
+    directory: str,
+    doing: str,
+) -> None:
+    """Hold chunks that were read as a whole against the CRC-32 that is stored with them, whatever became of them.
+
+    Args:
+        found: the chunks.
+        sources: what they were read through.
+        read: CRC-32 of what each source gave.
+        directory: of the checkpoint, for the message.
+        doing: `"reshard"` or `"export"`, for the message.
+
+    Raises:
+        ChecksumError: one is damaged.
+    """
+    for payload, source, given in zip(found, sources, read, strict=True):
+        value = source.crc32 if isinstance(source, CastSource) else given
+        if payload.crc32 is not None and payload.crc32 != value:
+            raise ChecksumError(
+                f"{payload.where}: the source is damaged: its elements have CRC-32 {value:#010x}, expected "
+                f"{payload.crc32:#010x}. Run `mcore-ckpt verify {directory}`, and {doing} a sound copy"
+            )
 
 
 @dataclass(slots=True)
@@ -293,6 +343,7 @@ class _Worker:
             stream = self._main(streams, move.file, move.offset)
             item = move.entry.item
             with self._run.payloads.files.reader(item.file) as reader:
+                check_item(ItemCheck(move.entry.fqn, item), reader)
                 done = 0
                 while done < item.length:
                     space = stream.space(min(_PIECE_BYTES, item.length - done))
@@ -345,13 +396,7 @@ class _Worker:
         source_boxes: Sequence[Box],
         crcs: list[int],
     ) -> None:
-        entry, cast = move.entry, move.dtype != move.entry.dtype
-        sources = [
-            CastSource(self._run.payloads, payload, entry.dtype, move.dtype)
-            if cast
-            else PayloadSource(self._run.payloads, payload)
-            for payload in found
-        ]
+        sources = chunk_sources(self._run.payloads, found, move.entry, move.dtype)
         sinks = []
         used: set[str] = set()
         for target in block.targets:
@@ -364,14 +409,9 @@ class _Worker:
         read = self._walk.move(
             [source_boxes[n] for n in block.sources], sources, [move.boxes[n] for n in block.targets], sinks
         )
-        for n, payload, value in zip(block.sources, found, read, strict=True):
+        check_chunks(found, sources, read, self._run.payloads.index.path, "reshard")
+        for n, value in zip(block.sources, read, strict=True):
             crcs[n] = value
-            if not cast and payload.crc32 is not None and payload.crc32 != value:
-                raise ChecksumError(
-                    f"{payload.where}: the source is damaged: its elements have CRC-32 {value:#010x}, expected "
-                    f"{payload.crc32:#010x}. Run `mcore-ckpt verify {self._run.payloads.index.path}`, and reshard a "
-                    "sound copy"
-                )
         for target, sink in zip(block.targets, sinks, strict=True):
             sink.stream.write(_tail(move.template(target), sink.crc32))
             main = self._mains[move.files[target]]

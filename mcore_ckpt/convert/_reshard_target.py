@@ -42,6 +42,7 @@ from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.payloads import PayloadSource, StoredPayloads
 from mcore_ckpt.tools.regrid import CrcSink, Walk
 from mcore_ckpt.tools.tilings import blocks
+from mcore_ckpt.tools.verify import check_file
 
 __all__ = [
     "BuildOptions",
@@ -161,7 +162,8 @@ def _build(
                 journal,
                 memory_bytes=buffer_bytes,
                 advance=bar.advance,
-                move_files=options.move_files,
+                # What the kernel copies is not seen here: it is held against its checksum when the target is read back.
+                move_files=options.move_files and options.verify,
             )
         copied = time.monotonic()
         if options.verify:
@@ -332,7 +334,7 @@ def carry_sidecars(index: CheckpointIndex, partial: Path) -> None:
         else:
             _carry_file(path, partial / path.name)
     if common is not None:
-        LocalStorage(source).size(common)  # raises for what is no regular file
+        check_file(LocalStorage(source), common)
         _carry_file(source / common, partial / COMMON_FILE)
     if (source / CONFIG_FILE).exists():
         storage.publish(CONFIG_FILE, LocalStorage(source).read(CONFIG_FILE))

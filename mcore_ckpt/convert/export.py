@@ -18,14 +18,14 @@ from typing import Literal
 
 from mcore_ckpt.convert._file_stream import Streams, StreamSink, TargetFile, WriteBehind
 from mcore_ckpt.convert._partition import Partitioner
-from mcore_ckpt.convert._reshard_copy import CastSource
+from mcore_ckpt.convert._reshard_copy import check_chunks, chunk_sources
 from mcore_ckpt.convert._reshard_target import BuildOptions, appear, build_target, partial_directory, refuse_target
 from mcore_ckpt.convert._safetensors_files import safetensors_header
 from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan, target_dtype
 from mcore_ckpt.convert.rules import RenameRule, parse_rename_rules, rename_keys, rules_in
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress
-from mcore_ckpt.core.errors import ChecksumError, OptionError, SaveError
+from mcore_ckpt.core.errors import OptionError, SaveError
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, parse_object_key
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import read_index
@@ -33,7 +33,7 @@ from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.dtype_cast import floating_dtype
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
-from mcore_ckpt.tools.payloads import PayloadSource, StoredPayloads, check_tiled
+from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 from mcore_ckpt.tools.regrid import Sink, Walk
 
 __all__ = ["ExportReport", "export_checkpoint"]
@@ -207,20 +207,11 @@ def _stream_tensor(payloads: StoredPayloads, tensor: _Exported, sink: Sink) -> N
     if 0 in entry.shape:
         return
     located = [payloads.locate(entry, chunk) for chunk in entry.chunks]
-    cast = tensor.dtype != entry.dtype
-    sources = [
-        CastSource(payloads, payload, entry.dtype, tensor.dtype) if cast else PayloadSource(payloads, payload)
-        for payload in located
-    ]
+    sources = chunk_sources(payloads, located, entry, tensor.dtype)
     whole = Box((0,) * len(entry.shape), entry.shape)
     boxes = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
     read = Walk(element_bytes(tensor.dtype)).move(boxes, sources, [whole], [sink])
-    for payload, value in zip(located, read, strict=True):
-        if not cast and payload.crc32 is not None and payload.crc32 != value:
-            raise ChecksumError(
-                f"{payload.where}: the source is damaged: its elements have CRC-32 {value:#010x}, expected "
-                f"{payload.crc32:#010x}. Run `mcore-ckpt verify {payloads.index.path}`, and export a sound copy"
-            )
+    check_chunks(located, sources, read, payloads.index.path, "export")
 
 
 def _write_torch(

@@ -20,7 +20,6 @@ from mcore_ckpt.format.item_reading import locate_tensor, verify_records
 from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.storage.base import Storage
-from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
@@ -210,7 +209,7 @@ def _mend_file(problem: Problem, directory: Path, copy: Path) -> bool:
         with LocalStorage(copy).open_reader(problem.file) as reader:
             content = reader.read(0, reader.size_bytes)
             check = ItemCheck(problem.fqn or problem.file, StoredItem(problem.file, 0, len(content)))
-            sound = check_item(check, reader, memoryview(content), _window)
+            sound = check_item(check, reader, memoryview(content))
     except LoadError:
         return False
     if sound:
@@ -251,7 +250,7 @@ def _same_item(check: ItemCheck, payloads: StoredPayloads) -> bytes | None:
     try:
         with payloads.files.reader(item.file) as reader:
             content = reader.read(item.offset, item.length)
-            sound = check_item(check._replace(item=item), reader, memoryview(content), _window)
+            sound = check_item(check._replace(item=item), reader, memoryview(content))
     except LoadError:
         return None
     return content if sound else None
@@ -287,10 +286,6 @@ def _same_elements(
     if crc32(elements) != located.crc32:
         return None
     return item.offset + located.payload_offset, bytes(elements)
-
-
-def _window() -> memoryview:
-    return memoryview(aligned_buffer(_WINDOW_BYTES))
 
 
 def _write(path: Path, offset: int, content: bytes) -> None:

@@ -36,7 +36,7 @@ from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.inspection import checkpoint_directory
 
-__all__ = ["ItemCheck", "Problem", "VerifyReport", "check_item", "verify_checkpoint"]
+__all__ = ["ItemCheck", "Problem", "VerifyReport", "check_file", "check_item", "verify_checkpoint"]
 
 _WINDOW_BYTES = 8 * 1024 * 1024
 _MAX_GAP_BYTES = 256 * 1024
@@ -294,12 +294,22 @@ class _Checker:
         """This thread's window."""
         buffer: memoryview | None = getattr(self._buffers, "window", None)
         if buffer is None:
-            buffer = self._buffers.window = memoryview(aligned_buffer(_WINDOW_BYTES))
+            buffer = self._buffers.window = _window()
         return buffer
 
 
+def check_file(storage: Storage, name: str) -> int:
+    """Compare all checksums of a file that is one item by itself, as the common state is; as `check_item`."""
+    with storage.open_reader(name) as reader:
+        return check_item(ItemCheck(name, StoredItem(name, 0, reader.size_bytes)), reader)
+
+
+def _window() -> memoryview:
+    return memoryview(aligned_buffer(_WINDOW_BYTES))
+
+
 def check_item(
-    check: ItemCheck, reader: RangeReader, inside: memoryview | None, buffer: Callable[[], memoryview]
+    check: ItemCheck, reader: RangeReader, inside: memoryview | None = None, buffer: Callable[[], memoryview] = _window
 ) -> int:
     """Compare all checksums of one item, and what it says of itself with the index.
 
@@ -307,7 +317,7 @@ def check_item(
         check: the item.
         reader: of its file.
         inside: the item's bytes, if they have been read.
-        buffer: returns a window to read into otherwise.
+        buffer: returns a window to read into otherwise; by default a new one.
 
     Returns:
         How many records were compared; 0 if the item is stored in a way that hides them.

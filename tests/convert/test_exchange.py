@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.convert.export import export_checkpoint
+from mcore_ckpt.convert.export import Format, export_checkpoint
 from mcore_ckpt.convert.import_ import import_checkpoint
 from mcore_ckpt.convert.reshard_plan import TargetLayout
 from mcore_ckpt.convert.rules import parse_rename_rules, rename_keys
@@ -20,6 +20,7 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointErr
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
+from tests.support.stored_layouts import flip_byte
 
 
 @pytest.fixture(scope="module")
@@ -207,14 +208,12 @@ class TestRefusals:
         (tmp_path / "e.partial" / ".reshard_journal").rename(tmp_path / "e.partial" / "model.safetensors")
         export_checkpoint(checkpoint, tmp_path / "e", to="safetensors")
 
-    def test_a_damaged_source_is_not_exported(self, tmp_path: Path) -> None:
-        index = write_model(tmp_path / "c")
-        item = index.tensors["output_layer.weight"].chunks[0].item
-        content = bytearray((tmp_path / "c" / item.file).read_bytes())
-        content[item.offset + item.length // 2] ^= 1
-        (tmp_path / "c" / item.file).write_bytes(content)
+    @pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+    @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
+    def test_a_damaged_source_is_not_exported(self, tmp_path: Path, to: Format, dtype: str | None) -> None:
+        flip_byte(write_model(tmp_path / "c"), "output_layer.weight", at_fraction=0.5)
         with pytest.raises(CorruptCheckpointError, match="output_layer"):
-            export_checkpoint(tmp_path / "c", tmp_path / "e", to="safetensors")
+            export_checkpoint(tmp_path / "c", tmp_path / "e", to=to, dtype=dtype)
         assert not (tmp_path / "e").exists()
 
 

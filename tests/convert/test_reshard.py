@@ -33,7 +33,7 @@ from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.tools.parallel_layout import data_file_rank
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.model_like import LAYERS, assert_same, model_tensors, read_all, write_model
-from tests.support.stored_layouts import StoredTensor, tilings, write_checkpoint
+from tests.support.stored_layouts import StoredTensor, flip_byte, tilings, write_checkpoint
 
 if TYPE_CHECKING:
     from mcore_ckpt.format.index import CheckpointIndex
@@ -304,6 +304,42 @@ class TestRefusals:
         with pytest.raises(ChecksumError, match="output_layer"):
             reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
         assert not (tmp_path / "t").exists()
+
+    @pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+    @pytest.mark.parametrize("verify", [True, False])
+    def test_damage_is_seen_whatever_becomes_of_the_elements(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str | None, verify: bool
+    ) -> None:
+        from mcore_ckpt.convert import _reshard_copy as reshard_copy
+
+        monkeypatch.setattr(reshard_copy, "_MIN_FILE_COPY_BYTES", 1)
+        flip_byte(write_model(tmp_path / "s"), "output_layer.weight", at_fraction=0.5)
+        options = ReshardOptions(TargetLayout(2, 1), dtype=dtype, verify=verify)
+        with pytest.raises(ChecksumError, match=r"output_layer\.weight"):
+            reshard(tmp_path / "s", tmp_path / "t", options)
+        assert not (tmp_path / "t").exists()
+
+    def test_damaged_objects_and_common_state(self, tmp_path: Path) -> None:
+        index = write_model(tmp_path / "s")
+        torch.save({"state": torch.full((100,), 7, dtype=torch.uint8)}, tmp_path / "s" / "common.pt")
+        key, entry = next(iter(index.objects.items()))
+        options = ReshardOptions(TargetLayout(1, 1), restart=True)
+        path = tmp_path / "s" / entry.item.file
+        sound = path.read_bytes()
+        content = bytearray(sound)
+        content[sound.index(b"rank", entry.item.offset)] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(ChecksumError, match=key):
+            reshard(tmp_path / "s", tmp_path / "t", options)
+        path.write_bytes(sound)
+        common = (tmp_path / "s" / "common.pt").read_bytes()
+        (tmp_path / "s" / "common.pt").write_bytes(common.replace(b"\7" * 100, b"\7" * 99 + b"\6"))
+        with pytest.raises(ChecksumError, match=r"common\.pt"):
+            reshard(tmp_path / "s", tmp_path / "t", options)
+        assert not (tmp_path / "t").exists()
+        (tmp_path / "s" / "common.pt").write_bytes(common)
+        reshard(tmp_path / "s", tmp_path / "t", options)
+        assert (tmp_path / "t" / "common.pt").read_bytes() == common
 
     def test_a_missing_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         write_model(tmp_path / "s")
