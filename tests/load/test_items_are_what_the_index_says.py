@@ -1,0 +1,80 @@
+"""An item says of itself which dtype and shape it has: nobody takes it for another one, whichever way it is read."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import mcore_ckpt
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.errors import CorruptCheckpointError
+from mcore_ckpt.load.reader import FileSystemReader
+from tests.support.stored_layouts import StoredTensor, load_box, stock_item, write_checkpoint
+from tests.tools.test_diff import own_item
+
+pytestmark = pytest.mark.timeout(60)
+
+ROWS = {"small": 32, "large": 1024}
+
+
+def compressed_item(tensor: torch.Tensor) -> bytes:
+    """Packed again by somebody who compresses: only `torch.load` can read it."""
+    packed = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(stock_item(tensor))) as given,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as taken,
+    ):
+        for name in given.namelist():
+            taken.writestr(name, given.read(name))
+    return packed.getvalue()
+
+
+def other_dtype(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32)
+
+
+def other_shape(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(tensor.shape[1], tensor.shape[0])
+
+
+@pytest.mark.parametrize("size", ROWS)
+@pytest.mark.parametrize("item_of", [own_item, stock_item, compressed_item])
+@pytest.mark.parametrize("disguised", [other_dtype, other_shape])
+def test_no_item_is_taken_for_another_one(
+    disguised: Callable[[torch.Tensor], torch.Tensor],
+    item_of: Callable[[torch.Tensor], bytes],
+    size: str,
+    tmp_path: Path,
+) -> None:
+    """The last of three chunks has the same bytes as the others, but says that it is something else."""
+    rows = ROWS[size]
+    tensor = torch.randn(rows, 512).repeat(3, 1)
+    written = 0
+
+    def item(part: torch.Tensor) -> bytes:
+        nonlocal written
+        written += 1
+        return item_of(disguised(part) if written == 3 else part)
+
+    boxes = [Box((rows * n, 0), (rows, 512)) for n in range(3)]
+    source = tmp_path / "checkpoint"
+    write_checkpoint(source, {"w": StoredTensor(tensor, boxes)}, item_of=item)
+    third = boxes[2]
+    reader = FileSystemReader(source)
+    says = r"w at \[\d+, 0\] .*the index says .*float32 of shape"
+    assert load_box(reader, "w", tensor, Box((0, 0), (2 * rows, 512))).equal(tensor[: 2 * rows])
+    for box in (None, third, Box((2 * rows + 3, 5), (7, 11)), third):
+        with pytest.raises(CorruptCheckpointError, match=says):
+            load_box(reader, "w", tensor, box)
+    with mcore_ckpt.open_checkpoint(source) as opened, pytest.raises(CorruptCheckpointError, match=says):
+        opened["w"].raw((slice(2 * rows, None), slice(0, 3)))
+    commands = (["reshard", "--tp", "1", "--pp", "1"], ["export", "--to", "safetensors"])
+    for n, (command, *options) in enumerate(commands):
+        assert main([command, str(source), str(tmp_path / str(n)), *options]) == 2
+        assert not (tmp_path / str(n)).exists()
