@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_ckpt.commands._shell import Outcome, parse_size
+from mcore_ckpt.commands._shell import Outcome, few, parse_size
 from mcore_ckpt.core.console import human_bytes
 
 __all__ = ["add_arguments", "run"]
@@ -47,5 +47,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         f"{report.target}: {report.tensors} tensors, {human_bytes(report.payload_bytes)} in {len(report.files)} files"
     )
     if report.left_out:
-        text += f"; {report.left_out} objects have no place in this format and were left out"
+        text += (
+            f"; {report.left_out} objects have no place in this format and were left out: {few(report.left_out_keys)}"
+        )
     return Outcome(report, text)

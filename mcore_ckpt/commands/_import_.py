@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_ckpt.commands._shell import MIN_MEMORY_BYTES, Outcome, parse_size
+from mcore_ckpt.commands._shell import MIN_MEMORY_BYTES, Outcome, few, parse_size
 from mcore_ckpt.core.console import human_bytes
 
 __all__ = ["add_arguments", "run"]
@@ -52,5 +52,5 @@ def run(arguments: argparse.Namespace) -> Outcome:
     )
     text = f"{report.target}: {report.tensors} tensors, {human_bytes(report.payload_bytes)} from {report.format}"
     if report.left_out:
-        text += f"; {report.left_out} entries that are no tensors were left out"
+        text += f"; {report.left_out} entries that are no tensors were left out: {few(report.left_out_keys)}"
     return Outcome(report, text)

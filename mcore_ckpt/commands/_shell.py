@@ -15,6 +15,7 @@ __all__ = [
     "FAILED",
     "MIN_MEMORY_BYTES",
     "Outcome",
+    "few",
     "human_age",
     "numbers",
     "parse_size",
@@ -66,6 +67,11 @@ def human_age(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """The first few of many names."""
+    return ", ".join(names[:most]) + (f", ... ({len(names) - most} more)" if len(names) > most else "")
 
 
 def numbers(values: Iterable[int]) -> str:

@@ -11,25 +11,31 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
+from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.load.stored_items import chunk_name
+from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 
 __all__ = [
     "RawPayloads",
     "RawTensor",
+    "parse_json",
     "raw_index",
     "read_safetensors",
     "safetensors_dtype",
     "safetensors_header",
 ]
 
+_METADATA = "__metadata__"
+_MAX_NUMBER = 2**63
+_MAX_AXES = 64
 # What the reference implementation allows.
 _MAX_HEADER_BYTES = 100_000_000
 # Readers that map the file want elements aligned; the header is padded with spaces, as the format provides.
@@ -87,10 +93,12 @@ def safetensors_header(
         tensors: name, torch's dtype and shape of each, in the order in which their bytes follow.
         metadata: strings for `__metadata__`.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {_METADATA: dict(metadata)}
     starts: dict[str, int] = {}
     position = 0
     for name, dtype, shape in tensors:
+        if name == _METADATA:
+            raise OptionError(f"{name}: safetensors keeps this name for itself; give the tensor another one (--rename)")
         stop = position + math.prod(shape) * element_bytes(dtype)
         header[name] = {
             "dtype": safetensors_dtype(dtype, name),
@@ -108,42 +116,81 @@ def safetensors_header(
 def read_safetensors(directory: Path, name: str) -> dict[str, RawTensor]:
     """The tensors of one file, by name; every number is held against the file before it is believed.
 
+    As the format demands, each name is there once, and the tensors follow one another without holes or overlaps from
+    the first byte of the data to the last: anything else is a file of which some part would be lost, or read twice.
+
     Raises:
         CheckpointNotFoundError: there is no such file.
+        LoadError: it cannot be read.
         CorruptCheckpointError: it is no safetensors file, or contradicts itself.
     """
     path = directory / name
-    try:
-        with path.open("rb") as file:
-            size_bytes = path.stat().st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size_bytes < 8 or length > min(_MAX_HEADER_BYTES, size_bytes - 8):
-                raise CorruptCheckpointError(f"{path}: a header of {length} bytes in a file of {size_bytes}")
-            text = file.read(length)
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"{path}: no such file") from error
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        return {
-            key: _tensor(path, name, key, fields, 8 + length, size_bytes)
-            for key, fields in sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-        }
-    except CorruptCheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    with LocalStorage(directory, follow_links=True).open_reader(name) as reader:
+        size_bytes = reader.size_bytes
+        length = int.from_bytes(reader.read(0, min(8, size_bytes)), "little")
+        if size_bytes < 8 or length > min(_MAX_HEADER_BYTES, size_bytes - 8):
+            raise CorruptCheckpointError(f"{path}: a header of {length} bytes in a file of {size_bytes}")
+        text = reader.read(8, length)
+    header = parse_json(text, str(path))
+    if not isinstance(header, dict):
+        raise CorruptCheckpointError(f"{path}: its header is no JSON object; fetch the file again")
+    header.pop(_METADATA, None)
+    tensors = {key: _tensor(path, name, key, fields, 8 + length, size_bytes) for key, fields in header.items()}
+    stop, previous = 8 + length, ""
+    for key, raw in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if raw.offset != stop:
+            problem = "bytes before it belong to no tensor" if raw.offset > stop else f"it overlaps {previous}"
+            raise CorruptCheckpointError(
+                f"{path}: {key}: its data begin at byte {raw.offset}, expected {stop}: {problem}; fetch the file again"
+            )
+        stop, previous = raw.offset + raw.nbytes, key
+    if stop != size_bytes:
         raise CorruptCheckpointError(
-            f"{path}: not a safetensors header ({type(error).__name__}: {error}); fetch the file again"
+            f"{path}: its tensors end at byte {stop}, the file at {size_bytes}: tensors are missing from its header; "
+            "fetch the file again"
+        )
+    return tensors
+
+
+def parse_json(text: bytes, where: str) -> Any:
+    """A JSON document in which no object has one name twice: of the two values, one would be lost.
+
+    Raises:
+        CorruptCheckpointError: it is none.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = Counter(name for name, _ in pairs)
+            raise CorruptCheckpointError(
+                f"{where}: {names.most_common(1)[0][0]!r:.200} is in it twice; one would be lost"
+            )
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{where}: not JSON ({type(error).__name__}: {error}); fetch the file again"
         ) from error
 
 
-def _tensor(path: Path, name: str, key: str, fields: Mapping[str, Any], first: int, size_bytes: int) -> RawTensor:
-    dtype, shape = _NAMES.get(fields["dtype"]), tuple(fields["shape"])
-    start, stop = fields["data_offsets"]
+def _tensor(path: Path, name: str, key: str, fields: Any, first: int, size_bytes: int) -> RawTensor:
+    try:
+        dtype_name, shape, (start, stop) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
+        dtype = _NAMES.get(dtype_name)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpointError(
+            f"{path}: {key}: expected dtype, shape and two data_offsets ({type(error).__name__}: {error}); fetch the "
+            "file again"
+        ) from error
     if dtype is None:
-        raise CorruptCheckpointError(f"{path}: {key}: dtype {fields['dtype']!r} is not known here")
-    if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
+        raise CorruptCheckpointError(f"{path}: {key}: dtype {dtype_name!r:.80} is not known here")
+    if not all(type(number) is int and 0 <= number < _MAX_NUMBER for number in (*shape, start, stop)):
         raise CorruptCheckpointError(f"{path}: {key}: shape and offsets must be non-negative ints")
+    if len(shape) > _MAX_AXES:
+        raise CorruptCheckpointError(f"{path}: {key}: {len(shape)} axes, expected at most {_MAX_AXES}")
     expected = math.prod(shape) * element_bytes(dtype)
     if stop - start != expected or first + stop > size_bytes:
         raise CorruptCheckpointError(

@@ -20,44 +20,87 @@ import torch
 from mcore_ckpt.convert._file_stream import Streams, StreamSink, TargetFile, WriteBehind
 from mcore_ckpt.core.errors import CorruptCheckpointError, SaveError, UnsafePickleError
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.tensor_pickle import DTYPES
 from mcore_ckpt.load.stored_items import chunk_name
+from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 from mcore_ckpt.tools.regrid import Sink
+from mcore_ckpt.tools.verify import check_file
 
 __all__ = ["TorchPayloads", "read_torch_file", "torch_index", "write_torch_file"]
 
 _BUFFER_BYTES = 4 * 1024 * 1024
 _LOCAL_HEADER_BYTES, _ENTRY = 30, struct.Struct("<4sHHHHHHIIIHHHHHII")
 _DESCRIPTOR = b"PK\x07\x08"
+_MAX_DEPTH = 100
+# A tensor may be expanded (a row that stands for many): so far beyond what lies in the file, it is let pass.
+_MAX_EXPANDED_BYTES = 1024**3
 
 
-def read_torch_file(path: Path) -> tuple[dict[str, Any], int]:
-    """The tensors of a torch file by key (nested dicts joined by dots), mapped, not read; how much else it holds."""
+def read_torch_file(path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The tensors of a torch file by key (nested dicts joined by dots), mapped, not read; and the keys of what is none.
+
+    The checksums of all its records are compared before.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        UnsafePickleError: it holds more than tensors and plain values.
+        CorruptCheckpointError: it is damaged, two of its tensors have the same key, or one is not stored plainly.
+    """
+    check_file(LocalStorage(path.parent, follow_links=True), path.name)
     try:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         reason = " ".join(str(error).split())[:300]
         raise UnsafePickleError(f"{path}: holds more than tensors and plain values: {reason}") from error
-    except (RuntimeError, EOFError, ValueError) as error:
-        raise CorruptCheckpointError(f"{path}: not a file of torch.save ({error})") from error
-    tensors: dict[str, Any] = {}
-    others = 0
+    except Exception as error:  # a pickle can fail in any way that building objects can
+        raise CorruptCheckpointError(
+            f"{path}: not a file of torch.save ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+        ) from error
+    tensors: dict[str, torch.Tensor] = {}
+    others: list[str] = []
+    # Nested lists and dicts of a hostile file may contain one another: as many values as a file has bytes are enough.
+    budget = max(100_000, path.stat().st_size)
 
-    def walk(value: Any, prefix: str) -> None:
-        nonlocal others
+    def walk(value: Any, prefix: str, depth: int) -> None:
+        nonlocal budget
+        budget -= 1 + len(prefix) // 64
+        if budget < 0 or depth > _MAX_DEPTH:
+            raise CorruptCheckpointError(f"{path}: {prefix[:80]}: dicts are nested in one another without an end")
         if isinstance(value, torch.Tensor):
+            if prefix in tensors:
+                raise CorruptCheckpointError(
+                    f"{path}: two of its tensors would both be called {prefix}: of the keys of nested dicts, joined by "
+                    "dots, each has to be another; one would be lost"
+                )
+            _check_plain(value, f"{path}: {prefix}", path.stat().st_size)
             tensors[prefix] = value
         elif isinstance(value, dict):
             for key, part in value.items():
-                walk(part, f"{prefix}.{key}" if prefix else str(key))
+                if not isinstance(key, (str, int, float, bool, type(None))):
+                    raise CorruptCheckpointError(f"{path}: {prefix}: a key of type {type(key).__name__}; expected text")
+                walk(part, f"{prefix}.{key}" if prefix else str(key), depth + 1)
         else:
-            others += 1
+            others.append(prefix)
 
-    walk(loaded, "")
+    walk(loaded, "", 0)
     return tensors, others
 
 
-def torch_index(directory: Path, file: str, tensors: Mapping[str, Any]) -> CheckpointIndex:
+def _check_plain(tensor: torch.Tensor, where: str, file_bytes: int) -> None:
+    """Raise `CorruptCheckpointError` for what has no plain elements, or pretends to have more than the file holds."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu" or dtype not in DTYPES:
+        kind = f"{tensor.device.type} {tensor.layout} {tensor.dtype}".replace("torch.", "")
+        raise CorruptCheckpointError(f"{where}: expected a dense tensor of a plain dtype, got {kind}; convert it first")
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes > file_bytes + _MAX_EXPANDED_BYTES:
+        raise CorruptCheckpointError(
+            f"{where}: {nbytes} bytes of elements in a file of {file_bytes}: it is expanded from fewer; store a copy"
+        )
+
+
+def torch_index(directory: Path, file: str, tensors: Mapping[str, torch.Tensor]) -> CheckpointIndex:
     """An index of torch tensors that `torch.load(mmap=True)` gave for one file."""
     entries = {}
     for key, tensor in tensors.items():
@@ -71,15 +114,13 @@ def torch_index(directory: Path, file: str, tensors: Mapping[str, Any]) -> Check
 class TorchPayloads(StoredPayloads):
     """Payloads of a `torch_index`; the bytes come from the mapped file as they are touched."""
 
-    def __init__(self, index: CheckpointIndex, tensors: Mapping[str, Any]) -> None:
+    def __init__(self, index: CheckpointIndex, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(index)
         self._tensors = tensors
 
     def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
-        tensor = self._tensors[entry.fqn]
-        if not isinstance(tensor, torch.Tensor):
-            raise CorruptCheckpointError(f"{entry.fqn}: expected a tensor")
-        content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        tensor = self._tensors[entry.fqn].detach().resolve_conj().resolve_neg()
+        content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
         return StoredPayload(chunk_name(entry.fqn, chunk), chunk.item.file, 0, len(content), None, content)
 
 

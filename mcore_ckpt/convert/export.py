@@ -46,7 +46,12 @@ Format = Literal["safetensors", "torch", "dcp"]
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What was written; `left_out` are objects, for which the format has no place."""
+    """What was written.
+
+    Attributes:
+        left_out: how many objects there are for which the format has no place.
+        left_out_keys: their keys.
+    """
 
     target: str
     to: Format
@@ -54,6 +59,7 @@ class ExportReport:
     tensors: int
     payload_bytes: int
     left_out: int
+    left_out_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +133,9 @@ def export_checkpoint(
             _write_weight_map(partial, to, files, shards, total)
     LocalStorage(partial).sync_directory()
     appear(partial, directory)
-    return ExportReport(str(directory), to, tuple(files), len(exported), total, len(index.objects))
+    return ExportReport(
+        str(directory), to, tuple(files), len(exported), total, len(index.objects), tuple(index.objects)
+    )
 
 
 def _make_partial(target: Path) -> Path:
@@ -225,6 +233,11 @@ def _write_torch(
         _stream_tensor(payloads, tensors[number], sink)
         advance(tensors[number].nbytes)
 
+    lacking = next((tensor for tensor in tensors if not hasattr(torch, tensor.dtype)), None)
+    if lacking is not None:
+        raise OptionError(
+            f"{lacking.name}: torch {torch.__version__} has no {lacking.dtype}; leave it out, or convert it"
+        )
     described = [(tensor.name, getattr(torch, tensor.dtype), tuple(tensor.entry.shape)) for tensor in tensors]
     write_torch_file(directory / name, described, fill)
     return name
@@ -250,5 +263,5 @@ def _export_dcp(
     )
     build_target(payloads, replace(plan, index=flat), target, BuildOptions(), carry=lambda _: None, progress=progress)
     total = sum(move.payload_bytes for move in plan.moves)
-    left_out = len(index.objects) - len(objects)
-    return ExportReport(str(target), "dcp", tuple(sorted(plan.sizes)), len(names), total, left_out)
+    left_out = tuple(key for key in index.objects if parse_object_key(key) is not None)
+    return ExportReport(str(target), "dcp", tuple(sorted(plan.sizes)), len(names), total, len(left_out), left_out)

@@ -7,16 +7,15 @@ The other way of `export`: the same keys and tensors come back. What Megatron-Co
 from __future__ import annotations
 
 import io
-import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from mcore_ckpt.convert._partition import Partitioner
 from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, refuse_target
-from mcore_ckpt.convert._safetensors_files import RawPayloads, RawTensor, raw_index, read_safetensors
+from mcore_ckpt.convert._safetensors_files import RawPayloads, RawTensor, parse_json, raw_index, read_safetensors
 from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan
 from mcore_ckpt.convert.rules import (
     PartitionRule,
@@ -33,6 +32,7 @@ from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.dtype_cast import floating_dtype
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
+from mcore_ckpt.tools.verify import check_file
 
 __all__ = ["ImportReport", "import_checkpoint"]
 
@@ -43,7 +43,12 @@ Format = Literal["safetensors", "torch", "dcp"]
 
 @dataclass(frozen=True, slots=True)
 class ImportReport:
-    """What was made; `left_out` are objects of a DCP checkpoint, or entries of a torch file, that are no tensors."""
+    """What was made.
+
+    Attributes:
+        left_out: how many objects of a DCP checkpoint, or entries of a torch file, are no tensors.
+        left_out_keys: their keys.
+    """
 
     source: str
     target: str
@@ -51,6 +56,7 @@ class ImportReport:
     tensors: int
     payload_bytes: int
     left_out: int
+    left_out_keys: tuple[str, ...] = ()
 
 
 def import_checkpoint(
@@ -112,12 +118,14 @@ def import_checkpoint(
         build = BuildOptions(workers=workers, verify=verify, memory_bytes=memory_bytes)
         build_target(payloads, plan, dst, build, carry=carry, progress=progress)
     total = sum(move.payload_bytes for move in plan.moves)
-    return ImportReport(str(src), str(dst), kind, len(plan.moves), total, left_out)
+    return ImportReport(str(src), str(dst), kind, len(plan.moves), total, len(left_out), tuple(left_out))
 
 
 def _common_state(path: str | os.PathLike[str] | None) -> bytes:
     if path is not None:
-        return Path(path).read_bytes()
+        storage = LocalStorage(Path(path).parent, follow_links=True)
+        check_file(storage, Path(path).name)
+        return storage.read(Path(path).name)
     import torch
 
     content = io.BytesIO()
@@ -125,57 +133,79 @@ def _common_state(path: str | os.PathLike[str] | None) -> bytes:
     return content.getvalue()
 
 
-def _open(source: Path, rename: Sequence[RenameRule]) -> tuple[Format, StoredPayloads, int]:
-    """What is there, its tensors under their new keys, and how much of it is no tensor."""
+def _open(source: Path, rename: Sequence[RenameRule]) -> tuple[Format, StoredPayloads, list[str]]:
+    """What is there, its tensors under their new keys, and the keys of what is no tensor."""
     if source.is_dir() and (source / METADATA_FILE).exists():
         index = read_index(source)
         names = _new_names(index.tensors, rename, source)
         check_tiled(index, names)
-        return "dcp", StoredPayloads(_renamed(index, names)), len(index.objects)
+        return "dcp", StoredPayloads(_renamed(index, names)), list(index.objects)
     directory = source if source.is_dir() else source.parent
-    files = _files(source)
+    files, mapped = _files(source)
     if files[0].endswith(".safetensors"):
         raw: dict[str, RawTensor] = {}
         for file in files:
             _merge(raw, read_safetensors(directory, file), directory / file)
+        _check_mapped(mapped, {key: tensor.file for key, tensor in raw.items()}, source)
         names = _new_names(raw, rename, source)
         found = raw_index(directory, {new: raw[old] for old, new in names.items()})
-        return "safetensors", RawPayloads(found, LocalStorage(directory, follow_links=True)), 0
+        return "safetensors", RawPayloads(found, LocalStorage(directory, follow_links=True)), []
     from mcore_ckpt.convert._torch_files import TorchPayloads, read_torch_file, torch_index
 
     tensors: dict[str, Any] = {}
     entries: dict[str, TensorEntry] = {}
-    left_out = 0
+    left_out: list[str] = []
     for file in files:
         loaded, others = read_torch_file(directory / file)
         left_out += others
         _merge(tensors, loaded, directory / file)
         entries.update(torch_index(directory, file, loaded).tensors)
+    _check_mapped(mapped, {key: entry.chunks[0].item.file for key, entry in entries.items()}, source)
     names = _new_names(tensors, rename, source)
     index = _renamed(CheckpointIndex(str(directory), entries, {}), names)
     return "torch", TorchPayloads(index, {new: tensors[old] for old, new in names.items()}), left_out
 
 
-def _files(source: Path) -> list[str]:
-    """The files to read: one, or those that an index names, or all of one kind."""
+def _files(source: Path) -> tuple[list[str], dict[str, str]]:
+    """The files to read: one, or those of an index, or all of one kind; and the file of each key, if an index says."""
     if source.is_file():
-        return [source.name]
+        return [source.name], {}
     if not source.is_dir():
         raise CheckpointNotFoundError(f"{source}: no such file or directory")
     for ending in (".safetensors", *_TORCH_ENDINGS):
         indexes = sorted(source.glob(f"*{ending}.index.json"))
         if len(indexes) == 1:
-            try:
-                weights = json.loads(indexes[0].read_bytes())["weight_map"]
-                return sorted({Path(str(file)).name for file in weights.values()})
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CorruptCheckpointError(f"{indexes[0]}: expected a `weight_map` ({error})") from error
+            mapped = _weight_map(indexes[0])
+            return sorted(set(mapped.values())), mapped
         files = sorted(path.name for path in source.glob(f"*{ending}"))
         if files:
-            return files
+            return files, {}
     raise CheckpointNotFoundError(
         f"{source}: nothing to import: expected *.safetensors, *.bin, *.pt or *.pth files, or a DCP checkpoint"
     )
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Which file each key is in, as an index of the Hugging Face libraries says."""
+    document = parse_json(LocalStorage(path.parent, follow_links=True).read(path.name), str(path))
+    mapped = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(mapped, dict) or not mapped:
+        raise CorruptCheckpointError(f"{path}: expected a `weight_map` from keys to files")
+    for key, file in mapped.items():
+        if not isinstance(file, str) or not file or Path(file).name != file:
+            raise CorruptCheckpointError(f"{path}: {key}: expected the name of a file beside it, got {file!r:.200}")
+    return mapped
+
+
+def _check_mapped(mapped: Mapping[str, str], found: Mapping[str, str], source: Path) -> None:
+    """Hold what the index says against what the files hold; raises `CorruptCheckpointError`."""
+    wrong = [key for key, file in mapped.items() if found.get(key) != file]
+    if wrong:
+        where = found.get(wrong[0])
+        raise CorruptCheckpointError(
+            f"{source}: {len(wrong)} keys are not where its index says: {wrong[0]} is not in {mapped[wrong[0]]}, but "
+            f"{'in no file' if where is None else f'in {where}'}; fetch the files and their index again"
+        )
 
 
 def _merge(tensors: dict[str, Any], more: dict[str, Any], path: Path) -> None:

@@ -16,7 +16,13 @@ from mcore_ckpt.convert.export import Format, export_checkpoint
 from mcore_ckpt.convert.import_ import import_checkpoint
 from mcore_ckpt.convert.reshard_plan import TargetLayout
 from mcore_ckpt.convert.rules import parse_rename_rules, rename_keys
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafePickleError
+from mcore_ckpt.core.errors import (
+    CheckpointNotFoundError,
+    ChecksumError,
+    CorruptCheckpointError,
+    OptionError,
+    UnsafePickleError,
+)
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
@@ -215,6 +221,162 @@ class TestRefusals:
         with pytest.raises(CorruptCheckpointError, match="output_layer"):
             export_checkpoint(tmp_path / "c", tmp_path / "e", to=to, dtype=dtype)
         assert not (tmp_path / "e").exists()
+
+
+def safetensors_file(entries: dict[str, tuple[int, int]] | str, data_bytes: int) -> bytes:
+    """A file of F32 tensors at byte ranges of the data; or with that very header."""
+    if not isinstance(entries, str):
+        entries = json.dumps(
+            {
+                key: {"dtype": "F32", "shape": [(stop - start) // 4], "data_offsets": [start, stop]}
+                for key, (start, stop) in entries.items()
+            }
+        )
+    header = entries.encode()
+    return struct.pack("<Q", len(header)) + header + bytes(data_bytes)
+
+
+class TestNothingIsLost:
+    """Every key of what is imported arrives or is named; what cannot be told apart is refused."""
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            {"a": {"b": torch.zeros(2)}, "a.b": torch.ones(2)},
+            {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}},
+            {1: torch.zeros(2), "1": torch.ones(2)},
+            {"x": {None: torch.zeros(2), "None": torch.ones(2)}},
+            {"": {"w": torch.zeros(2)}, "w": torch.ones(2)},
+        ],
+        ids=["dict first", "dict last", "number", "none", "empty"],
+    )
+    def test_two_tensors_of_a_torch_file_under_one_key(self, tmp_path: Path, content: dict[Any, Any]) -> None:
+        torch.save(content, tmp_path / "x.pt")
+        with pytest.raises(CorruptCheckpointError, match="two of its tensors would both be called"):
+            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
+        assert not (tmp_path / "t").exists()
+
+    def test_what_is_no_tensor_is_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        torch.save({"w": torch.ones(2), "step": 3, "opt": {"groups": [torch.zeros(2)]}}, tmp_path / "x.pt")
+        assert main(["import", str(tmp_path / "x.pt"), str(tmp_path / "t"), "-q"]) == 0
+        shown = capsys.readouterr().out
+        assert "step" in shown
+        assert "opt.groups" in shown
+        write_model(tmp_path / "c")
+        report = import_checkpoint(tmp_path / "c", tmp_path / "d")
+        assert report.left_out_keys == tuple(read_index(tmp_path / "c").objects)
+        exported = export_checkpoint(tmp_path / "c", tmp_path / "e")
+        assert exported.left_out_keys == tuple(read_index(tmp_path / "c").objects)
+
+    @pytest.mark.parametrize(
+        ("entries", "data_bytes", "says"),
+        [
+            ({"a": (0, 8), "b": (4, 12)}, 12, "it overlaps a"),
+            ({"a": (0, 8), "b": (0, 8)}, 8, "it overlaps a"),
+            ({"a": (0, 8), "b": (12, 20)}, 20, "bytes before it belong to no tensor"),
+            ({"a": (4, 8)}, 8, "bytes before it belong to no tensor"),
+            ({"a": (0, 8)}, 12, "tensors are missing from its header"),
+            ({}, 4, "tensors are missing from its header"),
+            ('{"a": {"dtype": "F32"}, "a": {"dtype": "F32"}}', 4, "'a' is in it twice"),
+            ('{"a": {"dtype": "F32", "dtype": "I32", "shape": [1], "data_offsets": [0, 4]}}', 4, "'dtype' is in it"),
+        ],
+        ids=["overlap", "same bytes", "hole", "hole in front", "rest", "no tensors", "same name", "same field"],
+    )
+    def test_safetensors_that_do_not_add_up(
+        self, tmp_path: Path, entries: dict[str, tuple[int, int]] | str, data_bytes: int, says: str
+    ) -> None:
+        (tmp_path / "x.safetensors").write_bytes(safetensors_file(entries, data_bytes))
+        with pytest.raises(CorruptCheckpointError, match=says):
+            import_checkpoint(tmp_path / "x.safetensors", tmp_path / "t")
+        assert not (tmp_path / "t").exists()
+
+    def test_empty_tensors_lie_anywhere(self, tmp_path: Path) -> None:
+        content = safetensors_file({"b": (0, 8), "none": (8, 8), "a": (8, 12), "front": (0, 0)}, 12)
+        (tmp_path / "x.safetensors").write_bytes(content)
+        assert import_checkpoint(tmp_path / "x.safetensors", tmp_path / "t").tensors == 4
+        assert sorted(read_index(tmp_path / "t").tensors) == ["a", "b", "front", "none"]
+
+    @pytest.mark.parametrize(
+        ("mapped", "says"),
+        [
+            ({"a": "x.safetensors", "gone": "x.safetensors"}, "gone is not in x.safetensors, but in no file"),
+            ({"a": "y.safetensors", "b": "y.safetensors"}, "a is not in y.safetensors, but in"),
+            ({"a": "sub/x.safetensors"}, "expected the name of a file beside it"),
+            ({"a": "../x.safetensors"}, "expected the name of a file beside it"),
+            ({"a": 3}, "expected the name of a file beside it"),
+            ({}, "expected a `weight_map`"),
+        ],
+        ids=["no file", "another file", "below", "above", "number", "empty"],
+    )
+    def test_an_index_that_the_files_do_not_bear_out(self, tmp_path: Path, mapped: dict[str, Any], says: str) -> None:
+        source = tmp_path / "s"
+        (source / "sub").mkdir(parents=True)
+        (source / "x.safetensors").write_bytes(safetensors_file({"a": (0, 4)}, 4))
+        (source / "y.safetensors").write_bytes(safetensors_file({"b": (0, 4)}, 4))
+        (source / "sub" / "x.safetensors").write_bytes(safetensors_file({"a": (0, 4)}, 4))
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": mapped}))
+        with pytest.raises(CorruptCheckpointError, match=says):
+            import_checkpoint(source, tmp_path / "t")
+
+    def test_a_weight_map_of_torch_files(self, tmp_path: Path) -> None:
+        (tmp_path / "s").mkdir()
+        torch.save({"a": torch.ones(2)}, tmp_path / "s" / "x.bin")
+        index = tmp_path / "s" / "pytorch_model.bin.index.json"
+        index.write_text(json.dumps({"weight_map": {"a": "x.bin", "b": "x.bin"}}))
+        with pytest.raises(CorruptCheckpointError, match=r"b is not in x\.bin"):
+            import_checkpoint(tmp_path / "s", tmp_path / "t")
+        index.write_text('{"weight_map": {"a": "x.bin", "a": "y.bin"}}')
+        with pytest.raises(CorruptCheckpointError, match="'a' is in it twice"):
+            import_checkpoint(tmp_path / "s", tmp_path / "t")
+        index.write_text(json.dumps({"weight_map": {"a": "x.bin"}}))
+        assert import_checkpoint(tmp_path / "s", tmp_path / "t").tensors == 1
+
+    def test_a_key_that_safetensors_keeps_for_itself(self, tmp_path: Path) -> None:
+        write_model(tmp_path / "c", tp=1, tensors={"__metadata__": torch.ones(2), "w": torch.ones(2)})
+        with pytest.raises(OptionError, match="__metadata__"):
+            export_checkpoint(tmp_path / "c", tmp_path / "e")
+
+    def test_a_damaged_torch_file(self, tmp_path: Path) -> None:
+        """torch.load compares no checksum of what it maps."""
+        torch.save({"w": torch.full((100,), 7, dtype=torch.uint8)}, tmp_path / "x.pt")
+        content = (tmp_path / "x.pt").read_bytes()
+        (tmp_path / "x.pt").write_bytes(content.replace(b"\7" * 100, b"\7" * 99 + b"\6"))
+        with pytest.raises(ChecksumError, match=r"x\.pt"):
+            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
+
+    @pytest.mark.parametrize("kind", ["sparse", "quantized", "expanded", "meta"])
+    @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+    def test_tensors_without_plain_elements(self, tmp_path: Path, kind: str) -> None:
+        if kind == "sparse":
+            value = torch.ones(2, 2).to_sparse()
+        elif kind == "quantized":
+            value = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
+        else:
+            value = torch.ones(1).expand(2**40) if kind == "expanded" else torch.ones(2, device="meta")
+        torch.save({"w": value}, tmp_path / "x.pt")
+        with pytest.raises(CorruptCheckpointError, match=r"x\.pt"):
+            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
+
+    def test_views_that_are_conjugated_or_negated(self, tmp_path: Path) -> None:
+        first, second = (torch.randn(3, dtype=torch.complex64).conj() for _ in range(2))
+        tensors = {"c": first, "n": second.imag}
+        torch.save(tensors, tmp_path / "x.pt")
+        import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
+        expected = {key: value.resolve_conj().resolve_neg().contiguous() for key, value in tensors.items()}
+        assert_same(read_all(tmp_path / "t"), expected)
+
+    def test_dicts_that_contain_themselves(self, tmp_path: Path) -> None:
+        circle: dict[str, Any] = {"w": torch.ones(2)}
+        circle["again"] = circle
+        torch.save(circle, tmp_path / "x.pt")
+        with pytest.raises(CorruptCheckpointError, match="nested"):
+            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
+        doubled: dict[str, Any] = {"w": 1}
+        for _ in range(60):
+            doubled = {"a": doubled, "b": doubled}
+        torch.save(doubled, tmp_path / "x.pt")
+        with pytest.raises(CorruptCheckpointError, match="nested"):
+            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
 
 
 class _Evil:
