@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from mcore_ckpt.commands._shell import MIN_MEMORY_BYTES, Outcome, numbers, parse_size, table
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.core.paths import local_path
 
 if TYPE_CHECKING:
     from mcore_ckpt.convert.reshard import ReshardOptions
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.tools.inspection import checkpoint_directory
 
     options = _options(arguments)
-    source, target = checkpoint_directory(arguments.source), Path(arguments.target)
+    source, target = checkpoint_directory(arguments.source), local_path(arguments.target)
     if source != Path(arguments.source):  # a directory of iterations: its layout is kept
         target = target / source.name
     if arguments.dry_run:

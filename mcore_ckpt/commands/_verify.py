@@ -29,12 +29,14 @@ def run(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.tools.verify import verify_checkpoint
 
     directory = checkpoint_directory(arguments.checkpoint)
+    # Looked at first: what is wrong with it shows before the hours that a verification may take.
+    other = checkpoint_directory(arguments.repair_from) if arguments.repair_from else None
     shown = False if arguments.quiet else None
     report = verify_checkpoint(directory, workers=max(1, arguments.workers), progress=shown)
-    if arguments.repair_from and report.problems:
+    if other is not None and report.problems:
         from mcore_ckpt.tools.repair import repair_checkpoint
 
-        report = repair_checkpoint(report, checkpoint_directory(arguments.repair_from), progress=shown)
+        report = repair_checkpoint(report, other, progress=shown)
     rate = report.read_bytes / report.seconds if report.seconds else 0
     lines = [f"{problem.kind}: {problem.message}" for problem in report.problems[:_SHOWN]]
     if len(report.problems) > _SHOWN:

@@ -26,6 +26,7 @@ from mcore_ckpt.convert.rules import RenameRule, parse_rename_rules, rename_keys
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import OptionError, SaveError
+from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, parse_object_key
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import read_index
@@ -106,7 +107,7 @@ def export_checkpoint(
         OptionError: nothing is left to export, names collide, or the format has no such dtype.
         SaveError: it cannot be written.
     """
-    index, directory, dtype = read_index(checkpoint_directory(source)), Path(target), floating_dtype(dtype)
+    index, directory, dtype = read_index(checkpoint_directory(source)), local_path(target), floating_dtype(dtype)
     refuse_target(Path(index.path), directory)
     wanted = key_filter(only)
     keys = [key for key in index.tensors if wanted(key) and not (drop_optimizer and is_optimizer_key(key))]

@@ -26,6 +26,7 @@ from mcore_ckpt.convert.rules import (
     rules_in,
 )
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
+from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, encode_config, read_index
 from mcore_ckpt.storage.local import LocalStorage
@@ -98,7 +99,7 @@ def import_checkpoint(
     """
     layout, dtype = TargetLayout(tp, pp, ep), floating_dtype(dtype)
     partition = rules_in(rules, parse_partition_rules)
-    src, dst = checkpoint_directory(source), Path(target)
+    src, dst = checkpoint_directory(source), local_path(target)
     refuse_target(src if src.is_dir() else src.parent / "-", dst)
     kind, payloads, left_out = _open(src, rules_in(rename, parse_rename_rules))
     with payloads:

@@ -19,6 +19,7 @@ from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, carry
 from mcore_ckpt.convert.reshard_plan import ReshardPlan, TargetLayout, make_plan
 from mcore_ckpt.convert.rules import PartitionRule, parse_partition_rules, rules_in
 from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.format.index import CheckpointIndex, object_key
 from mcore_ckpt.format.metadata_read import TRACKER_FILE, read_index
 from mcore_ckpt.storage.local import LocalStorage
@@ -189,7 +190,7 @@ def reshard(
         ChecksumError: a damaged source, or a target that is not what was written; `target` does not appear.
         SaveError: the target cannot be written; what is done is kept for the next run.
     """
-    src, dst = Path(source), Path(target)
+    src, dst = local_path(source), local_path(target)
     index = read_index(src)
     refuse_target(src, dst)
     plan = plan_reshard(index, options)

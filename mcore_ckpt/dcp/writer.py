@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from traceback import StackSummary, extract_tb
 from typing import Any
 
@@ -35,6 +34,7 @@ from torch.futures import Future
 
 from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.core.paths import is_local, local_path
 from mcore_ckpt.dcp.bucket_writer import (
     DataFilePrefix,
     ResultFile,
@@ -101,11 +101,11 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         _extensions: DCP's stream transforms. A transformed item is held in memory until it is written.
         serialization_format: only DCP's `TORCH_SAVE`.
         separation_hint: items whose key starts with it go to files whose names start with it.
-        use_msc: Megatron's multi-storage client; not supported.
+        use_msc: accepted for Megatron's sake; the path alone tells that it names no object store.
         options: `SaveOptions`; None takes them from the environment.
 
     Raises:
-        OptionError: a combination that cannot work.
+        OptionError: a combination that cannot work, or a path that names an object store.
     """
 
     can_run_decentralized_global_plan = True
@@ -127,8 +127,6 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         options: SaveOptions | None = None,
     ) -> None:
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
-        if use_msc:
-            raise OptionError("use_msc=True: object stores are not supported; save to a file system")
         if serialization_format is not None and getattr(serialization_format, "value", "") != "torch_save":
             raise OptionError(f"serialization_format={serialization_format}: only TORCH_SAVE is supported")
         options = SaveOptions.from_environment() if options is None else options
@@ -152,7 +150,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self._set_path(path)
 
     def _set_path(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = local_path(path)
         self._storage = LocalStorage(self.path)
         self._save_id = str(uuid.uuid4())
         self._target: Target | None = None
@@ -170,9 +168,9 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """True if a checkpoint could be written at that path: no URL, and the nearest existing parent is writable."""
-        if "://" in str(checkpoint_id):
+        if not is_local(checkpoint_id):
             return False
-        path = Path(checkpoint_id).absolute()
+        path = local_path(checkpoint_id).absolute()
         existing = next(place for place in (path, *path.parents) if place.exists())
         return existing.is_dir() and os.access(existing, os.W_OK)
 

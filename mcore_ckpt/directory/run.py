@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
+from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.directory.commit import common_file_in_force
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_key
 from mcore_ckpt.format.metadata_read import (
@@ -108,7 +109,7 @@ def iteration_directories(run: str | os.PathLike[str]) -> list[Path]:
         LoadError: it cannot be listed.
     """
     try:
-        with os.scandir(run) as entries:
+        with os.scandir(local_path(run)) as entries:
             names = [entry.name for entry in entries if entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(f"{run}: no such directory") from error
@@ -126,7 +127,7 @@ def tracked_name(run: str | os.PathLike[str]) -> str | None:
         CorruptCheckpointError: the file is there, and names nothing that Megatron-Core would write.
         LoadError: it cannot be read.
     """
-    path = Path(run) / TRACKER_FILE
+    path = local_path(run) / TRACKER_FILE
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise LoadError(f"{path}: cannot be read: it is not a regular file")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
+from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.index import (
     CheckpointIndex,
@@ -79,8 +80,9 @@ def read_index(path: str | Path, *, strict: bool = True) -> CheckpointIndex:
         CheckpointNotFoundError: there is no such directory, or it holds no `.metadata`.
         CorruptCheckpointError: `.metadata` is damaged or contradicts itself.
         UnsafePickleError: `.metadata` names a class that no index holds.
+        OptionError: the path names an object store.
     """
-    directory = Path(path)
+    directory = local_path(path)
     data = _read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
     return parse_index(data, str(directory), strict=strict)
 
@@ -109,7 +111,7 @@ def read_config(path: str | Path) -> CheckpointConfig | None:
     Raises:
         CorruptCheckpointError: the file is not what Megatron writes.
     """
-    directory = Path(path)
+    directory = local_path(path)
     try:
         text = _read_small_file(directory, CONFIG_FILE, _MAX_CONFIG_BYTES)
     except CheckpointNotFoundError:

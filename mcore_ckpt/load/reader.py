@@ -13,7 +13,6 @@ import math
 import os
 import uuid
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch.futures import Future
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, ShapeMismatchError
 from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.core.paths import is_local, local_path
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.safe_pickle import load_object
@@ -70,7 +70,7 @@ class FileSystemReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget what is known of the checkpoint, and read from another one if `checkpoint_id` names it."""
         if checkpoint_id is not None and str(checkpoint_id):
-            self.path = Path(checkpoint_id)
+            self.path = local_path(checkpoint_id)
         self._storage = LocalStorage(self.path)
         self._index: CheckpointIndex | None = None
         self._metadata: Metadata | None = None
@@ -86,8 +86,8 @@ class FileSystemReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """True for what can be a directory of a local file system: a path, or a string that is no URL."""
-        return isinstance(checkpoint_id, Path) or "://" not in str(checkpoint_id)
+        """True for what can be a directory of a file system; see `local_path`."""
+        return is_local(checkpoint_id)
 
     @property
     def index(self) -> CheckpointIndex:

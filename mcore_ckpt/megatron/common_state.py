@@ -11,13 +11,13 @@ import io
 import json
 import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, SaveError
 from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.ranks import coordination_group
 from mcore_ckpt.directory.commit import common_file_in_force, give_back, reserve
 from mcore_ckpt.format.index import object_key
@@ -90,7 +90,7 @@ def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | N
         CorruptCheckpointError: it cannot be decoded.
     """
     options = LoadOptions.from_environment() if options is None else options
-    directory = Path(checkpoint_dir)
+    directory = local_path(checkpoint_dir)
     storage = LocalStorage(directory)
     names = storage.list() if directory.is_dir() else []
     file: str | None = COMMON_FILE if COMMON_FILE in names else None

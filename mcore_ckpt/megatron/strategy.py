@@ -17,6 +17,7 @@ import torch
 
 from mcore_ckpt.core.errors import KindMismatchError, LoadError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
+from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import coordination_group
 from mcore_ckpt.directory.remove import remove_tensors
@@ -42,7 +43,6 @@ from mcore_ckpt.megatron._versions import (
     load_strategy_base,
     mapping,
     megatron_module,
-    refuse_multi_storage_client,
     save_strategy_base,
     sharded_tensor_of,
 )
@@ -143,12 +143,11 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
     def _begin(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, *, beside_training: bool
     ) -> SaveTransaction:
-        refuse_multi_storage_client()
         options = self.options
         if self.use_cached_ckpt_structure:
             options = replace(options, keep_local_plans=True)
         request = SaveRequest(
-            directory=Path(checkpoint_dir),
+            directory=local_path(checkpoint_dir),
             options=options,
             thread_count=self.thread_count,
             separation_hint=self.separation_hint,
@@ -271,8 +270,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
 
     def _open(self, checkpoint_dir: _Path) -> FileSystemReader:
         """A reader whose index is read anew only when the checkpoint is another one, or has been replaced."""
-        refuse_multi_storage_client()
-        path = Path(checkpoint_dir)
+        path = local_path(checkpoint_dir)
         version = _metadata_version(path)
         if self._reader is None or self._read_version != (path, version):
             self._reader = FileSystemReader(path, self.options)
@@ -305,7 +303,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             LoadError, SaveError (as a `CheckpointingException`, too): the checkpoint cannot be read or written.
         """
         with MegatronErrors():
-            remove_tensors(Path(checkpoint_dir), key_prefix)
+            remove_tensors(local_path(checkpoint_dir), key_prefix)
 
     def check_backend_compatibility(self, loaded_backend: Any) -> None:
         """Any `torch_dist` checkpoint can be loaded."""

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
+from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import (
     ALIGNMENT_BYTES,
@@ -390,7 +391,7 @@ class LocalStorage(Storage):
     """
 
     def __init__(self, root: str | os.PathLike[str], *, follow_links: bool = False) -> None:
-        self.root = Path(root)
+        self.root = local_path(root)
         self._follow_links = follow_links
         self._bounce = BouncePool()
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_key
 from mcore_ckpt.format.metadata_read import METADATA_FILE, TRACKER_FILE, read_config, read_index
 from mcore_ckpt.format.tensor_pickle import DTYPES
@@ -160,7 +161,7 @@ class CheckpointSummary:
 
 def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
     """The directory that holds `.metadata`: `path` itself, or the iteration that the tracker file in `path` names."""
-    directory = Path(path)
+    directory = local_path(path)
     tracker = directory / TRACKER_FILE
     if not (directory / METADATA_FILE).exists() and tracker.is_file():
         text = tracker.read_text(errors="replace").strip()

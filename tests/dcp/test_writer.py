@@ -305,8 +305,6 @@ def test_async_save_writes_the_state_at_the_call(tmp_path: Path) -> None:
 
 
 def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="object stores"):
-        FileSystemWriterAsync(tmp_path, use_msc=True)
     with pytest.raises(OptionError, match="TORCH_SAVE"):
         FileSystemWriterAsync(tmp_path, serialization_format=dcp.filesystem.SerializationFormat.SAFETENSORS)
     with pytest.raises(OptionError, match="copy-on-write"):

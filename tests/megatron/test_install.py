@@ -5,6 +5,7 @@ Each test runs in a child process of its own, forked from one in which nothing i
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import pickle
@@ -287,21 +288,59 @@ def test_without_megatron_the_message_says_what_to_install() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def storage_client() -> Any:
+    """The multi-storage client if it is installed, or what Megatron calls of it, for local paths."""
+    try:
+        return importlib.import_module("multistorageclient")
+    except ModuleNotFoundError:
+        client: Any = types.ModuleType("multistorageclient")
+        client.Path, client.open, client.torch = Path, open, torch
+        isdir = lambda path, strict=True: os.path.isdir(path)  # noqa: E731
+        path = types.SimpleNamespace(isdir=isdir, exists=os.path.exists)
+        client.os = types.SimpleNamespace(path=path, makedirs=os.makedirs)
+        return client
+
+
+def state_to_save(value: float) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    tensor = torch.full((10,), value)
+    return {"w": ShardedTensor.from_rank_offsets("w", tensor), "iteration": int(value)}
+
+
 @pytest.mark.skipif(megatron_version() < (0, 13), reason="this Megatron has no multi-storage client")
 @forked
-def test_the_multi_storage_client_is_refused() -> None:
+def test_a_local_path_is_served_though_the_multi_storage_client_is_on() -> None:
+    """To 0.16 Megatron switches it on wherever its package is installed, as in NVIDIA's containers."""
     from megatron.core import msc_utils
 
-    msc_utils.msc = types.ModuleType("multistorageclient")
+    msc_utils.msc = storage_client()
     msc_utils.MultiStorageClientFeature.enable()
     assert msc_utils.MultiStorageClientFeature.is_enabled()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     mcore_ckpt.install()
     directory = Path(tempfile.mkdtemp())
-    save = serialization.get_default_save_sharded_strategy("torch_dist")
-    for use in (save.save, save.async_save, TorchDistLoadStrategy().load):
-        with pytest.raises(UnsupportedMegatronError, match="able-msc"):
-            use({}, directory / "iter_1")
-    assert list(directory.iterdir()) == []
+    for value in (1, 2):  # the second replaces the first
+        target = directory / "iter_0000001"
+        target.mkdir(exist_ok=True)
+        megatron.core.dist_checkpointing.save(state_to_save(value), str(target))
+        assert_holds(target, value)
+    later = directory / "iter_0000003"
+    later.mkdir()
+    queue = async_utils.AsyncCallsQueue()
+    queue.schedule_async_request(
+        megatron.core.dist_checkpointing.save(state_to_save(3), str(later), async_sharded_save=True)
+    )
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    assert_holds(later, 3)
+
+
+def assert_holds(target: Path, value: int) -> None:
+    loaded = megatron.core.dist_checkpointing.load(state_to_save(-1), str(target))
+    assert loaded["iteration"] == value
+    assert torch.equal(loaded["w"], torch.full((10,), float(value)))
+    assert megatron.core.dist_checkpointing.load_common_state_dict(str(target))["iteration"] == value
 
 
 @forked

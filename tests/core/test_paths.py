@@ -1,0 +1,112 @@
+"""A local path is a local path, and what names an object store is refused alike at every entrance."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mcore_ckpt
+from mcore_ckpt import LoadOptions, OptionError, SaveOptions
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.paths import is_local, local_path
+
+STORES = ["s3://bucket/run/iter_0000001", "msc://profile/run", "gs://b/x", "abfss://c@a.dfs.core.windows.net/x"]
+
+
+@pytest.mark.parametrize("path", STORES)
+def test_a_store_is_told_by_its_scheme(path: str) -> None:
+    for form in (path, Path(path)):
+        assert not is_local(form)
+        with pytest.raises(OptionError, match=r"object store .*[Uu]se a directory"):
+            local_path(form)
+
+
+def test_a_url_of_a_file_is_told_what_to_leave_out() -> None:
+    with pytest.raises(OptionError, match="leave out file://"):
+        local_path("file:///scratch/run")
+
+
+@pytest.mark.parametrize("path", ["run", "/scratch/run", "./a:b/c", "C:/x", "iter:1/x", "a//b", "~/x://y"])
+def test_all_else_is_local_as_it_was_given(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "iter:").mkdir()  # a directory that is there, and is meant
+    for form in (path, Path(path)):
+        assert local_path(form) == Path(path)
+
+
+ENTRANCES: dict[str, Callable[[Any], object]] = {
+    "writer": mcore_ckpt.FileSystemWriterAsync,
+    "writer told by use_msc": lambda path: mcore_ckpt.FileSystemWriterAsync(path, use_msc=True),
+    "writer, next save": lambda path: mcore_ckpt.FileSystemWriterAsync("run").reset(path),
+    "reader": mcore_ckpt.FileSystemReader,
+    "reader, next load": lambda path: mcore_ckpt.FileSystemReader("run").reset(path),
+    "open_checkpoint": mcore_ckpt.open_checkpoint,
+    "optimizer": lambda path: mcore_ckpt.load_sharded_optimizer_state({}, path),
+}
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+@pytest.mark.parametrize("form", [str, Path])
+def test_every_entrance_refuses_a_store_and_writes_nothing(
+    entrance: str, form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match="object store"):
+        ENTRANCES[entrance](form("s3://bucket/x"))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "inspect STORE",
+        "verify STORE",
+        "verify here --repair-from STORE",
+        "reshard STORE there --tp 1 --pp 1",
+        "reshard here STORE --tp 1 --pp 1",
+        "diff STORE here",
+        "diff here STORE",
+        "export STORE there",
+        "export here STORE",
+        "import STORE there",
+        "import here STORE",
+        "cat STORE key",
+        "list STORE",
+        "prune STORE --keep-last 1",
+    ],
+)
+def test_every_command_refuses_a_store(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    from torch.distributed import checkpoint as dcp
+
+    monkeypatch.chdir(tmp_path)
+    dcp.save({"key": torch.ones(3)}, storage_writer=mcore_ckpt.FileSystemWriterAsync("here"), no_dist=True)
+    there = sorted(str(path) for path in tmp_path.rglob("*"))
+    assert main(command.replace("STORE", "s3://bucket/x").split()) == 2
+    assert "object store" in capsys.readouterr().err
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == there
+
+
+def test_strategies_refuse_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("megatron.core.dist_checkpointing")
+    monkeypatch.chdir(tmp_path)
+    save = mcore_ckpt.TorchDistSaveStrategy(options=SaveOptions(progress=False))
+    load = mcore_ckpt.TorchDistLoadStrategy(options=LoadOptions())
+    for form in (str, Path):
+        for use in (
+            lambda path: save.save({}, path),
+            lambda path: save.async_save({}, path),
+            lambda path: load.load({}, path),
+            load.load_tensors_metadata,
+            load.load_sharded_metadata,
+            lambda path: load.remove_sharded_tensors(path, "w"),
+        ):
+            with pytest.raises(OptionError, match="object store"):
+                use(form("s3://bucket/x"))
+    assert os.listdir(tmp_path) == []
