@@ -46,9 +46,9 @@ def is_local(path: str | os.PathLike[str]) -> bool:
 
 
 def _text(path: Any) -> str:
-    # Path-like objects of storage clients may have `__fspath__` and refuse it, for what is in no file system.
-    text = path if isinstance(path, str) else os.fspath(path) if isinstance(path, Path) else str(path)
-    return os.fsdecode(text)
+    # Path-like objects of storage clients say in words what they name; what `__fspath__` gives may be a copy of it.
+    said = str(path)
+    return said if _scheme(said) is not None else os.fsdecode(path)
 
 
 def _scheme(text: str) -> str | None:
