@@ -155,6 +155,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self._save_id = str(uuid.uuid4())
         self._target: Target | None = None
         self._planned: Counter[MetadataIndex] | None = None
+        self._given_up = False
         self._in_line = True
         self._thread: threading.Thread | None = None
 
@@ -216,6 +217,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         earlier = _unfinished.get(location)
         if earlier is not None and earlier is not self:
             earlier.give_up_if_over()
+        self._given_up = False
         self._target = open_target(self._storage, self.options)
         self._thread = threading.current_thread()
         _unfinished[location] = self
@@ -236,6 +238,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     def _give_up(self) -> None:
         target, self._target, self._planned, self._thread = self._target, None, None, None
         if target is not None:
+            self._given_up = True
             abandon(self._storage, target, others_clean_up=False)
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
@@ -398,6 +401,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         Raises:
             SaveError: an item is missing, was written twice, or was not planned. Nothing is published.
         """
+        if self._given_up:
+            raise SaveError(f"{self.path}: this save was given up; nothing of it is published")
         written = list(chain.from_iterable(results))
         expected = self._planned if self._planned is not None else items_of(metadata)
         compare_items(expected, Counter(result.index for result in written), str(self.path))

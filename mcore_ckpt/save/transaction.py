@@ -313,13 +313,16 @@ class SaveTransaction:
         """Wait for this rank's files, and look whether they are what was planned."""
         assert isinstance(self.call, Writing)
         result = self.call.results()
+        if self._directory.target is not None:
+            self._directory.target.claim.check()
         files = []
         for bucket, written in zip(plan.layout.buckets, result.files, strict=True):
-            on_disk = self._directory.storage.size(bucket.file_name)
-            if on_disk != bucket.image.size_bytes:
+            found = self._directory.storage.version(bucket.file_name)
+            if found is None or found.size_bytes != bucket.image.size_bytes:
                 raise SaveError(
-                    f"{self._directory.storage.path(bucket.file_name)}: {bucket.image.size_bytes} bytes were planned,"
-                    f" the file has {on_disk}"
+                    f"{self._directory.storage.path(bucket.file_name)}: {bucket.image.size_bytes} bytes were planned"
+                    " and written, "
+                    + ("and the file has been deleted" if found is None else f"the file has {found.size_bytes}")
                 )
             files.append(
                 FileReport(self._group.rank, written.file_name, written.size_bytes, written.write_s, written.fsync_s)

@@ -1,0 +1,399 @@
+"""Whose a directory is: of all who claim it one has it, whoever is gone is taken over from, and nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mcore_ckpt.core.errors import SaveError
+from mcore_ckpt.directory import claim as claim_module
+from mcore_ckpt.directory.claim import Claim, Owner, holders
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, METADATA_FILE
+from mcore_ckpt.storage import local
+from mcore_ckpt.storage.local import LocalStorage
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def names(path: Path) -> set[str]:
+    return {file.name for file in path.iterdir()}
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Start `work` in a process of its own, which ends without another word; its process id."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            work()
+            code = 0
+        except SaveError:
+            code = 3
+        finally:
+            os._exit(code)
+    return child
+
+
+def exit_code(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@contextmanager
+def holder(path: Path, *, host: str | None = None, beats: bool = True, boot: str | None = None) -> Iterator[int]:
+    """A process that holds the directory until the block ends; perhaps on another host, perhaps without a heartbeat."""
+    read_end, write_end = os.pipe()
+
+    def hold() -> None:
+        if host is not None:
+            claim_module.platform = SimpleNamespace(node=lambda: host)  # type: ignore[assignment]
+        if boot is not None:
+            real = claim_module._first_line
+            claim_module._first_line = lambda file: boot if file.endswith("boot_id") else real(file)
+        if not beats:
+            claim_module.BEAT_S = 3600.0  # type: ignore[misc]
+        kept = Claim.take(LocalStorage(path))
+        if not beats:  # the ticket promises more than comes
+            set_ticket(path, kept.owner, beat_s=0.05)
+        os.write(write_end, b".")
+        threading.Event().wait()
+
+    child = in_child(hold)
+    try:
+        os.read(read_end, 1)
+        yield child
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, 0)
+        os.close(read_end)
+        os.close(write_end)
+
+
+def set_ticket(path: Path, owner: Owner, **values: Any) -> None:
+    """Change what the ticket says, which is what the marker says: they are one file."""
+    ticket = path / f"{INCOMPLETE_MARKER}.{owner.save_id}"
+    ticket.write_text(json.dumps({**json.loads(ticket.read_text()), **values}))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats every 50 ms, and a lease of half a second."""
+    monkeypatch.setattr(claim_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(claim_module, "LEASE_S", 0.5)
+
+
+# --- one of many ------------------------------------------------------------------------------------------------------
+
+
+def race(path: Path, contenders: int, then: Callable[[Claim], None]) -> list[int]:
+    """Let processes claim the directory at the same moment; their exit codes: 0 has had it, 3 was refused."""
+    gate_read, gate_write = os.pipe()
+
+    def contend() -> None:
+        os.close(gate_write)
+        os.read(gate_read, 1)
+        then(Claim.take(LocalStorage(path)))
+
+    children = [in_child(contend) for _ in range(contenders)]
+    os.close(gate_read)
+    os.close(gate_write)  # they all read the end at once
+    return sorted(exit_code(child) for child in children)
+
+
+def enter_and_leave(path: Path, seconds: float) -> Callable[[Claim], None]:
+    """What fails if two are inside at once."""
+
+    def inside(claim: Claim) -> None:
+        inside_file = os.open(path / "inside", os.O_CREAT | os.O_EXCL)
+        time.sleep(seconds)
+        os.close(inside_file)
+        claim.check()
+        os.unlink(path / "inside")
+
+    return inside
+
+
+@pytest.mark.parametrize("left_by", ["nobody", "a killed process", "a killed process of another host"])
+def test_of_processes_that_claim_at_once_one_has_the_directory(tmp_path: Path, left_by: str, quick: None) -> None:
+    for number in range(20):
+        path = tmp_path / str(number)
+        path.mkdir()
+        if left_by != "nobody":
+            with holder(path, host="another" if "another" in left_by else None):
+                pass  # killed with the block
+        codes = race(path, 4, enter_and_leave(path, 0.2))
+        # (a contender that comes late, on a busy machine, finds a holder that has ended)
+        assert 0 in codes, f"round {number}: {codes}"
+        assert set(codes) <= {0, 3}, f"round {number}: {codes}"
+
+
+def test_without_hard_links_one_has_it_still(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    for number in range(10):
+        path = tmp_path / str(number)
+        path.mkdir()
+        codes = race(path, 4, enter_and_leave(path, 0.2))
+        assert 0 in codes, f"round {number}: {codes}"
+        assert set(codes) <= {0, 3}, f"round {number}: {codes}"
+    with holder(tmp_path / "0"):
+        pass
+    Claim.take(LocalStorage(tmp_path / "0")).release()
+    assert names(tmp_path / "0") == set()
+
+
+def test_a_link_whose_answer_was_lost_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS sends a request again when no answer comes, and may be told that the name is taken: by itself."""
+    real = os.link
+
+    def link_twice(source: str, name: str) -> None:
+        real(source, name)
+        real(source, name)
+
+    monkeypatch.setattr(os, "link", link_twice)
+    claim = Claim.take(LocalStorage(tmp_path))
+    claim.check()
+    claim.release()
+    assert names(tmp_path) == set()
+
+
+# --- who is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_a_live_process_is_named_and_not_disturbed(tmp_path: Path) -> None:
+    with holder(tmp_path) as child:
+        before = names(tmp_path)
+        with pytest.raises(SaveError, match=rf"process {child} on host .*, since 20\d\d-.* which is running"):
+            Claim.take(LocalStorage(tmp_path))
+        assert names(tmp_path) == before
+
+
+def test_a_stopped_process_is_not_gone(tmp_path: Path, quick: None) -> None:
+    with holder(tmp_path) as child:
+        os.kill(child, signal.SIGSTOP)
+        time.sleep(1.0)  # two leases
+        with pytest.raises(SaveError, match=f"process {child} on host"):
+            Claim.take(LocalStorage(tmp_path))
+
+
+def test_a_process_on_another_host_that_renews_its_claim_is_not_gone(tmp_path: Path, quick: None) -> None:
+    renewed = pytest.raises(SaveError, match=r"on host another-host, .* which renews its claim")
+    with holder(tmp_path, host="another-host"), renewed:
+        Claim.take(LocalStorage(tmp_path))
+
+
+def test_two_saves_of_one_process(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    first = Claim.take(storage)
+    with pytest.raises(SaveError, match="not finalized yet"):
+        Claim.take(LocalStorage(tmp_path / "." / ""))
+    first.check()
+    first.release()
+    Claim.take(storage).release()
+    assert names(tmp_path) == set()
+
+
+# --- who is taken over from -------------------------------------------------------------------------------------------
+
+
+def test_a_killed_process_is_taken_over_from_at_once(tmp_path: Path) -> None:
+    with holder(tmp_path):
+        pass
+    began_s = time.monotonic()
+    claim = Claim.take(LocalStorage(tmp_path))
+    assert time.monotonic() - began_s < 2.0
+    assert len(claim.after) == 1
+    claim.release()
+    assert names(tmp_path) == set()
+
+
+def test_another_process_of_the_same_id_is_not_the_holder(tmp_path: Path) -> None:
+    with holder(tmp_path):
+        (owner,) = holders(LocalStorage(tmp_path))
+        set_ticket(tmp_path, owner, started="1")  # as if the holder had been started before this process was
+        Claim.take(LocalStorage(tmp_path)).release()
+
+
+@pytest.mark.parametrize("where", [{"host": "another-host"}, {"boot": "of-yesterday"}])
+def test_a_process_that_cannot_be_seen_is_gone_when_its_lease_is(
+    tmp_path: Path, quick: None, where: dict[str, str]
+) -> None:
+    with holder(tmp_path, beats=False, **where):
+        began_s = time.monotonic()
+        claim = Claim.take(LocalStorage(tmp_path))
+        took_s = time.monotonic() - began_s
+        assert took_s > 0.1, "its heartbeat was not waited for"
+        assert took_s < 20
+        claim.release()
+
+
+def test_an_old_heartbeat_is_still_watched(tmp_path: Path, quick: None) -> None:
+    """Its time may be another host's clock: a holder whose clock is an hour behind lives all the same."""
+    with holder(tmp_path, host="another-host"):
+        (owner,) = holders(LocalStorage(tmp_path))
+        real = LocalStorage.version
+
+        class Behind(LocalStorage):
+            def version(self, name: str) -> Any:
+                found = real(self, name)
+                if found is not None and owner.save_id in name:
+                    found = found._replace(modified_ns=found.modified_ns - 3600 * 10**9)
+                return found
+
+        with pytest.raises(SaveError, match="which renews its claim"):
+            Claim.take(Behind(tmp_path))
+
+
+def test_who_dies_while_taking_over_is_taken_over_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Struck at each step of a takeover, and the one after it, too."""
+    storage = LocalStorage(tmp_path)
+
+    def take_and_die_at(step: int) -> int:
+        def work() -> None:
+            steps = 0
+
+            def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+                def call(*arguments: Any, **keywords: Any) -> Any:
+                    nonlocal steps
+                    if steps == step:
+                        os._exit(17)
+                    steps += 1
+                    return real(*arguments, **keywords)
+
+                return call
+
+            for name in ("create", "link", "rename", "delete"):
+                setattr(LocalStorage, name, counted(getattr(LocalStorage, name)))
+            Claim.take(storage)
+
+        return exit_code(in_child(work))
+
+    step = 0
+    codes = []
+    while 0 not in codes:
+        codes = [take_and_die_at(step), take_and_die_at(step)]
+        assert set(codes) <= {17, 0}
+        with holder(tmp_path), pytest.raises(SaveError, match="another save holds"):  # a third finds its way
+            Claim.take(storage)
+        step += 1
+        assert step < 40
+    assert step > 8
+    last = Claim.take(storage)
+    last.sweep(storage.list())
+    last.release()
+    assert names(tmp_path) == set()
+
+
+def test_a_holder_thought_to_be_gone_cannot_publish(tmp_path: Path, quick: None) -> None:
+    """Stopped for longer than its lease, taken over from on another host, and then going on."""
+    go_read, go_write = os.pipe()
+
+    def stopped() -> None:
+        claim_module.platform = SimpleNamespace(node=lambda: "another-host")  # type: ignore[assignment]
+        storage = LocalStorage(tmp_path)
+        mine = Claim.take(storage)
+        os.write(go_write, b".")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        storage.publish(METADATA_FILE, b"of the one that was gone", through=mine.publish_ticket)
+
+    child = in_child(stopped)
+    os.read(go_read, 1)
+    storage = LocalStorage(tmp_path)
+    mine = Claim.take(storage)  # waits for the lease
+    os.kill(child, signal.SIGCONT)
+    assert exit_code(child) == 3
+    assert METADATA_FILE not in names(tmp_path)
+    storage.publish(METADATA_FILE, b"of the one that lives", through=mine.publish_ticket)
+    mine.release()
+    assert (tmp_path / METADATA_FILE).read_bytes() == b"of the one that lives"
+    assert names(tmp_path) == {METADATA_FILE}
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"first_file": 3, "replaces": []}', b"[" * 10000, b'{"save_id": 7}'])
+def test_a_marker_that_names_nobody_is_of_nobody(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim_module, "_UNREADABLE_S", 0.1)
+    (tmp_path / INCOMPLETE_MARKER).write_bytes(content)
+    claim = Claim.take(LocalStorage(tmp_path))
+    claim.check()
+    claim.release()
+    assert names(tmp_path) == set()
+
+
+# --- how a claim ends -------------------------------------------------------------------------------------------------
+
+
+def test_a_claim_that_is_forgotten_is_let_go(tmp_path: Path) -> None:
+    """By other processes, too, as soon as the thread has noticed."""
+    claim = Claim.take(LocalStorage(tmp_path))
+    del claim
+    gc.collect()
+    until_s = time.monotonic() + 10
+    while len(names(tmp_path)) > 1 and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert names(tmp_path) == {INCOMPLETE_MARKER}
+    assert exit_code(in_child(lambda: Claim.take(LocalStorage(tmp_path)))) == 0
+
+
+def test_the_heartbeat_goes_on_while_the_process_computes(tmp_path: Path, quick: None) -> None:
+    claim = Claim.take(LocalStorage(tmp_path))
+    ticket = f"{INCOMPLETE_MARKER}.{claim.owner.save_id}"
+    until_s = time.monotonic() + 1.0
+    seen = set()
+    while time.monotonic() < until_s:
+        sum(range(20_000))
+        seen.add((tmp_path / ticket).stat().st_mtime_ns)
+    claim.release()
+    assert len(seen) >= 5
+
+
+def test_a_process_that_holds_a_claim_ends_when_it_wants_to(tmp_path: Path) -> None:
+    program = (
+        "import sys; from mcore_ckpt.directory.claim import Claim; from mcore_ckpt.storage.local import LocalStorage\n"
+        "kept = Claim.take(LocalStorage(sys.argv[1]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60, check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    Claim.take(LocalStorage(tmp_path)).release()
+
+
+def test_what_dead_claimants_left_is_swept_and_what_living_ones_have_is_not(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    living, dead = Owner.here(), Owner.here()
+    for owner in (living, dead):
+        storage.create(f"{INCOMPLETE_MARKER}.{owner.save_id}", owner.encode())
+        storage.create(f"{INCOMPLETE_MARKER}.{owner.save_id}.publish", b"")
+    set_ticket(tmp_path, living, pid=os.getppid(), started=claim_module._start_of(os.getppid()))
+    claim = Claim.take(storage)
+    claim.sweep(storage.list())
+    claim.release()
+    assert names(tmp_path) == {f"{INCOMPLETE_MARKER}.{living.save_id}{end}" for end in ("", ".publish")}
+
+
+def test_a_failed_claim_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> bool:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(local, "_link", refuse)
+    with pytest.raises(SaveError, match="EIO"):
+        Claim.take(LocalStorage(tmp_path))
+    assert names(tmp_path) == set()
