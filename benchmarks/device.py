@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.rounds import Samples, note
-from mcore_ckpt.format.item_layout import tensor_template
-from mcore_ckpt.layout.buckets import lay_out
+from mcore_ckpt.layout.buckets import TensorSpec, lay_out
 from mcore_ckpt.writing.stage_pool import Stage
 from mcore_ckpt.writing.staging import BucketSource
 
@@ -29,7 +28,9 @@ def device_to_stage(rank: int, base: Path, size_bytes: int, rounds: int) -> Samp
     count = max(1, size_bytes // (2 * _ROWS * _COLUMNS))
     tensors = [torch.randn(_ROWS, _COLUMNS, device="cuda").to(torch.bfloat16) for _ in range(count)]
     pinned = [torch.empty(_ROWS, _COLUMNS, dtype=torch.bfloat16, pin_memory=True) for _ in tensors]
-    source = BucketSource(lay_out("0", [tensor_template("bfloat16", (_ROWS, _COLUMNS))] * count, 0), tensors, [], [])
+    shape = (_ROWS, _COLUMNS)
+    specs = [TensorSpec(str(n), "bfloat16", shape, (0, 0), shape, 2 * _ROWS * _COLUMNS) for n in range(count)]
+    source = BucketSource(lay_out("0", specs, 0), tensors, [], [])
     image = source.layout.image
     stage = Stage()
     view = stage.reserve(image.size_bytes)

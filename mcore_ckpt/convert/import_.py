@@ -140,7 +140,7 @@ def _open(source: Path, rename: Sequence[RenameRule]) -> tuple[Format, StoredPay
         index = read_index(source)
         names = _new_names(index.tensors, rename, source)
         check_tiled(index, names)
-        return "dcp", StoredPayloads(_renamed(index, names)), list(index.objects)
+        return "dcp", StoredPayloads(_renamed(index, names), stored=index), list(index.objects)
     directory = source if source.is_dir() else source.parent
     files, mapped = _files(source)
     if files[0].endswith(".safetensors"):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +19,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.layout.buckets import FILE_SUFFIX, lay_out_file, place_objects, split_buckets
+from mcore_ckpt.format.seal import NO_SAVE_ID, SealedFile
+from mcore_ckpt.layout.buckets import FILE_SUFFIX, TensorSpec, lay_out_file, place_objects, split_buckets
+from mcore_ckpt.layout.file_image import ImageResult
 from mcore_ckpt.layout.torch_classes import dtype_name
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.writing.staging import BucketSource, write_in_line
@@ -25,21 +29,24 @@ from mcore_ckpt.writing.staging import BucketSource, write_in_line
 __all__ = [
     "BucketData",
     "DataFilePrefix",
+    "ItemSums",
     "ResultFile",
     "WriteBucket",
     "describe_bucket",
     "prepare_buckets",
     "save_buckets",
+    "sums_of",
     "write_buckets",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class DataFilePrefix:
-    """How a rank's data files are named: `prefix`, a number from `first_file` on, `.distcp`."""
+    """How a rank's data files are named: `prefix`, a number from `first_file` on, `.distcp`; and the save's id."""
 
     prefix: str
     first_file: int = 0
+    save_id: bytes = NO_SAVE_ID
 
 
 class BucketData(NamedTuple):
@@ -49,17 +56,55 @@ class BucketData(NamedTuple):
     tensor_data: list[tuple[WriteItem, torch.Tensor]]
 
 
-class WriteBucket(NamedTuple):
-    """What goes into one file."""
-
+class _Bucket(NamedTuple):
     path: str
     storage_key: str
     data: BucketData
 
+
+class WriteBucket(_Bucket):
+    """What goes into one file: a tuple of three, as code that was written for Megatron's writer takes it apart.
+
+    Attributes:
+        save_id: of the save.
+    """
+
+    save_id: bytes = NO_SAVE_ID
+
     @classmethod
-    def of(cls, path: str, storage_key: str, bytes_data: Any, tensor_data: Any) -> WriteBucket:
+    def of(
+        cls, path: str, storage_key: str, bytes_data: Any, tensor_data: Any, save_id: bytes = NO_SAVE_ID
+    ) -> WriteBucket:
         """A bucket from its parts."""
-        return cls(path, storage_key, BucketData(list(bytes_data), list(tensor_data)))
+        bucket = cls(path, storage_key, BucketData(list(bytes_data), list(tensor_data)))
+        bucket.save_id = save_id
+        return bucket
+
+
+class ItemSums(NamedTuple):
+    """The checksums of a written item.
+
+    Attributes:
+        file: that holds it.
+        crc32: of a tensor's payload, or of the whole item.
+        blocks: running CRC-32 at each block boundary inside a long payload.
+    """
+
+    file: SealedFile
+    crc32: int
+    blocks: array[int]
+
+
+@dataclass(frozen=True)
+class _SummedResult(WriteResult):
+    """DCP's result of one item, with its checksums, which travel to the coordinator that way."""
+
+    sums: ItemSums | None = None
+
+
+def sums_of(result: WriteResult) -> ItemSums | None:
+    """The checksums of a written item; None if another writer wrote it."""
+    return result.sums if isinstance(result, _SummedResult) else None
 
 
 class ResultFile:
@@ -152,7 +197,7 @@ def prepare_buckets(
             else:
                 tensor = resolve_data(item).detach()
                 data.tensor_data.append((item, _own_storage(tensor) if clone_views else tensor))
-        buckets.append(WriteBucket(str(directory / name), name, data))
+        buckets.append(WriteBucket.of(str(directory / name), name, *data, prefix.save_id))
     return buckets
 
 
@@ -178,8 +223,27 @@ def write_buckets(
         return []
     storage = LocalStorage(Path(buckets[0].path).parent)
     prepared = [_prepare(bucket, extensions) for bucket in buckets]
-    write_in_line(storage, [source for source, _ in prepared], options)
-    return [results for _, results in prepared]
+    written = write_in_line(storage, [source for source, _ in prepared], options)
+    return [
+        _with_sums(results, bucket, source, image)
+        for bucket, (source, results), image in zip(buckets, prepared, written, strict=True)
+    ]
+
+
+def _with_sums(
+    results: Sequence[WriteResult], bucket: WriteBucket, source: BucketSource, image: ImageResult
+) -> list[WriteResult]:
+    layout = source.layout
+    file = SealedFile(layout.image.size_bytes, source.table_crc32, bucket.save_id)
+    counts = dict(zip(layout.long_payloads, layout.inner_blocks, strict=True))
+    ends = list(accumulate((counts.get(n, 0) for n in range(len(image.crcs))), initial=0))
+    blocks = [image.blocks[a:b] for a, b in pairwise(ends)] if counts else [array("I")] * len(image.crcs)
+    sums = [ItemSums(file, crc, array("I")) for crc in source.object_crcs]
+    sums += [ItemSums(file, crc, running) for crc, running in zip(image.crcs, blocks, strict=True)]
+    return [
+        _SummedResult(result.index, result.size_in_bytes, result.storage_data, item)
+        for result, item in zip(results, sums, strict=True)
+    ]
 
 
 def _prepare(bucket: WriteBucket, extensions: Sequence[Any]) -> tuple[BucketSource, list[WriteResult]]:
@@ -192,7 +256,10 @@ def _prepare(bucket: WriteBucket, extensions: Sequence[Any]) -> tuple[BucketSour
         blobs += [(item, memoryview(_transformed(_serialized(tensor), extensions))) for item, tensor in tensor_data]
         tensor_data = []
     sizes = [len(blob) for _, blob in blobs]
-    layout = lay_out_file(name, ((dtype_name(t.dtype), tuple(t.shape)) for _, t in tensor_data), sizes)
+    blob_keys = [item.index.fqn for item, _ in bytes_data]
+    if extensions:
+        blob_keys += [item.index.fqn for item, _ in bucket.data.tensor_data]
+    layout = lay_out_file(name, [_spec(item, tensor) for item, tensor in tensor_data], blob_keys, sizes)
     offsets = place_objects(sizes)
     results = [
         WriteResult(item.index, len(blob), _StorageInfo(bucket.storage_key, offset, len(blob), descriptors))
@@ -202,7 +269,13 @@ def _prepare(bucket: WriteBucket, extensions: Sequence[Any]) -> tuple[BucketSour
         info = _StorageInfo(bucket.storage_key, offset, template.item_bytes)
         results.append(WriteResult(item.index, template.item_bytes, info))
     tensors = [_plain(tensor) for _, tensor in tensor_data]
-    return BucketSource(layout, tensors, [blob for _, blob in blobs], offsets), results
+    return BucketSource(layout, tensors, [blob for _, blob in blobs], offsets, bucket.save_id), results
+
+
+def _spec(item: WriteItem, tensor: torch.Tensor) -> TensorSpec:
+    data, sizes = item.tensor_data, tuple(tensor.shape)
+    shape, offsets = (sizes, (0,) * len(sizes)) if data is None else (tuple(data.size), tuple(data.chunk.offsets))
+    return TensorSpec(item.index.fqn, dtype_name(tensor.dtype), shape, offsets, sizes, tensor.nbytes)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,10 @@ import copy
 import dataclasses
 import os
 import pickle
+import secrets
 import threading
-import uuid
 import weakref
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -42,10 +43,12 @@ from mcore_ckpt.dcp.bucket_writer import (
     describe_bucket,
     prepare_buckets,
     save_buckets,
+    sums_of,
     write_buckets,
 )
 from mcore_ckpt.directory.commit import Target, abandon, check_files, claim_late, open_target, publish
 from mcore_ckpt.format.metadata_read import METADATA_FILE
+from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, seal_metadata, shown_id
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
 from mcore_ckpt.storage.local import LocalStorage
 
@@ -152,7 +155,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     def _set_path(self, path: str | os.PathLike[str]) -> None:
         self.path = local_path(path)
         self._storage = LocalStorage(self.path)
-        self._save_id = str(uuid.uuid4())
+        self._save_id = secrets.token_bytes(SAVE_ID_BYTES)
         self._target: Target | None = None
         self._planned: Counter[MetadataIndex] | None = None
         self._given_up = False
@@ -188,7 +191,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
     def storage_meta(self) -> StorageMeta:
         """DCP's note of which save this is."""
-        return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
+        return StorageMeta(checkpoint_id=str(self.path), save_id=shown_id(self._save_id))
 
     def _metadata_name(self) -> str:
         return METADATA_FILE if self._use_collectives or self._rank is None else f"__{self._rank}{METADATA_FILE}"
@@ -222,7 +225,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self._thread = threading.current_thread()
         _unfinished[location] = self
         return [
-            dataclasses.replace(plan, storage_data=DataFilePrefix(f"__{rank}_", self._target.first_file))
+            dataclasses.replace(plan, storage_data=DataFilePrefix(f"__{rank}_", self._target.first_file, self._save_id))
             for rank, plan in enumerate(plans)
         ]
 
@@ -248,7 +251,9 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     def _own_prefix(self, rank: int) -> DataFilePrefix:
         mark = f"__{rank}_"
         taken = [name.rsplit(mark, 1)[1].removesuffix(".distcp") for name in self._storage.list() if mark in name]
-        return DataFilePrefix(mark, max((int(number) for number in taken if number.isdecimal()), default=-1) + 1)
+        return DataFilePrefix(
+            mark, max((int(number) for number in taken if number.isdecimal()), default=-1) + 1, self._save_id
+        )
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Sort the plan's items into balanced buckets, objects apart from tensors, and hold on to their data.
@@ -262,7 +267,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     def _prepare(self, plan: SavePlan, planner: SavePlanner, clone_views: bool) -> None:
         prefix = plan.storage_data
         if not isinstance(prefix, DataFilePrefix):
-            prefix = DataFilePrefix(prefix.prefix)
+            prefix = DataFilePrefix(prefix.prefix, save_id=self._save_id)
         self.write_buckets = prepare_buckets(
             self.path,
             plan.items,
@@ -315,14 +320,15 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         """
         devices: set[torch.device] = set()
         staged = []
-        for path, storage_key, (bytes_data, tensor_data) in write_buckets:
+        for bucket in write_buckets:
+            path, storage_key, (bytes_data, tensor_data) = bucket
             tensors = []
             for item, tensor in tensor_data:
                 if tensor.device.type != "cpu":
                     devices.add(tensor.device)
                     tensor = tensor.to("cpu", non_blocking=non_blocking)
                 tensors.append((item, tensor))
-            staged.append(WriteBucket.of(path, storage_key, bytes_data, tensors))
+            staged.append(WriteBucket.of(path, storage_key, bytes_data, tensors, bucket.save_id))
         if non_blocking:
             for device in devices:
                 torch.cuda.current_stream(device).synchronize()
@@ -410,6 +416,9 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         metadata.storage_data = {result.index: result.storage_data for result in written}
         metadata.storage_meta = self.storage_meta()
         content = pickle.dumps(metadata)
+        seal = _seal(self._save_id, written)
+        if seal is not None and len(seal.crcs) == len(metadata.storage_data):
+            content = seal_metadata(content, seal)
         if not self._use_collectives:
             self._storage.sync_directory()
             self._storage.publish(self._metadata_name(), content)
@@ -459,6 +468,23 @@ def replaced_write_function() -> Callable[..., Any] | None:
     """What somebody has put in the place of `FileSystemWriterAsync.write_preloaded_data`; None if nobody has."""
     current = FileSystemWriterAsync.write_preloaded_data
     return None if current is _write_preloaded_data else current
+
+
+def _seal(save_id: bytes, written: Sequence[WriteResult]) -> MetadataSeal | None:
+    """The seal of what was written, in the order of the results; None if another writer wrote some of it."""
+    sums = [known for known in map(sums_of, written) if known is not None]
+    if len(sums) != len(written):
+        return None
+    files = {result.storage_data.relative_path: known.file for result, known in zip(written, sums, strict=True)}
+    running = [(number, known.blocks) for number, known in enumerate(sums) if known.blocks]
+    return MetadataSeal(
+        save_id,
+        dict(sorted(files.items())),
+        array("I", [known.crc32 for known in sums]),
+        array("Q", [number for number, _ in running]),
+        array("I", [len(blocks) for _, blocks in running]),
+        array("I", chain.from_iterable(blocks for _, blocks in running)),
+    )
 
 
 def _world_rank() -> int:

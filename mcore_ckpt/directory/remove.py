@@ -10,7 +10,7 @@ from mcore_ckpt.directory.claim import Claim
 from mcore_ckpt.directory.commit import index_files
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
-from mcore_ckpt.format.metadata_write import MetadataEncoder
+from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.storage.local import LocalStorage
 
 __all__ = ["remove_tensors"]
@@ -50,7 +50,7 @@ def _remove(storage: LocalStorage, index: CheckpointIndex, key_prefix: str) -> l
     if isinstance(planner_data, dict):
         planner_data = {key: value for key, value in planner_data.items() if not str(key).startswith(key_prefix)}
     kept = replace(index, tensors=tensors, objects=objects, planner_data=planner_data)
-    storage.publish(METADATA_FILE, MetadataEncoder(kept).encode(objects, storage_meta=index.storage_meta))
+    storage.publish(METADATA_FILE, encode_metadata(kept))
     emptied = sorted(index_files(index) - index_files(kept))
     for name in emptied:
         storage.delete(name)

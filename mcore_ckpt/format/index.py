@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from mcore_ckpt.format.seal import MetadataSeal
 
 __all__ = [
     "CheckpointIndex",
@@ -22,13 +25,15 @@ __all__ = [
 class StoredItem(NamedTuple):
     """Bytes `[offset, offset + length)` of `file` (relative to the checkpoint), as one `torch.save` container.
 
-    `transforms` names the stream transforms (DCP's `_extensions`) to undo before the container can be read.
+    `transforms` names the stream transforms (DCP's `_extensions`) to undo before the container can be read. `crc32` is
+    what a sealed `.metadata` states: of a tensor's payload; of the whole item for objects and what is transformed.
     """
 
     file: str
     offset: int
     length: int
     transforms: tuple[str, ...] = ()
+    crc32: int | None = None
 
 
 class StoredChunk(NamedTuple):
@@ -73,6 +78,8 @@ class CheckpointIndex:
         version: DCP's version of the format, None when there is none.
         has_local_plans: `.metadata` holds `all_local_plans` (which is not read).
         problems: with `strict=False`, what the index names but cannot be there; such chunks and objects are left out.
+        seal: what `.metadata` says of its files and their bytes, if this package wrote it.
+        blocks: by file and offset of the item, the running sums that the seal keeps of a payload.
     """
 
     path: str
@@ -84,6 +91,8 @@ class CheckpointIndex:
     version: str | None = None
     has_local_plans: bool = False
     problems: tuple[str, ...] = ()
+    seal: MetadataSeal | None = None
+    blocks: dict[tuple[str, int], array[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

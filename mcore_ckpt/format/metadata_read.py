@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +31,7 @@ from mcore_ckpt.format.index import (
     TensorEntry,
 )
 from mcore_ckpt.format.safe_pickle import loads
+from mcore_ckpt.format.seal import MetadataSeal, split_metadata
 from mcore_ckpt.storage.local import open_regular
 
 __all__ = [
@@ -91,8 +95,9 @@ def parse_index(data: bytes, where: str, *, strict: bool = True) -> CheckpointIn
     """The index in `data`, the content of a `.metadata` file of the checkpoint `where`. Raises as `read_index`."""
     file = f"{where}/{METADATA_FILE}"
     with collector_paused():
+        data, seal = split_metadata(data, file)  # compares the checksum, before anything is unpickled
         state = _unpickle(data, file)
-        return _IndexBuilder(where, file, strict).build(state, _PLANS_NAME in data)
+        return _IndexBuilder(where, file, strict, seal).build(state, _PLANS_NAME in data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +402,9 @@ def _unpickle(data: bytes, file: str) -> MetadataState:
 class _IndexBuilder:
     """Checks the stand-ins of one `.metadata` and makes the index of them."""
 
-    def __init__(self, path: str, file: str, strict: bool) -> None:
+    def __init__(self, path: str, file: str, strict: bool, seal: MetadataSeal | None) -> None:
+        self._seal = seal
+        self._blocks: dict[tuple[str, int], array[int]] = {}
         self._path = path
         self._file = file
         self._strict = strict
@@ -433,6 +440,8 @@ class _IndexBuilder:
             version=state.version if type(state.version) is str else None,
             has_local_plans=has_local_plans,
             problems=tuple(self._problems),
+            seal=self._seal,
+            blocks=self._blocks,
         )
 
     def _items(self, storage_data: Any) -> dict[tuple[str, tuple[int, ...] | None], StoredItem]:
@@ -441,7 +450,11 @@ class _IndexBuilder:
             raise self._wrong("storage_data", "a dict (is the checkpoint unfinished?)", storage_data)
         items: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
         safe_names = self._safe_names
-        for key, info in storage_data.items():
+        seal = self._seal
+        if seal is not None and len(seal.crcs) != len(storage_data):
+            raise self._wrong("the seal's number of items", str(len(storage_data)), len(seal.crcs))
+        sums: Iterable[int | None] = repeat(None) if seal is None else seal.crcs
+        for (key, info), crc in zip(storage_data.items(), sums, strict=False):
             if type(key) is not IndexState or type(key.fqn) is not str:
                 raise self._wrong("a key of storage_data", "a MetadataIndex with a str fqn", key)
             fqn, offsets = key.fqn, key.offset
@@ -458,11 +471,25 @@ class _IndexBuilder:
                 raise self._wrong(f"end of {fqn!r} in {name!r}", "less than 2**63 bytes", offset + length)
             transforms = info.transform_descriptors
             items[fqn, offsets] = (
-                StoredItem(name, offset, length)
+                StoredItem(name, offset, length, (), crc)
                 if transforms is None
-                else StoredItem(name, offset, length, self._transforms(fqn, transforms))
+                else StoredItem(name, offset, length, self._transforms(fqn, transforms), crc)
             )
+        if seal is not None:
+            self._check_seal(seal, items)
         return items
+
+    def _check_seal(self, seal: MetadataSeal, items: dict[tuple[str, tuple[int, ...] | None], StoredItem]) -> None:
+        """Hold the seal against the places; keep the running sums by place."""
+        if len(items) != len(seal.crcs):
+            raise self._wrong("storage_data", "each key and offset once", len(items))
+        unsealed = self._safe_names - seal.files.keys()
+        if unsealed:
+            raise self._wrong("the seal", f"an entry for each file, {min(unsealed)!r} among them", len(seal.files))
+        if seal.block_items:
+            places = list(items.values())
+            for number, sums in seal.running():
+                self._blocks[places[number].file, places[number].offset] = sums
 
     def _tensor(
         self, fqn: str, entry: TensorEntryState, items: dict[tuple[str, tuple[int, ...] | None], StoredItem]

@@ -21,11 +21,14 @@ from __future__ import annotations
 
 import io
 import pickle
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from struct import Struct
 from typing import Any
 
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredItem, TensorEntry
+from mcore_ckpt.format.seal import MetadataSeal, seal_metadata
 
 __all__ = ["FORMAT_VERSION", "MetadataEncoder", "encode_metadata"]
 
@@ -124,9 +127,15 @@ class MetadataEncoder:
 
     Args:
         index: the tensors, planner data and mcore data; its objects are not used.
+        order: where the tensors were put together from plans: for each item of a tensor, as it is encoded, its number
+            in the plans.
+
+    Attributes:
+        order: the same.
     """
 
-    def __init__(self, index: CheckpointIndex) -> None:
+    def __init__(self, index: CheckpointIndex, order: array[int] | None = None) -> None:
+        self.order = array("I") if order is None else order
         memo = _Memo()
         self._names = self._emit_names(memo, index.tensors.values())
         # File names are emitted at the end of the names, for each save anew: they may change while nothing else does.
@@ -148,6 +157,7 @@ class MetadataEncoder:
         files: Mapping[str, str] | None = None,
         storage_meta: Mapping[str, Any] | None = None,
         local_plans: Sequence[Any] | None = None,
+        seal: MetadataSeal | None = None,
     ) -> bytes:
         """The content of `.metadata`.
 
@@ -156,6 +166,7 @@ class MetadataEncoder:
             files: new names for files of the tensors; names that are not in it stay.
             storage_meta: fields of DCP's `StorageMeta` (`checkpoint_id`, `save_id`, `load_id`, `modules`).
             local_plans: every rank's `SavePlan`, for stock Megatron's reuse of a loaded checkpoint's plan.
+            seal: what follows the pickle; its items in the order of the tensors' chunks, then of the objects.
         """
         memo = _Memo()
         memo.count = self._memo_count
@@ -182,7 +193,8 @@ class MetadataEncoder:
             parts.append(_pickled(list(local_plans), memo))
         parts.append(b"ub.")
         body = b"".join(parts)
-        return b"\x80\x04" + _PACK_FRAME(b"\x95", len(body)) + body
+        content = b"\x80\x04" + _PACK_FRAME(b"\x95", len(body)) + body
+        return content if seal is None else seal_metadata(content, seal)
 
     def _emit_names(self, memo: _Memo, tensors: Iterable[TensorEntry]) -> bytes:
         """Memoize (and pop) everything that has a name and is used again and again."""
@@ -238,7 +250,7 @@ class MetadataEncoder:
             for number, (offsets, chunk_sizes, item) in zip(numbers, entry.chunks, strict=False):
                 start = sizes.get(offsets) or new_size(offsets)
                 entries += (chunk_open, start, chunk_sizes_get, sizes.get(chunk_sizes) or new_size(chunk_sizes), b"ub")
-                file, offset, length, transforms = item
+                file, offset, length, transforms, _ = item
                 places += (place_open, fqn_get, number, sizes[offsets], placed[file], _integer(offset), length_get)
                 places += (
                     (_integer(length), self._transforms(transforms), b"ub") if transforms else (_integer(length), b"ub")
@@ -298,7 +310,31 @@ def encode_metadata(
 ) -> bytes:
     """The content of `.metadata` for `index`, in one go; `storage_meta` replaces the index's own.
 
-    What is written names classes of torch only, so that it can be read where this package is not installed.
+    What is written names classes of torch only, so that it can be read where this package is not installed. It is
+    sealed if `index` comes from a sealed one and knows the checksums of all its items.
     """
     meta = index.storage_meta if storage_meta is None else storage_meta
-    return MetadataEncoder(index).encode(index.objects, storage_meta=meta, local_plans=local_plans)
+    encoder = MetadataEncoder(index)
+    return encoder.encode(index.objects, storage_meta=meta, local_plans=local_plans, seal=_seal_of(index))
+
+
+def _seal_of(index: CheckpointIndex) -> MetadataSeal | None:
+    """The seal of `index` for what is left in it, in the order in which that is encoded."""
+    if index.seal is None:
+        return None
+    items = [chunk.item for entry in index.tensors.values() for chunk in entry.chunks]
+    items += [entry.item for entry in index.objects.values()]
+    crcs = [item.crc32 for item in items if item.crc32 is not None]
+    named = {item.file for item in items}
+    files = {name: file for name, file in index.seal.files.items() if name in named}
+    if len(crcs) != len(items) or len(files) != len(named):
+        return None
+    running = [(n, sums) for n, item in enumerate(items) if (sums := index.blocks.get((item.file, item.offset)))]
+    return MetadataSeal(
+        index.seal.save_id,
+        files,
+        array("I", crcs),
+        array("Q", [n for n, _ in running]),
+        array("I", [len(sums) for _, sums in running]),
+        array("I", chain.from_iterable(sums for _, sums in running)),
+    )

@@ -16,11 +16,13 @@ import heapq
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from mcore_ckpt.directory.commit import data_file_name
 from mcore_ckpt.format.index import ObjectEntry, StoredItem
 from mcore_ckpt.format.item_layout import TensorTemplate, place, tensor_template
+from mcore_ckpt.format.seal import BLOCK_BYTES, FileSealPlan, TableColumns, inner_blocks
 from mcore_ckpt.layout.file_image import FileImage
 from mcore_ckpt.layout.plans import LocalPlan, LocalPlanBuilder
 
@@ -54,6 +56,9 @@ class BucketLayout:
         templates: for each tensor, its item without the payload.
         item_offsets: for each tensor, where its item starts.
         image: what a writer needs: the file's size, the payloads and the places of their checksums.
+        seal: what ends the file, as far as the structure tells.
+        long_payloads: which tensors' payloads are longer than a block.
+        inner_blocks: for each of those, how many block boundaries lie inside it.
     """
 
     file_name: str
@@ -61,6 +66,14 @@ class BucketLayout:
     templates: tuple[TensorTemplate, ...]
     item_offsets: array[int]
     image: FileImage
+    seal: FileSealPlan
+    long_payloads: array[int]
+    inner_blocks: array[int]
+
+    @property
+    def seal_offset(self) -> int:
+        """Where the seal begins, which is where the last item ends."""
+        return self.image.size_bytes - self.seal.size_bytes
 
 
 def balance(sizes_bytes: Sequence[int], buckets: int) -> list[list[int]]:
@@ -136,14 +149,33 @@ def place_objects(objects_bytes: Sequence[int]) -> list[int]:
     return offsets
 
 
-def lay_out(file_name: str, templates: Sequence[TensorTemplate], bytes_region: int) -> BucketLayout:
+class TensorSpec(NamedTuple):
+    """One tensor to be written: box (`offsets`, `sizes`) of a global tensor of `shape`, in elements.
+
+    `original_shape` is the parameter's own global shape where `shape` is that of a stored form (see `flattened`).
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    nbytes: int
+    original_shape: tuple[int, ...] | None = None
+
+
+def lay_out(
+    file_name: str, specs: Sequence[TensorSpec], bytes_region: int, object_keys: Sequence[str] = ()
+) -> BucketLayout:
     """Lay out a bucket's file.
 
     Args:
         file_name: name inside the checkpoint directory.
-        templates: the bucket's tensors, in the order in which they are written.
+        specs: the bucket's tensors, in the order in which they are written.
         bytes_region: length of the region for objects, a multiple of 4096, at the start of the file.
+        object_keys: keys of the objects, in the order of their places.
     """
+    templates = [tensor_template(spec.dtype, spec.sizes) for spec in specs]
     item_offsets = array("q")
     payload_offsets = array("q")
     payload_lengths = array("q")
@@ -159,36 +191,48 @@ def lay_out(file_name: str, templates: Sequence[TensorTemplate], bytes_region: i
         for crc_position in template.crc_positions:
             crc_positions.append(tail + crc_position)
         position = tail + len(template.tail)
+    seal = _seal(file_name, specs, item_offsets, [template.item_bytes for template in templates], object_keys)
     image = FileImage(
         file_name=file_name,
-        size_bytes=position,
+        size_bytes=position + seal.size_bytes,
         payload_offsets=payload_offsets,
         payload_lengths=payload_lengths,
         crc_positions=crc_positions,
     )
-    return BucketLayout(file_name, bytes_region, tuple(templates), item_offsets, image)
+    long_payloads = array("I", [n for n, nbytes in enumerate(payload_lengths) if nbytes > BLOCK_BYTES])
+    counts = array("I", [inner_blocks(payload_lengths[n]) for n in long_payloads])
+    return BucketLayout(file_name, bytes_region, tuple(templates), item_offsets, image, seal, long_payloads, counts)
 
 
 def lay_out_file(
-    file_name: str, tensors: Iterable[tuple[str, tuple[int, ...]]], objects_bytes: Sequence[int]
+    file_name: str, specs: Sequence[TensorSpec], object_keys: Sequence[str], objects_bytes: Sequence[int]
 ) -> BucketLayout:
-    """Lay out a file that holds these tensors (dtype and shape of each), and objects of these sizes."""
-    return lay_out(file_name, [tensor_template(dtype, shape) for dtype, shape in tensors], region_bytes(objects_bytes))
+    """Lay out a file that holds these tensors, and objects of these keys and sizes."""
+    return lay_out(file_name, specs, region_bytes(objects_bytes), object_keys)
 
 
-class TensorSpec(NamedTuple):
-    """One tensor to be written: box (`offsets`, `sizes`) of a global tensor of `shape`, in elements.
-
-    `original_shape` is the parameter's own global shape where `shape` is that of a stored form (see `flattened`).
-    """
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    nbytes: int
-    original_shape: tuple[int, ...] | None = None
+def _seal(
+    file_name: str,
+    specs: Sequence[TensorSpec],
+    item_offsets: Iterable[int],
+    item_bytes: Iterable[int],
+    object_keys: Sequence[str],
+) -> FileSealPlan:
+    dtypes = {dtype: code for code, dtype in enumerate(dict.fromkeys(spec.dtype for spec in specs))}
+    boxes = chain.from_iterable((*spec.shape, *spec.offsets, *spec.sizes) for spec in specs)
+    places = chain.from_iterable(zip(item_offsets, item_bytes, strict=True))
+    return FileSealPlan.of(
+        TableColumns(
+            file_name,
+            tuple(dtypes),
+            [spec.key for spec in specs],
+            array("I", [dtypes[spec.dtype] for spec in specs]),
+            array("I", [len(spec.shape) for spec in specs]),
+            array("q", boxes),
+            array("q", places),
+            object_keys,
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +249,11 @@ class PlacedObjects:
     offsets: tuple[tuple[int, ...], ...]
     entries: tuple[ObjectEntry, ...]
 
+    def places(self, bucket: int) -> list[tuple[int, int]]:
+        """Offset and length of each object in the file of that number, in bytes."""
+        lengths = [self.entries[index].item.length for index in self.buckets[bucket]]
+        return list(zip(self.offsets[bucket], lengths, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
@@ -216,6 +265,7 @@ class RankLayout:
         buckets: the layout of each file.
         members: for each file, the indices of its tensors.
         plan: the same for the coordinator.
+        object_keys: of the objects that the files were laid out for.
         separation_hint: prefix of keys whose files carry it, too.
     """
 
@@ -224,6 +274,7 @@ class RankLayout:
     buckets: tuple[BucketLayout, ...]
     members: tuple[tuple[int, ...], ...]
     plan: LocalPlan
+    object_keys: tuple[str, ...]
     separation_hint: str | None
 
     @property
@@ -232,7 +283,9 @@ class RankLayout:
         return sum(bucket.image.size_bytes for bucket in self.buckets)
 
     def place_objects(self, keys: Sequence[str], sizes_bytes: Sequence[int]) -> PlacedObjects | None:
-        """Find room for the objects of a save; None if a region is too small, and a new layout is needed."""
+        """Find room for the objects of a save; None if a new layout is needed: for other keys, or larger regions."""
+        if tuple(keys) != self.object_keys:
+            return None
         chosen = _spread(keys, [bucket.file_name for bucket in self.buckets], self.separation_hint)
         offsets = []
         entries: dict[int, ObjectEntry] = {}
@@ -289,13 +342,15 @@ def lay_out_rank(
     for name, objects, (_, indices) in zip(names, objects_of_file, chosen, strict=True):
         of_file = [specs[index] for index in indices]
         sizes = [object_bytes[index] for index in objects]
-        bucket = lay_out_file(name, ((spec.dtype, spec.sizes) for spec in of_file), sizes)
+        bucket = lay_out_file(name, of_file, [object_keys[index] for index in objects], sizes)
         buckets.append(bucket)
         builder.begin_file(name, bucket.image.size_bytes)
         for spec, offset, template in zip(of_file, bucket.item_offsets, bucket.templates, strict=True):
             builder.add(spec.key, spec.dtype, spec.shape, spec.offsets, spec.sizes, offset, template.item_bytes)
     members = tuple(tuple(indices) for _, indices in chosen)
-    return RankLayout(tuple(specs), first_file, tuple(buckets), members, builder.build(), separation_hint)
+    return RankLayout(
+        tuple(specs), first_file, tuple(buckets), members, builder.build(), tuple(object_keys), separation_hint
+    )
 
 
 def _prefixes_of_objects(keys: Sequence[str], separation_hint: str | None) -> list[str]:

@@ -55,19 +55,23 @@ class ImageResult:
         file_name: the image's.
         size_bytes: of the file, as finished.
         crcs: CRC-32 of each payload (`array('I')`).
+        blocks: running CRC-32 at each block boundary inside each payload that is longer than a block (`array('I')`).
         fill_s: seconds in the caller's `fill`.
         crc_s: seconds of summing and patching, on the caller's thread.
         write_s: seconds of writing, summed over the I/O threads; they run beside the two above.
         fsync_s: seconds of finishing the file (truncate, fsync, close).
+        sealed: the sums are known, and the file ends with its seal; not where somebody else has written it.
     """
 
     file_name: str
     size_bytes: int
     crcs: array[int]
+    blocks: array[int]
     fill_s: float
     crc_s: float
     write_s: float
     fsync_s: float
+    sealed: bool = True
 
 
 @dataclass(frozen=True, slots=True)

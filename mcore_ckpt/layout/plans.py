@@ -104,9 +104,14 @@ class LocalPlanBuilder:
         return self._plan
 
 
-def index_tensors(plans: Iterable[LocalPlan]) -> dict[str, TensorEntry]:
-    """The index entries of all ranks' tensors, by key, in the order of the ranks; for plans that were checked."""
-    heads: dict[str, tuple[str, tuple[int, ...], list[StoredChunk]]] = {}
+def index_tensors(plans: Iterable[LocalPlan]) -> tuple[dict[str, TensorEntry], array[int]]:
+    """The index entries of all ranks' tensors, by key, in the order of the ranks; for plans that were checked.
+
+    Returns:
+        The entries; and for each of their chunks, in order, the number that its item has among those of all plans.
+    """
+    heads: dict[str, tuple[str, tuple[int, ...], list[StoredChunk], list[int]]] = {}
+    number = 0
     for plan in plans:
         boxes, places, files, dtypes = plan.boxes.tolist(), plan.places.tolist(), plan.files, plan.dtypes
         position = 0
@@ -117,26 +122,31 @@ def index_tensors(plans: Iterable[LocalPlan]) -> dict[str, TensorEntry]:
             stop = sizes_at + ndim
             head = heads.get(key)
             if head is None:
-                head = heads[key] = (dtypes[dtype_code], tuple(boxes[position:offsets_at]), [])
+                head = heads[key] = (dtypes[dtype_code], tuple(boxes[position:offsets_at]), [], [])
             item = StoredItem(files[file_code], offset, length)
             head[2].append(StoredChunk(tuple(boxes[offsets_at:sizes_at]), tuple(boxes[sizes_at:stop]), item))
+            head[3].append(number)
+            number += 1
             position = stop
-    return {
-        key: TensorEntry(key, dtype, shape, _of_different_offsets(chunks))
-        for key, (dtype, shape, chunks) in heads.items()
-    }
+    entries: dict[str, TensorEntry] = {}
+    order = array("I")
+    for key, (dtype, shape, chunks, numbers) in heads.items():
+        kept = _of_different_offsets(chunks)
+        entries[key] = TensorEntry(key, dtype, shape, tuple(chunks[n] for n in kept) if kept else tuple(chunks))
+        order.extend([numbers[n] for n in kept] if kept else numbers)
+    return entries, order
 
 
-def _of_different_offsets(chunks: list[StoredChunk]) -> tuple[StoredChunk, ...]:
-    """The chunks of one tensor, at most one for each offset: readers look them up by that.
+def _of_different_offsets(chunks: list[StoredChunk]) -> list[int]:
+    """Positions of the chunks of one tensor that stay, if not all do: one for each offset, as readers look them up.
 
     Only an empty chunk can lie where another one begins; it holds nothing that anybody could miss.
     """
-    kept: dict[tuple[int, ...], StoredChunk] = {}
-    for chunk in chunks:
+    kept: dict[tuple[int, ...], int] = {}
+    for position, chunk in enumerate(chunks):
         if chunk.offsets not in kept or all(chunk.sizes):
-            kept[chunk.offsets] = chunk
-    return tuple(chunks) if len(kept) == len(chunks) else tuple(kept.values())
+            kept[chunk.offsets] = position
+    return [] if len(kept) == len(chunks) else list(kept.values())
 
 
 T = TypeVar("T")
@@ -156,8 +166,8 @@ class TensorPlans:
 
     def encoder(self) -> MetadataEncoder:
         """Put it together."""
-        tensors = index_tensors(map(LocalPlan.decode, self.encoded))
-        return MetadataEncoder(CheckpointIndex("", tensors, {}, mcore_data=self.mcore_data))
+        tensors, order = index_tensors(map(LocalPlan.decode, self.encoded))
+        return MetadataEncoder(CheckpointIndex("", tensors, {}, mcore_data=self.mcore_data), order)
 
 
 def encoded_beside(plans: TensorPlans | None, write: Callable[[], T]) -> tuple[T, MetadataEncoder | None]:

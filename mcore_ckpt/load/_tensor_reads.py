@@ -340,7 +340,8 @@ class TensorReads:
         if form is not None:
             stated = form.payload_crc32(view)
             start, stop = len(form.head), form.payload_stop
-            if stated is not None and (not self._options.verify_crc or crc32(view[start:stop]) == stated):
+            known = stated is not None and (stated == chunk.item.crc32 or chunk.item.crc32 is None)
+            if known and (not self._options.verify_crc or crc32(view[start:stop]) == stated):
                 self._place_payload(buffer, at + start, stop - start, wanted)
                 return int(self._options.verify_crc)
         try:

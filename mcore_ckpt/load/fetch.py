@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.options import DirectIo
+from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, Storage, align_up
 
 __all__ = ["OpenFiles", "ReadStats", "in_parallel", "naming", "padded_range"]
@@ -64,9 +65,16 @@ class ReadStats:
 
 
 class OpenFiles:
-    """Readers of a checkpoint's files, opened on first use and closed when they are no longer in use."""
+    """Readers of a checkpoint's files, opened on first use and closed when they are no longer in use.
 
-    def __init__(self, storage: Storage, direct: DirectIo) -> None:
+    Args:
+        storage: where the files lie.
+        direct: past the page cache (`LoadOptions.direct_io`).
+        seals: check each file when it is opened; None: what is read of them is checked elsewhere.
+    """
+
+    def __init__(self, storage: Storage, direct: DirectIo, seals: FileSeals | None) -> None:
+        self._seals = seals
         self._storage = storage
         self._direct: DirectIo = direct
         self._lock = threading.Lock()
@@ -79,12 +87,22 @@ class OpenFiles:
         with self._lock:
             reader, users = self._in_use.get(name, (None, 0))
             if reader is None:
-                reader = self._idle.pop(name, None) or self._storage.open_reader(name, direct=self._direct)
+                reader = self._idle.pop(name, None) or self._opened(name)
             self._in_use[name] = (reader, users + 1)
         try:
             yield reader
         finally:
             self._release(name)
+
+    def _opened(self, name: str) -> RangeReader:
+        reader = self._storage.open_reader(name, direct=self._direct)
+        try:
+            if self._seals is not None:
+                self._seals.check(name, reader)
+        except BaseException:
+            reader.close()
+            raise
+        return reader
 
     def _release(self, name: str) -> None:
         surplus = None

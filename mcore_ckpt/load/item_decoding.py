@@ -21,8 +21,9 @@ from mcore_ckpt.format.index import ObjectEntry, StoredChunk, StoredItem
 from mcore_ckpt.format.safe_pickle import load_object, refuse_zip_bomb
 from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
+from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.load.ranges import Extent, coalesce
-from mcore_ckpt.load.stored_items import check_records, chunk_name, item_name
+from mcore_ckpt.load.stored_items import check_records, checksum_error, chunk_name, item_name
 from mcore_ckpt.storage.base import Storage
 
 __all__ = ["ItemDecoder"]
@@ -37,9 +38,11 @@ class ItemDecoder:
         storage: the checkpoint's files.
         options: whether checksums are compared.
         stats: counters; added to.
+        seals: checks each file before it is read.
     """
 
-    def __init__(self, storage: Storage, options: LoadOptions, stats: ReadStats) -> None:
+    def __init__(self, storage: Storage, options: LoadOptions, stats: ReadStats, seals: FileSeals | None) -> None:
+        self._seals = seals
         self._storage = storage
         self._options = options
         self._stats = stats
@@ -56,7 +59,7 @@ class ItemDecoder:
             for entry in entries
         ]
         extents.sort(key=lambda extent: (extent.file, extent.start))
-        files = OpenFiles(self._storage, self._options.direct_io)
+        files = OpenFiles(self._storage, self._options.direct_io, self._seals)
         options = self._options
         try:
             for span in coalesce(extents, window_bytes=options.window_bytes, max_gap_bytes=options.max_gap_bytes):
@@ -64,7 +67,7 @@ class ItemDecoder:
                 content = self._read(files, first.fqn, StoredItem(span.file, span.start, span.stop - span.start))
                 for extent in span.extents:
                     stored = content[extent.start - span.start : extent.stop - span.start]
-                    yield extent.owner, self._checked(extent.owner.fqn, extent.owner.item, stored)
+                    yield extent.owner, self._checked(extent.owner.fqn, extent.owner.item, stored, is_object=True)
                     self._stats.add(bytes_needed=len(stored))
         finally:
             files.close()
@@ -82,9 +85,10 @@ class ItemDecoder:
             _logger.warning(
                 "%s is read with torch.load, whole and slowly, because %s; so are others like it", where, reason
             )
-        files = OpenFiles(self._storage, self._options.direct_io)
+        files = OpenFiles(self._storage, self._options.direct_io, self._seals)
         try:
-            content = self._checked(fqn, chunk.item, self._read(files, fqn, chunk.item))
+            stored = self._read(files, fqn, chunk.item)
+            content = self._checked(fqn, chunk.item, stored, is_object=False)
         finally:
             files.close()
         self._stats.add(fallbacks=1)
@@ -113,9 +117,14 @@ class ItemDecoder:
         self._stats.add(reads=1, bytes_read=len(stored))
         return stored
 
-    def _checked(self, fqn: str, item: StoredItem, stored: bytes) -> bytes:
+    def _checked(self, fqn: str, item: StoredItem, stored: bytes, *, is_object: bool) -> bytes:
         """The item's container: transforms undone, checksums compared."""
         where = item_name(fqn, item)
+        # What is neither an object nor transformed has the CRC-32 of its payload alone in the index.
+        if self._options.verify_crc and item.crc32 is not None and (is_object or item.transforms):
+            got = crc32(stored)
+            if got != item.crc32:
+                raise checksum_error(where, "its bytes have", got, item.crc32)
         content = _undo_transforms(stored, item.transforms, where) if item.transforms else stored
         if self._options.verify_crc:
             self._verify(content, where)

@@ -107,7 +107,7 @@ class WantedItem:
 
     def check(self, located: LocatedTensor) -> None:
         """Raise `CorruptCheckpointError` unless the item holds the tensor that the index says it does."""
-        check_located(located, dtype_name(self.dtype), self.chunk.sizes, self.payload_bytes)
+        check_located(located, dtype_name(self.dtype), self.chunk.sizes, self.payload_bytes, self.item.crc32)
 
 
 WantedItems = dict[tuple[str, int, str], WantedItem]

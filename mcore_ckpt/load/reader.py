@@ -32,6 +32,7 @@ from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._tensor_reads import TensorReads
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
+from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.load.item_decoding import ItemDecoder
 from mcore_ckpt.load.read_requests import (
     ReadRequest,
@@ -76,7 +77,8 @@ class FileSystemReader(StorageReader):
         self._metadata: Metadata | None = None
         self._located = ItemLocations()
         self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
-        self._decoder = ItemDecoder(self._storage, self.options, self.stats)
+        self._seals = FileSeals(lambda: self.index)
+        self._decoder = ItemDecoder(self._storage, self.options, self.stats, self._seals)
         self.load_id = str(uuid.uuid4())
 
     @property
@@ -125,7 +127,7 @@ class FileSystemReader(StorageReader):
         self._read(wanted)
 
     def _read(self, wanted: WantedItems) -> None:
-        files = OpenFiles(self._storage, self.options.direct_io)
+        files = OpenFiles(self._storage, self.options.direct_io, self._seals)
         try:
             reads = TensorReads(files, self.options, self._located, self.stats, self._decoder)
             reads.run([wanted[key] for key in sorted(wanted)])

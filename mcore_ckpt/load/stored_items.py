@@ -80,7 +80,9 @@ def _overlap(index: CheckpointIndex, file: str) -> CorruptCheckpointError:
     )
 
 
-def check_located(located: LocatedTensor, dtype: str, sizes: Sequence[int], payload_bytes: int) -> None:
+def check_located(
+    located: LocatedTensor, dtype: str, sizes: Sequence[int], payload_bytes: int, crc: int | None = None
+) -> None:
     """Raise `CorruptCheckpointError` unless an item holds the tensor that the index says it does.
 
     Args:
@@ -88,6 +90,7 @@ def check_located(located: LocatedTensor, dtype: str, sizes: Sequence[int], payl
         dtype: that the index says, without `torch.`.
         sizes: of the chunk, in elements.
         payload_bytes: that so many elements of the dtype take.
+        crc: CRC-32 of the payload, if the index says it.
     """
     if located.shape != sizes or located.dtype != dtype:
         raise CorruptCheckpointError(
@@ -96,6 +99,11 @@ def check_located(located: LocatedTensor, dtype: str, sizes: Sequence[int], payl
         )
     if located.payload_bytes != payload_bytes:
         raise CorruptCheckpointError(f"expected {payload_bytes} bytes of elements, got {located.payload_bytes}")
+    if crc is not None and located.crc32 is not None and located.crc32 != crc:
+        raise ChecksumError(
+            f"the item states the CRC-32 {located.crc32:#010x} for its elements, .metadata {crc:#010x}: the file was"
+            " damaged after it was written, or part of it is another save's; load another copy or an earlier checkpoint"
+        )
 
 
 def checksum_error(where: str, what: str, got: int, expected: int) -> ChecksumError:
@@ -141,9 +149,9 @@ class _ReadInto(Protocol):
     def __call__(self, offset: int, view: memoryview, /) -> None: ...
 
 
-def range_crc(read_into: _ReadInto, start: int, nbytes: int, window: memoryview) -> int:
-    """CRC-32 of bytes `[start, start + nbytes)`, read through a window of memory from front to back."""
-    value = done = 0
+def range_crc(read_into: _ReadInto, start: int, nbytes: int, window: memoryview, value: int = 0) -> int:
+    """CRC-32 of bytes `[start, start + nbytes)`, read through a window of memory from front to back; after `value`."""
+    done = 0
     while done < nbytes:
         view = window[: min(len(window), nbytes - done)]
         read_into(start + done, view)

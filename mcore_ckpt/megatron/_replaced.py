@@ -11,8 +11,9 @@ from __future__ import annotations
 import io
 import queue
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.dcp.bucket_writer import WriteBucket
+from mcore_ckpt.dcp.bucket_writer import WriteBucket, sums_of
 from mcore_ckpt.dcp.planners import object_write_item, tensor_write_item
 from mcore_ckpt.dcp.writer import replaced_write_function
-from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout
+from mcore_ckpt.layout.buckets import BucketLayout, PlacedObjects, RankLayout
 from mcore_ckpt.layout.file_image import ImageResult
 from mcore_ckpt.layout.shards import box_sizes
 from mcore_ckpt.load.flattened import destination
@@ -54,6 +55,7 @@ def _write_through(
     placed: PlacedObjects,
     state: RankState,
     options: SaveOptions,
+    save_id: bytes,
 ) -> list[ImageResult]:
     """Hand each bucket to `write`, as Megatron's writer does.
 
@@ -82,9 +84,8 @@ def _write_through(
         pending: queue.Queue[Any] = queue.Queue()
         pending.put(number)
         path = str(directory / bucket.file_name)
-        write(
-            [], number, WriteBucket.of(path, bucket.file_name, bytes_data, tensor_data), reports, pending, options.fsync
-        )
+        to_write = WriteBucket.of(path, bucket.file_name, bytes_data, tensor_data, save_id)
+        write([], number, to_write, reports, pending, options.fsync)
         _, outcome = reports.get_nowait()
         if isinstance(outcome, BaseException):
             raise SaveError(f"{path}: {type(outcome).__name__}: {outcome}") from outcome
@@ -92,9 +93,26 @@ def _write_through(
             raise SaveError(
                 f"{path}: {len(planned)} items were planned, the writer reports {len(outcome)} or elsewhere"
             )
-        crcs = array("I", bytes(4 * len(bucket.templates)))
-        results.append(ImageResult(bucket.file_name, bucket.image.size_bytes, crcs, 0.0, 0.0, 0.0, 0.0))
+        results.append(_as_image(bucket, len(bytes_data), outcome, save_id))
     return results
+
+
+def _as_image(bucket: BucketLayout, objects: int, outcome: Sequence[Any], save_id: bytes) -> ImageResult:
+    """What a writer of buckets reports of one, as this package's own does; without sums if they are another's."""
+    sums = [sums_of(result) for result in outcome]
+    sealed = all(known is not None and known.file.save_id == save_id for known in sums)
+    tensors = [known for known in sums[objects:] if known is not None and sealed]
+    return ImageResult(
+        file_name=bucket.file_name,
+        size_bytes=bucket.image.size_bytes,
+        crcs=array("I", [known.crc32 for known in tensors]),
+        blocks=array("I", chain.from_iterable(known.blocks for known in tensors)),
+        fill_s=0.0,
+        crc_s=0.0,
+        write_s=0.0,
+        fsync_s=0.0,
+        sealed=sealed,
+    )
 
 
 class _LocalShards:

@@ -21,6 +21,7 @@ from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout, TensorSpec, lay
 from mcore_ckpt.layout.plan_check import check_plans
 from mcore_ckpt.layout.plans import LocalPlan, TensorPlans
 from mcore_ckpt.layout.shards import noted_shapes
+from mcore_ckpt.layout.sums import FileSums, seal_of_save, sums_of_objects
 from mcore_ckpt.layout.torch_classes import local_plans_as_dcp
 from mcore_ckpt.save.rank_state import RankState
 
@@ -53,13 +54,22 @@ class Planned:
         """What a writer has to make the encoder from; None if there is one."""
         return self.tensors if self.encoder is None else None
 
-    def metadata(self, objects: Sequence[tuple[ObjectEntry, ...]], storage_meta: dict[str, Any], plans: bool) -> bytes:
+    def metadata(
+        self,
+        objects: Sequence[tuple[ObjectEntry, ...]],
+        storage_meta: dict[str, Any],
+        plans: bool,
+        save_id: bytes,
+        sums: Sequence[tuple[FileSums | None, ...]],
+    ) -> bytes:
         """The content of `.metadata`.
 
         Args:
             objects: of each rank.
             storage_meta: which save this is.
             plans: put every rank's plan into it (`SaveOptions.keep_local_plans`).
+            save_id: of the save.
+            sums: of each rank's files; where one is missing, `.metadata` is not sealed.
 
         Raises:
             PlanError: two ranks have written objects of the same key.
@@ -74,7 +84,12 @@ class Planned:
             self.encoder = self.tensors.encoder()
         keys = [[entry.fqn for entry in of_rank] for of_rank in objects]
         local_plans = local_plans_as_dcp(self.plans, keys) if plans else None
-        return self.encoder.encode(entries, storage_meta=storage_meta, local_plans=local_plans)
+        known = [file for of_rank in sums for file in of_rank if file is not None]
+        seal = None
+        if len(known) == sum(map(len, sums)):
+            object_crcs = [crc for of_rank in sums for crc in sums_of_objects(of_rank)]
+            seal = seal_of_save(save_id, known, self.encoder.order, object_crcs)
+        return self.encoder.encode(entries, storage_meta=storage_meta, local_plans=local_plans, seal=seal)
 
 
 @dataclass(slots=True)
@@ -104,12 +119,14 @@ class SavePlan:
         layout: this rank's files.
         placed: where this save's objects lie in them.
         planned: on the coordinator, every rank's plan.
+        save_id: of the save, the same on all ranks.
         reused: it is the plan of the save before.
     """
 
     layout: RankLayout
     placed: PlacedObjects
     planned: Planned | None
+    save_id: bytes
     reused: bool
 
     @property
@@ -135,11 +152,13 @@ def place_as_before(
     return layout.place_objects(state.object_keys, state.object_bytes)
 
 
-def plan_as_before(structure: Structure, placed: PlacedObjects | None, first_file: int) -> SavePlan | None:
+def plan_as_before(
+    structure: Structure, placed: PlacedObjects | None, first_file: int, save_id: bytes
+) -> SavePlan | None:
     """The plan of the save before, if its files have the numbers that this save's must have."""
     if placed is None or structure.layout is None or structure.layout.first_file != first_file:
         return None
-    return SavePlan(structure.layout, placed, structure.planned, reused=True)
+    return SavePlan(structure.layout, placed, structure.planned, save_id, reused=True)
 
 
 def plan_save(
@@ -148,6 +167,7 @@ def plan_save(
     group: RankGroup,
     *,
     first_file: int,
+    save_id: bytes,
     thread_count: int,
     separation_hint: str | None,
 ) -> SavePlan:
@@ -158,6 +178,7 @@ def plan_save(
         state: what this rank writes.
         group: the ranks that save; all call this.
         first_file: number of each rank's first file.
+        save_id: of the save.
         thread_count: files of this rank, at most.
         separation_hint: prefix of keys that get files of their own.
 
@@ -183,7 +204,7 @@ def plan_save(
     group.run_on_coordinator("check the plan", partial(_is_good, planned), wrap=SaveError)
     structure.layout, structure.planned = value_of(laid_out), None if planned is None else value_of(planned)
     structure.laid_out_for = (group.rank, group.size)
-    return SavePlan(structure.layout, value_of(placed), structure.planned, reused=False)
+    return SavePlan(structure.layout, value_of(placed), structure.planned, save_id, reused=False)
 
 
 def _place(laid_out: RankLayout | BaseException, state: RankState) -> PlacedObjects:

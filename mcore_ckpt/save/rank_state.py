@@ -54,10 +54,12 @@ class RankState(NamedTuple):
         """Sizes of the objects."""
         return [len(data) for _, data in self.objects]
 
-    def sources(self, layout: RankLayout, placed: PlacedObjects) -> list[BucketSource]:
-        """The bytes of each of the layout's files."""
+    def sources(self, layout: RankLayout, placed: PlacedObjects, save_id: bytes) -> list[BucketSource]:
+        """The bytes of each of the layout's files, for the save of that id."""
         return [
-            BucketSource(bucket, [self.tensors[i] for i in members], [self.objects[i][1] for i in chosen], offsets)
+            BucketSource(
+                bucket, [self.tensors[i] for i in members], [self.objects[i][1] for i in chosen], offsets, save_id
+            )
             for bucket, members, chosen, offsets in zip(
                 layout.buckets, layout.members, placed.buckets, placed.offsets, strict=True
             )

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import time
-import uuid
-from dataclasses import dataclass, field, replace
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,8 +39,10 @@ from mcore_ckpt.directory.commit import (
     publish,
 )
 from mcore_ckpt.format.index import ObjectEntry
+from mcore_ckpt.format.seal import SAVE_ID_BYTES, shown_id
 from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout
 from mcore_ckpt.layout.file_image import ImageResult
+from mcore_ckpt.layout.sums import FileSums
 from mcore_ckpt.save._async_save import AsyncSave, SkippedSave, Writing, log_choice, start_writing, write_now
 from mcore_ckpt.save._planning import SavePlan, Structure, place_as_before, plan_as_before, plan_save
 from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
@@ -46,7 +50,7 @@ from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.save.rank_state import RankState, collect
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.writing.stage_pool import is_busy
-from mcore_ckpt.writing.staging import write_in_line
+from mcore_ckpt.writing.staging import BucketSource, write_in_line
 
 __all__ = ["BucketWriter", "SaveRequest", "SaveTransaction", "Structure", "begin_save"]
 
@@ -57,7 +61,14 @@ class BucketWriter(Protocol):
     """Somebody else's way of writing a rank's buckets (`megatron/_replaced.py`)."""
 
     def __call__(
-        self, directory: Path, layout: RankLayout, placed: PlacedObjects, state: RankState, options: SaveOptions, /
+        self,
+        directory: Path,
+        layout: RankLayout,
+        placed: PlacedObjects,
+        state: RankState,
+        options: SaveOptions,
+        save_id: bytes,
+        /,
     ) -> list[ImageResult]:
         """Write every bucket of `layout` into `directory`, and return what was written, in the layout's order."""
         ...
@@ -109,7 +120,7 @@ def begin_save(
         state = attempt(partial(collect, sharded_state_dict, structure.shards))
         if request.beside_training and _is_left_out(state, request.options, group):
             directory.abandon([])
-            return SaveTransaction(request, group, directory, None, SkippedSave(str(directory.path)), [])
+            return SaveTransaction(request, group, directory, None, SkippedSave(str(directory.path)), [], [])
         try:
             plan = _plan(state, request, group, structure, directory)
         except BaseException:
@@ -119,7 +130,8 @@ def begin_save(
     structure.shards = rank_state.shards
     planned = time.monotonic()
     try:
-        writing = _write(rank_state, plan, request, group, directory)
+        sources = rank_state.sources(plan.layout, plan.placed, plan.save_id)
+        writing = _write(rank_state, sources, plan, request, group, directory)
     except BaseException:
         directory.release()
         raise
@@ -129,7 +141,8 @@ def begin_save(
         spans += [Span("stage", planned, handed_over[0]), Span("hand-over", *handed_over)]
     else:
         spans.append(Span("write", planned, time.monotonic()))
-    return SaveTransaction(request, group, directory, plan, writing, spans)
+    known_sums = [(source.table_crc32, source.object_crcs) for source in sources]
+    return SaveTransaction(request, group, directory, plan, writing, spans, known_sums)
 
 
 def _is_left_out(state: RankState | BaseException, options: SaveOptions, group: RankGroup) -> bool:
@@ -155,36 +168,47 @@ def _plan(
         placed = place_as_before(structure, state, group, request.separation_hint)
     step = partial(_prepare, state, placed is not None, directory if group.is_coordinator else None)
     answers = group.run("prepare the save", step, wrap=SaveError)
-    first_file = answers[0][0]
-    plan = plan_as_before(structure, placed, first_file) if all(unchanged for _, unchanged in answers) else None
+    first_file, _, save_id = answers[0]
+    unchanged = all(unchanged for _, unchanged, _ in answers)
+    plan = plan_as_before(structure, placed, first_file, save_id) if unchanged else None
     return plan or plan_save(
         structure,
         value_of(state),
         group,
         first_file=first_file,
+        save_id=save_id,
         thread_count=request.thread_count,
         separation_hint=request.separation_hint,
     )
 
 
-def _prepare(state: RankState | BaseException, unchanged: bool, directory: SaveDirectory | None) -> tuple[int, bool]:
-    """What a rank tells the others: number of its first file (the coordinator), and whether its structure has stayed.
+def _prepare(
+    state: RankState | BaseException, unchanged: bool, directory: SaveDirectory | None
+) -> tuple[int, bool, bytes]:
+    """What a rank tells the others: number of its first file and id of the save (the coordinator), and whether its
+    structure has stayed.
 
     That number is the coordinator's alone to know, so `_plan` compares it with the structure's on every rank.
     """
     value_of(state)
-    return (-1 if directory is None else directory.open()), unchanged
+    if directory is None:
+        return -1, unchanged, b""
+    return directory.open(), unchanged, secrets.token_bytes(SAVE_ID_BYTES)
 
 
 def _write(
-    state: RankState, plan: SavePlan, request: SaveRequest, group: RankGroup, directory: SaveDirectory
+    state: RankState,
+    sources: Sequence[BucketSource],
+    plan: SavePlan,
+    request: SaveRequest,
+    group: RankGroup,
+    directory: SaveDirectory,
 ) -> Writing:
     """Write this rank's files now, or start to."""
     what, options = str(directory.path), request.options
     if request.bucket_writer is not None:
-        write = partial(request.bucket_writer, directory.path, plan.layout, plan.placed, state, options)
+        write = partial(request.bucket_writer, directory.path, plan.layout, plan.placed, state, options, plan.save_id)
         return write_now(write, options, what, plan.unencoded)
-    sources = state.sources(plan.layout, plan.placed)
     if not request.beside_training:
         return write_now(partial(write_in_line, directory.storage, sources, options), options, what, plan.unencoded)
     if group.is_coordinator:
@@ -242,11 +266,19 @@ class SaveDirectory:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What one rank tells the coordinator after its writing."""
+    """What one rank tells the coordinator after its writing.
+
+    Attributes:
+        objects: its objects.
+        files: its files, and what they took.
+        phases_s: what its phases took.
+        sums: the checksums of each file, in the order of its plan; None for one that somebody else has written.
+    """
 
     objects: tuple[ObjectEntry, ...]
     files: tuple[FileReport, ...]
-    phases_s: dict[str, float] = field(default_factory=dict)
+    phases_s: dict[str, float]
+    sums: tuple[FileSums | None, ...]
 
 
 class SaveTransaction:
@@ -265,8 +297,10 @@ class SaveTransaction:
         plan: SavePlan | None,
         call: SaveCall,
         spans: list[Span],
+        known_sums: list[tuple[int, array[int]]],
     ) -> None:
         self.plan = plan
+        self._known_sums = known_sums  # of what is not summed by the writing: each file's table and objects
         self.call = call
         self._options = request.options
         self._group = group
@@ -331,7 +365,14 @@ class SaveTransaction:
             self._spans.append(Span("writer", result.started_s, result.finished_s))
         if plan.planned is not None:
             plan.planned.encoder = plan.planned.encoder or result.encoder
-        return Written(plan.placed.entries, tuple(files), {span.name: span.seconds for span in self._spans})
+        sums = [
+            FileSums.of(layout, indices, *known, written)
+            for layout, indices, known, written in zip(
+                plan.layout.buckets, plan.placed.buckets, self._known_sums, result.files, strict=True
+            )
+        ]
+        phases_s = {span.name: span.seconds for span in self._spans}
+        return Written(plan.placed.entries, tuple(files), phases_s, tuple(sums))
 
     def _publish(self, plan: SavePlan, gathered: list[Written] | None) -> None:
         assert gathered is not None
@@ -345,8 +386,10 @@ class SaveTransaction:
         objects = [written.objects for written in gathered]
         content = plan.planned.metadata(
             objects,
-            storage_meta={"checkpoint_id": str(self._directory.path), "save_id": str(uuid.uuid4())},
+            storage_meta={"checkpoint_id": str(self._directory.path), "save_id": shown_id(plan.save_id)},
             plans=self._options.keep_local_plans,
+            save_id=plan.save_id,
+            sums=[written.sums for written in gathered],
         )
         common = any(entry.fqn.startswith("common_state/") for of_rank in objects for entry in of_rank)
         self._directory.publish(content, has_common_state=common)

@@ -26,6 +26,7 @@ from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
+from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.load.ranges import split_box
 from mcore_ckpt.load.stored_items import check_apart, check_located, checksum_error, chunk_name, range_crc
 from mcore_ckpt.storage.base import Storage
@@ -79,6 +80,7 @@ class StoredPayloads:
         index: of the checkpoint.
         storage: its files; by default those in the index's path.
         direct: past the page cache (`LoadOptions.direct_io`).
+        stored: the checkpoint's own index, where `index` has other keys: what its files are held against.
     """
 
     def __init__(
@@ -86,10 +88,12 @@ class StoredPayloads:
         index: CheckpointIndex,
         storage: Storage | None = None,
         direct: DirectIo = "auto",
+        stored: CheckpointIndex | None = None,
     ) -> None:
         self.index = index
         self.storage = LocalStorage(index.path) if storage is None else storage
-        self.files = OpenFiles(self.storage, direct)
+        self._seals = FileSeals(lambda: stored or self.index)
+        self.files = OpenFiles(self.storage, direct, self._seals)
         self._located: OrderedDict[tuple[str, tuple[int, ...]], StoredPayload] = OrderedDict()
         self._lock = threading.Lock()
         self._decoder: ItemDecoder | None = None
@@ -125,12 +129,14 @@ class StoredPayloads:
                 found = locate_tensor(
                     lambda offset, length: reader.read(item.offset + offset, length), item.length, where
                 )
-            check_located(found, entry.dtype, chunk.sizes, math.prod(chunk.sizes) * element_bytes(entry.dtype))
+            nbytes = math.prod(chunk.sizes) * element_bytes(entry.dtype)
+            check_located(found, entry.dtype, chunk.sizes, nbytes, item.crc32)
         except NotRangeable as reason:
             return self._decode(entry, chunk, where, str(reason).removeprefix(f"{where}: "))
         except LoadError as error:
             raise naming(error, where) from error
-        return StoredPayload(where, item.file, item.offset + found.payload_offset, found.payload_bytes, found.crc32)
+        start = item.offset + found.payload_offset
+        return StoredPayload(where, item.file, start, found.payload_bytes, found.crc32)
 
     def read_into(self, payload: StoredPayload, start: int, view: memoryview) -> None:
         """Fill `view` with the payload's bytes from `start` on; raises as `RangeReader.read_into`."""
@@ -148,7 +154,7 @@ class StoredPayloads:
 
         with self._lock:  # one for all items: it says once for each kind of reason that this is slow
             decoder = self._decoder = self._decoder or ItemDecoder(
-                self.storage, LoadOptions.from_environment(), ReadStats()
+                self.storage, LoadOptions.from_environment(), ReadStats(), self._seals
             )
         dtype = stored_dtype(entry)
         # A copy, since what is decoded may have any strides.

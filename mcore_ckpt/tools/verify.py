@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -28,9 +28,11 @@ from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, Te
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor, locate_tensor_in
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_config, read_index
+from mcore_ckpt.format.seal import BLOCK_BYTES
 from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
 from mcore_ckpt.load.fetch import OpenFiles, in_parallel, naming
-from mcore_ckpt.load.stored_items import check_located, check_records, item_name, range_crc
+from mcore_ckpt.load.file_seals import check_seal, items_by_file, read_table, table_problems
+from mcore_ckpt.load.stored_items import check_located, check_records, checksum_error, item_name, range_crc
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.local import LocalStorage
@@ -86,12 +88,13 @@ class VerifyReport:
 
 
 class ItemCheck(NamedTuple):
-    """One stored item to check: its tensor's entry and chunk, or None for an object."""
+    """One stored item to check: its tensor's entry and chunk, or None for an object; running sums, if there are any."""
 
     fqn: str
     item: StoredItem
     entry: TensorEntry | None = None
     chunk: StoredChunk | None = None
+    blocks: Sequence[int] = ()
 
     @property
     def where(self) -> str:
@@ -137,6 +140,7 @@ def verify_checkpoint(path: str | os.PathLike[str], *, workers: int = 2, progres
     common, common_problems = _common_state(directory, index, storage, megatron)
     readable, file_problems = _items_in_files(index, storage, common)
     problems += common_problems + file_problems
+    problems += _seal_problems(index, storage)
     checker = _Checker(storage)
     spans = list(_spans(readable))
     with Progress("verify", sum(span.stop - span.start for span in spans), shown=progress) as bar:
@@ -174,7 +178,9 @@ def _items_in_files(
 ) -> tuple[list[ItemCheck], list[Problem]]:
     """Items that lie inside their files, by file and offset; and what is wrong with the others."""
     checks = more + [
-        ItemCheck(fqn, chunk.item, entry, chunk) for fqn, entry in index.tensors.items() for chunk in entry.chunks
+        ItemCheck(fqn, chunk.item, entry, chunk, index.blocks.get((chunk.item.file, chunk.item.offset), ()))
+        for fqn, entry in index.tensors.items()
+        for chunk in entry.chunks
     ]
     checks += [ItemCheck(fqn, entry.item) for fqn, entry in index.objects.items()]
     checks.sort(key=lambda check: (check.item.file, check.item.offset))
@@ -205,6 +211,23 @@ def _items_in_files(
         previous = check
         readable.append(check)
     return readable, problems
+
+
+def _seal_problems(index: CheckpointIndex, storage: Storage) -> Iterator[Problem]:
+    """What data files say of themselves, held against `.metadata`: save, name, size, and each item's description."""
+    items = items_by_file(index)
+    for name in sorted(items):
+        try:
+            with storage.open_reader(name) as reader:
+                footer = check_seal(index, name, reader)
+                table = None if footer is None else read_table(reader, footer)
+        except CorruptCheckpointError as error:
+            yield Problem("file", str(error), file=name)
+            continue
+        except LoadError:
+            continue  # missing, which has been told
+        for message in () if table is None else table_problems(items[name], name, table):
+            yield Problem("structure", f"{storage}/{name}: {message}", file=name)
 
 
 def _problem(kind: Literal["file", "structure", "item", "checksum"], check: ItemCheck, message: str) -> Problem:
@@ -240,7 +263,7 @@ class _Checker:
     def __init__(self, storage: Storage) -> None:
         self.problems: list[tuple[str, Problem]] = []
         self.items = self.records = self.read_bytes = self.unchecked = 0
-        self._files = OpenFiles(storage, "auto")
+        self._files = OpenFiles(storage, "auto", None)
         self._lock = threading.Lock()
         self._buffers = threading.local()
 
@@ -327,8 +350,6 @@ def check_item(
         CorruptCheckpointError, LoadError: the item is damaged otherwise, or cannot be read.
     """
     item, where = check.item, check.where
-    if item.transforms:
-        return 0
 
     def read(offset: int, length: int) -> bytes:
         if inside is not None:
@@ -336,16 +357,33 @@ def check_item(
         return reader.read(item.offset + offset, length)
 
     def sum_up(offset: int, length: int) -> int:
-        if inside is not None:
-            return crc32(inside[offset : offset + length])
-        return range_crc(reader.read_into, item.offset + offset, length, buffer())
+        running = iter(check.blocks) if length > BLOCK_BYTES else iter(())
+        value = done = 0
+        for expected in running:
+            value = part_crc(offset + done, BLOCK_BYTES, value)
+            done += BLOCK_BYTES
+            if value != expected:
+                what = f"the first {done} bytes of its payload have"
+                raise checksum_error(where, what, value, expected)
+        return part_crc(offset + done, length - done, value)
 
+    def part_crc(offset: int, length: int, value: int) -> int:
+        if inside is not None:
+            return crc32(inside[offset : offset + length], value)
+        return range_crc(reader.read_into, item.offset + offset, length, buffer(), value)
+
+    if item.crc32 is not None and (check.entry is None or item.transforms):
+        whole = part_crc(0, item.length, 0)
+        if whole != item.crc32:
+            raise checksum_error(where, "its bytes have", whole, item.crc32)
+    if item.transforms:
+        return int(item.crc32 is not None)
     try:
         checked = check_records(read, sum_up, item.length, where)
         if check.entry is not None and check.chunk is not None:
             dtype, sizes = check.entry.dtype, check.chunk.sizes
             found = locate_tensor(read, item.length, where) if inside is None else locate_tensor_in(inside, where)
-            check_located(found, dtype, sizes, math.prod(sizes) * element_bytes(dtype))
+            check_located(found, dtype, sizes, math.prod(sizes) * element_bytes(dtype), item.crc32)
     except NotRangeable:  # whether it is what the index says, only torch.load can tell
         return verify_compressed(read, item.length, where)
     return checked

@@ -42,6 +42,7 @@ from typing import Final
 
 from mcore_ckpt.core.errors import WriteTimeoutError
 from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.seal import BLOCK_BYTES
 from mcore_ckpt.layout.file_image import FileImage, Fill, ImageResult, Window, plan_windows
 from mcore_ckpt.storage.base import DirectIo, RangeWriter, Storage, align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer, copy_bytes, has_huge_pages
@@ -310,6 +311,7 @@ class _Checksums:
 
     def __init__(self, image: FileImage) -> None:
         self.crcs = array("I", bytes(4 * len(image.payload_offsets)))
+        self.blocks = array("I")
         self._image = image
         self._crcs_per_item = len(image.crc_positions) // max(1, len(image.payload_offsets))
         self._item = 0
@@ -339,6 +341,8 @@ class _Checksums:
             end = offset + lengths[item]
             if start < offset:
                 start = offset
+            if lengths[item] > BLOCK_BYTES:
+                start, value = self._advance_blocks(view, base, offset, end, start, stop, value)
             if end > stop:
                 value = crc32(view[start - base : stop - base], value)
                 start = stop
@@ -353,6 +357,22 @@ class _Checksums:
             value = 0
             item += 1
         self._item, self._summed_to, self._partial = item, start, value
+
+    def _advance_blocks(
+        self, view: memoryview, base: int, offset: int, end: int, start: int, stop: int, value: int
+    ) -> tuple[int, int]:
+        """Sum the payload `[offset, end)` from `start` to its last inner block boundary before `stop`; keep each sum.
+
+        Returns:
+            Where the summing has come to, and the sum.
+        """
+        boundary = offset + ((start - offset) // BLOCK_BYTES + 1) * BLOCK_BYTES
+        while boundary <= stop and boundary < end:
+            value = crc32(view[start - base : boundary - base], value)
+            self.blocks.append(value)
+            start = boundary
+            boundary += BLOCK_BYTES
+        return start, value
 
     def _patch_edge(self, view: memoryview, base: int, item: int, position: int, value: int) -> None:
         """Patch a CRC-32 that does not lie in `view`, or not whole."""
@@ -513,6 +533,7 @@ class _Written:
             file_name=self.image.file_name,
             size_bytes=self.image.size_bytes,
             crcs=self.checksums.crcs,
+            blocks=self.checksums.blocks,
             fill_s=self.fill_s,
             crc_s=self.crc_s,
             write_s=self.file.write_s,

@@ -14,6 +14,7 @@ image of the file, so the writer needs no layout but the places of checksums.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ import torch
 
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.seal import NO_SAVE_ID
 from mcore_ckpt.layout.buckets import BucketLayout
 from mcore_ckpt.layout.file_image import FileImage, Fill, ImageResult, Window, check_results
 from mcore_ckpt.storage.base import Storage
@@ -149,9 +152,12 @@ class BucketSource:
         tensors: the bucket's tensors, detached, in the layout's order.
         objects: the serialized objects.
         object_offsets: where each of them lies in the file.
+        save_id: of the save, 16 bytes; the file's seal carries it.
 
     Attributes:
         on_device: some tensor is not in host memory.
+        table_crc32: of the table in the file's seal.
+        object_crcs: CRC-32 of each serialized object.
     """
 
     def __init__(
@@ -160,10 +166,16 @@ class BucketSource:
         tensors: Sequence[torch.Tensor],
         objects: Sequence[memoryview],
         object_offsets: Sequence[int],
+        save_id: bytes = NO_SAVE_ID,
     ) -> None:
         self.layout = layout
         self.objects = objects
         self.object_offsets = object_offsets
+        lengths = [len(data) for data in objects]
+        self._seal, self.table_crc32 = layout.seal.fill(
+            save_id, layout.image.size_bytes, zip(object_offsets, lengths, strict=True)
+        )
+        self.object_crcs = array("I", map(crc32, objects))
         self._payloads = _Payloads(tensors)
         self.on_device = not all(tensor.is_cpu for tensor in tensors)
         self._tensors = tensors
@@ -212,7 +224,8 @@ class BucketSource:
                 copy(index, low - payload, high - payload, base + low)
                 _put(view, start, stop, tail, end_bytes)
             filled = min(end, stop)
-        ctypes.memset(base + filled, 0, max(0, stop - filled))
+        ctypes.memset(base + filled, 0, max(0, min(stop, layout.seal_offset) - filled))
+        _put(view, start, stop, layout.seal_offset, self._seal)
 
     def _fill_region(self, start: int, stop: int, view: memoryview) -> None:
         end = min(stop, self.layout.region_bytes)
@@ -257,6 +270,7 @@ class BucketSource:
         """Put objects and payloads into a piece that has everything else already."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
         self._fill_region(0, self.layout.image.size_bytes, view)
+        _put(view, 0, self.layout.image.size_bytes, self.layout.seal_offset, self._seal)
         pointers = self._payloads.pointers
         lengths = self.layout.image.payload_lengths
         memmove = ctypes.memmove

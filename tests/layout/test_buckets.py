@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 from mcore_ckpt.core.errors import PlanError
-from mcore_ckpt.format.item_layout import encode_tensor, tensor_template
+from mcore_ckpt.format.item_layout import encode_tensor
 from mcore_ckpt.layout.buckets import (
     TensorSpec,
     balance,
@@ -24,6 +24,7 @@ from mcore_ckpt.layout.plan_check import check_plans
 from mcore_ckpt.layout.plans import LocalPlan, LocalPlanBuilder, index_tensors
 from mcore_ckpt.writing.stage_pool import Stage
 from mcore_ckpt.writing.staging import BucketSource
+from tests.support.tensor_specs import specs_of
 
 
 @given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 7))
@@ -74,23 +75,27 @@ def bucket_tensors(draw: st.DrawFn) -> list[torch.Tensor]:
     return tensors
 
 
+SAVE_ID = bytes(range(16))
+
+
 def payload(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
 
 
 def source_of(tensors: list[torch.Tensor], objects: list[bytes]) -> tuple[BucketSource, bytes]:
     """A source, and the file it must make, checksums left zero."""
-    names = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-    templates = [tensor_template(name, tuple(t.shape)) for name, t in zip(names, tensors, strict=True)]
-    layout = lay_out("f", templates, region_bytes([len(data) for data in objects]))
+    keys = [f"object {number}" for number in range(len(objects))]
+    layout = lay_out("f", specs_of(tensors), region_bytes([len(data) for data in objects]), keys)
     offsets = place_objects([len(data) for data in objects])
     expected = bytearray(layout.image.size_bytes)
     for offset, data in zip(offsets, objects, strict=True):
         expected[offset : offset + len(data)] = data
-    for template, offset, tensor in zip(templates, layout.item_offsets, tensors, strict=True):
+    for template, offset, tensor in zip(layout.templates, layout.item_offsets, tensors, strict=True):
         item = template.head + payload(tensor) + template.tail
         expected[offset : offset + len(item)] = item
-    return BucketSource(layout, tensors, [memoryview(data) for data in objects], offsets), bytes(expected)
+    places = zip(offsets, map(len, objects), strict=True)
+    expected[layout.seal_offset :], _ = layout.seal.fill(SAVE_ID, len(expected), places)
+    return BucketSource(layout, tensors, [memoryview(data) for data in objects], offsets, SAVE_ID), bytes(expected)
 
 
 @given(bucket_tensors(), st.lists(st.binary(max_size=300), max_size=4), st.sampled_from([4096, 8192, 65536]))
@@ -156,7 +161,7 @@ def plan_of(*specs: TensorSpec, rank: int = 0) -> LocalPlan:
 
 def test_plans_travel_as_columns_and_make_the_index() -> None:
     plans = [plan_of(spec("a", (4 * r,), (4,), (8,)), rank=r) for r in range(2)]
-    entries = index_tensors([LocalPlan.decode(plan.encode()) for plan in plans])
+    entries, _ = index_tensors([LocalPlan.decode(plan.encode()) for plan in plans])
     assert [chunk.offsets for chunk in entries["a"].chunks] == [(0,), (4,)]
     assert [chunk.item.file for chunk in entries["a"].chunks] == ["__0_0.distcp", "__1_0.distcp"]
 
@@ -180,7 +185,7 @@ def test_zero_axes_and_empty_plans_travel() -> None:
     builder = LocalPlanBuilder()
     builder.begin_file("__0_0.distcp", 1000)
     builder.add("scalar", "float64", (), (), (), 0, 500)
-    entries = index_tensors([LocalPlan.decode(builder.build().encode()), LocalPlanBuilder().build()])
+    entries, _ = index_tensors([LocalPlan.decode(builder.build().encode()), LocalPlanBuilder().build()])
     assert entries["scalar"].shape == ()
     assert entries["scalar"].chunks[0].item.length == 500
 

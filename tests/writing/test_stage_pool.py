@@ -14,7 +14,6 @@ import torch
 
 from mcore_ckpt import SaveOptions
 from mcore_ckpt.core.options import ranks_of_this_host
-from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.layout.buckets import lay_out
 from mcore_ckpt.save import _async_save as async_save
 from mcore_ckpt.save._async_save import AsyncSave, start_writing
@@ -23,6 +22,7 @@ from mcore_ckpt.writing import stage_pool
 from mcore_ckpt.writing.persistent_writer import shared_writer
 from mcore_ckpt.writing.stage_pool import is_busy, lease_stage
 from mcore_ckpt.writing.staging import BucketSource
+from tests.support.tensor_specs import specs_of
 
 _MIB = 1024 * 1024
 
@@ -52,7 +52,7 @@ def _held_bytes() -> int:
 
 
 def _source(tensor: torch.Tensor) -> BucketSource:
-    layout = lay_out("__0_0.distcp", [tensor_template("float32", tuple(tensor.shape))], 0)
+    layout = lay_out("__0_0.distcp", specs_of([tensor]), 0)
     return BucketSource(layout, [tensor], [], [])
 
 

@@ -10,20 +10,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, OptionError, SaveOptions
-from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.layout.buckets import lay_out
 from mcore_ckpt.save._async_save import start_writing
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.writing.stage_pool import Stage
 from mcore_ckpt.writing.staging import BucketSource
+from tests.support.tensor_specs import specs_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
 def source_of(*tensors: torch.Tensor) -> BucketSource:
-    names = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-    templates = [tensor_template(name, tuple(t.shape)) for name, t in zip(names, tensors, strict=True)]
-    return BucketSource(lay_out("__0_0.distcp", templates, 0), tensors, [], [])
+    return BucketSource(lay_out("__0_0.distcp", specs_of(tensors), 0), tensors, [], [])
 
 
 def staged(source: BucketSource, pin: bool) -> list[bytes]:

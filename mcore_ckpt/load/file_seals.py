@@ -1,0 +1,143 @@
+"""Is a data file the one that `.metadata` speaks of? Asked of each file before the first byte of it is used.
+
+Where `.metadata` is sealed, that takes one small read of a file. Where it is not (stock Megatron rewrote it, or another
+program did), but the files are ours, what a file says that it holds is compared with the index item by item. Files of
+other writers carry nothing to compare.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from mcore_ckpt.core.errors import CorruptCheckpointError
+from mcore_ckpt.format.index import CheckpointIndex, StoredItem
+from mcore_ckpt.format.seal import (
+    FOOTER_BYTES,
+    FileFooter,
+    FileTable,
+    check_footer,
+    decode_footer,
+    decode_table,
+)
+from mcore_ckpt.storage.base import RangeReader
+
+__all__ = ["FileSeals", "check_seal", "items_by_file", "read_table", "table_problems"]
+
+
+class _Row(NamedTuple):
+    """An item of a tensor as index and table both describe it."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class FileSeals:
+    """Checks data files of one checkpoint, each once; for any number of threads.
+
+    Args:
+        index: gives the checkpoint's index; asked when the first file is checked.
+    """
+
+    def __init__(self, index: Callable[[], CheckpointIndex]) -> None:
+        self._index = index
+        self._checked: set[str] = set()
+        self._lock = threading.Lock()
+        self._items: dict[str, dict[tuple[int, int], str | _Row]] | None = None
+
+    def check(self, name: str, reader: RangeReader) -> None:
+        """Compare a file with what `.metadata` says of it.
+
+        Raises:
+            CorruptCheckpointError: it is damaged, of another save, of another rank, or not what the index describes.
+            LoadError: it cannot be read.
+        """
+        if name in self._checked:
+            return
+        index = self._index()
+        footer = check_seal(index, name, reader)
+        if index.seal is None and footer is not None:
+            self._check_table(index, name, read_table(reader, footer), reader.name)
+        self._checked.add(name)
+
+    def _check_table(self, index: CheckpointIndex, name: str, table: FileTable, where: str) -> None:
+        with self._lock:
+            if self._items is None:
+                self._items = items_by_file(index)
+        for problem in table_problems(self._items.get(name, {}), name, table):
+            raise CorruptCheckpointError(
+                f"{where}: {problem}; .metadata and this file do not belong together: put the files of one save "
+                "together again, or load another checkpoint"
+            )
+
+
+def check_seal(index: CheckpointIndex, name: str, reader: RangeReader) -> FileFooter | None:
+    """Compare the end of a data file with what a sealed `.metadata` says of it; returns the footer, if it has one.
+
+    Raises:
+        CorruptCheckpointError: see `check_footer`.
+    """
+    size_bytes = reader.size_bytes
+    end = reader.read(size_bytes - FOOTER_BYTES, FOOTER_BYTES) if size_bytes >= FOOTER_BYTES else b""
+    footer = decode_footer(end, reader.name)
+    check_footer(footer, size_bytes, None if index.seal is None else index.seal.files.get(name), reader.name)
+    return footer
+
+
+def read_table(reader: RangeReader, footer: FileFooter) -> FileTable:
+    """What a data file says that it holds; raises `CorruptCheckpointError`."""
+    start = reader.size_bytes - FOOTER_BYTES - footer.table_bytes
+    if start < 0:
+        raise CorruptCheckpointError(
+            f"{reader.name}: its seal states a table of {footer.table_bytes} bytes, the file has {reader.size_bytes}"
+        )
+    return decode_table(reader.read(start, footer.table_bytes), footer, reader.name)
+
+
+def items_by_file(index: CheckpointIndex) -> dict[str, dict[tuple[int, int], str | _Row]]:
+    """The items of each file by offset and length: an object's key, or what a tensor's chunk is."""
+    found: dict[str, dict[tuple[int, int], str | _Row]] = {}
+    for item, row in _described(index):
+        found.setdefault(item.file, {})[item.offset, item.length] = row
+    return found
+
+
+def _described(index: CheckpointIndex) -> Iterator[tuple[StoredItem, str | _Row]]:
+    for fqn, entry in index.tensors.items():
+        for chunk in entry.chunks:
+            row = _Row(fqn, entry.dtype, entry.shape, chunk.offsets, chunk.sizes)
+            yield chunk.item, fqn if chunk.item.transforms else row
+    for fqn, stored in index.objects.items():
+        yield stored.item, fqn
+
+
+def table_problems(items: dict[tuple[int, int], str | _Row], name: str, table: FileTable) -> Iterator[str]:
+    """In what an index and a file's table contradict each other; a table may list more than the index names.
+
+    Args:
+        items: what the index says of the file, by offset and length.
+        name: of the file.
+        table: what the file says of itself.
+    """
+    if table.file_name != name:
+        yield f"it calls itself {table.file_name!r}"
+    stored: dict[tuple[int, int], str | _Row] = {(row.offset, row.length): row.key for row in table.objects}
+    stored.update({(row.offset, row.length): _Row(*row[:5]) for row in table.tensors})
+    for (offset, length), row in items.items():
+        found = stored.get((offset, length))
+        if found != row:
+            yield (
+                f"bytes [{offset}, {offset + length}) are {_shown(row)} for .metadata, and "
+                f"{'no item' if found is None else _shown(found)} for the file"
+            )
+
+
+def _shown(row: str | _Row) -> str:
+    if isinstance(row, str):
+        return f"the object {row!r:.300}"
+    box = f"box at {list(row.offsets)} of sizes {list(row.sizes)}"
+    return f"{row.key!r:.300} ({row.dtype}, {box} of shape {list(row.shape)})"

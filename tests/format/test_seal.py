@@ -1,0 +1,289 @@
+"""Seals: what is written is read back, and nothing that was changed is believed."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import zlib
+from array import array
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_ckpt.core.errors import CorruptCheckpointError
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.metadata_read import parse_index
+from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.format.seal import (
+    BLOCK_BYTES,
+    FOOTER_BYTES,
+    FileFooter,
+    FileSealPlan,
+    FileTable,
+    MetadataSeal,
+    SealedFile,
+    TableColumns,
+    TableObject,
+    TableTensor,
+    check_footer,
+    decode_footer,
+    decode_table,
+    inner_blocks,
+    seal_metadata,
+    split_metadata,
+)
+
+SAVE_ID = bytes(range(16))
+OTHER_ID = bytes(16)
+
+names = st.text(max_size=30)
+numbers = st.integers(0, 2**62)
+boxes = st.integers(0, 4).flatmap(lambda ndim: st.tuples(*[st.tuples(*[numbers] * ndim)] * 3))
+tensors = st.builds(
+    lambda key, dtype, box, offset, length: TableTensor(key, dtype, *box, offset, length),
+    names,
+    st.sampled_from(["float32", "bfloat16", "bool"]),
+    boxes,
+    numbers,
+    numbers,
+)
+tables = st.builds(
+    FileTable,
+    names,
+    st.lists(tensors, max_size=6).map(tuple),
+    st.lists(st.builds(TableObject, names, numbers, numbers), max_size=4).map(tuple),
+)
+
+
+def sealed(table: FileTable, save_id: bytes = SAVE_ID, file_bytes: int = 10**6) -> tuple[bytes, int]:
+    """The seal of a file that holds what `table` lists, and the CRC-32 of its table."""
+    dtypes = list(dict.fromkeys(row.dtype for row in table.tensors))
+    columns = TableColumns(
+        table.file_name,
+        dtypes,
+        [row.key for row in table.tensors],
+        array("I", [dtypes.index(row.dtype) for row in table.tensors]),
+        array("I", [len(row.shape) for row in table.tensors]),
+        array("q", [n for row in table.tensors for n in (*row.shape, *row.offsets, *row.sizes)]),
+        array("q", [n for row in table.tensors for n in (row.offset, row.length)]),
+        [row.key for row in table.objects],
+    )
+    plan = FileSealPlan.of(columns)
+    content, crc = plan.fill(save_id, file_bytes, [(row.offset, row.length) for row in table.objects])
+    assert len(content) == plan.size_bytes
+    return content, crc
+
+
+def read_back(content: bytes) -> tuple[FileFooter, FileTable]:
+    footer = decode_footer(content[-FOOTER_BYTES:], "file")
+    assert footer is not None
+    return footer, decode_table(content[:-FOOTER_BYTES], footer, "file")
+
+
+TABLE = FileTable(
+    "__0_0.distcp",
+    (
+        TableTensor("layer.weight", "bfloat16", (4, 6), (2, 0), (2, 6), 4096, 900),
+        TableTensor("step", "int64", (), (), (), 4996, 700),
+    ),
+    (TableObject("extra/shard_0_1", 0, 451),),
+)
+
+
+@given(tables)
+def test_a_table_is_read_back(table: FileTable) -> None:
+    content, crc = sealed(table)
+    footer, found = read_back(content)
+    assert found == table
+    assert (footer.save_id, footer.file_bytes, footer.table_crc32) == (SAVE_ID, 10**6, crc)
+    assert zlib.crc32(content[:-FOOTER_BYTES]) == crc
+
+
+def test_the_length_of_a_seal_does_not_depend_on_the_save() -> None:
+    first, _ = sealed(TABLE)
+    moved = TABLE.objects[0]._replace(offset=2**40, length=2**33)
+    second, _ = sealed(FileTable(TABLE.file_name, TABLE.tensors, (moved,)), OTHER_ID, 2**50)
+    assert len(first) == len(second)
+
+
+def checked(content: bytes, expected: SealedFile) -> FileTable:
+    footer = decode_footer(content[-FOOTER_BYTES:], "file")
+    check_footer(footer, 10**6, expected, "file")
+    assert footer is not None
+    return decode_table(content[:-FOOTER_BYTES], footer, "file")
+
+
+def test_every_bit_of_a_file_seal_is_noticed() -> None:
+    content, crc = sealed(TABLE)
+    expected = SealedFile(10**6, crc, SAVE_ID)
+    for at in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[at // 8] ^= 1 << at % 8
+        with pytest.raises(CorruptCheckpointError):
+            checked(bytes(damaged), expected)
+
+
+@pytest.mark.parametrize(
+    ("save_id", "size", "crc", "message"),
+    [
+        (OTHER_ID, 10**6, 0, "of two saves were mixed"),
+        (SAVE_ID, 10**6, 1, "swapped or renamed"),
+        (SAVE_ID, 10**6 - 1, 0, "truncated or extended"),
+        (SAVE_ID, 10**6 + 1, 0, "truncated or extended"),
+    ],
+)
+def test_another_file_is_refused(save_id: bytes, size: int, crc: int, message: str) -> None:
+    content, table_crc = sealed(TABLE)
+    footer, _ = read_back(content)
+    with pytest.raises(CorruptCheckpointError, match=message) as caught:
+        check_footer(footer, size, SealedFile(10**6, table_crc ^ crc, save_id), "the file")
+    assert SAVE_ID.hex() in str(caught.value) or size != 10**6
+
+
+def test_a_file_without_a_seal_is_refused_only_where_one_is_expected() -> None:
+    check_footer(None, 500, None, "file")
+    with pytest.raises(CorruptCheckpointError, match="without a seal"):
+        check_footer(None, 500, SealedFile(500, 1, SAVE_ID), "file")
+    assert decode_footer(b"", "file") is None
+    assert decode_footer(bytes(64), "file") is None
+
+
+def test_a_table_that_inflates_to_more_than_it_says_is_not_inflated() -> None:
+    bomb = zlib.compress(bytes(50 * 1024 * 1024), 9)
+    footer = FileFooter(SAVE_ID, 10**6, len(bomb), zlib.crc32(bomb), 1000, 0)
+    with pytest.raises(CorruptCheckpointError, match="1000 bytes long when inflated"):
+        decode_table(bomb, footer, "file")
+    with pytest.raises(CorruptCheckpointError, match="are said to be in it"):
+        decode_table(bomb, footer._replace(unpacked_bytes=2**40), "file")
+    with pytest.raises(CorruptCheckpointError, match="objects and 1000 bytes"):
+        decode_table(bomb, footer._replace(object_count=2**31), "file")
+
+
+@pytest.mark.parametrize("counts", [(2**31, 0, 0), (0, 2**31, 0), (0, 0, 2**31), (1, 0, 0), (2**32 - 1,) * 3])
+def test_a_table_with_counts_that_nothing_follows_is_refused(counts: tuple[int, int, int]) -> None:
+    table = b"".join(n.to_bytes(4, "little") for n in counts) + bytes(40)
+    packed = zlib.compress(table)
+    footer = FileFooter(SAVE_ID, 10**6, len(packed), zlib.crc32(packed), len(table), 0)
+    with pytest.raises(CorruptCheckpointError):
+        decode_table(packed, footer, "file")
+
+
+# ------------------------------------------------------------------------------------------------------- metadata seal
+
+uint32 = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def metadata_seals(draw: st.DrawFn) -> MetadataSeal:
+    crcs = draw(st.lists(uint32, max_size=8))
+    items = draw(st.lists(st.integers(0, max(0, len(crcs) - 1)), max_size=3, unique=True)) if crcs else []
+    counts = [draw(st.integers(1, 4)) for _ in items]
+    file = st.builds(SealedFile, numbers, uint32, st.binary(min_size=16, max_size=16))
+    return MetadataSeal(
+        draw(st.binary(min_size=16, max_size=16)),
+        draw(st.dictionaries(names, file, max_size=4)),
+        array("I", crcs),
+        array("Q", sorted(items)),
+        array("I", counts),
+        array("I", [draw(uint32) for _ in range(sum(counts))]),
+    )
+
+
+@given(metadata_seals(), st.binary(max_size=200))
+def test_a_metadata_seal_is_read_back(seal: MetadataSeal, content: bytes) -> None:
+    found, again = split_metadata(seal_metadata(content, seal), ".metadata")
+    assert (found, again) == (content, seal)
+
+
+def an_index() -> CheckpointIndex:
+    file = SealedFile(123_456, 77, SAVE_ID)
+    big = StoredItem("__1_0.distcp", 4096, 3 * BLOCK_BYTES, (), 4)
+    seal = MetadataSeal(
+        SAVE_ID,
+        {"__0_0.distcp": file, "__1_0.distcp": file},
+        array("I", [3, 4, 5]),
+        array("Q", [1]),
+        array("I", [2]),
+        array("I", [8, 9]),
+    )
+    chunks = (StoredChunk((0,), (2,), StoredItem("__0_0.distcp", 64, 900, (), 3)), StoredChunk((2,), (7,), big))
+    return CheckpointIndex(
+        "ckpt",
+        {"w": TensorEntry("w", "float32", (9,), chunks)},
+        {"o": ObjectEntry("o", StoredItem("__0_0.distcp", 0, 64, (), 5))},
+        version="1.0.0",
+        seal=seal,
+        blocks={("__1_0.distcp", 4096): array("I", [8, 9])},
+    )
+
+
+def test_an_index_keeps_its_seal() -> None:
+    assert parse_index(encode_metadata(an_index()), "ckpt") == an_index()
+
+
+def test_every_bit_of_a_sealed_metadata_is_noticed_before_it_is_unpickled() -> None:
+    content = encode_metadata(an_index())
+    for at in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[at // 8] ^= 1 << at % 8
+        with pytest.raises(CorruptCheckpointError, match="the file is damaged"):
+            parse_index(bytes(damaged), "ckpt")
+
+
+def test_a_sealed_metadata_that_was_cut_is_refused_unless_the_pickle_is_all_that_is_left() -> None:
+    content = encode_metadata(an_index())
+    pickled, _ = split_metadata(content, "ckpt")
+    for end in range(len(content)):
+        if end == len(pickled):
+            assert parse_index(content[:end], "ckpt").seal is None
+        elif end > len(pickled) + 7 or end < len(
+            pickled
+        ):  # less than the magic behind a whole pickle means nothing, and changes nothing
+            with pytest.raises(CorruptCheckpointError):
+                parse_index(content[:end], "ckpt")
+
+
+def test_unpicklers_stop_before_the_seal() -> None:
+    content = encode_metadata(an_index())
+    pickled, _ = split_metadata(content, "ckpt")
+    assert pickle.loads(content) == pickle.loads(pickled)
+
+
+@pytest.mark.parametrize("number", [2, 3, 2**40])
+def test_a_seal_of_another_number_of_items_is_refused(number: int) -> None:
+    pickled, seal = split_metadata(encode_metadata(an_index()), "ckpt")
+    assert seal is not None
+    fewer = MetadataSeal(seal.save_id, seal.files, seal.crcs[:2])
+    with pytest.raises(CorruptCheckpointError, match="number of items"):
+        parse_index(seal_metadata(pickled, fewer), "ckpt")
+    other = MetadataSeal(
+        seal.save_id, seal.files, seal.crcs, array("Q", [number + 1]), array("I", [1]), array("I", [1])
+    )
+    with pytest.raises(CorruptCheckpointError, match="of an item that is not there"):
+        parse_index(seal_metadata(pickled, other), "ckpt")
+    unnamed = MetadataSeal(seal.save_id, {}, seal.crcs)
+    with pytest.raises(CorruptCheckpointError, match="an entry for each file"):
+        parse_index(seal_metadata(pickled, unnamed), "ckpt")
+
+
+def test_what_is_taken_out_of_an_index_leaves_its_seal_too() -> None:
+    index = an_index()
+    del index.objects["o"]
+    found = parse_index(encode_metadata(index), "ckpt")
+    assert found.seal is not None
+    assert list(found.seal.crcs) == [3, 4]
+    assert found.blocks == index.blocks
+
+
+@given(st.integers(0, 5 * BLOCK_BYTES))
+def test_inner_blocks_are_boundaries_inside_a_payload(nbytes: int) -> None:
+    inside = [end for end in accumulate([BLOCK_BYTES] * 6) if end < nbytes]
+    assert inner_blocks(nbytes) == len(inside)
+
+
+def test_seals_need_neither_torch_nor_numpy() -> None:
+    code = "import sys, mcore_ckpt.format.seal; assert not {'torch', 'numpy'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

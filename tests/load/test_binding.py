@@ -1,0 +1,231 @@
+"""Data files and `.metadata` of one save belong together: whatever is swapped, mixed or stale is refused by all."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.directory.remove import remove_tensors
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.seal import shown_id, split_metadata
+from mcore_ckpt.load.read_requests import ReadRequest
+from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.tools.checkpoint import open_checkpoint
+from mcore_ckpt.tools.verify import verify_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+FILES = ["__0_0.distcp", "__0_1.distcp"]
+SHAPE = (600, 1000)  # 2.4 MB: more than two blocks
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {key: torch.randn(SHAPE, generator=generator) for key in ("a", "b")}
+
+
+def save(directory: Path, seed: int) -> Path:
+    """Two tensors of one form, each in a file of its own, and an object."""
+    state = {**tensors(seed), "note": {"seed": seed}}
+    writer = FileSystemWriterAsync(directory, options=SaveOptions(thread_count=2))
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    index = read_index(directory)
+    assert sorted(file for key in "ab" for file in {chunk.item.file for chunk in index.tensors[key].chunks}) == FILES
+    return directory
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("saves")
+    return save(directory / "a", 1), save(directory / "b", 2)
+
+
+@pytest.fixture
+def a(saves: tuple[Path, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saves[0], tmp_path / "a"))
+
+
+@pytest.fixture
+def b(saves: tuple[Path, Path]) -> Path:
+    return saves[1]
+
+
+def swap(a: Path, b: Path) -> None:
+    first, second = (a / name for name in FILES)
+    content = first.read_bytes()
+    shutil.copy(second, first)
+    second.write_bytes(content)
+
+
+def take_data(a: Path, b: Path) -> None:
+    for name in FILES:
+        shutil.copy(b / name, a / name)
+
+
+def take_metadata(a: Path, b: Path) -> None:
+    shutil.copy(b / ".metadata", a / ".metadata")
+
+
+def take_one_file(a: Path, b: Path) -> None:
+    shutil.copy(b / FILES[1], a / FILES[1])
+
+
+def unseal_and_swap(a: Path, b: Path) -> None:
+    (a / ".metadata").write_bytes(split_metadata((a / ".metadata").read_bytes(), "")[0])
+    swap(a, b)
+
+
+def unseal_and_point_elsewhere(a: Path, b: Path) -> None:
+    metadata = pickle.loads((a / ".metadata").read_bytes())
+    places = {key.fqn: key for key in metadata.storage_data}
+    one, other = metadata.storage_data[places["a"]], metadata.storage_data[places["b"]]
+    metadata.storage_data[places["a"]], metadata.storage_data[places["b"]] = other, one
+    (a / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def cut(a: Path, b: Path) -> None:
+    (a / FILES[0]).write_bytes((a / FILES[0]).read_bytes()[:-1])
+
+
+def lengthen(a: Path, b: Path) -> None:
+    (a / FILES[0]).write_bytes((a / FILES[0]).read_bytes() + bytes(64))
+
+
+def replace_by_other_bytes(a: Path, b: Path) -> None:
+    content = bytearray((a / FILES[0]).read_bytes())
+    content[-64:] = bytes(64)
+    (a / FILES[0]).write_bytes(content)
+
+
+ATTACKS = [
+    swap,
+    take_data,
+    take_metadata,
+    take_one_file,
+    unseal_and_swap,
+    unseal_and_point_elsewhere,
+    cut,
+    lengthen,
+    replace_by_other_bytes,
+]
+
+
+def by_reader(directory: Path) -> dict[str, torch.Tensor]:
+    found = {key: torch.zeros(SHAPE) for key in "ab"}
+    FileSystemReader(directory).read_items([ReadRequest(key, found[key], (0, 0), SHAPE) for key in "ab"])
+    return found
+
+
+def by_slices(directory: Path) -> dict[str, torch.Tensor]:
+    found = {key: torch.zeros(10, 1000) for key in "ab"}
+    FileSystemReader(directory).read_items([ReadRequest(key, found[key], (7, 0), (10, 1000)) for key in "ab"])
+    return {key: torch.cat([whole[:7], found[key], whole[17:]]) for key, whole in tensors(1).items()}
+
+
+def by_dcp(directory: Path) -> dict[str, torch.Tensor]:
+    state = {**{key: torch.zeros(SHAPE) for key in "ab"}, "note": {"seed": 0}}
+    dcp.load(state, storage_reader=FileSystemReader(directory), no_dist=True)
+    return {key: state[key] for key in "ab"}
+
+
+def by_open_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
+    checkpoint = open_checkpoint(directory)
+    return {key: torch.as_tensor(checkpoint[key][:]) for key in "ab"}
+
+
+LOADS = [by_reader, by_slices, by_dcp, by_open_checkpoint]
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_what_belongs_together_loads(a: Path, load: Callable[[Path], dict[str, torch.Tensor]]) -> None:
+    for key, tensor in load(a).items():
+        assert torch.equal(tensor, tensors(1)[key])
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_does_not_belong_together_is_refused(
+    a: Path, b: Path, attack: Callable[[Path, Path], None], load: Callable[[Path], dict[str, torch.Tensor]]
+) -> None:
+    attack(a, b)
+    with pytest.raises((CorruptCheckpointError, dcp.CheckpointException), match="distcp"):
+        load(a)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_verify_says_what_does_not_belong_together(a: Path, b: Path, attack: Callable[[Path, Path], None]) -> None:
+    attack(a, b)
+    report = verify_checkpoint(a)
+    assert not report.whole
+    assert any(name in problem.message for problem in report.problems for name in FILES)
+
+
+def test_the_refusal_names_file_and_both_saves(a: Path, b: Path) -> None:
+    mine, theirs = (read_index(directory).seal for directory in (a, b))
+    assert mine is not None
+    assert theirs is not None
+    take_one_file(a, b)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        by_reader(a)
+    for part in (str(a / FILES[1]), shown_id(mine.save_id), shown_id(theirs.save_id)):
+        assert part in str(caught.value)
+
+
+def test_an_object_of_another_save_is_refused(a: Path, b: Path) -> None:
+    take_data(a, b)
+    with pytest.raises(CorruptCheckpointError, match="mixed"):
+        FileSystemReader(a).read_object("note.seed")
+
+
+def test_a_part_of_a_file_of_another_save_is_refused(a: Path, b: Path) -> None:
+    """The end of the file is this save's, the items are those of the save before: a write that was lost."""
+    for name in FILES:
+        mine, theirs = (a / name).read_bytes(), (b / name).read_bytes()
+        (a / name).write_bytes(theirs[: len(theirs) // 2] + mine[len(mine) // 2 :])
+    with pytest.raises(CorruptCheckpointError):
+        by_reader(a)
+    for name in FILES:
+        seal = 2000  # the seals are shorter
+        mine, theirs = (a / name).read_bytes(), (b / name).read_bytes()
+        (a / name).write_bytes(theirs[:-seal] + mine[-seal:])
+    with pytest.raises(LoadError):
+        by_reader(a)
+    assert not verify_checkpoint(a).whole
+
+
+def test_what_stock_rewrote_loads_with_what_can_be_checked(a: Path) -> None:
+    metadata = pickle.loads((a / ".metadata").read_bytes())
+    (a / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert read_index(a).seal is None
+    for key, tensor in by_reader(a).items():
+        assert torch.equal(tensor, tensors(1)[key])
+    assert verify_checkpoint(a).whole
+
+
+def test_what_is_removed_leaves_a_sealed_checkpoint(a: Path) -> None:
+    remove_tensors(a, "b")
+    index = read_index(a)
+    assert index.seal is not None
+    assert list(index.tensors) == ["a"]
+    found = torch.zeros(SHAPE)
+    FileSystemReader(a).read_items([ReadRequest("a", found, (0, 0), SHAPE)])
+    assert torch.equal(found, tensors(1)["a"])
+    assert verify_checkpoint(a).whole
+
+
+def test_stock_reads_what_is_sealed(a: Path) -> None:
+    state = {**{key: torch.zeros(SHAPE) for key in "ab"}, "note": {"seed": 0}}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(a), no_dist=True)
+    assert all(torch.equal(state[key], tensors(1)[key]) for key in "ab")
+    assert state["note"] == {"seed": 1}
+    with (a / ".metadata").open("rb") as file:
+        assert pickle.load(file).storage_data == pickle.loads((a / ".metadata").read_bytes()).storage_data
