@@ -1,0 +1,128 @@
+"""Use the installed package as README.md says, in an environment that holds nothing else: run by `scripts/dist.py`.
+
+    python installed.py torch|megatron          # in a folder with README.md, away from the checkout
+
+Without megatron-core: the command, plain DCP, the tools. With it: the strategies and the queue, too, on one gloo rank.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+# The sections of README.md that have snippets, in their order, and whether they need megatron-core.
+SECTIONS = {"In a Megatron launch": True, "With plain torch.distributed.checkpoint": False, "Tools": False}
+KEY = "decoder.final_layernorm.weight"
+
+
+def snippets(readme: str) -> dict[str, list[str]]:
+    """The blocks of Python in each section.
+
+    Raises:
+        ValueError: a section is not one of `SECTIONS`, so that nobody knows what its snippets need.
+    """
+    found: dict[str, list[str]] = {}
+    for section in re.split(r"^## ", readme, flags=re.MULTILINE)[1:]:
+        blocks = re.findall(r"^```python\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
+        if blocks:
+            found[section.splitlines()[0]] = blocks
+    if list(found) != list(SECTIONS):
+        raise ValueError(f"README.md has snippets in {list(found)}, expected {list(SECTIONS)}")
+    return found
+
+
+def command(*words: str) -> str:
+    """Run `mcore-ckpt` as the environment's own script."""
+    script = Path(sysconfig.get_path("scripts")) / "mcore-ckpt"
+    ended = subprocess.run([str(script), *words], capture_output=True, text=True, timeout=120, check=False)
+    if ended.returncode != 0:
+        raise SystemExit(f"mcore-ckpt {' '.join(words)}: exit code {ended.returncode}\n{ended.stdout}{ended.stderr}")
+    return ended.stdout
+
+
+def plain_dcp(work: Path, blocks: list[str]) -> None:
+    """The snippet saves and loads; what was changed between the two must be back."""
+    import torch
+
+    state = {KEY: torch.arange(8.0), "weight": torch.arange(600, dtype=torch.bfloat16).view(20, 30), "step": 7}
+    expected = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+    (block,) = blocks
+    saving, loading = block.split("dcp.load(")
+    names: dict[str, Any] = {"state_dict": state, "path": str(work / "dcp")}
+    exec(saving, names)
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+    exec("dcp.load(" + loading, names)
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(state[name], value), name
+
+
+def under_megatron(work: Path, blocks: list[str]) -> None:
+    """`install()`, a save through the queue, and the registry; then a load that brings everything back."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    names: dict[str, Any] = {"directory": str(work / "megatron")}
+    Path(names["directory"]).mkdir()
+    exec(blocks[0], names)
+    from megatron.core import dist_checkpointing
+
+    def sharded(tensor: torch.Tensor) -> dict[str, Any]:
+        shard = dist_checkpointing.ShardedTensor.from_rank_offsets("weight", tensor, replica_id=0)
+        return {"weight": shard, "iteration": 7}
+
+    saved = torch.arange(600, dtype=torch.bfloat16).view(20, 30)
+    names["state_dict"] = sharded(saved.clone())
+    for block in blocks[1:]:
+        exec(block, names)
+    assert names["strategy"].__class__.__module__.startswith("mcore_ckpt.")
+    loaded = dist_checkpointing.load(sharded(torch.zeros_like(saved)), names["directory"])
+    assert torch.equal(loaded["weight"], saved)
+    assert loaded["iteration"] == 7
+    assert names["mcore_ckpt"].verify_checkpoint(names["directory"]).whole
+    names["mcore_ckpt"].uninstall()
+    dist.destroy_process_group()
+
+
+def tools(work: Path, blocks: list[str]) -> None:
+    """The command and the functions on the checkpoint of plain DCP."""
+    path, target = str(work / "dcp"), str(work / "resharded")
+    assert "whole" in command("verify", path)
+    assert KEY in command("inspect", path, "--tensors")
+    import mcore_ckpt
+
+    for block in blocks:
+        exec(block, {"mcore_ckpt": mcore_ckpt, "path": path, "target": target})
+    assert "identical" in command("diff", path, target)
+
+
+def main() -> None:
+    """All that this environment can do."""
+    with_megatron = sys.argv[1] == "megatron"
+    import mcore_ckpt
+
+    assert Path(mcore_ckpt.__file__).is_relative_to(sys.prefix), f"not the installed package: {mcore_ckpt.__file__}"
+    assert mcore_ckpt.__version__ in command("--version")
+    command("--help")
+    work = Path.cwd() / "checkpoints"
+    work.mkdir()
+    blocks = snippets(Path("README.md").read_text())
+    for section, needs_megatron in SECTIONS.items():
+        if needs_megatron and not with_megatron:
+            continue
+        {"In a Megatron launch": under_megatron, "Tools": tools}.get(section, plain_dcp)(work, blocks[section])
+        print(f"  {section}: {len(blocks[section])} snippets ran", flush=True)
+    if with_megatron:
+        command("inspect", str(work / "megatron"), "--html", str(work / "report.html"))
+        assert "<html" in (work / "report.html").read_text()
+
+
+if __name__ == "__main__":
+    main()
