@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # What mkdocs-material says at each start of another generator of sites.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help venv demo test test-long test-slow test-matrix rooms docs lint format bench bench-tools clean
+.PHONY: help venv demo test test-quick test-long test-slow test-matrix rooms docs dist lint format bench bench-tools clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -32,7 +32,10 @@ demo: $(INSTALLED)  ## a Megatron model trained, saved and loaded under other la
 	$(BIN)/python scripts/demo.py
 
 test: $(INSTALLED)  ## all tests but the slow ones and the matrix of Megatron versions
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --durations=20 $(ARGS)
+
+test-quick: $(INSTALLED)  ## the core: under two minutes on two quiet cores; what a commit should pass
+	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -q -m "quick and not slow and not matrix and not long" $(ARGS)
 
 test-long: $(INSTALLED)  ## real launches' traps, stock queues, interop on 1 and 4 ranks, a crash at every step of a save: minutes
 	$(BIN)/python -m pytest -m "long and not slow" $(ARGS)
@@ -50,6 +53,9 @@ docs: $(VENV)/docs.stamp  ## the site below build/site, strictly, and the test t
 $(VENV)/docs.stamp: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@
+
+dist: $(INSTALLED)  ## wheel and sdist; the wheel in empty environments, with torch alone and with [megatron]: minutes
+	$(BIN)/python scripts/dist.py $(ARGS)
 
 rooms: $(INSTALLED)  ## draw the picture of the rooms in docs/design.md anew, and the list of modules in each room's __init__
 	$(BIN)/python scripts/rooms.py

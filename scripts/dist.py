@@ -3,9 +3,9 @@
 
     scripts/dist.py [--only torch|megatron] [--keep DIRECTORY]
 
-Both land in dist/; the wheel is built from the sdist, so that the sdist is whole, too. Then two empty environments, one
-with the wheel and what it requires (torch), one with `[megatron]`. In each, away from the checkout, `scripts/installed.py`
-runs the command, the snippets of README.md, and a save and a load.
+Both land in dist/; the wheel is built from the sdist, so that the sdist is whole, too. Then two empty environments,
+one with the wheel and what it requires (torch), one with `[megatron]`. In each, away from the checkout,
+`scripts/installed.py` runs the command, the snippets of README.md, and a save and a load.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ def plain_dcp(work: Path, blocks: list[str]) -> None:
     """The snippet saves and loads; what was changed between the two must be back."""
     import torch
 
-    state = {KEY: torch.arange(8.0), "weight": torch.arange(600, dtype=torch.bfloat16).view(20, 30), "step": 7}
+    weight = torch.arange(600, dtype=torch.bfloat16).view(20, 30)
+    state: dict[str, Any] = {KEY: torch.arange(8.0), "weight": weight, "step": 7}
     expected = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
     (block,) = blocks
     saving, loading = block.split("dcp.load(")

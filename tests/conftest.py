@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 # Before torch is imported anywhere: several ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,6 +24,7 @@ _COMMON = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
 settings.register_profile("ci", max_examples=60, derandomize=True, **_COMMON)
+settings.register_profile("quick", max_examples=15, derandomize=True, **_COMMON)
 settings.register_profile("nightly", max_examples=2000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
@@ -33,7 +35,46 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+# What `make test-quick` leaves out, by file or test, as measured: whatever starts trainers or Megatron many times over,
+# kills, waits for deadlines, or takes seconds for other reasons. The rest takes under two minutes on two quiet cores.
+NOT_QUICK = {
+    "convert/test_partition_megatron.py",
+    "convert/test_reshard_megatron.py",
+    "convert/test_torch_files.py",
+    "core/test_boxes.py::test_a_hundred_thousand_chunks_are_checked_in_linear_time",
+    "core/test_boxes.py::test_boxes_made_to_be_costly_are_refused_in_bounded_time",
+    "format/test_safe_pickle.py::test_any_byte_changed_fails_as_ours_or_not_at_all",
+    "format/test_safe_pickle.py::test_without_imports_megatrons_classes_are_named",
+    "launch/test_start.py",
+    "load/test_reader_dtensors.py",
+    "load/test_reader_memory.py",
+    "megatron/test_install.py",
+    "megatron/test_interop.py",
+    "megatron/test_optimizer_state.py",
+    "megatron/test_strategy.py",
+    "save/test_async_queue.py",
+    "save/test_failures.py",
+    "save/test_isolation.py",
+    "save/test_kill_moments.py",
+    "save/test_many_saves.py",
+    "save/test_saves_in_flight.py",
+    "site/test_strict.py",
+    "test_public_names.py::test_without_megatron_what_needs_it_says_so",
+    "writing/test_jobs.py",
+}
+
+
+def is_quick(item: pytest.Item) -> bool:
+    """Whether a test belongs to the core that `make test-quick` runs."""
+    file = item.path.relative_to(Path(__file__).parent).as_posix()
+    name = getattr(item, "originalname", item.name)
+    return file not in NOT_QUICK and f"{file}::{name}" not in NOT_QUICK
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_quick(item):
+            item.add_marker("quick")
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _has_gpu():
         for item in gpu_items:

@@ -1,0 +1,55 @@
+"""What a contributor and a public CI run: the same few targets."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import NOT_QUICK
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").iterdir())
+
+
+def targets() -> set[str]:
+    """What the Makefile can make, by its own list."""
+    (listed,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return set(listed.split())
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_a_public_ci_runs_targets_and_nothing_else(workflow: Path) -> None:
+    text = workflow.read_text()
+    commands = re.findall(r"^ *(?:- )?run: *(.*?) *$", text, re.MULTILINE)
+    assert commands
+    allowed = {f"make {target}" for target in targets()} | {".ci/run"}
+    assert set(commands) <= allowed
+    actions = re.findall(r"^ *(?:- )?uses: *(\S+)", text, re.MULTILINE)
+    assert {action.partition("@")[0] for action in actions} <= {"actions/checkout", "actions/setup-python"}
+
+
+def test_what_ci_runs_can_be_made() -> None:
+    made = re.findall(r"^ *make ([\w-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert {"test", "test-long", "lint", "docs", "dist"} <= set(made) <= targets()
+
+
+def test_each_target_says_what_it_does() -> None:
+    explained = set(re.findall(r"^([\w-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert explained == targets() - {"help"}
+
+
+@pytest.mark.parametrize("left_out", sorted(NOT_QUICK))
+def test_what_the_quick_core_leaves_out_is_there(left_out: str) -> None:
+    """A name that has moved would silently be part of the core again."""
+    file, _, test = left_out.partition("::")
+    path = ROOT / "tests" / file
+    assert path.is_file()
+    assert not test or f"def {test}(" in path.read_text()
+
+
+def test_a_commit_is_held_against_the_quick_core() -> None:
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert "entry: make test-quick" in hooks
+    assert "stages:" not in hooks
