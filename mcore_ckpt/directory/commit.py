@@ -43,7 +43,6 @@ from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, parse_in
 from mcore_ckpt.storage.base import FileVersion, Storage
 
 __all__ = [
-    "PENDING_COMMON",
     "Target",
     "abandon",
     "check_files",
@@ -57,11 +56,13 @@ __all__ = [
     "open_target",
     "publish",
     "reserve",
+    "settle",
 ]
 
 _logger = logging.getLogger(__name__)
 
-PENDING_COMMON = COMMON_FILE + ".pending"
+# What an older version has left, and nobody takes for anything.
+_PENDING_COMMON = COMMON_FILE + ".pending"
 _INTEGRITY_FILE = "integrity.json"
 _COMMON_STATE_KEY = "common_state/"
 _DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp$")
@@ -140,14 +141,11 @@ def open_target(storage: Storage, options: SaveOptions) -> Target:
     if target is None or not target.claim.is_held:
         target = _claim(storage)
     if target.replaces and options.on_existing == "error":
-        storage.delete(PENDING_COMMON)  # written ahead of this look, for the save that is refused here
         abandon(storage, target)
         raise CheckpointExistsError(
             f'{storage}: there is a checkpoint already and on_existing="error"; choose another directory,'
             ' or on_existing="replace"'
         )
-    if storage.version(PENDING_COMMON) is not None:
-        storage.rename(PENDING_COMMON, target.pending_common)
     return target
 
 
@@ -161,6 +159,21 @@ def reserve(storage: Storage) -> Target:
     target = _claim(storage, common_ahead=True)
     _reserved[storage.location] = target
     return target
+
+
+def settle(storage: Storage) -> None:
+    """The checkpoint that the directory was reserved for has been saved by other means than `open_target`.
+
+    Its common state takes its place, and the directory is let go.
+
+    Raises:
+        SaveError: it cannot be written.
+    """
+    target = _reserved.pop(storage.location, None)
+    if target is not None:
+        if target.replaces and storage.version(target.pending_common) is not None:
+            storage.rename(target.pending_common, COMMON_FILE)
+        target.claim.release()
 
 
 def claim_late(storage: Storage, written: Collection[str]) -> Target:
@@ -213,7 +226,10 @@ class _Look:
     @property
     def first_file(self) -> int:
         highest = max([self.highest_number, *(_number(told, "first_file") or 0 for told in self.gone.values())])
-        return (highest // _DISTANCE + 1) * _DISTANCE if self.gone else highest + 1
+        if self.gone:
+            return (highest // _DISTANCE + 1) * _DISTANCE
+        # A number that no save of stock gives to all its files, also where the old checkpoint has none with a number.
+        return max(highest + 1, int(self.metadata is not None))
 
     @property
     def sweep_from(self) -> int | None:
@@ -301,18 +317,19 @@ def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_sta
 
 
 def _tidy_up(storage: Storage, target: Target, has_common_state: bool) -> None:
-    names = storage.list()
+    # The common state first, before anything else is even looked at: until that is done, stock readers, which know of
+    # no pending name, see the old one beside the new `.metadata`.
     pending = target.pending_common
-    # Megatron sums up the files after the save: what is there now are the sums of another checkpoint.
-    stale = [_INTEGRITY_FILE]
     if has_common_state:
         # Left by an older version, or by a save of it that was killed; readers of 0.19 would prefer it.
-        stale += [pending, COMMON_FILE]
+        storage.delete(COMMON_FILE)
+        storage.delete(pending)
     elif storage.version(pending) is not None:
         storage.rename(pending, COMMON_FILE)
-    for name in stale:
-        if name in names:
-            storage.delete(name)
+    names = storage.list()
+    if _INTEGRITY_FILE in names:
+        # Megatron sums up the files after the save: what is there now are the sums of another checkpoint.
+        storage.delete(_INTEGRITY_FILE)
     for name in target.old_files:
         storage.delete(name)
     if target.sweep_from is not None:
@@ -418,15 +435,18 @@ def abandon(storage: Storage, target: Target, *, others_clean_up: bool = True) -
 def common_file_in_force(names: Iterable[str], index: CheckpointIndex) -> str | None:
     """Which file holds the common state of the checkpoint that `.metadata` describes; None if none does.
 
-    A crash right after the publish can leave the new common state under its pending name.
+    A crash right after the publish can leave the new common state under its pending name, which says of which save it
+    is: of the one whose data files have that number or a higher one, all of them.
     """
     if any(key.startswith(_COMMON_STATE_KEY) for key in index.objects):
         return None
-    last = max((n for n in map(_file_number, index_files(index)) if n is not None), default=-1)
+    # A save that replaces a checkpoint gives all its files numbers from its own on. One of stock begins at 0, so what
+    # somebody else has published since is never taken for the save that left its common state behind.
+    first = min((n for n in map(_file_number, index_files(index)) if n is not None), default=-1)
     names = list(names)
     for name in names:
         match = _PENDING_NUMBERED.match(name)
-        if match and int(match.group(1)) <= last:
+        if match and int(match.group(1)) <= first:
             return name
     return COMMON_FILE if COMMON_FILE in names else None
 
@@ -453,7 +473,7 @@ def _clean_up_after_failed_save(storage: Storage, seen: _Look) -> None:
         if in_force is not None and in_force != COMMON_FILE:
             storage.rename(in_force, COMMON_FILE)
     for name in seen.names:
-        if _PENDING_NUMBERED.match(name):
+        if _PENDING_NUMBERED.match(name) or name == _PENDING_COMMON:
             storage.delete(name, missing_ok=True)
     garbage: set[str] = set()
     for told in seen.gone.values():

@@ -19,7 +19,7 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, SaveError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.ranks import coordination_group
-from mcore_ckpt.directory.commit import common_file_in_force, give_back, reserve
+from mcore_ckpt.directory.commit import common_file_in_force, give_back, reserve, settle
 from mcore_ckpt.format.index import object_key
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE
 from mcore_ckpt.format.safe_pickle import load_object
@@ -76,6 +76,7 @@ def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
         SaveError: it cannot be written.
     """
     storage = LocalStorage(checkpoint_dir)
+    settle(storage)  # a strategy that is not ours saved beside the common state
     content = json.dumps(asdict(config)).encode()
     if not storage.exists(CONFIG_FILE) or storage.read(CONFIG_FILE) != content:
         storage.publish(CONFIG_FILE, content)

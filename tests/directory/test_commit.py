@@ -5,23 +5,26 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mcore_ckpt import CheckpointExistsError, SaveOptions
 from mcore_ckpt.directory.commit import (
-    PENDING_COMMON,
     abandon,
     common_file_in_force,
     data_file_name,
     discard,
     open_target,
     publish,
+    reserve,
+    settle,
 )
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.storage.local import LocalStorage
+from tests.support.faulty_storage import Faults, FaultyStorage
 
 OPTIONS = SaveOptions()
 
@@ -40,8 +43,7 @@ def save(path: Path, common: bytes | None = b"common", **options: object) -> str
     storage = LocalStorage(path)
     path.mkdir(exist_ok=True)
     if common is not None:
-        pending = (path / METADATA_FILE).exists()
-        (path / (PENDING_COMMON if pending else COMMON_FILE)).write_bytes(common)
+        storage.publish(reserve(storage).common_file, common)
     target = open_target(storage, SaveOptions(**options))  # type: ignore[arg-type]
     name = data_file_name(0, target.first_file)
     (path / name).write_bytes(b"data")
@@ -53,13 +55,16 @@ def names(path: Path) -> set[str]:
     return {file.name for file in path.iterdir()}
 
 
-def begin_and_be_killed(path: Path) -> int:
+def begin_and_be_killed(path: Path, common: bytes | None = None) -> int:
     """`open_target` in a process that ends without another word; returns the number of its first file."""
+    storage = LocalStorage(path)
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.write(write_end, str(open_target(LocalStorage(path), OPTIONS).first_file).encode())
+            if common is not None:
+                storage.publish(reserve(storage).common_file, common)
+            os.write(write_end, str(open_target(storage, OPTIONS).first_file).encode())
         finally:
             os._exit(9)
     os.close(write_end)
@@ -88,7 +93,7 @@ def test_on_existing_error_touches_nothing(tmp_path: Path) -> None:
 def test_a_failed_save_leaves_the_old_checkpoint_and_no_rubbish(tmp_path: Path) -> None:
     first = save(tmp_path, b"one")
     storage = LocalStorage(tmp_path)
-    (tmp_path / PENDING_COMMON).write_bytes(b"two")
+    storage.publish(reserve(storage).common_file, b"two")
     target = open_target(storage, OPTIONS)
     name = data_file_name(0, target.first_file)
     (tmp_path / name).write_bytes(b"half")
@@ -109,8 +114,7 @@ def test_a_failed_first_save_stays_marked(tmp_path: Path) -> None:
 def test_what_a_killed_save_left_is_removed_by_the_next_and_nothing_else(tmp_path: Path) -> None:
     first = save(tmp_path, b"one")
     (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / PENDING_COMMON).write_bytes(b"two")
-    first_file = begin_and_be_killed(tmp_path)
+    first_file = begin_and_be_killed(tmp_path, b"two")
     (tmp_path / data_file_name(0, first_file)).write_bytes(b"half")
     (tmp_path / data_file_name(3, first_file + 1)).write_bytes(b"half")
     # Killed here. The old checkpoint is in force, its common state too.
@@ -124,8 +128,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next_and_nothing_else(tmp_pat
 def test_a_crash_right_after_the_publish_is_read_right_and_mended(tmp_path: Path) -> None:
     save(tmp_path, b"one")
     storage = LocalStorage(tmp_path)
-    (tmp_path / PENDING_COMMON).write_bytes(b"two")
-    name = data_file_name(0, begin_and_be_killed(tmp_path))
+    name = data_file_name(0, begin_and_be_killed(tmp_path, b"two"))
     (tmp_path / name).write_bytes(b"data")
     storage.publish(METADATA_FILE, metadata(name))  # and killed before anything is tidied up
     in_force = common_file_in_force(names(tmp_path), read_index(tmp_path))
@@ -153,7 +156,7 @@ def test_a_common_file_of_a_killed_save_is_not_put_beside_a_common_state_object(
     """A save of an older version was killed; the next is of a version that keeps the common state in the data files."""
     if replaces:
         save(tmp_path, b"old version's")
-    (tmp_path / (PENDING_COMMON if replaces else COMMON_FILE)).write_bytes(b"killed save's")
+    begin_and_be_killed(tmp_path, b"killed save's")
     storage = LocalStorage(tmp_path)
     target = open_target(storage, OPTIONS)
     name = data_file_name(0, target.first_file)
@@ -168,10 +171,79 @@ def test_a_common_file_of_a_killed_save_is_not_put_beside_a_common_state_object(
 def test_a_refused_save_takes_its_common_state_away(tmp_path: Path) -> None:
     save(tmp_path)
     before = names(tmp_path)
-    (tmp_path / PENDING_COMMON).write_bytes(b"of the save that is refused")
+    storage = LocalStorage(tmp_path)
+    storage.publish(reserve(storage).common_file, b"of the save that is refused")
     with pytest.raises(CheckpointExistsError):
-        open_target(LocalStorage(tmp_path), SaveOptions(on_existing="error"))
+        open_target(storage, SaveOptions(on_existing="error"))
     assert names(tmp_path) == before
+
+
+@pytest.mark.parametrize("old_files", [0, 1])
+@pytest.mark.parametrize("files", [1, 2, 3, 5])
+def test_the_common_state_of_a_killed_save_is_not_that_of_a_checkpoint_that_stock_has_saved_since(
+    old_files: int, files: int, tmp_path: Path
+) -> None:
+    """Stock counts its files from 0, so some of their numbers are those that the killed save had."""
+    save(tmp_path, b"one")
+    if old_files == 0:
+        LocalStorage(tmp_path).publish(METADATA_FILE, metadata("of_another_name.bin"))
+        for file in tmp_path.glob("*.distcp"):
+            file.unlink()
+    begin_and_be_killed(tmp_path, b"killed save's")
+    stock = [data_file_name(0, number) for number in range(files)]
+    for name in stock:
+        (tmp_path / name).write_bytes(b"data")
+    (tmp_path / COMMON_FILE).write_bytes(b"stock's")
+    (tmp_path / METADATA_FILE).write_bytes(metadata(*stock))
+    in_force = common_file_in_force(names(tmp_path), read_index(tmp_path))
+    assert in_force is not None
+    assert (tmp_path / in_force).read_bytes() == b"stock's"
+    save(tmp_path, b"three")
+    assert not [name for name in names(tmp_path) if "pending" in name]
+
+
+def test_what_an_older_version_has_left_is_nobodys_common_state(tmp_path: Path) -> None:
+    save(tmp_path, b"one")
+    (tmp_path / "common.pt.pending").write_bytes(b"killed save's")
+    save(tmp_path, b"two")
+    assert (tmp_path / COMMON_FILE).read_bytes() == b"two"
+    assert "common.pt.pending" not in names(tmp_path)
+
+
+@pytest.mark.parametrize("in_data_files", [False, True])
+def test_a_new_common_state_follows_the_new_metadata_at_once(in_data_files: bool, tmp_path: Path) -> None:
+    """Between the two stock readers see a mix: nothing is listed, looked for or removed meanwhile."""
+    save(tmp_path, b"one")
+    faults = Faults()
+    storage: Any = FaultyStorage(LocalStorage(tmp_path), faults)
+    storage.list = lambda: faults.before("list", "") or LocalStorage(tmp_path).list()
+    inner = LocalStorage(tmp_path)
+    if not in_data_files:
+        inner.publish(reserve(inner).common_file, b"two")
+    target = open_target(storage, OPTIONS)
+    name = data_file_name(0, target.first_file)
+    (tmp_path / name).write_bytes(b"data")
+    faults.operations.clear()
+    content = metadata(name, objects=("common_state/shard_0_1",) if in_data_files else ())
+    publish(storage, target, content, has_common_state=in_data_files)
+    done = [(operation, name) for operation, name, _ in faults.operations]
+    published = next(number for number, (_, name) in enumerate(done) if name.startswith(METADATA_FILE))
+    renamed = f"{target.pending_common} -> {COMMON_FILE}"
+    assert done[published + 1] == (("delete", COMMON_FILE) if in_data_files else ("rename", renamed))
+
+
+def test_what_a_foreign_strategy_saves_beside_a_common_state_is_settled(tmp_path: Path) -> None:
+    """Megatron may save the sharded part by a strategy that is not ours."""
+    save(tmp_path, b"one")
+    storage = LocalStorage(tmp_path)
+    storage.publish(reserve(storage).common_file, b"two")
+    stock = data_file_name(0, 0)
+    (tmp_path / stock).write_bytes(b"data")
+    (tmp_path / METADATA_FILE).write_bytes(metadata(stock))
+    settle(storage)
+    settle(storage)
+    assert names(tmp_path) == {stock, METADATA_FILE, COMMON_FILE}
+    assert (tmp_path / COMMON_FILE).read_bytes() == b"two"
 
 
 def test_checkpoints_in_directories_below_are_no_remains_of_a_failed_save(tmp_path: Path) -> None:
