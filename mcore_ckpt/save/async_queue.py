@@ -359,7 +359,9 @@ class AsyncCallsQueue:
 
         Args:
             blocking: wait for all requests.
-            no_dist: look at this rank only; no rank communicates, except where a callback does.
+            no_dist: while this rank's own work goes on, return without asking the others. Once it has ended, well or
+                not, this rank waits for the others to come here with theirs, since all commit a request or none: who
+                would run callbacks alone would wait in them for a rank that has failed.
 
         Returns:
             Numbers of the requests that were finalized; not of those that failed or were skipped.
@@ -371,7 +373,9 @@ class AsyncCallsQueue:
         finalized: list[int] = []
         while self.async_calls:
             active = self.async_calls[0]
-            group = RankGroup(None) if no_dist else coordination_group()
+            if no_dist and not blocking and not _has_ended(active):
+                break
+            group = coordination_group()
             if any(save in self._reported for save in active.saves):
                 _logger.warning("%s failed before: the callbacks of request %d are not run", active.what, active.idx)
                 self._abandon(self.async_calls.popleft())
@@ -487,6 +491,14 @@ class AsyncCallsQueue:
         with contextlib.suppress(Exception):
             if self.persistent_caller is not None:
                 self.persistent_caller.close(abort=True)
+
+
+def _has_ended(active: _ActiveCall) -> bool:
+    """Whether this rank's part of a request has ended, well or not."""
+    try:
+        return all(one.poll() for one in active.work)
+    except Exception:  # noqa: BLE001  (asked again where the other ranks hear of it)
+        return True
 
 
 def _raise(error: BaseException | None) -> None:

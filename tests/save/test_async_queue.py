@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mcore_ckpt.core.errors import CheckpointError, SaveError, WriterDiedError
 from mcore_ckpt.core.options import SaveOptions
@@ -424,14 +425,56 @@ def test_nothing_is_finalized_before_all_ranks_are_done() -> None:
     assert run_ranks(_one_rank_is_slow, 2) == [([[], []], [0])] * 2
 
 
-def _alone(rank: int) -> list[int]:
+def _not_at_once(rank: int) -> tuple[list[list[int]], list[int]]:
     queue = AsyncCallsQueue()
-    queue.schedule_async_request(_request(_Save(done=rank == 0), []))
-    return queue.maybe_finalize_async_calls(no_dist=True)
+    save = _Save(done=rank == 0)
+    queue.schedule_async_request(_request(save, []))
+    # The other rank is in no call of ours meanwhile.
+    while_running = [queue.maybe_finalize_async_calls(no_dist=True) for _ in range(3)] if rank == 1 else []
+    save.finished = True
+    return while_running, queue.maybe_finalize_async_calls(no_dist=True)
 
 
-def test_no_dist_looks_at_this_rank_only() -> None:
-    assert run_ranks(_alone, 2) == [[0], []]
+def test_no_dist_asks_nobody_while_this_ranks_work_goes_on() -> None:
+    assert run_ranks(_not_at_once, 2) == [([], [0]), ([[], [], []], [0])]
+
+
+def _one_rank_fails_without_dist(rank: int, blocking: bool, foreign: bool) -> tuple[str, list[str], int]:
+    queue = AsyncCallsQueue()
+    log: list[str] = []
+
+    def commit() -> None:
+        dist.barrier()  # as a commit does, and Megatron's own callbacks
+        log.append("committed")
+
+    if foreign:
+        queue.schedule_async_request(AsyncRequest(_fail_on_the_second if rank else _nothing, (), [commit]))
+    else:
+        queue.schedule_async_request(AsyncRequest(_Save(SaveError("no space left") if rank else None), (), [commit]))
+    with pytest.raises(SaveError) as caught:
+        while queue.get_num_unfinalized_calls():
+            queue.maybe_finalize_async_calls(blocking=blocking, no_dist=True)
+            time.sleep(0.01)
+    return str(caught.value), log, len(queue.failures)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _fail_on_the_second() -> None:
+    raise OSError("no space left")
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_failure_on_one_rank_reaches_all_without_dist_too(blocking: bool, foreign: bool) -> None:
+    first, second = run_ranks(_one_rank_fails_without_dist, 2, blocking, foreign, deadline_s=60)
+    for message, log, failures in (first, second):
+        assert "rank 1 of 2" in message
+        assert "no space left" in message
+        assert log == [], "a callback must not run where the work has failed on another rank"
+        assert failures == 1
 
 
 def _close_when_the_other_is_gone(rank: int) -> tuple[str, float]:
