@@ -13,6 +13,7 @@ the part that does not fit, at the disk's speed (`writer="persistent"` only).
 from __future__ import annotations
 
 import logging
+import mmap
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -115,9 +116,9 @@ class AsyncSave(Writing):
         return result
 
     def abort(self) -> None:
-        memory_is_free = self._handle.abort()
+        self._handle.abort()
         if self._lease is not None:
-            self._lease.give_back(reusable=memory_is_free)
+            self._lease.give_back()
         super().abort()
 
     def elsewhere(self) -> Callable[[], None]:
@@ -263,21 +264,23 @@ def _stage_and_start(
         handle: Job
         staged = time.monotonic()
         if options.writer == "fork":
-            stage = lease.stage
-            # Mapped anew: pages that are pinned for a device are not inherited by a forked child.
-            handle = fork_writer(
-                lambda: run_job(job, stage.map_again(), report_progress), what, options.write_deadline_s
-            )
+            with lease.stage.lent() as fd:
+                write = partial(_run_staged, job, fd, lease.stage.capacity_bytes)
+                handle = fork_writer(write, what, options.write_deadline_s, lease.stage_is_used_by)
         else:
-            handle = shared_writer().submit(job, lease.stage.fd)
-        lease.stage_is_used_by(handle)
+            handle = shared_writer().submit(job, lease.stage.fd, lease.stage_is_used_by)
         save = AsyncSave(handle, images, lease, options, what)
         save.handed_over = (staged, time.monotonic())
         lease.stage.touch_meanwhile()
         return save
     except BaseException:
-        lease.give_back()
+        lease.abort()
         raise
+
+
+def _run_staged(job: WriterJob, fd: int, nbytes: int) -> JobResult:
+    # Mapped anew: pages that are pinned for a device are not inherited by a forked child.
+    return run_job(job, memoryview(mmap.mmap(fd, nbytes)), report_progress)
 
 
 def _job(
@@ -325,8 +328,8 @@ def _stream(
     lease.stage.contents = None
     images = [source.layout.image for source in sources]
     files = tuple(FileJob(image) for image in images)
-    handle = shared_writer().submit(_job(storage, files, options, plans, ring), lease.stage.fd)
-    lease.stage_is_used_by(handle)
+    job = _job(storage, files, options, plans, ring)
+    handle = shared_writer().submit(job, lease.stage.fd, lease.stage_is_used_by)
     number = 0
     try:
         for source in sources:
@@ -339,8 +342,7 @@ def _stream(
     except BaseException as error:
         # Where the job has failed, its own error says why, and `results` will raise it.
         if not (isinstance(error, SaveError) and handle.poll()):
-            handle.abort()  # or it would wait for ever for windows that nobody fills
-            raise
+            raise  # and the job is given up, or it would wait for ever for windows that nobody fills
     blocked_s = time.perf_counter() - started
     _logger.warning(
         "%s: %d bytes do not fit into the staging budget of %d bytes; training was blocked for %.2f s (%.2f GB/s)",

@@ -74,14 +74,20 @@ class WindowPool:
         self._free: deque[memoryview] = deque()
         self._made = 0
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every buffer that was lent is back. A write that hangs keeps its own for good."""
+        return len(self._free) == self._made
+
     def take(self) -> memoryview | None:
         """A free buffer, made on first use; None when all are lent out. Not for several threads at once."""
         if self._free:
             return self._free.popleft()
         if self._made == self.windows:
             return None
+        buffer = aligned_buffer(self.window_bytes)
         self._made += 1
-        return aligned_buffer(self.window_bytes)
+        return buffer
 
     def give_back(self, buffer: memoryview) -> None:
         """Return a buffer that `take` lent; may come from any thread."""
@@ -127,6 +133,7 @@ class PieceQueue:
         self._unfinished = 0
         self._stopping = False
         self._failure: BaseException | None = None
+        self._is_interrupted = False
         self._on_written = on_written
         self._deadline_s = deadline_s
         self._threads = [
@@ -199,8 +206,9 @@ class PieceQueue:
             )
             self._drop_waiting()
 
-    def abort(self) -> None:
+    def abort(self, reason: BaseException | None = None) -> None:
         """Drop what waits, let writes in progress end (unless they are stuck), and remove all files of the queue."""
+        self._is_interrupted = reason is not None and not isinstance(reason, Exception)
         with self._condition:
             if self._failure is None:
                 self._failure = RuntimeError("the writing was aborted")
@@ -219,6 +227,8 @@ class PieceQueue:
             self._condition.notify_all()
         # Threads that are stuck in the kernel cannot be waited for; they end by themselves if the device comes back.
         timeout_s = 0.1 if isinstance(self._failure, WriteTimeoutError) else None
+        if self._is_interrupted:  # perhaps since the device hangs
+            timeout_s = _INTERRUPTED_JOIN_S
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(timeout_s)
@@ -294,14 +304,16 @@ class PieceQueue:
         if error is None:
             try:
                 self.wait()
-            except BaseException:
-                self.abort()
+            except BaseException as caught:
+                self.abort(caught)
                 raise
             self._join()
         else:
-            self.abort()
+            self.abort(error)
 
 
+# How long a Ctrl-C waits for a write in progress to end.
+_INTERRUPTED_JOIN_S: Final = 2.0
 _PIECE_BYTES: Final = 8 * 1024 * 1024
 _CRC: Final = struct.Struct("<I")
 
@@ -552,7 +564,8 @@ class _GiveBack:
         self.pool.give_back(self.buffer)
 
 
-# Pools that no job uses at the moment, all of the size that was used last: a save then allocates nothing.
+# Pools that no job uses at the moment, all of the size that was used last: a save then allocates nothing. One that is
+# not whole is given up: the next job would wait for what a stuck write holds.
 _kept_pools: list[WindowPool] = []
 _pools_lock = threading.Lock()
 
@@ -574,8 +587,9 @@ def _kept_pool(window_bytes: int) -> Iterator[WindowPool]:
     try:
         yield pool
     finally:
-        with _pools_lock:
-            _kept_pools.append(pool)
+        if pool.is_whole:
+            with _pools_lock:
+                _kept_pools.append(pool)
 
 
 def write_files(

@@ -6,6 +6,7 @@ a job has ended.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import time
@@ -72,3 +73,7 @@ class StatusPage:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from multiprocessing import connection as mp_connection
@@ -49,6 +50,7 @@ def fork_call(
     expendable: bool = False,
     deadline_s: float | None = None,
     cpu_priority: int | None = None,
+    on_submit: Callable[[Job], None] | None = None,
 ) -> Job:
     """Fork, and return when the child has begun. The function runs on the memory as it is now.
 
@@ -61,26 +63,41 @@ def fork_call(
             cannot have children of its own by multiprocessing.
         deadline_s: seconds without `report_progress` in the child after which it is killed; None waits for ever.
         cpu_priority: nice value of the child; None keeps this process's.
+        on_submit: called with the job before the child begins with it: whoever is interrupted in this call may have to
+            give it up.
 
     Raises:
         SaveError: the process cannot be forked, or its children do not start.
     """
     child = _ForkedChild.start(what, (fn, args, kwargs or {}), expendable, deadline_s is not None, cpu_priority)
-    return child.submit(what, deadline_s)
+    return child.submit(what, deadline_s, on_submit)
 
 
-def fork_writer(fn: Callable[[], Any], what: str, deadline_s: float | None = None) -> Job:
+def fork_writer(
+    fn: Callable[[], Any],
+    what: str,
+    deadline_s: float | None = None,
+    on_submit: Callable[[Job], None] | None = None,
+) -> Job:
     """As `fork_call`, for writing of our own, which gives way to training and ends with the trainer.
 
     Args:
         fn: must not use torch.distributed, CUDA or threads started before.
         what: see `fork_call`.
         deadline_s: see `fork_call`.
+        on_submit: see `fork_call`.
 
     Raises:
         SaveError: see `fork_call`.
     """
-    return fork_call(fn, what=what, expendable=True, deadline_s=deadline_s, cpu_priority=TRAINING_FIRST_NICE)
+    return fork_call(
+        fn,
+        what=what,
+        expendable=True,
+        deadline_s=deadline_s,
+        cpu_priority=TRAINING_FIRST_NICE,
+        on_submit=on_submit,
+    )
 
 
 class _ForkedChild(SupervisedChild):
@@ -123,7 +140,7 @@ class _ForkedChild(SupervisedChild):
                     on_giving_up.callback(_kill, process)
                     with theirs:
                         _fork(process, what)
-                    if _has_begun(connection, deadline_s):
+                    if _is_there(connection, deadline_s):
                         child = cls(process, connection, result_fd, status)
                         on_giving_up.pop_all()
                         on_failure.pop_all()
@@ -137,8 +154,17 @@ class _ForkedChild(SupervisedChild):
                 )
             raise SaveError(f"{what}: {len(_START_DEADLINES_S)} processes were forked, and none has started")
 
-    def submit(self, what: str, deadline_s: float | None) -> Job:
+    def submit(self, what: str, deadline_s: float | None, on_submit: Callable[[Job], None] | None) -> Job:
+        """Let the child go on. One that has ended already has begun: its job says how."""
         job = self._jobs[_ONLY_JOB] = Job(self, what, _ONLY_JOB, deadline_s)
+        try:
+            if on_submit is not None:
+                on_submit(job)
+            with contextlib.suppress(OSError):
+                self._connection.send_bytes(_GO)
+        except BaseException:
+            job.abort()
+            raise
         return job
 
     def _receive(self) -> bool:
@@ -189,13 +215,12 @@ def _kill(process: BaseProcess) -> None:
         process.join(_REAP_DEADLINE_S)
 
 
-def _has_begun(connection: mp_connection.Connection[Any, Any], deadline_s: float) -> bool:
-    """Hear of the child, and let it go on. A child that has ended has begun: its job says how."""
+def _is_there(connection: mp_connection.Connection[Any, Any], deadline_s: float) -> bool:
+    """Whether the child has said that it is there, or has ended."""
     try:
         if not connection.poll(deadline_s):
             return False
         connection.recv_bytes()
-        connection.send_bytes(_GO)
     except (EOFError, OSError):
         pass
     return True
@@ -231,6 +256,9 @@ def _run_forked(
     except (EOFError, OSError):
         return
     gc.freeze()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)  # the threads that OpenMP believes to have are not here, and it would wait for them
     lower_priority(cpu_priority, None)
     global _status  # this process has one call
     _status = status

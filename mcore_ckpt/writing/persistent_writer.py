@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -104,18 +105,20 @@ class PersistentWriter:
                 raise WriteTimeoutError(f"the writer process (pid {child.pid}) did not start in {_START_DEADLINE_S} s")
             time.sleep(_START_PERIOD_S)
 
-    def submit(self, job: WriterJob, stage_fd: int) -> WriterJobHandle:
+    def submit(self, job: WriterJob, stage_fd: int, on_submit: Callable[[Job], None] | None = None) -> WriterJobHandle:
         """Hand a job to the process and return at once. Jobs are done in order.
 
         Args:
             job: what to write. The stage must not be touched until the job has ended.
             stage_fd: descriptor of the shared memory in which the files, or the job's ring, lie.
+            on_submit: called with the job before it is handed over: whoever is interrupted in this call may have to
+                give it up.
 
         Raises:
             SaveError: no process can be started.
         """
         child = self._running_child()
-        return child.submit(next(_job_numbers), job, stage_fd)
+        return child.submit(next(_job_numbers), job, stage_fd, on_submit)
 
     def forget_stage(self, stage_fd: int) -> None:
         """Have the process unmap a stage that is about to be closed: its memory would stay taken otherwise."""
@@ -225,6 +228,11 @@ class _WriterChild(SupervisedChild):
                             self.kill(f"it has not read a message for {_SEND_DEADLINE_S:.0f} s")
                             return
                         _wait_writable(self._connection)
+                    except OSError:
+                        raise
+                    except BaseException:  # what is sent next would be read as the rest of this message
+                        self.kill("the trainer was interrupted while it sent a message")
+                        raise
         except OSError:
             self.look()
         finally:
@@ -247,13 +255,21 @@ class _WriterChild(SupervisedChild):
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
-    def submit(self, number: int, job: WriterJob, stage_fd: int) -> WriterJobHandle:
+    def submit(
+        self, number: int, job: WriterJob, stage_fd: int, on_submit: Callable[[Job], None] | None
+    ) -> WriterJobHandle:
         """Hand over a job. Never raises because the process is gone: the handle tells."""
         with self._lock:
             key = self.send_stage(stage_fd)
             handle = WriterJobHandle(self, number, job)
             self._jobs[number] = handle
-            self.send(JOB, (number, job, key, _working_directory()))
+            try:
+                if on_submit is not None:
+                    on_submit(handle)
+                self.send(JOB, (number, job, key, _working_directory()))
+            except BaseException:
+                handle.abort()
+                raise
             if self.dead:
                 self._fail_jobs(self._death)
         return handle

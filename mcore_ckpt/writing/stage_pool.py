@@ -11,11 +11,14 @@ save that fits only alone waits for those before it, and one that does not even 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
 import os
 import threading
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +64,7 @@ class Stage:
         self.is_touched = False
         self._memory: mmap.mmap | None = None
         self._pinned = False
+        _stages.add(self)
 
     def reserve(self, nbytes: int, *, touch: bool = True) -> memoryview:
         """Memory for `nbytes`, page-aligned. What an earlier call returned must not be used any more.
@@ -86,10 +90,6 @@ class Stage:
             self._touch_all()
         assert self._memory is not None
         return memoryview(self._memory)[:nbytes]
-
-    def map_again(self) -> memoryview:
-        """All of the memory by a mapping of its own, for a forked child."""
-        return memoryview(mmap.mmap(self.fd, self.capacity_bytes))
 
     def _touch_all(self) -> None:
         """Touch all of the memory now, so that no save has to wait for the kernel to find and clear pages."""
@@ -175,28 +175,93 @@ class Stage:
         self.contents = None
         self.is_touched = False
 
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[int]:
+        """A descriptor that a process forked meanwhile can map the memory by: it has none of the trainer's own."""
+        fd = os.dup(self.fd)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
     def close(self) -> None:
         """Give everything back."""
         self._unmap()
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:  # of a save that was interrupted before anybody knew of its stage
+        with contextlib.suppress(Exception):
+            self.close()
+
+    def disown(self) -> None:
+        """In a process forked from the trainer: let go of memory that would stay taken until this process ends."""
+        memory, self._memory = self._memory, None
+        self._pinned = False  # CUDA is not to be touched here
+        if memory is not None:
+            with contextlib.suppress(
+                BufferError
+            ):  # forked in the midst of staging: the mapping goes with its last view
+                memory.close()
+        self.close()
+
+
+# All of this process, so that one that is forked from it can let go of them.
+_stages: weakref.WeakSet[Stage] = weakref.WeakSet()
 
 
 def free_host_bytes() -> int:
-    """Memory that this host, or the control group this process lives in, has to spare, in bytes."""
+    """Memory that this host, or the control groups that this process lives in, have to spare, in bytes."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
+    with contextlib.suppress(OSError):  # no such file outside Linux
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text(encoding="ascii").strip()
-        if limit != "max":
-            available = min(available, int(limit) - int((group / "memory.current").read_text(encoding="ascii")))
-    except OSError:
-        pass  # no such file outside Linux or outside a control group: the first figure stands
+    for limit_file, usage_file in _memory_limits():
+        # The root has no such files, and where there is no limit, "max" is no number.
+        with contextlib.suppress(OSError, ValueError):
+            limit = int(limit_file.read_text(encoding="ascii"))
+            used = int(usage_file.read_text(encoding="ascii")) - _page_cache_bytes(limit_file.with_name("memory.stat"))
+            available = min(available, limit - used)
     return max(available, 0)
+
+
+def _memory_limits(
+    mount: Path = Path("/sys/fs/cgroup"), of_process: Path = Path("/proc/self/cgroup")
+) -> list[tuple[Path, Path]]:
+    """Where limit and use of memory are told, of each control group that this process lies in, up to the root.
+
+    Each has a limit of its own. Of version 2 first; some hosts have version 1 for memory.
+    """
+    try:
+        lines = of_process.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found: list[tuple[Path, Path]] = []
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        # What leads out of the namespace's root ("/../..") is not mounted here.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        if number == "0":
+            folder, names = mount, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            folder, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        for depth in range(len(parts), -1, -1):
+            group = folder.joinpath(*parts[:depth])
+            found.append((group / names[0], group / names[1]))
+    return found
+
+
+def _page_cache_bytes(statistics: Path) -> int:
+    """What a control group would give up first: it is counted as used, and is there for the asking."""
+    for line in statistics.read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file"):
+            return int(value)
+    return 0
 
 
 # Share of the host's free memory that the stages of all its ranks may take together by default. The state itself, the
@@ -221,26 +286,35 @@ class StageLease:
     stage: Stage
     budget_bytes: int
     _job: Job | None = None
-    _given_back: bool = False
 
     def stage_is_used_by(self, job: Job) -> None:
-        """From now on the stage is free as soon as this job has ended, whether anybody asks for its result or not."""
+        """From now on the stage is free as soon as this job has ended, whether anybody asks for its result or not.
+
+        To be called before the job is handed over: one that is interrupted meanwhile may be at work all the same.
+        """
         self._job = job
 
-    def give_back(self, reusable: bool = True) -> None:
+    def give_back(self) -> None:
         """The save needs the stage no more; twice is harmless.
 
-        Args:
-            reusable: False for memory that a stuck writer may still read.
+        Memory that a process may still read, one that hangs and was killed above all, is not used again.
         """
-        if self._given_back:
+        if self not in _in_use:
             return
-        self._given_back = True
+        reusable = self._job is None or self._job.memory_is_free()
         _in_use.remove(self)
         if reusable:
             _free.append(self.stage)
         else:
-            self.stage.close()
+            _drop(self.stage)
+
+    def abort(self) -> None:
+        """Give the job up that uses the stage, if there is one, and the stage back."""
+        try:
+            if self._job is not None:
+                self._job.abort()
+        finally:
+            self.give_back()
 
     def ended(self) -> bool:
         """Whether the job that reads the stage has ended."""
@@ -256,6 +330,9 @@ def _forget() -> None:
     """In a process forked from the trainer: the memory is shared, so a save there must not take the trainer's."""
     _free.clear()
     _in_use.clear()
+    for stage in list(_stages):
+        stage.disown()
+    _stages.clear()
 
 
 os.register_at_fork(after_in_child=_forget)

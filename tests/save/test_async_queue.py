@@ -451,10 +451,14 @@ def _one_rank_fails_without_dist(rank: int, blocking: bool, foreign: bool) -> tu
         queue.schedule_async_request(AsyncRequest(_fail_on_the_second if rank else _nothing, (), [commit]))
     else:
         queue.schedule_async_request(AsyncRequest(_Save(SaveError("no space left") if rank else None), (), [commit]))
-    with pytest.raises(SaveError) as caught:
+
+    def finalize() -> None:
         while queue.get_num_unfinalized_calls():
             queue.maybe_finalize_async_calls(blocking=blocking, no_dist=True)
             time.sleep(0.01)
+
+    with pytest.raises(SaveError) as caught:
+        finalize()
     return str(caught.value), log, len(queue.failures)
 
 
