@@ -8,6 +8,7 @@ import pickle
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +25,11 @@ from mcore_ckpt.layout.buckets import FILE_SUFFIX, TensorSpec, lay_out_file, pla
 from mcore_ckpt.layout.file_image import ImageResult
 from mcore_ckpt.layout.torch_classes import dtype_name
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.writing.staging import BucketSource, write_in_line
+from mcore_ckpt.writing.staging import BucketSource, check_memory, write_in_line
 
 __all__ = [
     "BucketData",
+    "CopiedData",
     "DataFilePrefix",
     "ItemSums",
     "ResultFile",
@@ -54,6 +56,28 @@ class BucketData(NamedTuple):
 
     bytes_data: list[tuple[WriteItem, io.BytesIO]]
     tensor_data: list[tuple[WriteItem, torch.Tensor]]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, it is the snapshot: another process gets copies, since torch hands over tensors by sharing memory.
+
+        The trainer's own would be moved to shared memory by that, and what is written would be their later values.
+        """
+        copies = [(item, _shareable_copy(tensor) if tensor.is_cpu else tensor) for item, tensor in self.tensor_data]
+        return CopiedData, (self.bytes_data, copies)
+
+
+class CopiedData(BucketData):
+    """The same in another process: its tensors of the host are nobody else's, though they lie in shared memory."""
+
+
+def _shareable_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory that torch can hand to another process without copying it once more."""
+    if tensor.numel() == 0:
+        return tensor.clone()
+    new_shared = torch.UntypedStorage._new_shared  # noqa: SLF001  (what torch's own data loader collates into)
+    storage = new_shared(tensor.numel() * tensor.itemsize, device="cpu")  # type: ignore[no-untyped-call]
+    strides = torch.empty(tensor.shape, device="meta").stride()
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, strides).copy_(tensor)
 
 
 class _Bucket(NamedTuple):
@@ -196,9 +220,14 @@ def prepare_buckets(
                 data.bytes_data.append((item, resolve_data(item)))
             else:
                 tensor = resolve_data(item).detach()
+                check_memory(tensor, partial(_where, item))
                 data.tensor_data.append((item, _own_storage(tensor) if clone_views else tensor))
         buckets.append(WriteBucket.of(str(directory / name), name, *data, prefix.save_id))
     return buckets
+
+
+def _where(item: WriteItem) -> str:
+    return item.index.fqn if item.index.offset is None else f"{item.index.fqn} at offset {tuple(item.index.offset)}"
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -315,13 +344,25 @@ def _transformed(content: bytes, extensions: Sequence[Any]) -> bytes:
 
 
 def save_buckets(
-    options: SaveOptions, extensions: Sequence[Any], rank: int, buckets: list[WriteBucket], results: ResultFile
+    options: SaveOptions,
+    extensions: Sequence[Any],
+    owner_pid: int,
+    rank: int,
+    buckets: list[WriteBucket],
+    results: ResultFile,
 ) -> None:
     """Body of an async save; runs in the trainer, a forked child or a worker, and reports through `results`."""
+    threads = torch.get_num_threads()
+    elsewhere = os.getpid() != owner_pid
+    if elsewhere:
+        torch.set_num_threads(1)  # a fork has none of the threads that OpenMP believes to have, and would wait for them
     try:
         results.put(write_buckets(buckets, options, extensions))
     except Exception as error:  # noqa: BLE001  (whatever it is, the trainer raises it)
         results.put(SaveError(f"rank {rank}: {error}"))
+    finally:
+        if elsewhere:
+            torch.set_num_threads(threads)
 
 
 def describe_bucket(bucket: WriteBucket) -> list[dict[str, Any]]:

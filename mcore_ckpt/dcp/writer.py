@@ -37,6 +37,7 @@ from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.paths import is_local, local_path
 from mcore_ckpt.dcp.bucket_writer import (
+    CopiedData,
     DataFilePrefix,
     ResultFile,
     WriteBucket,
@@ -51,6 +52,7 @@ from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, seal_metadata, shown_id
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
 from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.writing.staging import check_memory, copies_of_shared
 
 __all__ = [
     "FileSystemWriterAsync",
@@ -307,12 +309,14 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         if not self.write_buckets:
             return None, None, []
         rank = _world_rank()
-        save = partial(save_buckets, self.options, self.extensions)
+        save = partial(save_buckets, self.options, self.extensions, os.getpid())
         return save, partial(self.preload_tensors, self.write_buckets), [rank, self.write_buckets, self.results_queue]
 
     @staticmethod
     def preload_tensors(write_buckets: list[WriteBucket], non_blocking: bool = True) -> list[WriteBucket]:
-        """Copy device tensors to the host.
+        """Copy device tensors to the host, and what lies in shared memory to memory that is private.
+
+        What it returns is a snapshot for a process that is forked then; one that is spawned gets copies by pickling.
 
         Args:
             write_buckets: the buckets to stage.
@@ -321,14 +325,14 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         devices: set[torch.device] = set()
         staged = []
         for bucket in write_buckets:
-            path, storage_key, (bytes_data, tensor_data) = bucket
-            tensors = []
-            for item, tensor in tensor_data:
-                if tensor.device.type != "cpu":
-                    devices.add(tensor.device)
-                    tensor = tensor.to("cpu", non_blocking=non_blocking)
-                tensors.append((item, tensor))
-            staged.append(WriteBucket.of(path, storage_key, bytes_data, tensors, bucket.save_id))
+            data = bucket.data
+            items, tensors = [item for item, _ in data.tensor_data], [tensor for _, tensor in data.tensor_data]
+            devices.update(tensor.device for tensor in tensors if not tensor.is_cpu)
+            if not isinstance(data, CopiedData):
+                tensors = copies_of_shared(tensors)
+            tensors = [tensor.to("cpu", non_blocking=non_blocking) for tensor in tensors]
+            kept = zip(items, tensors, strict=True)
+            staged.append(WriteBucket.of(bucket.path, bucket.storage_key, data.bytes_data, kept, bucket.save_id))
         if non_blocking:
             for device in devices:
                 torch.cuda.current_stream(device).synchronize()
@@ -500,29 +504,32 @@ def snapshot(state: Any, previous: Any = None) -> Any:
         state: what to copy. Tied tensors stay tied, views become tensors of their own.
         previous: an earlier snapshot; where the structure is the same, its memory is used again.
     """
-    return _copy(state, previous, {}, set())
+    return _copy(state, previous, {}, set(), ())
 
 
-def _copy(value: Any, previous: Any, done: dict[int, Any], reused: set[int]) -> Any:
+def _copy(value: Any, previous: Any, done: dict[int, Any], reused: set[int], path: tuple[Any, ...]) -> Any:
     if id(value) in done:
         return done[id(value)]
     copied: Any
     if isinstance(value, torch.Tensor):
+        local = getattr(value, "_local_tensor", value)  # of a DTensor
+        if local.layout == torch.strided and not local.is_meta:
+            check_memory(local.detach(), lambda: ".".join(map(str, path)))
         copied = _copy_tensor(value, previous, reused)
     elif isinstance(value, dict):
         before = previous if isinstance(previous, dict) else {}
-        copied = {key: _copy(item, before.get(key), done, reused) for key, item in value.items()}
+        copied = {key: _copy(item, before.get(key), done, reused, (*path, key)) for key, item in value.items()}
     elif isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         before_items = previous if isinstance(previous, (list, tuple)) and len(previous) == len(value) else value
         unchanged = before_items is value
         items = [
-            _copy(item, None if unchanged else before, done, reused)
-            for item, before in zip(value, before_items, strict=True)
+            _copy(item, None if unchanged else before, done, reused, (*path, number))
+            for number, (item, before) in enumerate(zip(value, before_items, strict=True))
         ]
         copied = items if isinstance(value, list) else tuple(items)
     elif is_sharded_tensor(value) or is_sharded_object(value):
         copied = copy.copy(value)
-        copied.data = _copy(value.data, getattr(previous, "data", None), done, reused)
+        copied.data = _copy(value.data, getattr(previous, "data", None), done, reused, path)
     else:
         copied = copy.deepcopy(value)
     done[id(value)] = copied

@@ -4,7 +4,8 @@ Two independent choices (`SaveOptions.stage`, `SaveOptions.writer`) make three c
 
     stage="copy", writer="persistent"   tensors are copied into the stage, which the writer process maps
     stage="copy", writer="fork"         the same stage, written by a child forked for this save
-    stage="cow",  writer="fork"         nothing is copied: the child's copy-on-write memory is the snapshot (CPU only)
+    stage="cow",  writer="fork"         nothing is copied: the child's copy-on-write memory is the snapshot (CPU only;
+                                        what lies in shared memory is copied all the same)
 
 A save that does not fit into the staging budget is passed through it window by window, which blocks the trainer for
 the part that does not fit, at the disk's speed (`writer="persistent"` only).
@@ -227,8 +228,10 @@ def _fork_cow(
             'stage="cow" snapshots memory by forking, and some tensors are in pinned memory, which a forked process '
             'does not inherit: it would crash when it reads them; use stage="copy"'
         )
-    write = partial(write_in_line, storage, sources, options, report_progress)
     started = time.monotonic()
+    for source in sources:
+        source.copy_what_is_shared()
+    write = partial(write_in_line, storage, sources, options, report_progress)
     handle = fork_writer(partial(timed_result, write, plans), what, options.write_deadline_s)
     save = AsyncSave(handle, [source.layout.image for source in sources], None, options, what)
     save.handed_over = (started, time.monotonic())

@@ -101,14 +101,14 @@ class Structure:
         planned: on the coordinator, every rank's plan.
         shards: of each shard of the last save, in order, what its specification follows from, and that. To compare
             takes a fraction of the time of working it out.
-        laid_out_for: rank and number of ranks when it was laid out: file names and plans are of those. A restart inside
-            the process may give it another place.
+        laid_out_for: rank, number of ranks and `thread_count` when it was laid out: file names and plans are of those.
+            A restart inside the process may give it another place, and a setting may be changed between two saves.
     """
 
     layout: RankLayout | None = None
     planned: Planned | None = None
     shards: list[tuple[tuple[Any, ...], TensorSpec]] = field(default_factory=list)
-    laid_out_for: tuple[int, int] | None = None
+    laid_out_for: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +141,11 @@ class SavePlan:
 
 
 def place_as_before(
-    structure: Structure, state: RankState, group: RankGroup, separation_hint: str | None
+    structure: Structure, state: RankState, group: RankGroup, *, thread_count: int, separation_hint: str | None
 ) -> PlacedObjects | None:
     """Where this save's objects would lie in the files of the save before; None if this rank needs a new layout."""
     layout = structure.layout
-    if layout is None or structure.laid_out_for != (group.rank, group.size):
+    if layout is None or structure.laid_out_for != (group.rank, group.size, thread_count):
         return None
     if layout.separation_hint != separation_hint or layout.specs != tuple(state.specs):
         return None
@@ -203,7 +203,7 @@ def plan_save(
     planned = attempt(partial(_checked, encoded)) if encoded is not None else None
     group.run_on_coordinator("check the plan", partial(_is_good, planned), wrap=SaveError)
     structure.layout, structure.planned = value_of(laid_out), None if planned is None else value_of(planned)
-    structure.laid_out_for = (group.rank, group.size)
+    structure.laid_out_for = (group.rank, group.size, thread_count)
     return SavePlan(structure.layout, value_of(placed), structure.planned, save_id, reused=False)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout, TensorSpec
 from mcore_ckpt.layout.shards import is_main_replica, is_sharded_object, leaves, stored_form
 from mcore_ckpt.layout.torch_classes import dtype_name
-from mcore_ckpt.writing.staging import BucketSource
+from mcore_ckpt.writing.staging import BucketSource, check_memory
 
 __all__ = ["RankState", "collect"]
 
@@ -113,22 +114,11 @@ def _own_data(shard: Any) -> torch.Tensor:
             f"{_where(shard)}: expected a dense tensor with data, got one of layout {tensor.layout} on {tensor.device};"
             " convert it before the save"
         )
-    if type(data) in _PLAIN and tensor.untyped_storage().nbytes() < tensor.nbytes:
-        _check_memory(shard, tensor)
+    if type(data) in _PLAIN:
+        check_memory(tensor, partial(_where, shard))
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor
-
-
-def _check_memory(shard: Any, tensor: torch.Tensor) -> None:
-    """Raise unless a tensor whose storage is smaller than itself is a broadcast view."""
-    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    held_bytes = tensor.untyped_storage().nbytes()
-    if (last + 1) * tensor.itemsize > held_bytes:
-        raise PlanError(
-            f"{_where(shard)}: the tensor's memory was given back ({held_bytes} bytes are left of {tensor.nbytes});"
-            " bring it back, from where it was offloaded to, before the save"
-        )
 
 
 def _described(shard: Any, tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -165,7 +165,8 @@ def _plan(
     """Open the directory and settle what all ranks write: as in the save before, if every rank can, or anew."""
     placed = None
     if not isinstance(state, BaseException):
-        placed = place_as_before(structure, state, group, request.separation_hint)
+        hint, thread_count = request.separation_hint, request.thread_count
+        placed = place_as_before(structure, state, group, thread_count=thread_count, separation_hint=hint)
     step = partial(_prepare, state, placed is not None, directory if group.is_coordinator else None)
     answers = group.run("prepare the save", step, wrap=SaveError)
     first_file, _, save_id = answers[0]

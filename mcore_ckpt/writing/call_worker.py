@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import itertools
 import multiprocessing
 import os
@@ -75,12 +76,13 @@ class CallWorker:
         Raises:
             Exception: whatever pickling raises.
         """
-        call = bytes(ForkingPickler.dumps((fn, args, kwargs, preload_fn)))
+        call = io.BytesIO()
+        _SnapshotPickler(call).dump((fn, args, kwargs, preload_fn))
         if self._child is not None:
             self._child.look()
         if self._child is None or self._child.dead:
             self._child = _WorkerChild(*self._priority)
-        job = self._child.submit(call, what)
+        job = self._child.submit(call.getvalue(), what)
         while preload_fn is not None and not job.preloaded and not job.wait(_PRELOAD_PERIOD_S):
             pass
         return job
@@ -90,6 +92,24 @@ class CallWorker:
         child, self._child = self._child, None
         if child is not None:
             child.stop(abort)
+
+
+class _SnapshotPickler(ForkingPickler):
+    """Hands over copies of tensors: torch would move the trainer's own to shared memory, where they go on changing.
+
+    Tensors that lie in shared memory have been put there to be shared, and a device's are for `preload_fn` to copy.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or type(value) not in (torch.Tensor, torch.nn.Parameter):
+            return NotImplemented
+        if not value.is_cpu or value.layout != torch.strided or value.is_shared():
+            return NotImplemented
+        copy = value.detach().clone()
+        if type(value) is torch.nn.Parameter:
+            copy = torch.nn.Parameter(copy, value.requires_grad)
+        return torch.multiprocessing.reductions.reduce_tensor(copy)
 
 
 class _WorkerCall(Job):

@@ -378,7 +378,11 @@ def lease_stage(nbytes: int, options: SaveOptions) -> StageLease:
     while _free and sum(idle.capacity_bytes for idle in _free) > left_bytes:
         _drop(_free.pop())
     lease = StageLease(stage, budget_bytes)
-    _in_use.append(lease)
+    try:
+        _in_use.append(lease)
+    except BaseException:  # a Ctrl-C at this moment
+        lease.give_back()
+        raise
     return lease
 
 

@@ -19,10 +19,11 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from mcore_ckpt.core.errors import SaveError
+from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.seal import NO_SAVE_ID
@@ -34,19 +35,79 @@ from mcore_ckpt.writing._image_writer import write_files
 __all__ = [
     "BucketSource",
     "DeviceCopies",
+    "check_memory",
+    "copies_of_shared",
     "write_in_line",
 ]
+
+
+def check_memory(tensor: torch.Tensor, where: Callable[[], str]) -> None:
+    """Make sure that all of a dense tensor's memory is there, since it is read by address.
+
+    A storage can be cut under its tensors (`untyped_storage().resize_`), which is how some libraries offload.
+
+    Args:
+        tensor: of any device; its strides may overlap, as those of a broadcast view do.
+        where: tells key and offset, for the message.
+
+    Raises:
+        PlanError: some of it was given back.
+    """
+    held_bytes = tensor.untyped_storage().nbytes()
+    last = tensor.storage_offset() + tensor.numel() - 1
+    if not tensor.is_contiguous():
+        last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    if (last + 1) * tensor.itemsize > held_bytes and tensor.numel():
+        raise PlanError(
+            f"{where()}: the tensor's memory was given back ({held_bytes} bytes are left of"
+            f" {(last + 1) * tensor.itemsize}); bring it back, from where it was offloaded to, before the save"
+        )
+
+
+def copies_of_shared(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, with copies in place of those whose memory a forked child would share with the trainer.
+
+    Copy-on-write holds for private memory only: what lies in shared memory, or in a file that is mapped as shared,
+    changes under the child as it does for everybody. Torch knows of what it has made itself, the kernel of all.
+    """
+    begins, ends = _shared_mappings()
+    found = []
+    for tensor in tensors:
+        begin = tensor.data_ptr() if tensor.is_cpu else 0
+        # The mapping that begins last, at or before the end of the tensor's storage.
+        storage = tensor.untyped_storage() if begin else None
+        stop = storage.data_ptr() + storage.nbytes() if storage is not None else 0
+        index = bisect_left(begins, stop) - 1
+        is_shared = storage is not None and index >= 0 and ends[index] > storage.data_ptr()
+        found.append(tensor.clone() if is_shared else tensor)
+    return found
+
+
+def _shared_mappings() -> tuple[list[int], list[int]]:
+    """Begin and end addresses of this process's shared mappings, in order."""
+    begins, ends = [], []
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        span, permissions, _ = line.split(" ", 2)
+        if permissions.endswith("s"):
+            begin, _, end = span.partition("-")
+            begins.append(int(begin, 16))
+            ends.append(int(end, 16))
+    return begins, ends
+
+
+# The side stream of each device, for the saves of this process.
+_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class DeviceCopies:
     """Copies in progress of one snapshot."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._in_order: set[torch.device] = set()
         # The tensor is kept until its copy is done: whatever interrupts the save, its memory must not be given away.
         self._pending: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
-        self._idle: list[torch.cuda.Event] = []
+        # An event belongs to the device that it was first recorded on.
+        self._idle: dict[torch.device, list[torch.cuda.Event]] = {}
 
     def copy(self, tensor: torch.Tensor, source: Callable[[], torch.Tensor], target: torch.Tensor) -> None:
         """Queue a copy; it is complete after `wait`.
@@ -58,16 +119,17 @@ class DeviceCopies:
             target: host memory of as many bytes; asynchronous where that is registered with the device.
         """
         stream = self._stream(tensor.device)
-        event = self._idle.pop() if self._idle else torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        idle = self._idle.setdefault(tensor.device, [])
+        event = idle.pop() if idle else torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             target.copy_(source(), non_blocking=True)
-        event.record(stream)
+            event.record(stream)
         self._pending.append((event, tensor))
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        stream = self._streams.get(device)
+        stream = _streams.get(device)
         if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         if device not in self._in_order:
             stream.wait_stream(torch.cuda.current_stream(device))
             self._in_order.add(device)
@@ -76,12 +138,26 @@ class DeviceCopies:
     def wait(self) -> None:
         """Wait for the copies queued so far, one after the other, and for nothing else on the device."""
         while self._pending:
-            event, _ = self._pending[0]
+            event, tensor = self._pending[0]
             event.synchronize()
             self._pending.popleft()
-            self._idle.append(event)
+            self._idle[tensor.device].append(event)
         # What the trainer queues from now on belongs to the state of a later snapshot.
         self._in_order.clear()
+
+
+def _wait_for_copies_to_host(tensors: Sequence[torch.Tensor]) -> None:
+    """Wait for copies that the trainer has queued into pinned memory: a read by address does not.
+
+    Nobody knows on which stream, so devices are waited for as a whole; only where there is such memory.
+    """
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if not in_use or not any(tensor.is_cpu and tensor.is_pinned() for tensor in tensors):
+        return
+    has_context = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]  # noqa: SLF001  (there is no other way)
+    for index in range(torch.cuda.device_count()):
+        if has_context(index):  # asking a device that is not in use would put it into use
+            torch.cuda.synchronize(index)
 
 
 _ZEROS = bytes(4096)
@@ -176,6 +252,7 @@ class BucketSource:
             save_id, layout.image.size_bytes, zip(object_offsets, lengths, strict=True)
         )
         self.object_crcs = array("I", map(crc32, objects))
+        _wait_for_copies_to_host(tensors)
         self._payloads = _Payloads(tensors)
         self.on_device = not all(tensor.is_cpu for tensor in tensors)
         self._tensors = tensors
@@ -184,6 +261,11 @@ class BucketSource:
     def is_pinned(self) -> bool:
         """Some tensor is in host memory that is registered with a device; takes a look-up for each tensor."""
         return any(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in self._tensors)
+
+    def copy_what_is_shared(self) -> None:
+        """Before a fork whose child is to write: the trainer must not change the tensors under it."""
+        self._tensors = copies_of_shared(self._tensors)
+        self._payloads = _Payloads(self._tensors)
 
     def fill(self, start: int, stop: int, view: memoryview) -> None:
         """Put bytes [start, stop) of the file at the beginning of `view`; checksum fields are left zero."""

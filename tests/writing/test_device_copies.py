@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_ckpt.writing import staging
 from mcore_ckpt.writing.staging import DeviceCopies
 
 
@@ -55,6 +56,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     for name in ("Stream", "Event", "current_stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(recorder, name))
+    monkeypatch.setattr(staging, "_streams", {})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("waited for the whole device"))
     return recorder
 
@@ -74,10 +76,9 @@ def test_each_tensor_has_an_event_and_the_trainers_work_comes_first(cuda: Record
     for number, target in enumerate(targets):
         copy(copies, number + 1.0, target, cuda)
     copies.wait()
-    one = ["on side", "gather", "off side"]
     assert cuda.calls == [
-        *["new stream", "side waits for trainer", *one, "record 0"],
-        *[*one, "record 1"],
+        *["new stream", "side waits for trainer", "on side", "gather", "record 0", "off side"],
+        *["on side", "gather", "record 1", "off side"],
         *["wait 0", "wait 1"],
     ]
     assert [target.tolist() for target in targets] == [[1.0] * 3, [2.0] * 3]
@@ -91,5 +92,29 @@ def test_the_next_snapshot_waits_for_the_trainer_anew_and_makes_no_new_events(cu
     copy(copies, 2.0, target, cuda)
     copies.wait()
     copies.wait()
-    assert cuda.calls == ["side waits for trainer", "on side", "gather", "off side", "record 0", "wait 0"]
+    assert cuda.calls == ["side waits for trainer", "on side", "gather", "record 0", "off side", "wait 0"]
     assert cuda.events == 1
+
+
+class _OnDevice:
+    """Stands in for a tensor of that device."""
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+
+
+def test_an_event_is_used_again_on_its_own_device_only(cuda: Recorder) -> None:
+    copies, target = DeviceCopies(), torch.zeros(1)
+    for index in (0, 1, 0, 1):
+        copies.copy(_OnDevice(index), lambda: torch.ones(1), target)  # type: ignore[arg-type]
+        copies.wait()
+    events = [int(call.split()[1]) for call in cuda.calls if call.startswith("record")]
+    assert events == [0, 1, 0, 1]
+
+
+def test_all_sources_of_a_device_share_its_side_stream(cuda: Recorder) -> None:
+    for _ in range(3):
+        copies = DeviceCopies()
+        copy(copies, 1.0, torch.zeros(1), cuda)
+        copies.wait()
+    assert cuda.calls.count("new stream") == 1

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,16 +18,20 @@ import pytest
 import torch
 
 from mcore_ckpt import SaveOptions
+from mcore_ckpt.core.errors import WriterDiedError, WriteTimeoutError
 from mcore_ckpt.core.options import ranks_of_this_host
 from mcore_ckpt.layout.buckets import lay_out
 from mcore_ckpt.save import _async_save as async_save
 from mcore_ckpt.save._async_save import AsyncSave, start_writing
+from mcore_ckpt.storage.base import RangeWriter
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.writing import stage_pool
+from mcore_ckpt.writing import forked_call, persistent_writer, stage_pool, staging, supervised_child
+from mcore_ckpt.writing.forked_call import fork_call
 from mcore_ckpt.writing.persistent_writer import shared_writer
 from mcore_ckpt.writing.stage_pool import is_busy, lease_stage
-from mcore_ckpt.writing.staging import BucketSource
+from mcore_ckpt.writing.staging import BucketSource, write_in_line
 from tests.support.tensor_specs import specs_of
+from tests.support.writer_jobs import MisbehavingStorage
 
 _MIB = 1024 * 1024
 
@@ -82,6 +91,9 @@ def test_saves_in_flight_share_the_budget_and_one_that_does_not_fit_waits() -> N
         def wait(self) -> None:
             while not self.ended:
                 time.sleep(0.001)
+
+        def memory_is_free(self) -> bool:
+            return self.ended
 
     options = SaveOptions(staging_budget_bytes=10 * _MIB, max_in_flight=3)
     job: Any = Job()
@@ -163,3 +175,225 @@ def test_copy_on_write_of_pinned_memory_is_refused(tmp_path: Path, monkeypatch: 
     save = start_writing(LocalStorage(tmp_path), [_source(torch.ones(3))], options, "a save")
     with pytest.raises(Exception, match="pinned memory, which a forked process does not inherit"):
         save.results()
+
+
+# --- what is left when a save does not end well -----------------------------------------------------------------------
+
+
+def _options(**others: Any) -> SaveOptions:
+    return SaveOptions(staging_budget_bytes=64 * _MIB, progress=False, **others)
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
+
+
+def test_a_stage_is_not_used_again_while_a_killed_writer_is_still_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if it hung inside the kernel: it does not die of being killed, and may go on reading at any time.
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: process.send_signal(signal.SIGSTOP))
+    tensor = torch.ones(1000)
+    save = start_writing(
+        MisbehavingStorage(str(tmp_path), "hang"), [_source(tensor)], _options(write_deadline_s=0.3), "a save"
+    )
+    assert isinstance(save, AsyncSave)
+    (used,) = (lease.stage for lease in stage_pool._in_use)
+    with pytest.raises(WriteTimeoutError):
+        save.results()
+    lease = lease_stage(1000, _options())
+    assert lease.stage is not used
+    lease.give_back()
+    monkeypatch.undo()
+    save.abort()
+
+
+@pytest.mark.parametrize("way", [{}, {"writer": "fork"}, {"writer": "fork", "stage": "cow"}], ids=str)
+def test_a_stage_is_used_again_after_a_writer_that_died(way: dict[str, Any], tmp_path: Path) -> None:
+    options = _options(**way)
+    save = start_writing(MisbehavingStorage(str(tmp_path), "SIGKILL"), [_source(torch.ones(1000))], options, "a save")
+    used = [lease.stage for lease in stage_pool._in_use]
+    with pytest.raises(WriterDiedError, match="SIGKILL"):
+        save.results()
+    if used:
+        lease = lease_stage(1000, options)
+        assert [lease.stage] == used
+        lease.give_back()
+
+
+def test_a_forked_process_does_not_keep_a_stage_that_the_trainer_gives_up(tmp_path: Path) -> None:
+    tensor = torch.ones(8 * _MIB)
+    for options in (_options(), _options(writer="fork")):
+        start_writing(LocalStorage(_made(tmp_path / options.writer)), [_source(tensor)], options, "a save").results()
+    assert _held_bytes() > 32 * _MIB
+    child = fork_call(lambda: time.sleep(600), what="a function of others")
+    try:
+        assert "mcore_ckpt_stage" not in Path(f"/proc/{child.pid}/maps").read_text()
+        assert not [fd for fd in Path(f"/proc/{child.pid}/fd").iterdir() if "mcore_ckpt_stage" in os.readlink(fd)]
+        assert "mcore_ckpt_stage" in Path("/proc/self/maps").read_text()
+    finally:
+        child.abort()
+    # The trainer's own is as it was.
+    again = tmp_path / "again"
+    start_writing(LocalStorage(_made(again)), [_source(tensor)], _options(), "a save").results()
+    offset = _source(tensor).layout.image.payload_offsets[0]
+    content = bytearray((again / "__0_0.distcp").read_bytes())
+    assert torch.equal(torch.frombuffer(content, dtype=torch.float32, offset=offset, count=tensor.numel()), tensor)
+
+
+class _HangsAtFirst(LocalStorage):
+    """A directory on a device that hangs until `let_go` is set."""
+
+    def __init__(self, directory: Path, let_go: threading.Event) -> None:
+        super().__init__(directory)
+        self._let_go = let_go
+
+    def open_writer(self, name: str, **options: Any) -> RangeWriter:
+        writer = super().open_writer(name, **options)
+        writer.write = lambda offset, view: self._let_go.wait(60)  # type: ignore[method-assign]
+        return writer
+
+
+def test_a_save_elsewhere_does_not_wait_for_windows_that_a_hung_write_holds(tmp_path: Path) -> None:
+    options = SaveOptions(write_deadline_s=0.5, window_bytes=65536, direct_io="off")
+    tensor = torch.ones(_MIB)  # many windows
+    let_go = threading.Event()
+    try:
+        with pytest.raises(WriteTimeoutError):
+            write_in_line(_HangsAtFirst(_made(tmp_path / "hung"), let_go), [_source(tensor)], options)
+        for number in range(2):
+            (result,) = write_in_line(LocalStorage(_made(tmp_path / f"healthy{number}")), [_source(tensor)], options)
+            assert result.size_bytes > tensor.nbytes
+    finally:
+        let_go.set()
+
+
+def test_control_c_is_heard_though_a_write_hangs(tmp_path: Path) -> None:
+    options = SaveOptions(window_bytes=65536, direct_io="off")
+    let_go = threading.Event()
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        began_s = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            write_in_line(_HangsAtFirst(_made(tmp_path / "hung"), let_go), [_source(torch.ones(_MIB))], options)
+        assert time.monotonic() - began_s < 20, "it waits for the write in progress for a moment only"
+        write_in_line(LocalStorage(_made(tmp_path / "healthy")), [_source(torch.ones(_MIB))], options)
+    finally:
+        let_go.set()
+        timer.join()
+
+
+_INTERRUPTED = [stage_pool, async_save, staging, persistent_writer, forked_call, supervised_child]
+
+
+def _interrupt_at(moment: int) -> tuple[Any, list[int]]:
+    """A profile function that presses Ctrl-C at one of the moments when the interpreter looks for it.
+
+    That is when a function begins, and when a built-in one returns, in the modules that a save goes through.
+    """
+    files = {module.__file__ for module in _INTERRUPTED}
+    seen = [0]
+
+    def profile(frame: Any, event: str, _: object) -> None:
+        code = frame.f_code
+        # (the interpreter discards what is raised in a finalizer)
+        if event in ("call", "c_return") and code.co_filename in files and code.co_name != "__del__":
+            seen[0] += 1
+            if seen[0] == moment:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    return profile, seen
+
+
+@pytest.mark.parametrize("way", [{}, {"writer": "fork"}, {"writer": "fork", "stage": "cow"}, {"small": True}], ids=str)
+def test_whenever_control_c_comes_no_stage_is_lost_or_used_twice(way: dict[str, Any], tmp_path: Path) -> None:
+    """At any moment of the start of a save: what is in use then is what some process may still read, and no more."""
+    small = way.get("small", False)
+    chosen = {} if small else way
+    options = SaveOptions(
+        staging_budget_bytes=_MIB if small else 64 * _MIB, window_bytes=65536, progress=False, max_in_flight=1, **chosen
+    )
+    tensor = torch.ones(_MIB // 2)
+    if options.writer == "persistent":
+        shared_writer().warm_up()
+    generator = random.Random(5)
+    start_writing(LocalStorage(_made(tmp_path / "first")), [_source(tensor)], options, "a save").results()
+    profile, seen = _interrupt_at(-1)
+    sys.setprofile(profile)
+    save = start_writing(LocalStorage(_made(tmp_path / "counted")), [_source(tensor)], options, "a save")
+    sys.setprofile(None)
+    save.results()
+    assert seen[0] > 50
+    hit = 0
+    for moment in sorted(generator.sample(range(1, seen[0] + 1), 40)):
+        directory = tmp_path / str(moment)
+        profile, _ = _interrupt_at(moment)
+        sys.setprofile(profile)
+        try:
+            start_writing(LocalStorage(_made(directory)), [_source(tensor)], options, "a save").results()
+        except KeyboardInterrupt:
+            hit += 1
+        finally:
+            sys.setprofile(None)
+        for lease in stage_pool._in_use:
+            assert lease._job is not None, f"moment {moment}: a stage is taken for good"
+        assert len({id(stage) for stage in stage_pool._free}) == len(stage_pool._free)
+        # The next save works, with whatever is there, and writes its own bytes.
+        other = torch.full((_MIB // 2,), float(moment))
+        after = tmp_path / f"after{moment}"
+        save = start_writing(LocalStorage(_made(after)), [_source(other)], options, "a save")
+        other.zero_()
+        save.results()
+        content = bytearray((after / "__0_0.distcp").read_bytes())
+        offset = _source(other).layout.image.payload_offsets[0]
+        written = torch.frombuffer(content, dtype=torch.float32, offset=offset, count=other.numel())
+        assert torch.equal(written, torch.full_like(other, float(moment)))
+        shutil.rmtree(after)
+        shutil.rmtree(directory, ignore_errors=True)
+    assert hit > 20
+
+
+# --- memory of the host -----------------------------------------------------------------------------------------------
+
+
+def _group(folder: Path, files: dict[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_text(content + "\n")
+
+
+@pytest.mark.parametrize(
+    ("version", "expected_mib"), [("2", 300), ("1", 200), ("neither", None)], ids=["v2", "v1", "none"]
+)
+def test_free_memory_is_what_the_tightest_control_group_leaves(
+    version: str, expected_mib: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount, of_process = tmp_path / "cgroup", tmp_path / "self"
+    two = ("memory.max", "memory.current")
+    one = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    if version == "2":
+        of_process.write_text("0::/job/step_0/task\n")
+        _group(mount / "job", dict(zip(two, (str(1000 * _MIB), str(800 * _MIB)), strict=True)))
+        _group(mount / "job", {"memory.stat": f"anon 5\ninactive_file {100 * _MIB}\nactive_file 7"})
+        _group(mount / "job/step_0", dict(zip(two, ("max", str(500 * _MIB)), strict=True)))
+        _group(mount / "job/step_0/task", dict(zip(two, (str(5000 * _MIB), str(_MIB)), strict=True)))
+        _group(mount / "other", dict(zip(two, (str(_MIB), "0"), strict=True)))
+    elif version == "1":
+        of_process.write_text("5:cpu:/\n4:hugetlb,memory:/job/1\n0::/\n")
+        _group(mount / "memory", dict(zip(one, (str(2**63 - 4096), str(_MIB)), strict=True)))
+        _group(mount / "memory/job/1", dict(zip(one, (str(300 * _MIB), str(100 * _MIB)), strict=True)))
+    else:
+        of_process = tmp_path / "not there"
+    limits = stage_pool._memory_limits(mount, of_process)
+    for group in (mount / "job/step_0/task", mount / "memory/job/1", mount / "memory"):
+        if group.is_dir():
+            (group / "memory.stat").write_text("anon 5\n")
+    monkeypatch.setattr(stage_pool, "_memory_limits", lambda: limits)
+    unlimited = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = stage_pool.free_host_bytes()
+    assert 0 < free <= unlimited
+    if expected_mib is not None:
+        assert free == expected_mib * _MIB
