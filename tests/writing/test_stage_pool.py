@@ -206,7 +206,11 @@ def test_a_stage_is_not_used_again_while_a_killed_writer_is_still_there(
     assert lease.stage is not used
     lease.give_back()
     monkeypatch.undo()
-    save.abort()
+    os.kill(save._handle.pid, signal.SIGKILL)
+    until_s = time.monotonic() + 10
+    while not save._handle.memory_is_free():
+        assert time.monotonic() < until_s, "it is gone now, and nobody notices"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("way", [{}, {"writer": "fork"}, {"writer": "fork", "stage": "cow"}], ids=str)
