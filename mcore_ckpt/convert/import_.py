@@ -81,7 +81,9 @@ def import_checkpoint(
     Args:
         source: a directory of safetensors or torch files, one such file, or a DCP checkpoint.
         target: directory to make; it must not exist, or be empty.
-        tp, pp, ep: tensor, pipeline and expert parallel size of the target.
+        tp: tensor parallel size of the target.
+        pp: pipeline parallel size.
+        ep: expert parallel size.
         rename: a file of rename rules: lines of a regular expression and what to put for it, or `-` to drop the key.
         rules: a file of partition rules, as for a reshard; they see the new keys.
         dtype: convert floating-point tensors: `"bf16"`, `"fp16"`, `"fp32"`, or torch's names for them.

@@ -253,8 +253,10 @@ def reshard_checkpoint(
     Args:
         source: directory of the checkpoint, or one with a tracker file; never written to.
         target: directory to make; it must not exist, or be empty. It appears when it is complete.
-        tp, pp: tensor and pipeline parallel size; without them the layout of `like` is taken over as it is.
-        ep, etp: expert parallel size, and tensor parallel size of experts (by default `tp`).
+        tp: tensor parallel size; without it and `pp` the layout of `like` is taken over as it is.
+        pp: pipeline parallel size.
+        ep: expert parallel size.
+        etp: tensor parallel size of experts; by default `tp`.
         dp: spread chunks over so many data parallel ranks.
         like: a checkpoint whose chunks show along which axes tensors are divided.
         rules: a file of partition rules: lines of a regular expression, an axis or `whole`, and `x2` for two halves.

@@ -133,11 +133,13 @@ def diff_checkpoints(
     """Compare two checkpoints.
 
     Args:
-        a, b: their directories, or those with a tracker file.
+        a: directory of one, or one with a tracker file.
+        b: the other.
         only: keys to compare: with any of `*?[` a shell pattern for the whole key, otherwise a part of it;
             the common state, which has no key, is then left out.
         values: compare values, not just keys, shapes and dtypes.
-        rtol, atol: tensors whose largest difference is within either count as the same.
+        rtol: tensors whose largest relative difference is no more count as the same.
+        atol: tensors whose largest absolute difference is no more do, too.
         workers: threads; each takes about 100 MB.
         progress: show a bar; None: if standard error is a terminal.
 
