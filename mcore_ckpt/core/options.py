@@ -111,6 +111,9 @@ class LoadOptions:
 
     Attributes:
         verify_crc: check the CRC-32 of each record that is read whole.
+        verify_slices: check records of which a part is read, too, where the checkpoint has sums of their blocks (this
+            package's own have). `"auto"`: unless that takes reading much more than what is wanted, as columns of a
+            large matrix do; `"on"`: always; `"off"`: never. Without `verify_crc`, never.
         io_threads: reads in flight at once, for each rank.
         direct_io: O_DIRECT for what is not in the page cache: `"auto"`, `"on"`, `"off"`.
         window_bytes: size of one read.
@@ -122,6 +125,7 @@ class LoadOptions:
     """
 
     verify_crc: bool = True
+    verify_slices: Literal["auto", "on", "off"] = "auto"
     io_threads: int = 4
     direct_io: DirectIo = "auto"
     window_bytes: int = 8 * _MIB
@@ -132,6 +136,7 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         _choice("direct_io", self.direct_io, ("auto", "on", "off"))
+        _choice("verify_slices", self.verify_slices, ("auto", "on", "off"))
         _at_least("io_threads", self.io_threads, 1)
         _at_least("max_gap_bytes", self.max_gap_bytes, 0)
         if self.window_bytes < 64 * 1024 or self.window_bytes % 4096:

@@ -14,7 +14,7 @@ import ctypes
 import heapq
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -24,8 +24,11 @@ from mcore_ckpt.core.boxes import Box, relative, runs
 from mcore_ckpt.core.errors import ChecksumError, LoadError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.crc import crc32, crc32_combine
+from mcore_ckpt.format.index import StoredItem
 from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor_in
+from mcore_ckpt.format.seal import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.format.zip_records import NotRangeable
+from mcore_ckpt.load._block_sums import BlockSums, contiguous_around, whole_blocks
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._placement import HostBytes, ReadBuffer, Want, alignment_for, memory_at, narrow, place_box
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, in_parallel, naming, padded_range
@@ -72,6 +75,7 @@ class _PieceRead(NamedTuple):
         address: host memory that takes the piece's bytes just as they are; 0 if there is none.
         alignment: the bytes have to lie on a multiple of this to be placed without a further copy.
         record: sum of the whole record, if all of it is read.
+        blocks: sums of the blocks that the piece lies in, if a part of the record is read and checked.
     """
 
     wanted: WantedItem
@@ -81,6 +85,7 @@ class _PieceRead(NamedTuple):
     address: int
     alignment: int
     record: _RecordSum | None
+    blocks: BlockSums | None = None
 
 
 class _RecordSum:
@@ -117,6 +122,7 @@ class TensorReads:
         located: where payloads lie, as far as known; added to.
         stats: counters; added to.
         decoder: reads an item that cannot be ranged.
+        running: running sums of payloads, by file and offset of the item (`CheckpointIndex.blocks`).
     """
 
     def __init__(
@@ -126,7 +132,9 @@ class TensorReads:
         located: ItemLocations,
         stats: ReadStats,
         decoder: ItemDecoder,
+        running: Mapping[tuple[str, int], Sequence[int]],
     ) -> None:
+        self._running = running
         self._files = files
         self._options = options
         self._located = located
@@ -158,7 +166,7 @@ class TensorReads:
             if item.transforms:
                 self._unranged.append((wanted, f"it is stored through {', '.join(item.transforms)}"))
                 continue
-            packed = self._is_packed(item.length, needed)
+            packed = self._is_packed(item, needed)
             rangeable.append((wanted, packed))
             if not packed and wanted not in self._located:
                 unlocated.append(wanted)
@@ -182,9 +190,12 @@ class TensorReads:
 
     # ------------------------------------------------------------------------------------------------- what to read
 
-    def _is_packed(self, length: int, needed_bytes: int) -> bool:
+    def _is_packed(self, item: StoredItem, needed_bytes: int) -> bool:
+        length = item.length
         if length > _PACKED_ITEM_BYTES or length > self._options.window_bytes:
             return False
+        if item.crc32 is not None and self._checks_parts:
+            return True  # all of it is a single block, or less
         return length <= CHEAP_GAP_BYTES or needed_bytes >= _MOSTLY * length
 
     def _extents(
@@ -201,22 +212,74 @@ class TensorReads:
     def _piece_extents(self, wanted: WantedItem, located: LocatedTensor) -> Iterator[Extent]:
         clusters = cluster_boxes(wanted.chunk.sizes, [want.box for want in wanted.wants])
         record = None
-        if self._options.verify_crc and located.crc32 is not None and clusters[0][0].sizes == wanted.chunk.sizes:
+        whole = clusters[0][0].sizes == wanted.chunk.sizes
+        if self._options.verify_crc and located.crc32 is not None and whole:
             record = _RecordSum(wanted.payload_bytes, located.crc32)
         payload_start = wanted.item.offset + located.payload_offset
+
+        def extents(box: Box, wants: list[Want]) -> Iterator[Extent]:
+            part = None if whole else self._checked_part(wanted, located, box, wants)
+            if part is not None:
+                return self._part_extents(wanted, payload_start, wants, *part)
+            return self._cluster_extents(wanted, payload_start, box, wants, record)
+
         if len(clusters) == 1:
-            return self._cluster_extents(wanted, payload_start, clusters[0][0], wanted.wants, record)
+            return extents(clusters[0][0], wanted.wants)
         # Pieces of one cluster may lie between those of another.
         return heapq.merge(
-            *(
-                self._cluster_extents(wanted, payload_start, box, [wanted.wants[at] for at in members], record)
-                for box, members in clusters
-            ),
+            *(extents(box, [wanted.wants[at] for at in members]) for box, members in clusters),
             key=lambda extent: extent.start,
         )
 
+    @property
+    def _checks_parts(self) -> bool:
+        return self._options.verify_crc and self._options.verify_slices != "off"
+
+    def _checked_part(
+        self, wanted: WantedItem, located: LocatedTensor, box: Box, wants: list[Want]
+    ) -> tuple[Box, BlockSums] | None:
+        """What is read of an item to check the part that is wanted, and its sums; None if it is not to be checked."""
+        item, nbytes = wanted.item, wanted.payload_bytes
+        running = self._running.get((item.file, item.offset), ())
+        if item.crc32 is None or not self._checks_parts or len(running) != inner_blocks(nbytes):
+            return None
+        box, elem_bytes = contiguous_around(wanted.chunk.sizes, box), wanted.dtype.itemsize
+        part_bytes = math.prod(box.sizes) * elem_bytes
+        needed_bytes = sum(math.prod(want.box.sizes) for want in wants) * elem_bytes
+        # Columns of a wide matrix take a read of all of it, which the page cache would have spared.
+        if self._options.verify_slices == "auto" and part_bytes > (1 + MAX_WASTE) * needed_bytes + BLOCK_BYTES:
+            return None
+
+        def damaged(start: int, stop: int, got: int, expected: int) -> ChecksumError:
+            return _damaged(wanted, located.payload_offset + start, stop - start, got, expected)
+
+        return box, BlockSums(nbytes, running, item.crc32, damaged)
+
+    def _part_extents(
+        self, wanted: WantedItem, payload_start: int, wants: list[Want], box: Box, blocks: BlockSums
+    ) -> Iterator[Extent]:
+        """The pieces of a box without gaps, and what is missing of the blocks at both of its ends."""
+        first = runs(wanted.chunk.sizes, box, wanted.dtype.itemsize).first_byte
+        last = first + math.prod(box.sizes) * wanted.dtype.itemsize
+        start, stop = whole_blocks(first, last, wanted.payload_bytes)
+
+        def edge(a: int, b: int) -> Iterator[Extent]:
+            if a < b:
+                read = _PieceRead(wanted, payload_start, Piece(box, a, b), [], 0, 1, None, blocks)
+                yield Extent(wanted.item.file, payload_start + a, payload_start + b, b - a, read)
+
+        yield from edge(start, first)
+        yield from self._cluster_extents(wanted, payload_start, box, wants, None, blocks)
+        yield from edge(last, stop)
+
     def _cluster_extents(
-        self, wanted: WantedItem, payload_start: int, box: Box, wants: list[Want], record: _RecordSum | None
+        self,
+        wanted: WantedItem,
+        payload_start: int,
+        box: Box,
+        wants: list[Want],
+        record: _RecordSum | None,
+        blocks: BlockSums | None = None,
     ) -> Iterator[Extent]:
         options, elem_bytes = self._options, wanted.dtype.itemsize
         alignment = max(alignment_for(want.tensor, wanted.dtype) for want in wants)
@@ -229,7 +292,8 @@ class TensorReads:
         ):
             wanted_bytes = math.prod(piece.box.sizes) * elem_bytes
             contiguous = wanted_bytes == piece.stop - piece.start
-            address = _address(wants[0], piece.box, elem_bytes) if contiguous and len(wants) == 1 else 0
+            fits = contiguous and len(wants) == 1 and (blocks is None or wants[0].box == box)
+            address = _address(wants[0], piece.box, elem_bytes) if fits else 0
             # Long straight pieces need no buffer to share; pieces that are mostly gaps may be copied without a read.
             straight = address != 0 and wanted_bytes >= _DIRECT_PIECE_BYTES
             gappy = piece.stop - piece.start > (1 + MAX_WASTE) * wanted_bytes
@@ -238,7 +302,7 @@ class TensorReads:
                 payload_start + piece.start,
                 payload_start + piece.stop,
                 wanted_bytes,
-                _PieceRead(wanted, payload_start, piece, wants, address, alignment, record),
+                _PieceRead(wanted, payload_start, piece, wants, address, alignment, record, blocks),
                 alone=straight or gappy,
             )
 
@@ -279,12 +343,16 @@ class TensorReads:
     def _read_straight(self, reader: RangeReader, span: Span, read: _PieceRead) -> None:
         """Read a piece to where it belongs, summing it while its bytes are in the CPU's cache."""
         length, crc = span.stop - span.start, 0
+        stream = None if read.blocks is None else read.blocks.stream(read.piece.start)
 
         def add_to_sum(part: memoryview) -> None:
             nonlocal crc
             crc = crc32(part, crc)
 
-        reader.read_into(span.start, memory_at(read.address, length), add_to_sum if read.record else None)
+        arrived = stream.feed if stream else add_to_sum if read.record else None
+        reader.read_into(span.start, memory_at(read.address, length), arrived)
+        if stream:
+            stream.finish()
         self._stats.add(reads=1, bytes_read=length)
         self._compare(read, length, crc)
 
@@ -384,6 +452,10 @@ class TensorReads:
         length = read.piece.stop - read.piece.start
         if read.record is not None:
             self._compare(read, length, crc32(memory_at(memory.address + at, length)))
+        elif read.blocks is not None:
+            stream = read.blocks.stream(read.piece.start)
+            stream.feed(memory_at(memory.address + at, length))
+            stream.finish()
         if read.address:
             ctypes.memmove(read.address, memory.address + at, length)
             return

@@ -129,7 +129,7 @@ class FileSystemReader(StorageReader):
     def _read(self, wanted: WantedItems) -> None:
         files = OpenFiles(self._storage, self.options.direct_io, self._seals)
         try:
-            reads = TensorReads(files, self.options, self._located, self.stats, self._decoder)
+            reads = TensorReads(files, self.options, self._located, self.stats, self._decoder, self.index.blocks)
             reads.run([wanted[key] for key in sorted(wanted)])
         except LoadError as error:
             raise naming(error, str(self.path)) from error

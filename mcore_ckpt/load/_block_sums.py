@@ -1,0 +1,122 @@
+"""Checking a part of a payload: the running CRC-32s that a sealed `.metadata` keeps of it, block by block.
+
+A block is sound if its CRC-32, continued from the running sum before it, is the running sum behind it. So whole blocks
+have to be read; what a load wants is widened to them, and the edges are read for this alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.format.crc import crc32, crc32_combine
+from mcore_ckpt.format.seal import BLOCK_BYTES, inner_blocks
+
+__all__ = ["BlockSums", "contiguous_around", "whole_blocks"]
+
+
+def contiguous_around(sizes: Sequence[int], box: Box) -> Box:
+    """The smallest box around `box` whose elements follow one another without gaps in an array of `sizes`."""
+    offsets, inner = list(box.offsets), list(box.sizes)
+    first = next((axis for axis, size in enumerate(inner) if size > 1), len(inner))
+    for axis in range(first + 1, len(inner)):
+        offsets[axis], inner[axis] = 0, sizes[axis]
+    return Box(tuple(offsets), tuple(inner))
+
+
+def whole_blocks(start: int, stop: int, payload_bytes: int) -> tuple[int, int]:
+    """Bytes `[start, stop)` of a payload, widened to the blocks that they lie in."""
+    return start // BLOCK_BYTES * BLOCK_BYTES, min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, payload_bytes)
+
+
+class BlockSums:
+    """The sums of one payload, whose bytes are read in pieces, in any order and by any number of threads.
+
+    Args:
+        payload_bytes: its length.
+        running: its CRC-32 at each block boundary inside it.
+        crc: its CRC-32.
+        damaged: makes the error for bytes `[start, stop)` of the payload; called with these, and the sum that was
+            found and the one that was expected.
+    """
+
+    def __init__(
+        self,
+        payload_bytes: int,
+        running: Sequence[int],
+        crc: int,
+        damaged: Callable[[int, int, int, int], Exception],
+    ) -> None:
+        assert len(running) == inner_blocks(payload_bytes)
+        self._payload_bytes = payload_bytes
+        self._running = running
+        self._crc = crc
+        self._damaged = damaged
+        self._parts: dict[int, list[tuple[int, int, int]]] = {}
+        self._lock = threading.Lock()
+
+    def stream(self, start: int) -> BlockStream:
+        """Takes bytes from `start` on, front to back."""
+        return BlockStream(self, start)
+
+    def begin(self, position: int) -> int:
+        """The sum that bytes from `position` on continue: the running one at the beginning of a block, 0 inside."""
+        block, inside = divmod(position, BLOCK_BYTES)
+        return self._running[block - 1] if block and not inside and block <= len(self._running) else 0
+
+    def end_of_block(self, position: int) -> int:
+        """Where the block ends that holds the byte at `position`."""
+        return min((position // BLOCK_BYTES + 1) * BLOCK_BYTES, self._payload_bytes)
+
+    def note(self, start: int, stop: int, value: int) -> None:
+        """Bytes `[start, stop)` of one block have that sum; compared as soon as all of the block is known.
+
+        Raises:
+            Exception: what `damaged` makes, if the block is not what was written.
+        """
+        block = start // BLOCK_BYTES
+        first, last = block * BLOCK_BYTES, self.end_of_block(start)
+        if (start, stop) != (first, last):
+            with self._lock:
+                parts = self._parts.setdefault(block, [])
+                parts.append((start, stop, value))
+                if sum(b - a for a, b, _ in parts) < last - first:
+                    return
+                del self._parts[block]
+            parts.sort()
+            value = parts[0][2]
+            for a, b, part in parts[1:]:
+                value = crc32_combine(value, part, b - a)
+        expected = self._running[block] if block < len(self._running) else self._crc
+        if value != expected:
+            raise self._damaged(first, last, value, expected)
+
+
+class BlockStream:
+    """Bytes of a payload on their way, in order; see `BlockSums.stream`."""
+
+    __slots__ = ("_begun", "_position", "_sums", "_value")
+
+    def __init__(self, sums: BlockSums, start: int) -> None:
+        self._sums = sums
+        self._begun = self._position = start
+        self._value = sums.begin(start)
+
+    def feed(self, view: memoryview) -> None:
+        """The next bytes. Raises as `BlockSums.note`."""
+        sums, at = self._sums, 0
+        while at < len(view):
+            end = sums.end_of_block(self._position)
+            taken = min(len(view) - at, end - self._position)
+            self._value = crc32(view[at : at + taken], self._value)
+            self._position += taken
+            at += taken
+            if self._position == end:
+                sums.note(self._begun, end, self._value)
+                self._begun, self._value = end, sums.begin(end)
+
+    def finish(self) -> None:
+        """There are no more bytes. Raises as `BlockSums.note`."""
+        if self._position > self._begun:
+            self._sums.note(self._begun, self._position, self._value)

@@ -1,0 +1,176 @@
+"""A part of a record is checked as the whole is: by the sums of the blocks that it lies in."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.errors import ChecksumError
+from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.item_reading import locate_tensor
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.seal import BLOCK_BYTES
+from mcore_ckpt.load._block_sums import BlockSums, contiguous_around, whole_blocks
+from mcore_ckpt.load.read_requests import ReadRequest
+from mcore_ckpt.load.reader import FileSystemReader
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+LARGE = torch.arange(3 * 1024 * 1000, dtype=torch.int32).view(3072, 1000)  # 12.3 MB
+SMALL = torch.arange(60_000, dtype=torch.int32).view(300, 200)  # 240 KB
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("slices") / "c"
+    dcp.save({"large": LARGE, "small": SMALL}, storage_writer=FileSystemWriterAsync(directory), no_dist=True)
+    return directory
+
+
+@pytest.fixture
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "c"))
+
+
+def flip(directory: Path, key: str, elem: int) -> None:
+    """Change one bit of an element as it is stored."""
+    (chunk,) = read_index(directory).tensors[key].chunks
+    path, item = directory / chunk.item.file, chunk.item
+    content = bytearray(path.read_bytes())
+    located = locate_tensor(lambda at, n: bytes(content[item.offset + at : item.offset + at + n]), item.length, key)
+    content[item.offset + located.payload_offset + 4 * elem] ^= 4
+    path.write_bytes(content)
+
+
+def load(directory: Path, key: str, box: Box, options: LoadOptions, *, strided: bool = False) -> torch.Tensor:
+    out = (
+        torch.zeros(box.sizes[1], box.sizes[0], dtype=torch.int32).T
+        if strided
+        else torch.zeros(box.sizes, dtype=torch.int32)
+    )
+    FileSystemReader(directory, options).read_items([ReadRequest(key, out, box.offsets, box.sizes)])
+    return out
+
+
+class Part(NamedTuple):
+    key: str
+    box: Box
+    element: int
+    verify: str = "auto"
+
+
+PARTS = [
+    Part("large", Box((0, 0), (1536, 1000)), 5),  # half of the rows: straight to where they belong
+    Part("large", Box((0, 0), (1536, 1000)), 1_535_999),
+    Part("large", Box((1000, 0), (1072, 1000)), 1_500_000),
+    Part("large", Box((1000, 0), (3, 1000)), 1_001_000),  # a few rows
+    Part("large", Box((3071, 990), (1, 10)), 3_071_999),  # a piece of the last one
+    Part("large", Box((0, 0), (3072, 500)), 1_536_010, "on"),  # half of the columns
+    Part("large", Box((5, 990), (700, 10)), 500_995, "on"),
+    Part("small", Box((0, 0), (150, 200)), 100),
+    Part("small", Box((150, 0), (150, 200)), 59_999),
+    Part("small", Box((0, 50), (300, 50)), 30_060),  # columns of what is read whole anyway
+    Part("small", Box((7, 7), (1, 1)), 1407),
+]
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_flipped_bit_inside_a_slice_is_noticed(checkpoint: Path, part: Part, strided: bool) -> None:
+    options = LoadOptions(verify_slices=part.verify)  # type: ignore[arg-type]
+    whole = LARGE if part.key == "large" else SMALL
+    (a, b), (rows, columns) = part.box.offsets, part.box.sizes
+    wanted = whole[a : a + rows, b : b + columns]
+    assert torch.equal(load(checkpoint, part.key, part.box, options, strided=strided), wanted)
+    flip(checkpoint, part.key, part.element)
+    with pytest.raises(ChecksumError, match=r"the bytes \[\d+, \d+\) of __0_\d.distcp have CRC-32"):
+        load(checkpoint, part.key, part.box, options, strided=strided)
+    found = load(checkpoint, part.key, part.box, LoadOptions(verify_slices="off"), strided=strided)
+    assert int((found != wanted).sum()) == 1
+
+
+def test_damage_elsewhere_does_not_matter_to_a_slice(checkpoint: Path) -> None:
+    flip(checkpoint, "large", 3_000_000)
+    box = Box((0, 0), (1536, 1000))
+    assert torch.equal(load(checkpoint, "large", box, LoadOptions()), LARGE[:1536])
+
+
+def test_many_parts_of_one_record_are_each_checked(checkpoint: Path) -> None:
+    boxes = [Box((row, 0), (2, 1000)) for row in (0, 700, 701, 1400, 3000)]
+
+    def load_all() -> None:
+        requests = [
+            ReadRequest("large", torch.zeros(2, 1000, dtype=torch.int32), box.offsets, box.sizes) for box in boxes
+        ]
+        FileSystemReader(checkpoint).read_items(requests)
+        for request, box in zip(requests, boxes, strict=True):
+            assert torch.equal(request.tensor, LARGE[box.offsets[0] : box.offsets[0] + 2])
+
+    load_all()
+    flip(checkpoint, "large", 701_500)
+    with pytest.raises(ChecksumError):
+        load_all()
+
+
+@given(st.data())
+def test_blocks_are_checked_in_any_order_of_their_pieces(data: st.DataObject) -> None:
+    nbytes = data.draw(st.integers(1, 4 * BLOCK_BYTES))
+    payload = random.Random(nbytes).randbytes(1024) * (nbytes // 1024 + 1)
+    payload = payload[:nbytes]
+    running = [crc32(payload[:end]) for end in range(BLOCK_BYTES, nbytes, BLOCK_BYTES)]
+    start = data.draw(st.integers(0, nbytes - 1))
+    start, stop = whole_blocks(start, data.draw(st.integers(start + 1, nbytes)), nbytes)
+    cuts = sorted({start, stop, *data.draw(st.lists(st.integers(start, stop), max_size=5))})
+    pieces = data.draw(st.permutations(list(itertools.pairwise(cuts))))
+    damaged = data.draw(st.one_of(st.none(), st.integers(start, stop - 1)))
+    content = bytearray(payload)
+    if damaged is not None:
+        content[damaged] ^= 1
+
+    def error(first: int, last: int, got: int, expected: int) -> ValueError:
+        assert damaged is not None
+        assert first <= damaged < last
+        return ValueError("damaged")
+
+    sums = BlockSums(nbytes, running, crc32(payload), error)
+
+    def feed_all() -> None:
+        for first, last in pieces:
+            stream = sums.stream(first)
+            middle = (first + last) // 2
+            stream.feed(memoryview(content)[first:middle])
+            stream.feed(memoryview(content)[middle:last])
+            stream.finish()
+
+    if damaged is None:
+        feed_all()
+    else:
+        with pytest.raises(ValueError, match="damaged"):
+            feed_all()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "box", "expected"),
+    [
+        ((4, 5), Box((1, 2), (2, 2)), Box((1, 0), (2, 5))),
+        ((4, 5), Box((1, 2), (1, 2)), Box((1, 2), (1, 2))),
+        ((4, 5, 6), Box((1, 2, 3), (1, 2, 2)), Box((1, 2, 0), (1, 2, 6))),
+        ((4, 5, 6), Box((0, 2, 3), (2, 1, 1)), Box((0, 0, 0), (2, 5, 6))),
+        ((4,), Box((3,), (1,)), Box((3,), (1,))),
+        ((), Box((), ()), Box((), ())),
+    ],
+)
+def test_a_box_is_widened_until_it_has_no_gaps(sizes: tuple[int, ...], box: Box, expected: Box) -> None:
+    assert contiguous_around(sizes, box) == expected
