@@ -145,6 +145,9 @@ def _open(source: Path, rename: Sequence[RenameRule]) -> tuple[Format, StoredPay
         return "dcp", StoredPayloads(_renamed(index, names), stored=index), list(index.objects)
     directory = source if source.is_dir() else source.parent
     files, mapped = _files(source)
+    storage = LocalStorage(directory, follow_links=True)
+    for file in files:
+        storage.size(file)  # raises for what is no regular file: a pipe would never end
     if files[0].endswith(".safetensors"):
         raw: dict[str, RawTensor] = {}
         for file in files:
@@ -152,7 +155,7 @@ def _open(source: Path, rename: Sequence[RenameRule]) -> tuple[Format, StoredPay
         _check_mapped(mapped, {key: tensor.file for key, tensor in raw.items()}, source)
         names = _new_names(raw, rename, source)
         found = raw_index(directory, {new: raw[old] for old, new in names.items()})
-        return "safetensors", RawPayloads(found, LocalStorage(directory, follow_links=True)), []
+        return "safetensors", RawPayloads(found, storage), []
     from mcore_ckpt.convert._torch_files import TorchPayloads, read_torch_file, torch_index
 
     tensors: dict[str, Any] = {}

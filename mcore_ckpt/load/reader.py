@@ -299,7 +299,8 @@ class FileSystemReader(StorageReader):
                     f"{fqn}: the stored chunks do not make up the tensor: {problem}. The save of {self.path} did not"
                     " finish or its index is damaged; load an earlier checkpoint"
                 )
-            chunks = self._chunks[fqn] = {chunk.offsets: chunk for chunk in entry.chunks}
+            # (A chunk without elements may have the same offsets as one with some; no plan wants it.)
+            chunks = self._chunks[fqn] = {chunk.offsets: chunk for chunk in entry.chunks if 0 not in chunk.sizes}
         chunk = chunks.get(offsets)
         if chunk is None:
             raise CorruptCheckpointError(

@@ -94,7 +94,7 @@ class StoredPayloads:
         self.storage = LocalStorage(index.path) if storage is None else storage
         self._seals = FileSeals(lambda: stored or self.index)
         self.files = OpenFiles(self.storage, direct, self._seals)
-        self._located: OrderedDict[tuple[str, tuple[int, ...]], StoredPayload] = OrderedDict()
+        self._located: OrderedDict[tuple[str, StoredChunk], StoredPayload] = OrderedDict()
         self._lock = threading.Lock()
         self._decoder: ItemDecoder | None = None
 
@@ -105,7 +105,7 @@ class StoredPayloads:
             CorruptCheckpointError: the item is damaged, or is not what the index says.
             LoadError: it cannot be read.
         """
-        key = entry.fqn, chunk.offsets
+        key = entry.fqn, chunk
         with self._lock:
             known = self._located.get(key)
             if known is not None:
@@ -121,6 +121,8 @@ class StoredPayloads:
 
     def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
         item, where = chunk.item, chunk_name(entry.fqn, chunk)
+        if 0 in chunk.sizes:  # its item may be another chunk's, see `check_apart`
+            return StoredPayload(where, item.file, item.offset, 0, 0)
         if item.transforms:
             return self._decode(entry, chunk, where, f"it is stored through {', '.join(item.transforms)}")
         try:

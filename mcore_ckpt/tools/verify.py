@@ -177,12 +177,15 @@ def _items_in_files(
     index: CheckpointIndex, storage: Storage, more: list[ItemCheck]
 ) -> tuple[list[ItemCheck], list[Problem]]:
     """Items that lie inside their files, by file and offset; and what is wrong with the others."""
-    checks = more + [
-        ItemCheck(fqn, chunk.item, entry, chunk, index.blocks.get((chunk.item.file, chunk.item.offset), ()))
-        for fqn, entry in index.tensors.items()
-        for chunk in entry.chunks
-    ]
-    checks += [ItemCheck(fqn, entry.item) for fqn, entry in index.objects.items()]
+    checks = more + [ItemCheck(fqn, entry.item) for fqn, entry in index.objects.items()]
+    empty: list[ItemCheck] = []
+    for fqn, entry in index.tensors.items():
+        for chunk in entry.chunks:
+            blocks = index.blocks.get((chunk.item.file, chunk.item.offset), ())
+            (empty if 0 in chunk.sizes else checks).append(ItemCheck(fqn, chunk.item, entry, chunk, blocks))
+    # DCP knows a chunk by its offsets: those without elements may have one item together, or another chunk's.
+    named = {check.item for check in checks}
+    checks += {check.item: check for check in empty if check.item not in named}.values()
     checks.sort(key=lambda check: (check.item.file, check.item.offset))
     sizes: dict[str, int | None] = {}
     problems: list[Problem] = []

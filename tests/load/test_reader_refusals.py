@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import mcore_ckpt
+from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import (
     CheckpointNotFoundError,
@@ -160,6 +161,28 @@ def test_overlapping_items_are_refused(start: int, length: int, tmp_path: Path) 
     (tmp_path / ".metadata").write_bytes(encode_metadata(index))
     with pytest.raises(CorruptCheckpointError, match=r"a at \[4, 0\] .* the same bytes"):
         load_box(FileSystemReader(tmp_path), "b", torch.zeros(4))
+
+
+@pytest.mark.parametrize("empty", [(8, 0), (0, 0)])
+def test_chunks_without_elements_may_share_an_item(empty: tuple[int, int], tmp_path: Path) -> None:
+    """DCP knows chunks by their offsets: of all shards that are empty, `.metadata` has the place of one."""
+    tensor = torch.randn(8, 4)
+    boxes = [Box(empty, (0, 4)), Box((0, 0), (8, 4)), Box(empty, (0, 4))]
+    index = write_checkpoint(tmp_path / "a", {"w": StoredTensor(tensor, boxes)})
+    if empty == (0, 0):  # the place of the one with elements is the one that is known
+        last = index.tensors["w"].chunks[1]
+        chunks = tuple(StoredChunk(offsets, sizes, last.item) for offsets, sizes in boxes)
+        index.tensors["w"] = TensorEntry("w", "float32", (8, 4), chunks)
+        (tmp_path / "a" / ".metadata").write_bytes(encode_metadata(index))
+    planned = torch.zeros(8, 4)
+    dcp.load({"w": planned}, storage_reader=FileSystemReader(tmp_path / "a"), no_dist=True)
+    assert planned.equal(tensor)
+    assert load_box(FileSystemReader(tmp_path / "a"), "w", torch.zeros(8, 4)).equal(tensor)
+    assert verify_checkpoint(tmp_path / "a").problems == ()
+    with mcore_ckpt.open_checkpoint(tmp_path / "a") as opened:
+        assert opened["w"].torch().equal(tensor)
+    assert main(["reshard", str(tmp_path / "a"), str(tmp_path / "b"), "--tp", "1", "--pp", "1"]) == 0
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
 
 
 def test_a_box_that_no_chunk_holds_is_refused_before_anything_is_read(tmp_path: Path) -> None:

@@ -158,3 +158,10 @@ def test_safetensors_are_imported_through_links(tmp_path: Path) -> None:
     (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blob")
     assert main(["import", str(tmp_path / "snapshot"), str(tmp_path / "imported")]) == 0
     assert load_box(FileSystemReader(tmp_path / "imported"), "w", torch.zeros(8, 8)).equal(TENSOR)
+
+
+def test_a_pipe_is_not_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "source").mkdir()
+    os.mkfifo(tmp_path / "source" / "model.safetensors")
+    assert main(["import", str(tmp_path / "source"), str(tmp_path / "imported")]) == 2
+    assert "it is a pipe" in capsys.readouterr().err
