@@ -13,9 +13,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.gloo_ranks import rank_outcomes, run_ranks
 
-SHAPES = {"large": (768, 1000), "odd": (7, 5), "vector": (1030,)}
+SHAPES = {"large": (768, 1000), "odd": (7, 5), "vector": (1030,), "short": (2, 3)}
 
 
 def global_tensor(fqn: str) -> torch.Tensor:
@@ -52,6 +53,7 @@ def load_with_reader(rank: int, path: str, dim: int | None) -> tuple[int, int]:
 @pytest.mark.parametrize(("save_dim", "load_dim"), [(0, 1), (1, 0), (1, None)])
 def test_dtensors_reshard(save_dim: int, load_dim: int | None, tmp_path: Path) -> None:
     run_ranks(save_with_dcp, 4, str(tmp_path), save_dim)
+    assert verify_checkpoint(tmp_path).problems == ()
     for world_size in (1, 3):
         for bytes_read, bytes_needed in run_ranks(load_with_reader, world_size, str(tmp_path), load_dim):
             assert bytes_read <= 1.4 * bytes_needed + 64 * 1024
