@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,6 +157,8 @@ def _write_npy(checkpoint: Checkpoint, tensor: LazyTensor, index: Any, path: str
         with open(path, "wb") as file:  # noqa: PTH123  (a name without .npy must stay as it is)
             np.save(file, values)
         return tuple(values.shape)
+    if tensor.nbytes > sys.maxsize // sample.dtype.itemsize:
+        raise OptionError(f"{tensor.fqn}: {tensor.nbytes} bytes are more than a numpy file can hold; give a --slice")
     partial = Path(f"{path}.partial")  # a damaged tensor must leave no file that looks whole
     try:
         target = np.lib.format.open_memmap(partial, mode="w+", dtype=sample.dtype, shape=tensor.shape)

@@ -28,7 +28,8 @@ __all__ = ["ObjectMove", "ReshardPlan", "TargetLayout", "TensorMove", "make_plan
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 _LAST_STAGE = re.compile(r"(?:^|\.)(?:output_layer|lm_head|final_layernorm|final_norm|ln_f|mtp)(?:\.|$)")
-_NUMBERED_EXPERT = re.compile(r"\.experts\.(?:local_experts\.)?(\d+)\.")
+_NUMBERED_EXPERT = re.compile(r"\.experts\.(?:local_experts\.)?(\d{1,9})\.")
+_MOST_RANKS = 1_000_000
 # The objects of a bucket come first; a little room behind them keeps tensors on pages of their own.
 _PAGE_BYTES = 4096
 
@@ -51,8 +52,8 @@ class TargetLayout:
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "ep", "etp", "dp"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise OptionError(f"{name}={value}: expected at least 1")
+            if value is not None and not 1 <= value <= _MOST_RANKS:
+                raise OptionError(f"{name}={value}: expected at least 1, and at most {_MOST_RANKS}")
         if self.dp is not None and (self.tp * self.dp) % (self.expert_tp * self.ep):
             raise OptionError(
                 f"tp={self.tp} x dp={self.dp} ranks in a pipeline stage cannot be divided into etp={self.expert_tp} x "

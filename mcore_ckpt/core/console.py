@@ -91,12 +91,14 @@ class WaitingBar:
         self._progress.__exit__(kind, error, traceback)
 
 
+# An index may claim any shape: so much is still a floating-point number.
+_MANY = 10**300
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
 def human_bytes(nbytes: int) -> str:
     """Decimal units, three digits: `1.53 GB`."""
-    value = float(nbytes)
+    value = float(min(nbytes, _MANY))
     for unit in _UNITS:
         if abs(value) < 1000 or unit == _UNITS[-1]:
             return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
@@ -106,7 +108,7 @@ def human_bytes(nbytes: int) -> str:
 
 def human_count(count: int) -> str:
     """`8.03 B` parameters and the like."""
-    value = float(count)
+    value = float(min(count, _MANY))
     for unit in ("", " K", " M", " B"):
         if abs(value) < 1000 or unit == " B":
             return f"{value:.3g}{unit}" if unit else str(count)

@@ -11,6 +11,7 @@ to tell.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import re
@@ -27,9 +28,11 @@ from mcore_ckpt.directory.commit import common_file_in_force
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_key
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
+    CONFIG_FILE,
     INCOMPLETE_MARKER,
     METADATA_FILE,
     TRACKER_FILE,
+    encode_config,
     read_config,
     read_index,
 )
@@ -40,6 +43,7 @@ __all__ = [
     "checkpoints_of_run",
     "common_state_flaw",
     "is_claimed",
+    "is_megatrons",
     "iteration_directories",
     "iteration_of",
     "look_at",
@@ -208,11 +212,9 @@ def _sizes(directory: Path) -> dict[str, int]:
 
 def _problems(directory: Path, index: CheckpointIndex, sizes: Mapping[str, int]) -> Iterator[str]:
     yield from index.problems
-    try:
-        megatron = read_config(directory) is not None
-    except LoadError as error:
-        yield str(error)
-        megatron = True
+    megatron, flaw = is_megatrons(directory)
+    if flaw:
+        yield flaw
     yield from (flaw.message for flaw in structure_flaws(index, megatron=megatron))
     if megatron:
         flaw = common_state_flaw(directory, index, sizes)
@@ -246,6 +248,33 @@ def _needed_bytes(index: CheckpointIndex) -> dict[str, int]:
 def _items(index: CheckpointIndex) -> Iterator[StoredItem]:
     yield from (chunk.item for entry in index.tensors.values() for chunk in entry.chunks)
     yield from (entry.item for entry in index.objects.values())
+
+
+def is_megatrons(directory: Path) -> tuple[bool, str | None]:
+    """Whether a checkpoint has Megatron-Core's `metadata.json`; and why that would keep Megatron-Core from loading it.
+
+    A letter that has changed in it passes for another format, or for a field that only later versions know.
+    """
+    try:
+        config = read_config(directory)
+        if config is None:
+            return False, None
+        fields = json.loads((directory / CONFIG_FILE).read_bytes())
+    except (LoadError, OSError, ValueError) as error:
+        return True, str(error)
+    known = json.loads(encode_config())
+    wrong = [
+        name
+        for name, value in fields.items()
+        if name not in known or (known[name], type(known[name])) != (value, type(value))
+    ]
+    if not wrong:
+        return True, None
+    return True, (
+        f"{directory / CONFIG_FILE}: {wrong[0]!r:.80} is {fields[wrong[0]]!r:.80}, expected "
+        f"{known.get(wrong[0], 'no such field')!r}: Megatron-Core cannot load it so. Restore the file from another "
+        "checkpoint of the same run"
+    )
 
 
 def structure_flaws(index: CheckpointIndex, *, megatron: bool) -> Iterator[Flaw]:

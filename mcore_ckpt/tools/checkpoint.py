@@ -13,7 +13,9 @@ tensor or object is asked for.
 from __future__ import annotations
 
 import difflib
+import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.core.errors import KindMismatchError, LoadError, MissingKeyError
+from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, MissingKeyError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
@@ -208,7 +210,7 @@ class LazyTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return int(np.prod(self.shape, dtype=np.int64)) * element_bytes(self.dtype)
+        return math.prod(self.shape) * element_bytes(self.dtype)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """A slice as a torch tensor: ints, slices (any step) and `...`, as numpy has them."""
@@ -251,6 +253,9 @@ class LazyTensor:
     def _read(self, index: Any) -> tuple[memoryview, Box, tuple[Any, ...]]:
         """The bytes of the box around a slice, and what is left to do on it in memory (steps, dropped axes)."""
         box, rest = _box_of(index, self.shape, self.fqn)
+        nbytes = math.prod(box.sizes) * element_bytes(self.dtype)
+        if nbytes > sys.maxsize:  # of a shape that nobody has stored
+            raise CorruptCheckpointError(f"{self.fqn}: {nbytes} bytes are more than a machine can address")
         content = read_box(self._payloads, self._entry, box.offsets, box.sizes)
         return content, box, rest
 

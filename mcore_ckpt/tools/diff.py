@@ -29,7 +29,7 @@ from mcore_ckpt.load.stored_items import check_apart
 from mcore_ckpt.tools.dtype_cast import as_numbers
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import key_filter
-from mcore_ckpt.tools.payloads import StoredPayloads, check_elements
+from mcore_ckpt.tools.payloads import StoredPayloads, check_elements, check_tiled
 from mcore_ckpt.tools.plain_state import read_plain_state
 from mcore_ckpt.tools.tensor_stats import SLAB_BYTES, SlabReader, batches
 from mcore_ckpt.tools.tilings import slabs
@@ -161,6 +161,8 @@ def diff_checkpoints(
     read_bytes = 0
     with StoredPayloads(left) as payloads_a, StoredPayloads(right) as payloads_b:
         if values:
+            for index in (left, right):
+                check_tiled(index, comparable)
             total = sum(_nbytes(left.tensors[key]) + _nbytes(right.tensors[key]) for key in comparable)
             with Progress("diff", total, shown=progress) as bar:
                 compare = _Comparison(payloads_a, payloads_b, bar.advance)

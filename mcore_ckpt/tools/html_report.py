@@ -19,6 +19,8 @@ __all__ = ["render_report", "write_report"]
 # Markup, style and script. All of it ends up in the page, which opens from a disk without a network; the script draws
 # from the JSON in `#data`, and puts keys and file names into the page as text, never as markup.
 _PAGE = Path(__file__).with_name("report.html")
+# What an index claims to be layers beyond these is shown as if it were none: no model has so many.
+_MOST_LAYERS = 10_000
 
 
 def write_report(index: CheckpointIndex, path: str | Path) -> None:
@@ -108,7 +110,7 @@ def _layers(index: CheckpointIndex) -> tuple[list[str], list[dict[str, Any]]]:
         nbytes = tensor_bytes(entry.dtype, entry.shape)
         stacked = stacked_axes(fqn, entry.shape)
         number = layer_number(model_key(fqn))
-        if stacked.layer is not None and entry.shape[0]:
+        if stacked.layer is not None and 0 < entry.shape[0] <= _MOST_LAYERS:
             names = [f"layer {n}" for n in range(entry.shape[0])]
         else:
             names = ["no layer" if number is None else f"layer {number}"]

@@ -75,7 +75,7 @@ def group_of(fqn: str) -> str:
     return next((group for group, matches in _GROUPS if matches(fqn)), "other")
 
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 
 
 def layer_number(fqn: str) -> int | None:

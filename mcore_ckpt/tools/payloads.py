@@ -196,9 +196,11 @@ def check_tiled(index: CheckpointIndex, keys: Iterable[str]) -> None:
 
     What copies tensors as a whole relies on it: where a chunk is missing there would be nothing to copy, and nothing
     afterwards that does not fit. Chunks that are too large for their items are refused here as well, before anything
-    is planned for shapes that nobody has stored, and so are items that lie in one place.
+    is planned for shapes that nobody has stored, and so are items that lie in one place, or beyond their file's end.
     """
     check_apart(index)
+    storage = LocalStorage(index.path)
+    sizes: dict[str, int] = {}
     for key in keys:
         entry = index.tensors[key]
         problem = covers(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
@@ -210,6 +212,13 @@ def check_tiled(index: CheckpointIndex, keys: Iterable[str]) -> None:
             )
         for chunk in entry.chunks:
             nbytes, item = math.prod(chunk.sizes) * element_bytes(entry.dtype), chunk.item
+            if item.file not in sizes:
+                sizes[item.file] = storage.size(item.file)
+            if item.offset + item.length > sizes[item.file]:
+                raise CorruptCheckpointError(
+                    f"{chunk_name(entry.fqn, chunk)}: the file ends at byte {sizes[item.file]}; it was truncated, or "
+                    "belongs to another save. Nothing was written"
+                )
             if not item.transforms and nbytes > _MAX_INFLATION * item.length:
                 raise CorruptCheckpointError(
                     f"{chunk_name(entry.fqn, chunk)}: {nbytes} bytes of elements cannot lie in {item.length} bytes; "

@@ -60,6 +60,8 @@ def blocks(sources: Sequence[Box], targets: Sequence[Box]) -> Iterator[Block]:
 def slabs(box: Box, elem_bytes: int, slab_bytes: int = SLAB_BYTES) -> Iterator[Box]:
     """Cut a box into pieces of at most `slab_bytes` that span all its trailing axes, in C order."""
     rank = len(box.sizes)
+    if 0 in box.sizes:
+        return
     if not rank:
         yield box
         return

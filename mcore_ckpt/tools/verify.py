@@ -22,12 +22,12 @@ from typing import Literal, NamedTuple
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
 from mcore_ckpt.directory.commit import common_file_in_force
-from mcore_ckpt.directory.run import common_state_flaw, structure_flaws
+from mcore_ckpt.directory.run import common_state_flaw, is_megatrons, structure_flaws
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor, locate_tensor_in
-from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_config, read_index
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, read_index
 from mcore_ckpt.format.seal import BLOCK_BYTES
 from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
 from mcore_ckpt.load.fetch import OpenFiles, in_parallel, naming
@@ -129,11 +129,9 @@ def verify_checkpoint(path: str | os.PathLike[str], *, workers: int = 2, progres
         problem = Problem("index", str(error), file=METADATA_FILE)
         return VerifyReport(str(directory), (problem,), 0, 0, 0, time.monotonic() - started)
     problems = [Problem("index", text, file=METADATA_FILE) for text in index.problems]
-    try:
-        megatron = read_config(directory) is not None
-    except CorruptCheckpointError as error:
-        problems.append(Problem("index", str(error), file="metadata.json"))
-        megatron = True
+    megatron, flaw = is_megatrons(directory)
+    if flaw:
+        problems.append(Problem("index", flaw, file=CONFIG_FILE))
     problems += [Problem("structure", flaw.message, fqn=flaw.key) for flaw in structure_flaws(index, megatron=megatron)]
 
     storage = LocalStorage(directory)

@@ -300,3 +300,20 @@ class TestCommonState:
         (checkpoint / "common.pt").unlink()
         (checkpoint / "metadata.json").unlink()  # plain DCP has none
         assert verify_checkpoint(checkpoint).whole
+
+
+def test_every_changed_bit_of_metadata_json_is_seen(tmp_path: Path) -> None:
+    """Whatever Megatron-Core would stumble over, or take for another format."""
+    write_model(tmp_path / "c", tp=1, tensors={"w": torch.ones(2)})
+    torch.save({}, tmp_path / "c" / "common.pt")
+    path = tmp_path / "c" / "metadata.json"
+    sound = path.read_bytes()
+    assert verify_checkpoint(tmp_path / "c").whole
+    for bit in range(0, 8 * len(sound), 5):
+        content = bytearray(sound)
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        report = verify_checkpoint(tmp_path / "c")
+        assert [problem.file for problem in report.problems] == ["metadata.json"], bytes(content)
+    path.write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')  # as megatron-core 0.19 has it
+    assert verify_checkpoint(tmp_path / "c").whole
