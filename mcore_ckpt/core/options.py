@@ -122,6 +122,9 @@ class LoadOptions:
         allow_dtype_cast: convert a tensor that is stored in another dtype, instead of raising `DtypeMismatchError`.
         allowed_classes: classes that stored objects may contain, beyond the built-in allow-list, as
             `"module.qualified_name"`.
+        on_damaged: what a load by Megatron-Core does, after `install()`, if the checkpoint that is named is damaged:
+            `"raise"`, or `"go_back"` to the newest older one of the run that is whole, with a warning on rank 0. All
+            ranks must load together then.
     """
 
     verify_crc: bool = True
@@ -133,8 +136,10 @@ class LoadOptions:
     max_gap_bytes: int = 256 * 1024
     allow_dtype_cast: bool = False
     allowed_classes: tuple[str, ...] = field(default=())
+    on_damaged: Literal["raise", "go_back"] = "raise"
 
     def __post_init__(self) -> None:
+        _choice("on_damaged", self.on_damaged, ("raise", "go_back"))
         _choice("direct_io", self.direct_io, ("auto", "on", "off"))
         _choice("verify_slices", self.verify_slices, ("auto", "on", "off"))
         _at_least("io_threads", self.io_threads, 1)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from mcore_ckpt.core.errors import CheckpointError, SaveError
 
-__all__ = ["MegatronErrors", "as_megatron_error"]
+__all__ = ["MegatronErrors", "as_megatron_error", "is_first_rank"]
 
 
 class MegatronErrors(contextlib.AbstractContextManager[None]):
@@ -23,13 +23,14 @@ class MegatronErrors(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, CheckpointError) and not isinstance(error, _checkpointing_exception()):
-            if isinstance(error, SaveError) and _is_first_rank():
+            if isinstance(error, SaveError) and is_first_rank():
                 # Rank 0's log is where people and scripts look for these words of Megatron's.
                 error.args = (f"Worker failure: {error}",)
             raise as_megatron_error(error) from error.__cause__
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
+    """Whether this is rank 0, or the only one."""
     # Not by `coordination_group`: to make one is a collective, and an error may be one rank's alone.
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 

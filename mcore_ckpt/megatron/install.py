@@ -17,11 +17,14 @@ from typing import Any
 
 from mcore_ckpt.core.errors import UnsupportedMegatronError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, unknown_variables
+from mcore_ckpt.core.paths import is_local
 from mcore_ckpt.core.version import __version__
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.directory.commit import give_back
 from mcore_ckpt.megatron import _async_queue as megatron_queue
 from mcore_ckpt.megatron import common_state
 from mcore_ckpt.megatron._errors import MegatronErrors
+from mcore_ckpt.megatron._go_back import around_load, directory_to_read
 from mcore_ckpt.megatron._patches import (
     MODULES_CALLING_PRODUCT,
     MODULES_NAMING_CUDA,
@@ -40,6 +43,7 @@ from mcore_ckpt.megatron._versions import (
     patches,
 )
 from mcore_ckpt.megatron.registry import get_strategy, registered_strategies
+from mcore_ckpt.storage.local import LocalStorage
 
 __all__ = ["existing_modules", "install", "uninstall"]
 
@@ -127,7 +131,11 @@ def _replace_all(megatron: Differences) -> None:
         patches.replace(torch_strategies, "get_async_strategy", megatron_queue.async_strategy_source(torch_strategies))
     if megatron.common_state_is_an_object:
         patches.replace(serialization, "load_common_state_dict", _load_common_state_dict)
-    patches.replace(_required("core", "save_config"), "save_config", common_state.save_config)
+    core = _required("core", "save_config", "maybe_load_config")
+    patches.replace(core, "save_config", common_state.save_config)
+    patches.replace(core, "maybe_load_config", _config_of_what_is_read(core.maybe_load_config))
+    patches.replace(serialization, "save", _save_or_leave_nothing(serialization.save))
+    patches.replace(serialization, "load", around_load(serialization.load))
     megatron_queue.replace_methods(patches, async_utils.AsyncCallsQueue, MegatronErrors)
     if megatron.calls_numpy_product:
         serve_with_numpy_2(patches, existing_modules(MODULES_CALLING_PRODUCT))
@@ -172,12 +180,42 @@ def _as_method(function: Any) -> Any:
 
 def _load_common(checkpoint_dir: Any) -> Any:
     with MegatronErrors():
-        return common_state.load_common(checkpoint_dir)
+        return common_state.load_common(directory_to_read(checkpoint_dir))
 
 
 def _load_common_state_dict(checkpoint_dir: Any) -> Any:
-    megatron_module("validation").verify_checkpoint(str(checkpoint_dir))
-    return _load_common(checkpoint_dir)
+    with MegatronErrors():
+        directory = directory_to_read(checkpoint_dir)
+    megatron_module("validation").verify_checkpoint(str(directory))
+    return _load_common(directory)
+
+
+def _config_of_what_is_read(stock: Any) -> Any:
+    """Megatron's `maybe_load_config`, by which it tells the format of a checkpoint."""
+
+    @functools.wraps(stock)
+    def maybe_load_config(checkpoint_dir: Any) -> Any:
+        with MegatronErrors():
+            directory = directory_to_read(checkpoint_dir) if is_local(checkpoint_dir) else checkpoint_dir
+            return stock(str(directory))
+
+    return maybe_load_config
+
+
+def _save_or_leave_nothing(stock: Any) -> Any:
+    """Megatron's `save`, which leaves nothing of the common state behind if it ends before the sharded part begins."""
+
+    @functools.wraps(stock)
+    def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        with MegatronErrors():
+            storage = LocalStorage(checkpoint_dir)
+            try:
+                return stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+            except BaseException:
+                give_back(storage)
+                raise
+
+    return save
 
 
 def _remove_sharded_tensors(checkpoint_dir: Any, key_prefix: str) -> None:

@@ -36,6 +36,7 @@ from mcore_ckpt.load.fetch import ReadStats
 from mcore_ckpt.load.flattened import read_shards
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._errors import MegatronErrors
+from mcore_ckpt.megatron._go_back import directory_to_read
 from mcore_ckpt.megatron._replaced import read_through, replaced_bucket_writer, replaced_load_planner
 from mcore_ckpt.megatron._versions import (
     async_request_class,
@@ -206,7 +207,8 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         self.options = LoadOptions.from_environment() if options is None else options
         self._reader: FileSystemReader | None = None
         self._read_version: tuple[Path, tuple[int, ...]] | None = None
-        self._collective = differences().all_ranks_load
+        # To go back, all ranks have to hear of the damage that one has found.
+        self._collective = differences().all_ranks_load or self.options.on_damaged == "go_back"
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -270,7 +272,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
 
     def _open(self, checkpoint_dir: _Path) -> FileSystemReader:
         """A reader whose index is read anew only when the checkpoint is another one, or has been replaced."""
-        path = local_path(checkpoint_dir)
+        path = directory_to_read(checkpoint_dir, self.options)
         version = _metadata_version(path)
         if self._reader is None or self._read_version != (path, version):
             self._reader = FileSystemReader(path, self.options)

@@ -38,6 +38,7 @@ LOAD_VARIABLES: dict[str, tuple[str, Any]] = {
     "max_gap_bytes": ("0", 0),
     "allow_dtype_cast": ("yes", True),
     "allowed_classes": ("numpy.dtype, collections.deque", ("numpy.dtype", "collections.deque")),
+    "on_damaged": ("go_back", "go_back"),
 }
 FUNCTIONS = {"on_timings"}
 

@@ -1,0 +1,181 @@
+"""Going back to an older checkpoint of the run where the one that is named is damaged (`LoadOptions.on_damaged`).
+
+A launch names a checkpoint by its directory, several times over: to see which format it has, to read the common state,
+to load. All of it has to come from one checkpoint, and on all ranks from the same. So each of these asks here which
+directory is to be read in the place of the one that it names:
+
+- `dist_checkpointing.load` is called by all ranks. The coordinator looks at the checkpoint's structure and common state
+  and chooses; if reading shows damage on any rank all the same, everything is loaded again from the next older one.
+- What may be called by one rank alone (the common state, what tensors there are) is answered by that rank, from the
+  same structure, and remembered until the checkpoint that was named is another one.
+
+The iteration that training goes on from is part of the common state, so it follows.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.core.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LoadError,
+    UnsafePickleError,
+)
+from mcore_ckpt.core.failures import attempt, value_of
+from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.core.paths import local_path
+from mcore_ckpt.core.ranks import coordination_group
+from mcore_ckpt.directory.run import iteration_directories, iteration_of, look_at
+from mcore_ckpt.format.metadata_read import METADATA_FILE, read_config
+from mcore_ckpt.megatron._errors import MegatronErrors, is_first_rank
+from mcore_ckpt.megatron._versions import patches
+from mcore_ckpt.megatron.common_state import load_common
+
+__all__ = ["around_load", "directory_to_read"]
+
+_logger = logging.getLogger("mcore_ckpt")
+
+_Version = tuple[int, ...]
+# What is read in the place of a directory, and for which `.metadata` of that one this was found.
+_chosen: dict[str, tuple[_Version, Path]] = {}
+# Within a load whose directory has been chosen, nothing is chosen anew: what it reads must be of one checkpoint.
+_is_settled: ContextVar[bool] = ContextVar("_is_settled", default=False)
+
+
+def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's `dist_checkpointing.load`, which goes back if its options say so."""
+
+    @functools.wraps(stock)
+    def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        with MegatronErrors():
+            directory = local_path(checkpoint_dir)
+            options = _options_of(args[0] if args else kwargs.get("sharded_strategy"))
+            if options.on_damaged == "raise" or _is_settled.get():
+                return stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+            read = partial(_read_from, stock, sharded_state_dict, args, kwargs)
+            return _load_whole(read, directory, options, kwargs.get("process_group"))
+
+    return load
+
+
+def _read_from(
+    stock: Callable[..., Any], sharded_state_dict: Any, args: tuple[Any, ...], kwargs: dict[str, Any], directory: Path
+) -> Any:
+    settled = _is_settled.set(True)
+    try:
+        return stock(sharded_state_dict, str(directory), *args, **kwargs)
+    finally:
+        _is_settled.reset(settled)
+
+
+def _load_whole(read: Callable[[Path], Any], named: Path, options: LoadOptions, process_group: Any) -> Any:
+    """Read the checkpoint that is named, or the newest older one that can be read by all ranks of the group."""
+    group = coordination_group(process_group)
+    choose = partial(directory_to_read, named, options)
+    directory = group.run_on_coordinator("choose a checkpoint to load", choose, wrap=LoadError)
+    while True:
+        _chosen[str(named.absolute())] = (_version(named), directory)
+        outcome = attempt(partial(read, directory))
+        damage = next((told for told in group.all_gather(_damage(outcome)) if told is not None), None)
+        if damage is None:
+            return value_of(outcome)
+        go_back = partial(_newest_older, directory, damage, options)
+        directory = group.run_on_coordinator("go back to an older checkpoint", go_back, wrap=LoadError)
+
+
+def directory_to_read(checkpoint_dir: Any, options: LoadOptions | None = None) -> Path:
+    """The directory that one rank reads, alone, in the place of the one that is named; the same one, if that is whole.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, and the run has no older checkpoint that is whole.
+        OptionError: the path names an object store.
+    """
+    named = local_path(checkpoint_dir)
+    options = LoadOptions.from_environment() if options is None else options
+    if options.on_damaged == "raise" or _is_settled.get() or not patches.replaced():
+        return named
+    version, directory = _chosen.get(str(named.absolute()), (None, named))
+    if version != _version(named):
+        problem = _problem(named, options)
+        directory = named if problem is None else _newest_older(named, problem, options)
+        _chosen[str(named.absolute())] = (_version(named), directory)
+    return directory
+
+
+def _options_of(strategy: Any) -> LoadOptions:
+    """Those of a strategy of ours, also behind a fully parallel wrapper; of the environment for any other."""
+    while hasattr(strategy, "base_strategy"):
+        strategy = strategy.base_strategy
+    options = getattr(strategy, "options", None)
+    return options if isinstance(options, LoadOptions) else LoadOptions.from_environment()
+
+
+def _version(directory: Path) -> _Version:
+    try:
+        status = (directory / METADATA_FILE).stat()
+    except OSError:
+        return ()
+    return (status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _damage(outcome: Any) -> str | None:
+    """What an outcome says of the checkpoint; None if it was read, or failed for a reason that is not the checkpoint's.
+
+    A class outside the allow-list is no damage: an older checkpoint would have it, too.
+    """
+    if isinstance(outcome, UnsafePickleError) or not isinstance(
+        outcome, CorruptCheckpointError | CheckpointNotFoundError
+    ):
+        return None
+    return str(outcome)
+
+
+def _problem(directory: Path, options: LoadOptions) -> str | None:
+    """Why a checkpoint cannot be loaded, as far as its structure and its common state tell."""
+    try:
+        checkpoint, _ = look_at(directory)
+        if checkpoint.problems:
+            return checkpoint.problems[0]
+        if read_config(directory) is None:
+            return f"{directory}: there is no metadata.json"
+        load_common(directory, options)
+    except (LoadError, OSError) as error:
+        return None if isinstance(error, UnsafePickleError) else str(error)
+    return None
+
+
+def _newest_older(damaged: Path, problem: str, options: LoadOptions) -> Path:
+    """The newest checkpoint of the same run that is older than `damaged`, and whole as far as its structure tells.
+
+    Raises:
+        CorruptCheckpointError: there is none.
+    """
+    run = damaged.absolute().parent
+    iteration = iteration_of(damaged.name)
+    problem = " ".join(problem.split())
+    if iteration is not None:
+        for candidate in reversed(iteration_directories(run)):
+            found = iteration_of(candidate.name)
+            if found is None or found >= iteration or _problem(candidate, options) is not None:
+                continue
+            if is_first_rank():
+                _logger.warning(
+                    "THE CHECKPOINT IS DAMAGED: %s (%s). Going back to %s, iteration %d, as on_damaged='go_back' asks: "
+                    "tensors, common state and iteration are those of that checkpoint",
+                    damaged,
+                    problem,
+                    candidate,
+                    found,
+                )
+            return candidate
+    raise CorruptCheckpointError(
+        f"{damaged}: the checkpoint is damaged ({problem}), and {run} holds no older one that is whole "
+        '(on_damaged="go_back"); `mcore-ckpt list` shows what is there, `mcore-ckpt verify` what is wrong with it'
+    )

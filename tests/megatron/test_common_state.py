@@ -1,0 +1,118 @@
+"""The common state is written for a save that owns the directory, and for no other: nothing of it is left otherwise."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+
+import mcore_ckpt
+from mcore_ckpt import AsyncCallsQueue, SaveError, SaveOptions, TorchDistSaveStrategy
+from mcore_ckpt.save import transaction
+from tests.support.forked import in_child
+
+QUIET = SaveOptions(progress=False)
+
+
+def state(value: int, size: int = 1000) -> dict[str, Any]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((size,), float(value))), "iteration": value}
+
+
+@contextmanager
+def launch() -> Iterator[Path]:
+    """A world of one under `install()`, and a new directory."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mcore_ckpt.install()
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory)
+
+
+def assert_holds(directory: Path, value: int) -> None:
+    loaded = dist_checkpointing.load(state(-1), str(directory))
+    assert loaded["iteration"] == value
+    assert (loaded["w"] == value).all()
+
+
+def common_files(directory: Path) -> list[str]:
+    return [name for name in os.listdir(directory) if name.startswith("common.pt")]
+
+
+def a_second_save_into_one_directory(directory: Path, existing: bool) -> None:
+    if existing:
+        dist_checkpointing.save(state(7), str(directory))
+    queue = AsyncCallsQueue(options=QUIET)
+    first = dist_checkpointing.save(state(1), str(directory), async_sharded_save=True)
+    queue.schedule_async_request(first)
+    before = {name: (directory / name).read_bytes() for name in common_files(directory)}
+    with pytest.raises(SaveError, match="not finalized"):
+        dist_checkpointing.save(state(2), str(directory), async_sharded_save=True)
+    assert {name: (directory / name).read_bytes() for name in common_files(directory)} == before
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    assert_holds(directory, 1)
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_save_that_is_refused_has_not_touched_the_common_state_of_the_one_in_progress(existing: bool) -> None:
+    def run() -> None:
+        with launch() as directory:
+            a_second_save_into_one_directory(directory, existing)
+
+    in_child(run)
+
+
+class _Broken(TorchDistSaveStrategy):
+    def save(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("before the sharded part")
+
+
+def broken_before_the_sharded_part(directory: Path) -> None:
+    with pytest.raises(RuntimeError, match="before the sharded part"):
+        dist_checkpointing.save(state(2), str(directory), _Broken(options=QUIET))
+
+
+def without_data(directory: Path) -> None:
+    broken = state(2)
+    broken["w"].data = None
+    with pytest.raises(mcore_ckpt.CheckpointError):
+        dist_checkpointing.save(broken, str(directory), TorchDistSaveStrategy(options=QUIET))
+
+
+def skipped(directory: Path) -> None:
+    options = SaveOptions(progress=False, when_busy="skip")
+    transaction.is_busy = lambda *_: True
+    request = dist_checkpointing.save(
+        state(2), str(directory), TorchDistSaveStrategy(options=options), async_sharded_save=True
+    )
+    assert request.async_fn.skipped
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("attempt", [broken_before_the_sharded_part, without_data, skipped])
+def test_a_save_that_does_not_come_about_leaves_no_common_state(
+    attempt: Callable[[Path], None], existing: bool
+) -> None:
+    def run() -> None:
+        with launch() as directory:
+            if existing:
+                dist_checkpointing.save(state(1), str(directory))
+            before = sorted(os.listdir(directory))
+            attempt(directory)
+            names = sorted(os.listdir(directory))
+            assert common_files(directory) == [name for name in before if name.startswith("common.pt")]
+            assert [name for name in names if not name.startswith(".mcore_ckpt_incomplete")] == before
+            dist_checkpointing.save(state(3), str(directory))  # the directory is free
+            assert_holds(directory, 3)
+
+    in_child(run)

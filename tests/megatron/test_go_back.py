@@ -1,0 +1,184 @@
+"""`on_damaged="go_back"`: a launch whose newest checkpoint is damaged goes on from an older one, whole, on all ranks.
+
+What a launch does is done here as its training code does it: the tracker file names an iteration, its directory is
+asked for its format, the common state is read, and then everything is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_ckpt import CorruptCheckpointError
+from tests.megatron.trap_ranks import check, installed, made, state
+from tests.support.gloo_ranks import run_ranks
+
+pytest.importorskip("megatron.core")
+
+DEADLINE_S = 150
+GO_BACK = {"MCORE_CKPT_ON_DAMAGED": "go_back"}
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def directory_of(run: Path, iteration: int) -> Path:
+    return run / f"iter_{iteration:07d}"
+
+
+def train(rank: int, run: Path, iterations: int) -> None:
+    """A run of so many checkpoints, the tracker at the last."""
+    dist_checkpointing = installed()
+    for iteration in range(1, iterations + 1):
+        dist_checkpointing.save(state(iteration), made(directory_of(run, iteration)))
+    if rank == 0:
+        (run / TRACKER).write_text(str(iterations))
+    dist.barrier()
+
+
+def resume(run: Path, fully_parallel: bool = False) -> tuple[int, int, list[str]]:
+    """Load as a launch does: iteration of the common state that it reads first, and of all that it loads; warnings."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mcore_ckpt").addHandler(handler)
+    try:
+        name = str(directory_of(run, int((run / TRACKER).read_text())))
+        assert dist_checkpointing.check_is_distributed_checkpoint(name)
+        first = dist_checkpointing.load_common_state_dict(name)["common"]["iteration"]
+        find = getattr(serialization, "get_default_load_sharded_strategy", None)
+        strategy = strategies.TorchDistLoadShardedStrategy() if find is None else find(name)
+        if fully_parallel:
+            strategy = FullyParallelLoadStrategyWrapper(strategy)
+        loaded = dist_checkpointing.load(state(0), name, strategy)
+    finally:
+        logging.getLogger("mcore_ckpt").removeHandler(handler)
+    iteration: int = loaded["common"]["iteration"]
+    check(loaded, iteration)
+    return first, iteration, [text for text in warnings if "DAMAGED" in text]
+
+
+def a_data_file(checkpoint: Path) -> Path:
+    return sorted(checkpoint.glob("*.distcp"))[0]
+
+
+def flip_payload(checkpoint: Path) -> None:
+    """What no structure shows: a byte of a tensor that every rank reads."""
+    iteration = int(checkpoint.name.removeprefix("iter_"))
+    payload = (torch.arange(100.0) * iteration).numpy().tobytes()
+    for file in checkpoint.glob("*.distcp"):
+        content = bytearray(file.read_bytes())
+        at = content.find(payload)
+        if at >= 0:
+            content[at + 101] ^= 1
+            file.write_bytes(content)
+            return
+    raise AssertionError("no file holds the tensor")
+
+
+def truncate(checkpoint: Path) -> None:
+    file = a_data_file(checkpoint)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def spoil_common_state(checkpoint: Path) -> None:
+    if (checkpoint / "common.pt").exists():
+        (checkpoint / "common.pt").write_bytes(b"PK nothing")
+    else:
+        truncate(checkpoint)  # 0.19 and later keep it in the data files
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "payload": flip_payload,
+    "truncated": truncate,
+    "no data file": lambda checkpoint: a_data_file(checkpoint).unlink(),
+    "index": lambda checkpoint: (checkpoint / ".metadata").write_bytes(b"nothing"),
+    "no index": lambda checkpoint: (checkpoint / ".metadata").unlink(),
+    "no config": lambda checkpoint: (checkpoint / "metadata.json").unlink(),
+    "config": lambda checkpoint: (checkpoint / "metadata.json").write_text("{"),
+    "common state": spoil_common_state,
+}
+
+
+def damage_and_resume(rank: int, run: Path) -> dict[str, Any]:
+    """In one world: each kind of damage to the newest of three checkpoints, and what is loaded then."""
+    warnings.simplefilter("ignore")
+    found: dict[str, Any] = {}
+    for name, damage in DAMAGES.items():
+        for fully_parallel in (False, True) if name in ("payload", "truncated") else (False,):
+            of_damage = run / f"{name} {fully_parallel}"
+            train(rank, of_damage, 3)
+            if rank == 0:
+                damage(directory_of(of_damage, 3))
+            dist.barrier()
+            found[f"{name} {fully_parallel}"] = resume(of_damage, fully_parallel)
+    return found
+
+
+def test_all_that_is_loaded_is_of_the_newest_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    outcomes = run_ranks(damage_and_resume, 2, tmp_path, deadline_s=DEADLINE_S, environment=GO_BACK)
+    assert outcomes[0].keys() == outcomes[1].keys()
+    for name in outcomes[0]:
+        for rank, of_rank in enumerate(outcomes):
+            first, iteration, told = of_rank[name]
+            assert iteration == 2, name
+            # Before everything was read, nobody could know of a flipped bit in a payload.
+            assert first == (3 if name.startswith("payload") else 2), name
+            assert len(told) == (1 if rank == 0 else 0), (name, told)
+            if rank == 0:
+                assert "iter_0000003" in told[0]
+                assert "iter_0000002" in told[0]
+
+
+def several(rank: int, run: Path) -> list[Any]:
+    """Two in a row are damaged; training goes on from the first and saves the third again; then all are damaged."""
+    train(rank, run, 3)
+    if rank == 0:
+        flip_payload(directory_of(run, 3))
+        flip_payload(directory_of(run, 2))
+    dist.barrier()
+    found: list[Any] = [resume(run)[:2], resume(run)[:2]]
+    installed().save(state(3), str(directory_of(run, 3)))
+    dist.barrier()
+    found.append(resume(run)[:2])
+    if rank == 0:
+        for iteration in (1, 2, 3):
+            (directory_of(run, iteration) / ".metadata").write_bytes(b"nothing")
+    dist.barrier()
+    for use in (lambda: resume(run), lambda: installed().load(state(0), str(directory_of(run, 3)))):
+        with pytest.raises(CorruptCheckpointError, match=r"no older one that is whole"):
+            use()
+    return found
+
+
+def test_as_far_back_as_need_be_and_forward_again(tmp_path: Path) -> None:
+    outcomes = run_ranks(several, 2, tmp_path, deadline_s=DEADLINE_S, environment=GO_BACK)
+    for first_time, again, saved_again in outcomes:
+        assert first_time == (3, 1)
+        assert again == (1, 1)  # what was found is remembered
+        assert saved_again == (3, 3)
+
+
+def by_default(rank: int, run: Path) -> str:
+    train(rank, run, 2)
+    if rank == 0:
+        truncate(directory_of(run, 2))
+    dist.barrier()
+    with pytest.raises(CorruptCheckpointError) as raised:
+        resume(run)
+    return str(raised.value)
+
+
+def test_by_default_a_damaged_checkpoint_ends_the_load(tmp_path: Path) -> None:
+    for message in run_ranks(by_default, 2, tmp_path, deadline_s=DEADLINE_S):
+        assert "iter_0000002" in message
