@@ -89,6 +89,26 @@ def test_an_empty_shard_does_not_hide_the_one_at_the_same_offset(empty_first: bo
     assert torch.equal(by_dcp["w"], torch.ones(1000))
 
 
+# --- settings that change between saves -------------------------------------------------------------------------------
+
+
+def test_a_changed_number_of_files_holds_from_the_next_save_on(tmp_path: Path) -> None:
+    saver = strategy()
+    state = {key: single_shard(key, torch.ones(1000)) for key in "abcdef"}
+    counts = []
+    for number, thread_count in enumerate((2, 2, 3, 1)):
+        saver.thread_count = thread_count
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        saver.save(state, directory)
+        counts.append(len(list(directory.glob("*.distcp"))))
+        wanted = {key: single_shard(key, torch.zeros(1000)) for key in "abcdef"}
+        assert all(
+            torch.equal(value, torch.ones(1000)) for value in TorchDistLoadStrategy().load(wanted, directory).values()
+        )
+    assert counts == [2, 2, 3, 1]
+
+
 # --- interruptions ----------------------------------------------------------------------------------------------------
 
 

@@ -126,7 +126,7 @@ def _request(writer: FileSystemWriterAsync, state: dict[str, Any], planner: dcp.
 def test_the_queue_writes_the_tensors_of_the_call_and_leaves_them_alone(
     persistent: bool, shared: bool, tmp_path: Path
 ) -> None:
-    state = {"a": torch.ones(70_000), "b": torch.ones(300, 400).t(), "c": torch.ones(0), "o": [1, 2]}
+    state = {"a": torch.ones(4_000_000), "b": torch.ones(300, 400).t(), "c": torch.ones(0), "o": [1, 2]}
     for value in state.values():
         if shared and isinstance(value, torch.Tensor) and value.numel():
             value.share_memory_()
@@ -142,7 +142,7 @@ def test_the_queue_writes_the_tensors_of_the_call_and_leaves_them_alone(
         assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
     finally:
         queue.close(abort=True)
-    loaded = {"a": torch.zeros(70_000), "b": torch.zeros(400, 300), "c": torch.zeros(0), "o": None}
+    loaded = {"a": torch.zeros(4_000_000), "b": torch.zeros(400, 300), "c": torch.zeros(0), "o": None}
     dcp.load(loaded, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
     assert loaded["o"] == [1, 2]
     for key in ("a", "b"):
@@ -263,14 +263,14 @@ _FORKED_SAVE = """
     from mcore_ckpt.storage.local import LocalStorage
     from tests.writing.test_memory_paths import _source
     assert torch.get_num_threads() == 2
-    tensor = torch.arange(3_000_000, dtype=torch.float32).view(1500, 2000).t()
-    (tensor + 1).contiguous()  # now there is a second thread, in this process
-    options = SaveOptions(writer="fork", stage="cow", progress=False, write_deadline_s=20)
+    tensor = torch.arange(3_000_000, dtype=torch.float32).view(100, 200, 150).permute(2, 0, 1)[:, :, ::2]
+    tensor.contiguous()  # now there is a second thread, in this process
+    options = SaveOptions(writer="fork", stage="cow", progress=False, write_deadline_s=15)
     save = start_writing(LocalStorage(Path(sys.argv[1])), [_source(tensor)], options, "a save")
     save.results()
     offset = _source(tensor).layout.image.payload_offsets[0]
     content = bytearray(Path(sys.argv[1], "file").read_bytes())
-    written = torch.frombuffer(content, dtype=torch.float32, offset=offset, count=tensor.numel()).view(2000, 1500)
+    written = torch.frombuffer(content, dtype=torch.float32, offset=offset, count=tensor.numel()).view(tensor.shape)
     assert torch.equal(written, tensor)
 """
 

@@ -260,7 +260,7 @@ class _HangsAtFirst(LocalStorage):
 
 
 def test_a_save_elsewhere_does_not_wait_for_windows_that_a_hung_write_holds(tmp_path: Path) -> None:
-    options = SaveOptions(write_deadline_s=0.5, window_bytes=65536, direct_io="off")
+    options = SaveOptions(write_deadline_s=0.5, window_bytes=65536, direct_io="off", io_threads=3)
     tensor = torch.ones(_MIB)  # many windows
     let_go = threading.Event()
     try:
