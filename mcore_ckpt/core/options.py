@@ -44,7 +44,7 @@ class SaveOptions:
         writer: who writes an async save: `"persistent"`, one long-lived process that maps the stage, or `"fork"`, one
             forked child for each save. A synchronous save is always written in line.
         stage: where the snapshot of an async save lives: `"copy"`, a reused shared-memory stage, or `"cow"`, the
-            forked child's copy-on-write image (CPU tensors and `writer="fork"` only; tensors in shared memory are copied
+            forked child's copy-on-write image (CPU tensors and `writer="fork"` only; those in shared memory are copied
             all the same).
         thread_count: files each rank writes, at most (Megatron's and DCP's name for it).
         io_threads: writes in flight at once, for each rank.
