@@ -1,0 +1,374 @@
+"""Every way of writing a checkpoint, on a file system that loses what was not synced, fails, lags, and refuses.
+
+After each operation of a save (or reshard, import, repair, removal) the processes might be killed, or the power might
+go; what would be there then is looked at, from the file system's own record, without a second save. See `fuse_memory`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+
+pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
+
+from mcore_ckpt.convert.import_ import import_checkpoint
+from mcore_ckpt.convert.reshard import reshard_checkpoint
+from mcore_ckpt.core.errors import CheckpointError
+from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.directory.remove import remove_tensors
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, METADATA_FILE
+from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.megatron import common_state
+from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
+from mcore_ckpt.save.async_queue import AsyncCallsQueue
+from mcore_ckpt.tools.repair import repair_checkpoint
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.fuse_memory import FuseMount, Misbehaviour, Variant, fuse_works, mounted, write_tree
+from tests.support.gloo_ranks import run_ranks
+
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(300)]
+
+ELEMENTS = 60_000
+_REFUSED = None
+
+
+@pytest.fixture(scope="module")
+def why_not(tmp_path_factory: pytest.TempPathFactory) -> str | None:
+    return fuse_works(tmp_path_factory.mktemp("probe"))
+
+
+@pytest.fixture
+def mount(tmp_path: Path, why_not: str | None) -> Iterator[FuseMount]:
+    if why_not is not None:
+        pytest.skip(why_not)
+    with mounted(tmp_path / "mount") as found:
+        yield found
+
+
+# --- ways of writing --------------------------------------------------------------------------------------------------
+
+
+def options(**given: Any) -> SaveOptions:
+    return SaveOptions(progress=False, window_bytes=64 * 1024, **given)
+
+
+def state(value: float, rank: int = 0, world: int = 1) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    part = torch.full((ELEMENTS // world,), value)
+    more = torch.full((10,), value)
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", part, (0, rank, world)),
+        "more": ShardedTensor.from_rank_offsets("more", more, replica_id=rank),
+    }
+
+
+def save_sync(value: float, path: Path) -> None:
+    common_state.save_common({"value": value}, path)
+    TorchDistSaveStrategy(options=options()).save(state(value), path)
+
+
+def _save_async(value: float, path: Path, **given: Any) -> None:
+    common_state.save_common({"value": value}, path)
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(TorchDistSaveStrategy(options=options(**given)).async_save(state(value), path))
+    try:
+        queue.maybe_finalize_async_calls(blocking=True)
+    finally:
+        queue.close(abort=True)
+
+
+def save_persistent(value: float, path: Path) -> None:
+    _save_async(value, path)
+
+
+def save_fork(value: float, path: Path) -> None:
+    _save_async(value, path, writer="fork")
+
+
+def save_dcp(value: float, path: Path) -> None:
+    tensors = {"w": torch.full((ELEMENTS,), value), "more": torch.full((10,), value)}
+    dcp.save(tensors, storage_writer=FileSystemWriterAsync(path, options=options()), no_dist=True)
+
+
+def _save_on_rank(rank: int, world: int, value: float, path: str, writer: str) -> None:
+    common_state.save_common({"value": value}, path)
+    strategy = TorchDistSaveStrategy(options=options(writer="persistent" if writer == "sync" else writer))
+    if writer == "sync":
+        strategy.save(state(value, rank, world), path)
+        return
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(strategy.async_save(state(value, rank, world), path))
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+
+
+def save_on_ranks(world: int, writer: str) -> Callable[[float, Path], None]:
+    def save(value: float, path: Path) -> None:
+        run_ranks(_save_on_rank, world, world, value, str(path), writer)
+
+    return save
+
+
+def look(path: Path) -> float | None:
+    """The value that all of a checkpoint has, by our reader and by DCP's own; `_REFUSED` if there is none.
+
+    Raises:
+        AssertionError: it is a mix, or the readers do not agree.
+    """
+    found: list[float | None] = []
+    for reader in (FileSystemReader, dcp.FileSystemReader):
+        tensors = {"w": torch.zeros(ELEMENTS), "more": torch.zeros(10)}
+        try:
+            dcp.load(tensors, storage_reader=reader(path), no_dist=True)
+        except (Exception, dcp.CheckpointException):  # noqa: BLE001  (stock raises what it comes across)
+            found.append(_REFUSED)
+            continue
+        values = set(torch.cat(list(tensors.values())).tolist())
+        assert len(values) == 1, f"{path}: a mix of {values}, by {reader}"
+        found.append(values.pop())
+    assert found[0] == found[1], f"{path}: ours reads {found[0]}, DCP {found[1]}"
+    if found[0] is not _REFUSED and list(path.glob("common.pt*")):
+        assert common_state.load_common(path) in ({"value": found[0]}, {})  # (an import makes an empty one)
+    return found[0]
+
+
+@dataclass
+class Case:
+    """One way of writing.
+
+    Attributes:
+        before: prepares; takes the mounted directory.
+        work: what is looked at, moment by moment.
+        target: where the checkpoint is, below the mounted directory.
+        old: the value before; None: no checkpoint.
+        new: the value after.
+    """
+
+    before: Callable[[Path], object]
+    work: Callable[[Path], object]
+    target: str
+    old: float | None
+    new: float
+
+
+def _save_case(save: Callable[[float, Path], None], exists: bool) -> Case:
+    def before(path: Path) -> None:
+        (path / "c").mkdir()
+        if exists:
+            save(1.0, path / "c")
+
+    return Case(before, lambda path: save(2.0, path / "c"), "c", 1.0 if exists else _REFUSED, 2.0)
+
+
+def _source(path: Path) -> None:
+    (path / "source").mkdir()
+    save_sync(2.0, path / "source")
+
+
+def _damaged(path: Path) -> None:
+    _source(path)
+    (path / "c").mkdir()
+    for file in (path / "source").iterdir():
+        (path / "c" / file.name).write_bytes(file.read_bytes())
+    data = max((path / "c").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    with data.open("r+b") as stream:
+        stream.seek(data.stat().st_size // 2)
+        stream.write(b"\xff" * 8)
+    for file in (path / "c").iterdir():
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+    for directory in (path / "c", path):
+        fd = os.open(directory, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+def _reshard(path: Path) -> None:
+    reshard_checkpoint(path / "source", path / "c", tp=2, pp=1)
+
+
+def _repair(path: Path) -> None:
+    report = verify_checkpoint(path / "c")
+    assert not report.whole
+    assert repair_checkpoint(report, path / "source").whole
+
+
+def _with_more(path: Path) -> None:
+    """A checkpoint with a tensor that is going to be removed."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    (path / "c").mkdir()
+    common_state.save_common({"value": 2.0}, path / "c")
+    extra = {"extra": ShardedTensor.from_rank_offsets("extra", torch.zeros(50_000))}
+    TorchDistSaveStrategy(options=options()).save({**state(2.0), **extra}, path / "c")
+
+
+QUICK = {
+    "in line, new": _save_case(save_sync, False),
+    "in line, replacing": _save_case(save_sync, True),
+    "persistent, replacing": _save_case(save_persistent, True),
+    "DCP, replacing": _save_case(save_dcp, True),
+    "reshard": Case(_source, _reshard, "c", _REFUSED, 2.0),
+    "import": Case(_source, lambda path: import_checkpoint(path / "source", path / "c"), "c", _REFUSED, 2.0),
+    "repair": Case(_damaged, _repair, "c", _REFUSED, 2.0),
+    "removal": Case(_with_more, lambda path: remove_tensors(path / "c", "extra"), "c", 2.0, 2.0),
+}
+MORE = {
+    "persistent, new": _save_case(save_persistent, False),
+    "fork, new": _save_case(save_fork, False),
+    "fork, replacing": _save_case(save_fork, True),
+    "DCP, new": _save_case(save_dcp, False),
+    **{
+        f"{writer}, {ranks} ranks, {'replacing' if exists else 'new'}": _save_case(save_on_ranks(ranks, writer), exists)
+        for ranks in (2, 4)
+        for writer in ("sync", "persistent", "fork")
+        for exists in (False, True)
+    },
+}
+
+
+def check_each_moment(case: Case, mount: FuseMount, scratch: Path) -> int:
+    """Look at what would be left after a kill and after a loss of power at each moment; returns how many."""
+    case.before(mount.path)
+    fd = os.open(mount.path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+    mount.record()
+    case.work(mount.path)
+    changes = mount.changes()
+    moments = mount.snapshots()
+    assert len(moments) == len(changes) + 1
+    seen: dict[int, float | None] = {}
+    appeared: set[Variant] = set()
+    for number, trees in enumerate(moments):
+        what = f"after {number} of {len(changes)} changes ({changes[number - 1] if number else 'none'})"
+        for variant, tree in trees.items():
+            there = {name: content for name, content in tree.items() if name.startswith(f"{case.target}/")}
+            key = hash(frozenset((name, content) for name, content in there.items() if INCOMPLETE_MARKER not in name))
+            if key not in seen:
+                place = scratch / f"{number}-{variant}"
+                write_tree(there, place)
+                seen[key] = look(place / case.target)
+            found = seen[key]
+            assert found in (case.old, case.new), f"{what}, {variant}: {found}"
+            if variant in appeared and case.old != case.new:
+                assert found == case.new, f"{what}, {variant}: the new checkpoint is gone again"
+            elif found == case.new:
+                appeared.add(variant)
+    assert appeared == {"crash", "synced", "names"}, f"when all was done, only {appeared} hold it"
+    return len(seen)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_neither_kill_nor_loss_of_power_harms(name: str, mount: FuseMount, tmp_path: Path) -> None:
+    assert check_each_moment(QUICK[name], mount, tmp_path / "moments") >= 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MORE)
+def test_neither_kill_nor_loss_of_power_harms_on_many_ranks(name: str, mount: FuseMount, tmp_path: Path) -> None:
+    assert check_each_moment(MORE[name], mount, tmp_path / "moments") >= 2
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def check_errors(save: Callable[[float, Path], None], mount: FuseMount, code: int, step: int, sticky: bool) -> None:
+    """Answer a save's changes with an error, one after the other; after each, the old or the new is there, whole."""
+    probe = mount.path / "probe"
+    probe.mkdir()
+    save(1.0, probe)
+    mount.behave(Misbehaviour())
+    save(2.0, probe)
+    total = len(mount.changes())
+    assert total > 15
+    refused = 0
+    for number in range(0, total, step):
+        path = mount.path / str(number)
+        path.mkdir()
+        save(1.0, path)
+        mount.behave(Misbehaviour(error_at=number, code=code, sticky=sticky))
+        said = 2.0
+        try:
+            save(2.0, path)
+        except (CheckpointError, dcp.CheckpointException, OSError):
+            said = 1.0
+            refused += 1
+        mount.behave(Misbehaviour())
+        assert look(path) == said, f"{errno.errorcode[code]} at change {number} of {total}"
+        save(3.0, path)
+        assert look(path) == 3.0
+        left = {name.name for name in path.iterdir() if name.name.startswith(INCOMPLETE_MARKER)}
+        assert not left, f"{errno.errorcode[code]} at change {number} of {total}: {left} is left after the next save"
+    assert refused > total / step / 4
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+def test_an_error_of_the_file_system_harms_nothing(code: int, mount: FuseMount) -> None:
+    check_errors(save_sync, mount, code, 3, sticky=code == errno.ENOSPC)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("save", [save_sync, save_persistent, save_fork, save_dcp])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE], ids=errno.errorcode.get)
+def test_no_error_at_any_moment_harms(save: Callable[[float, Path], None], code: int, mount: FuseMount) -> None:
+    check_errors(save, mount, code, 1, sticky=code in (errno.ENOSPC, errno.EDQUOT))
+
+
+# --- oddities ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "oddity", [{"short_writes": True}, {"no_direct": True}, {"no_links": True}], ids=lambda given: next(iter(given))
+)
+@pytest.mark.parametrize("save", [save_sync, save_persistent, save_dcp])
+def test_what_the_file_system_cannot_do_is_done_without(
+    save: Callable[[float, Path], None], oddity: dict[str, bool], mount: FuseMount
+) -> None:
+    mount.behave(Misbehaviour(**oddity))  # type: ignore[arg-type]
+    path = mount.path / "c"
+    path.mkdir()
+    for value in (1.0, 2.0):
+        save(value, path)
+        assert look(path) == value
+    assert not [name for name in path.iterdir() if name.name.startswith(INCOMPLETE_MARKER)]
+    assert verify_checkpoint(path).whole
+
+
+def test_a_listing_that_lags_behind_harms_nothing(mount: FuseMount) -> None:
+    """A checkpoint was published, a save into it was killed, and the listing shows neither."""
+    path = mount.path / "c"
+    path.mkdir()
+    save_sync(1.0, path)
+    (path / INCOMPLETE_MARKER).write_text('{"first_file": 0, "replaces": []}')
+    mount.behave(Misbehaviour(lag_s=3600))
+    assert METADATA_FILE not in {file.name for file in path.iterdir()}
+    child = os.fork()
+    if child == 0:
+        try:
+            TorchDistSaveStrategy(options=options()).async_save(state(2.0), path)  # and no commit
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert look(path) == 1.0
+    for value in (3.0, 4.0):
+        save_sync(value, path)
+        assert look(path) == value
+    mount.behave(Misbehaviour(lag_s=0.3))
+    until_s = time.monotonic() + 2.0
+    value = 5.0
+    while time.monotonic() < until_s:
+        save_dcp(value, path)
+        assert look(path) == value
+        value += 1
