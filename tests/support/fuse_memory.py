@@ -58,7 +58,7 @@ class Misbehaviour:
         error_at: number of the change, from 0, that is answered with an error; None: all go well.
         code: that error.
         sticky: all later changes, too, except that files can be deleted and closed.
-        short_writes: each write takes a part only, but for small ones.
+        short_writes: each write of more than a page takes a part only.
         no_direct: writes with O_DIRECT are refused, as if their alignment were wrong.
         no_links: there are no hard links.
         lag_s: listings show what was there so many seconds ago.
@@ -340,8 +340,8 @@ class _Server:
         if flags & _O_DIRECT and self.behaviour.no_direct:
             raise OSError(errno.EINVAL, "")
         data = body[40 : 40 + size]
-        if self.behaviour.short_writes and size > 512:
-            data = data[: size // 2]
+        if self.behaviour.short_writes:
+            data = data[: max(4096, size // 2 // 4096 * 4096)]  # (with O_DIRECT, it is whole blocks)
         node = self._nodes[number]
         node.data.extend(bytes(max(0, offset - len(node.data))))
         node.data[offset : offset + len(data)] = data
