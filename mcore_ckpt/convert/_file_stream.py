@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Final
 
 from mcore_ckpt.core.errors import SaveError
-from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.seal import RunningSum
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, align_up
 
@@ -326,11 +326,16 @@ def _page_cuts(start: int, stop: int) -> list[tuple[int, int]]:
 class StreamSink:
     """A tensor's payload on its way into a stream; sums it."""
 
-    __slots__ = ("crc32", "stream")
+    __slots__ = ("stream", "sums")
 
     def __init__(self, stream: FileStream) -> None:
         self.stream = stream
-        self.crc32 = 0
+        self.sums = RunningSum()
+
+    @property
+    def crc32(self) -> int:
+        """CRC-32 of what has gone through."""
+        return self.sums.crc32
 
     def space(self, nbytes: int) -> memoryview:
         """As `FileStream.space`."""
@@ -338,5 +343,5 @@ class StreamSink:
 
     def filled(self, view: memoryview) -> None:
         """As `FileStream.filled`."""
-        self.crc32 = crc32(view, self.crc32)
+        self.sums.feed(view)
         self.stream.filled(view)

@@ -36,7 +36,7 @@ from mcore_ckpt.tools.verify import ItemCheck, check_item
 __all__ = ["JOURNAL_FILE", "Journal", "check_chunks", "chunk_sources", "copy_all", "expected_crcs"]
 
 JOURNAL_FILE = ".reshard_journal"
-_VERSION = 1
+_VERSION = 2
 _SYNC_BYTES: Final = 1024**3
 _MIN_BUFFER_BYTES: Final = 256 * 1024
 _MAX_BUFFER_BYTES: Final = 8 * 1024 * 1024
@@ -63,6 +63,7 @@ class Journal:
     Attributes:
         done: for each worker, how many of its tensors are finished.
         crcs: CRC-32s of source chunks, in the target's dtype, that are stored nowhere else: fqn -> by position.
+        sums: of the target's chunks: key at the target -> by position, CRC-32 and running sums.
 
     Raises:
         OptionError: the directory belongs to another reshard.
@@ -72,6 +73,7 @@ class Journal:
     def __init__(self, directory: Path, fingerprint: str) -> None:
         self.done: dict[int, int] = {}
         self.crcs: dict[str, list[int]] = {}
+        self.sums: dict[str, list[tuple[int, list[int]]]] = {}
         self._lock = threading.Lock()
         path = directory / JOURNAL_FILE
         try:
@@ -105,16 +107,20 @@ class Journal:
         for line in lines[1:]:
             self.done[line["worker"]] = line["done"]
             self.crcs.update(line["crcs"])
+            self.sums.update(line["sums"])
 
-    def record(self, worker: int, done: int, crcs: dict[str, list[int]]) -> None:
+    def record(
+        self, worker: int, done: int, crcs: dict[str, list[int]], sums: dict[str, list[tuple[int, list[int]]]]
+    ) -> None:
         """The first `done` tensors of a worker are durable."""
         self.done[worker] = done
         self.crcs.update(crcs)
-        self._append({"worker": worker, "done": done, "crcs": crcs})
+        self.sums.update(sums)
+        self._append({"worker": worker, "done": done, "crcs": crcs, "sums": sums})
 
     def forget(self) -> None:
         """Nothing is done: the next run writes everything again."""
-        self.done, self.crcs = {}, {}
+        self.done, self.crcs, self.sums = {}, {}, {}
         with self._lock:
             first = os.pread(self._fd, 1 << 16, 0)
             os.ftruncate(self._fd, first.index(b"\n") + 1)
@@ -281,6 +287,7 @@ class _Worker:
         self._mains: dict[str, FileStream] = {}
         self._walk = Walk()
         self._crcs: dict[str, list[int]] = {}
+        self._sums: dict[str, list[tuple[int, list[int]]]] = {}
         self._unsynced_bytes = 0
 
     def work(self) -> None:
@@ -318,8 +325,8 @@ class _Worker:
         streams.writes.drain()
         for file in self._files.values():
             file.sync()
-        self._run.journal.record(self._number, done, self._crcs)
-        self._crcs = {}
+        self._run.journal.record(self._number, done, self._crcs, self._sums)
+        self._crcs, self._sums = {}, {}
         self._unsynced_bytes = 0
 
     def _main(self, streams: Streams, name: str, position: int) -> FileStream:
@@ -354,6 +361,7 @@ class _Worker:
     def _tensor(self, streams: Streams, move: TensorMove) -> None:
         entry, payloads = move.entry, self._run.payloads
         crcs = [0] * len(entry.chunks)
+        sums: list[tuple[int, list[int]]] = [(0, [])] * len(move.boxes)
         source_boxes = move.source_boxes
         self._walk.elem_bytes = element_bytes(move.dtype)
         keep_crcs = move.dtype != entry.dtype
@@ -365,12 +373,16 @@ class _Worker:
             if self._moves_as_it_is(move, block, found[0] if found else None):
                 self._move_file_bytes(streams, move, block.targets[0], found[0])
                 crcs[block.sources[0]] = found[0].crc32 or 0
+                item = entry.chunks[block.sources[0]].item
+                running = payloads.index.blocks.get((item.file, item.offset), ())
+                sums[block.targets[0]] = (found[0].crc32 or 0, list(running))
                 continue
-            self._block(streams, move, block, found, source_boxes, crcs)
+            self._block(streams, move, block, found, source_boxes, crcs, sums)
         for target in sorted(set(range(len(move.boxes))) - written):
             self._item(streams, move, target)
         if keep_crcs:
             self._crcs[entry.fqn] = crcs
+        self._sums[move.target_fqn] = sums
         self._run.advance(move.payload_bytes)
         self._unsynced_bytes += move.payload_bytes
 
@@ -395,6 +407,7 @@ class _Worker:
         found: Sequence[StoredPayload],
         source_boxes: Sequence[Box],
         crcs: list[int],
+        sums: list[tuple[int, list[int]]],
     ) -> None:
         sources = chunk_sources(self._run.payloads, found, move.entry, move.dtype)
         sinks = []
@@ -413,7 +426,8 @@ class _Worker:
         for n, value in zip(block.sources, read, strict=True):
             crcs[n] = value
         for target, sink in zip(block.targets, sinks, strict=True):
-            sink.stream.write(_tail(move.template(target), sink.crc32))
+            sums[target] = (sink.sums.crc32, sink.sums.blocks)
+            sink.stream.write(_tail(move.template(target), sink.sums.crc32))
             main = self._mains[move.files[target]]
             if sink.stream is not main:
                 sink.stream.flush()

@@ -11,14 +11,18 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import threading
 import time
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt.convert._file_stream import TargetFile
 from mcore_ckpt.convert._reshard_copy import JOURNAL_FILE, Journal, copy_all, expected_crcs
 from mcore_ckpt.convert.reshard_plan import ReshardPlan, TensorMove
 from mcore_ckpt.core.boxes import Box
@@ -33,10 +37,12 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.directory.claim import Claim, is_claim_file
 from mcore_ckpt.directory.commit import common_file_in_force
+from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, parse_index
 from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, SealedFile, seal_metadata
 from mcore_ckpt.load.fetch import in_parallel
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.payloads import PayloadSource, StoredPayloads
@@ -165,6 +171,7 @@ def _build(
                 # What the kernel copies is not seen here: it is held against its checksum when the target is read back.
                 move_files=options.move_files and options.verify,
             )
+        content = seal_metadata(content, _seal_files(plan, payloads, partial, journal))
         copied = time.monotonic()
         if options.verify:
             written = parse_index(content, str(partial))
@@ -178,6 +185,40 @@ def _build(
         carry(partial)
         _publish(claim, partial, target, content)
     return Built(resumed, copied - started, checked - copied)
+
+
+def _seal_files(plan: ReshardPlan, payloads: StoredPayloads, partial: Path, journal: Journal) -> MetadataSeal:
+    """Write the seal of each data file, durably; returns that of `.metadata`."""
+    save_id = secrets.token_bytes(SAVE_ID_BYTES)
+    places: dict[str, list[tuple[int, int]]] = {file: [] for file in plan.sizes}
+    for stored in plan.index.objects.values():
+        places[stored.item.file].append((stored.item.offset, stored.item.length))
+    files = {}
+    for name, size_bytes in sorted(plan.sizes.items()):
+        end, table_crc = plan.seals[name].fill(save_id, size_bytes, sorted(places[name]))
+        # A worker makes its files; what holds neither tensors nor objects has none.
+        file = TargetFile(str(partial / name), size_bytes, direct=False)
+        try:
+            file.write(size_bytes - len(end), memoryview(end))
+            file.sync()
+        finally:
+            file.close()
+        files[name] = SealedFile(size_bytes, table_crc, save_id)
+    sums = [known for fqn in plan.index.tensors for known in journal.sums[fqn]]
+    crcs = array("I", [crc for crc, _ in sums])
+    for fqn in plan.index.objects:
+        item = payloads.index.objects[fqn].item
+        with payloads.files.reader(item.file) as reader:
+            crcs.append(crc32(reader.read(item.offset, item.length)))
+    running = [(number, blocks) for number, (_, blocks) in enumerate(sums) if blocks]
+    return MetadataSeal(
+        save_id,
+        files,
+        crcs,
+        array("Q", [number for number, _ in running]),
+        array("I", [len(blocks) for _, blocks in running]),
+        array("I", chain.from_iterable(blocks for _, blocks in running)),
+    )
 
 
 def _empty(partial: Path) -> None:

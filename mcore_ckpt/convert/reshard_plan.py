@@ -9,6 +9,7 @@ items lie in them in the order in which the worker comes by them, which is the o
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,8 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry, parse_object_key
 from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes, place, tensor_template
+from mcore_ckpt.format.seal import FileSealPlan
+from mcore_ckpt.layout.buckets import TensorSpec, seal_plan
 from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.tools.keys import is_optimizer_key, layer_number, model_key, stacked_axes
 from mcore_ckpt.tools.parallel_layout import data_file_rank
@@ -132,12 +135,13 @@ class ObjectMove:
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """Attributes: `work[w]` is what worker `w` does, in order; `sizes` the bytes of each target file."""
+    """Attributes: `work[w]` is what worker `w` does, in order; `sizes` and `seals` the length and end of each file."""
 
     layout: TargetLayout
     objects: tuple[tuple[ObjectMove, ...], ...]
     work: tuple[tuple[TensorMove, ...], ...]
     sizes: dict[str, int]
+    seals: dict[str, FileSealPlan]
     index: CheckpointIndex
     notes: tuple[str, ...] = ()
 
@@ -327,7 +331,29 @@ def make_plan(
         for prefix, count in owners.layer_counts.items()
         if count % layout.pp
     ]
-    return ReshardPlan(layout, tuple(map(tuple, objects)), tuple(map(tuple, work)), sizes, target, tuple(notes))
+    seals = _seals(target, sizes)
+    sizes = {file: size + seals[file].size_bytes for file, size in sizes.items()}
+    return ReshardPlan(layout, tuple(map(tuple, objects)), tuple(map(tuple, work)), sizes, seals, target, tuple(notes))
+
+
+def _seals(target: CheckpointIndex, files: Iterable[str]) -> dict[str, FileSealPlan]:
+    """The seal of each target file."""
+    tensors: dict[str, list[tuple[int, int, TensorSpec]]] = {file: [] for file in files}
+    objects: dict[str, list[tuple[int, str]]] = {file: [] for file in tensors}
+    for fqn, entry in target.tensors.items():
+        for offsets, sizes, item in entry.chunks:
+            nbytes = math.prod(sizes) * element_bytes(entry.dtype)
+            spec = TensorSpec(fqn, entry.dtype, entry.shape, offsets, sizes, nbytes)
+            tensors[item.file].append((item.offset, item.length, spec))
+    for fqn, stored in target.objects.items():
+        objects[stored.item.file].append((stored.item.offset, fqn))
+    seals = {}
+    for file, rows in tensors.items():
+        rows.sort(key=operator.itemgetter(0))
+        starts, lengths = [row[0] for row in rows], [row[1] for row in rows]
+        keys = [fqn for _, fqn in sorted(objects[file])]
+        seals[file] = seal_plan(file, [row[2] for row in rows], starts, lengths, keys)
+    return seals
 
 
 def target_dtype(entry: TensorEntry, wanted: str | None) -> str:

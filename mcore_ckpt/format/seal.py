@@ -35,6 +35,7 @@ __all__ = [
     "FileSealPlan",
     "FileTable",
     "MetadataSeal",
+    "RunningSum",
     "SealedFile",
     "TableColumns",
     "TableObject",
@@ -79,6 +80,34 @@ def shown_id(save_id: bytes) -> str:
 def inner_blocks(payload_bytes: int) -> int:
     """How many block boundaries lie inside a payload: as many running sums are kept of it."""
     return max(0, (payload_bytes - 1) // BLOCK_BYTES)
+
+
+class RunningSum:
+    """The CRC-32 of a payload that comes front to back, and what it is at each block boundary.
+
+    Attributes:
+        crc32: of what has come so far.
+        blocks: what it was at each boundary that something has come behind of.
+    """
+
+    __slots__ = ("_nbytes", "blocks", "crc32")
+
+    def __init__(self) -> None:
+        self.crc32 = 0
+        self.blocks: list[int] = []
+        self._nbytes = 0
+
+    def feed(self, view: memoryview) -> None:
+        """The next bytes."""
+        at = 0
+        while at < len(view):
+            inside = self._nbytes % BLOCK_BYTES
+            if self._nbytes and not inside:
+                self.blocks.append(self.crc32)
+            taken = min(len(view) - at, BLOCK_BYTES - inside)
+            self.crc32 = crc32(view[at : at + taken], self.crc32)
+            self._nbytes += taken
+            at += taken
 
 
 def _column(code: str, data: bytes | memoryview = b"") -> array[int]:

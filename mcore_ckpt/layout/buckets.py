@@ -38,6 +38,7 @@ __all__ = [
     "lay_out_rank",
     "place_objects",
     "region_bytes",
+    "seal_plan",
     "split_buckets",
 ]
 
@@ -191,7 +192,7 @@ def lay_out(
         for crc_position in template.crc_positions:
             crc_positions.append(tail + crc_position)
         position = tail + len(template.tail)
-    seal = _seal(file_name, specs, item_offsets, [template.item_bytes for template in templates], object_keys)
+    seal = seal_plan(file_name, specs, item_offsets, [template.item_bytes for template in templates], object_keys)
     image = FileImage(
         file_name=file_name,
         size_bytes=position + seal.size_bytes,
@@ -211,13 +212,14 @@ def lay_out_file(
     return lay_out(file_name, specs, region_bytes(objects_bytes), object_keys)
 
 
-def _seal(
+def seal_plan(
     file_name: str,
     specs: Sequence[TensorSpec],
     item_offsets: Iterable[int],
     item_bytes: Iterable[int],
     object_keys: Sequence[str],
 ) -> FileSealPlan:
+    """The seal of a file that holds these tensors, in its order, with places in bytes, and objects of these keys."""
     dtypes = {dtype: code for code, dtype in enumerate(dict.fromkeys(spec.dtype for spec in specs))}
     boxes = chain.from_iterable((*spec.shape, *spec.offsets, *spec.sizes) for spec in specs)
     places = chain.from_iterable(zip(item_offsets, item_bytes, strict=True))

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.convert._reshard_copy import JOURNAL_FILE
 from mcore_ckpt.convert.reshard import ReshardOptions, reshard
-from mcore_ckpt.convert.reshard_plan import TargetLayout
+from mcore_ckpt.convert.reshard_plan import ReshardPlan, TargetLayout
 from mcore_ckpt.convert.rules import parse_partition_rules
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CheckpointExistsError, ChecksumError, CorruptCheckpointError, OptionError, SaveError
@@ -478,11 +479,13 @@ def test_a_target_that_is_not_what_was_written_does_not_appear(
 
     original = reshard_target.copy_all
 
-    def copy_and_damage(plan: object, payloads: object, directory: Path, *rest: object, **named: object) -> None:
+    def copy_and_damage(plan: ReshardPlan, payloads: object, directory: Path, *rest: object, **named: object) -> None:
         original(plan, payloads, directory, *rest, **named)  # type: ignore[arg-type]
-        path = sorted(directory.glob("*.distcp"))[0]
+        items = [chunk.item for entry in plan.index.tensors.values() for chunk in entry.chunks]
+        largest = max(items, key=lambda item: item.length)
+        path = directory / largest.file
         content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 4
+        content[largest.offset + largest.length // 2] ^= 4
         path.write_bytes(content)
 
     monkeypatch.setattr(reshard_target, "copy_all", copy_and_damage)
@@ -585,3 +588,19 @@ def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
     assert main(["export", str(tmp_path / "s"), str(tmp_path / "e"), "--to", "dcp"]) == 0
     assert main(["import", str(tmp_path / "e"), str(tmp_path / "i")]) == 0
     assert_same(read_all(tmp_path / "i"), tensors)
+
+
+def test_a_target_is_sealed_and_its_files_belong_to_it_alone(source: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for target in (first, second):
+        reshard(source, target, ReshardOptions(TargetLayout(tp=2, pp=1)))
+    seals = [read_index(target).seal for target in (first, second)]
+    assert all(seals)
+    assert seals[0] != seals[1]
+    assert verify_checkpoint(first).whole
+    name = sorted(path.name for path in first.glob("*.distcp"))[0]
+    shutil.copy(second / name, first / name)
+    report = verify_checkpoint(first)
+    assert [problem.file for problem in report.problems] == [name]
+    with pytest.raises(CorruptCheckpointError, match="mixed"):
+        reshard(first, tmp_path / "third", ReshardOptions(TargetLayout(tp=1, pp=1)))
