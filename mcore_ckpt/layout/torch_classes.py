@@ -8,6 +8,7 @@ take no part in comparing or hashing a `MetadataIndex`. Plans become DCP's where
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.seal import MetadataSeal, seal_metadata, split_metadata
 from mcore_ckpt.layout.plans import LocalPlan
 
 if TYPE_CHECKING:
@@ -92,7 +94,24 @@ def to_dcp_metadata(index: CheckpointIndex) -> Metadata:
     metadata.version = index.version
     if index.mcore_data:
         metadata.mcore_data = index.mcore_data  # type: ignore[attr-defined]
+    if index.seal is not None:
+        setattr(metadata, _SUMS, _plain_sums(index.seal, index))
     return metadata
+
+
+# Where the seal of `.metadata` travels through DCP, which may hand the coordinator's `Metadata` to all ranks: an
+# attribute of plain values.
+_SUMS = "mcore_ckpt_sums"
+
+
+def _plain_sums(seal: MetadataSeal, index: CheckpointIndex) -> dict[str, Any]:
+    items = [chunk.item for entry in index.tensors.values() for chunk in entry.chunks]
+    items += [stored.item for stored in index.objects.values()]
+    return {
+        "seal": seal_metadata(b"", seal),
+        "crcs": {(item.file, item.offset): item.crc32 for item in items},
+        "blocks": {place: sums.tolist() for place, sums in index.blocks.items()},
+    }
 
 
 @collector_paused()
@@ -109,11 +128,14 @@ def from_dcp_metadata(metadata: Metadata, path: str | Path) -> CheckpointIndex:
             f"{path}: the metadata holds no storage data of DCP's file system writer (got "
             f"{type(metadata.storage_data).__name__}); expected a finished checkpoint of torch_dist or DCP"
         )
+    sums = getattr(metadata, _SUMS, None) or {"seal": b"", "crcs": {}, "blocks": {}}
+    crcs = sums["crcs"]
     items: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
     for key, info in metadata.storage_data.items():
         offsets = None if key.offset is None else tuple(key.offset)
         transforms = tuple(getattr(info, "transform_descriptors", None) or ())
-        items[key.fqn, offsets] = StoredItem(info.relative_path, info.offset, info.length, transforms)
+        crc = crcs.get((info.relative_path, info.offset))
+        items[key.fqn, offsets] = StoredItem(info.relative_path, info.offset, info.length, transforms, crc)
 
     def item_of(fqn: str, offsets: tuple[int, ...] | None) -> StoredItem:
         item = items.get((fqn, offsets))
@@ -155,6 +177,8 @@ def from_dcp_metadata(metadata: Metadata, path: str | Path) -> CheckpointIndex:
         storage_meta=fields,
         version=getattr(metadata, "version", None),
         has_local_plans=getattr(metadata, "all_local_plans", None) is not None,
+        seal=split_metadata(sums["seal"], str(path))[1],
+        blocks={place: array("I", running) for place, running in sums["blocks"].items()},
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_key
 from mcore_ckpt.format.metadata_read import METADATA_FILE, TRACKER_FILE, read_config, read_index
+from mcore_ckpt.format.seal import shown_id
 from mcore_ckpt.format.tensor_pickle import DTYPES
 from mcore_ckpt.tools.keys import group_of, key_filter
 from mcore_ckpt.tools.parallel_layout import (
@@ -126,6 +127,7 @@ class CheckpointSummary:
 
     Attributes:
         written_by: `"megatron"` if there is a `metadata.json`, else `"dcp"`.
+        save_id: which save it is, as its seals say, in hexadecimal digits; None if it has none.
         metadata_bytes: size of `.metadata`.
         file_bytes: size of all data files.
         balance: largest over mean bytes of a rank's files; 1.0 is even.
@@ -140,6 +142,7 @@ class CheckpointSummary:
     written_by: str
     backend: str | None
     iteration: int | None
+    save_id: str | None
     metadata_bytes: int
     file_bytes: int
     files: int
@@ -368,6 +371,7 @@ def summarize(index: CheckpointIndex) -> CheckpointSummary:
         written_by="dcp" if config is None else "megatron",
         backend=None if config is None else f"{config.backend} {config.version}",
         iteration=iteration if isinstance(iteration, int) else None,
+        save_id=None if index.seal is None else shown_id(index.seal.save_id),
         metadata_bytes=_size_bytes(directory / METADATA_FILE) or 0,
         file_bytes=sum(row.size_bytes or 0 for row in files),
         files=len(files),

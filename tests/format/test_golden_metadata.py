@@ -17,7 +17,9 @@ from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_ke
 from mcore_ckpt.format.metadata_read import parse_index, read_config, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.format.safe_pickle import load_object
+from mcore_ckpt.format.seal import split_metadata
 from mcore_ckpt.layout.torch_classes import from_dcp_metadata, to_dcp_metadata
+from mcore_ckpt.tools.verify import verify_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
 ALL = sorted(path.name for path in GOLDEN.iterdir())
@@ -28,7 +30,7 @@ FLATTENED = [name for name in MEGATRON if name < "megatron-0.16"]
 
 def test_the_list_is_complete() -> None:
     assert {"dcp-2.13.0", "dtensor-2.13.0", "megatron-0.12.3", "megatron-0.15.3", "megatron-0.16.1"} <= set(ALL)
-    assert {"megatron-0.19.2", "ours-0.1.0"} <= set(ALL)
+    assert {"megatron-0.19.2", "ours-0.1.0", "ours-0.1.0-sealed"} <= set(ALL)
 
 
 def expected(name: str) -> dict[str, Any]:
@@ -89,7 +91,8 @@ def test_what_we_encode_is_the_same_to_stock(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_index_of_torchs_classes_is_the_same(name: str) -> None:
-    index = read_index(GOLDEN / name)
+    pickled, _ = split_metadata((GOLDEN / name / ".metadata").read_bytes(), name)  # torch's classes know of no seal
+    index = parse_index(pickled, str(GOLDEN / name))
     assert from_dcp_metadata(pickle.loads(_without_plans(name)), GOLDEN / name) == dataclasses.replace(
         index, has_local_plans=False
     )
@@ -186,3 +189,14 @@ def _without_plans(name: str) -> bytes:
     metadata = Unpickler(io.BytesIO(content)).load()
     vars(metadata).pop("all_local_plans", None)
     return pickle.dumps(metadata)
+
+
+def test_a_golden_checkpoint_is_sealed_and_older_ones_are_read_without() -> None:
+    assert read_index(GOLDEN / "ours-0.1.0").seal is None
+    index = read_index(GOLDEN / "ours-0.1.0-sealed")
+    assert index.seal is not None
+    assert sorted(index.seal.files) == sorted(path.name for path in (GOLDEN / "ours-0.1.0-sealed").glob("*.distcp"))
+    metadata = to_dcp_metadata(index)
+    assert from_dcp_metadata(pickle.loads(pickle.dumps(metadata)), index.path) == index  # as DCP sends it to all ranks
+    for name in ("ours-0.1.0", "ours-0.1.0-sealed"):
+        assert verify_checkpoint(GOLDEN / name).whole
