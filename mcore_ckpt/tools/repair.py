@@ -14,11 +14,14 @@ from pathlib import Path
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.directory.claim import Claim
+from mcore_ckpt.directory.commit import index_files
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_reading import locate_tensor, verify_records
 from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
+from mcore_ckpt.format.seal import FOOTER_BYTES
 from mcore_ckpt.format.zip_records import NotRangeable
+from mcore_ckpt.load.file_seals import check_seal, read_table
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.inspection import checkpoint_directory
@@ -73,7 +76,7 @@ def _repair(report: VerifyReport, directory: Path, copy: Path, progress: bool | 
     with StoredPayloads(good_index) as payloads, Progress("repair", _damaged_bytes(report), shown=progress) as bar:
         same_save = _is_same_save(index if index_is_ours else None, _checks(index), directory, payloads)
         if same_save:
-            repaired += _replace_files(report.problems, directory, copy)
+            repaired += _replace_files(report.problems, directory, copy, index)
         checks = _checks(index)
         for problem in report.problems:
             if problem.fqn is None or problem.file is None or problem.offset is None:
@@ -87,6 +90,7 @@ def _repair(report: VerifyReport, directory: Path, copy: Path, progress: bool | 
             elif _mend(check, directory, payloads, same_save):
                 repaired.append(check.where)
             bar.advance(problem.length or 0)
+    repaired += _mend_seals(report.problems, directory, copy, index)
     again = verify_checkpoint(directory, progress=progress)
     still_wrong = {problem.message for problem in again.problems}
     return VerifyReport(
@@ -112,6 +116,10 @@ def _take_index(directory: Path, copy: Path, progress: bool | None) -> VerifyRep
     storage.publish(METADATA_FILE, LocalStorage(copy).read(METADATA_FILE))
     report = verify_checkpoint(directory, progress=progress)
     wrong = sum(problem.kind in ("item", "structure") for problem in report.problems)
+    files = index_files(read_index(copy)) & set(storage.list())
+    strangers = {problem.file for problem in report.problems if problem.kind == "file"} & files
+    if len(strangers) * 2 > len(files):
+        wrong = 2 * report.items + 1
     if wrong * 2 > report.items:
         storage.publish(METADATA_FILE, damaged)
         raise CorruptCheckpointError(
@@ -135,14 +143,52 @@ def _checks(index: CheckpointIndex) -> dict[tuple[str, str, int], ItemCheck]:
     return found
 
 
-def _replace_files(problems: tuple[Problem, ...], directory: Path, copy: Path) -> list[str]:
-    """Files that are missing altogether come back whole; their items are verified afterwards like all others."""
+def _end_of_file(name: str, copy: Path, index: CheckpointIndex) -> tuple[int, bytes] | None:
+    """The seal of a file of the copy, and where it begins, if it is the one that the damaged checkpoint asks for."""
+    try:
+        with LocalStorage(copy).open_reader(name) as reader:
+            footer = check_seal(index, name, reader)
+            if footer is None:
+                return None
+            read_table(reader, footer)  # compares its CRC-32
+            start = reader.size_bytes - footer.table_bytes - FOOTER_BYTES
+            return start, reader.read(start, reader.size_bytes - start)
+    except LoadError:
+        return None
+
+
+def _mend_seals(problems: tuple[Problem, ...], directory: Path, copy: Path, index: CheckpointIndex) -> list[str]:
+    """Ends of files, and lengths, come back from a copy whose file is the very same by what `.metadata` says of it."""
+    mended = []
+    for problem in problems:
+        name = problem.file
+        if name is None or index.seal is None or problem.kind != "file" or name not in index.seal.files:
+            continue
+        path = directory / name
+        end = _end_of_file(name, copy, index) if path.is_file() else None
+        if end is not None:
+            start, content = end
+            _write(path, start, content)
+            os.truncate(path, start + len(content))
+            mended.append(name)
+    return list(dict.fromkeys(mended))
+
+
+def _replace_files(problems: tuple[Problem, ...], directory: Path, copy: Path, index: CheckpointIndex) -> list[str]:
+    """Files that are missing altogether come back whole; their items are verified afterwards like all others.
+
+    A file that is not the one that `.metadata` speaks of stays where it is: the copy is of another layout.
+    """
     repaired = []
     for problem in problems:
         if problem.kind != "file" or problem.fqn is not None or problem.file is None:
             continue
         source, target = copy / problem.file, directory / problem.file
-        if source.is_file() and not target.exists():
+        if (
+            source.is_file()
+            and not target.exists()
+            and (index.seal is None or problem.file not in index.seal.files or _end_of_file(problem.file, copy, index))
+        ):
             temporary = target.with_name(f".{target.name}.repair")
             _copy_file(source, temporary)
             temporary.replace(target)

@@ -20,6 +20,7 @@ from mcore_ckpt.format.seal import shown_id, split_metadata
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.tools.checkpoint import open_checkpoint
+from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -229,3 +230,22 @@ def test_stock_reads_what_is_sealed(a: Path) -> None:
     assert state["note"] == {"seed": 1}
     with (a / ".metadata").open("rb") as file:
         assert pickle.load(file).storage_data == pickle.loads((a / ".metadata").read_bytes()).storage_data
+
+
+@pytest.mark.parametrize("attack", [cut, lengthen, replace_by_other_bytes])
+def test_the_end_of_a_file_is_mended_from_a_copy(
+    a: Path, b: Path, saves: tuple[Path, Path], attack: Callable[[Path, Path], None]
+) -> None:
+    attack(a, b)
+    assert not repair_checkpoint(verify_checkpoint(a), b).whole  # another save has nothing to give
+    report = repair_checkpoint(verify_checkpoint(a), saves[0])
+    assert report.whole
+    assert report.repaired == (FILES[0],)
+    assert (a / FILES[0]).read_bytes() == (saves[0] / FILES[0]).read_bytes()
+
+
+def test_a_missing_file_is_not_replaced_by_one_of_another_save(a: Path, b: Path, saves: tuple[Path, Path]) -> None:
+    (a / FILES[0]).unlink()
+    assert not repair_checkpoint(verify_checkpoint(a), b).whole
+    assert not (a / FILES[0]).exists()
+    assert repair_checkpoint(verify_checkpoint(a), saves[0]).whole
