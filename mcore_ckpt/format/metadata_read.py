@@ -161,7 +161,7 @@ def _read_small_file(directory: Path, name: str, max_bytes: int) -> bytes:
             size_bytes = os.fstat(stream.fileno()).st_size
             if size_bytes > max_bytes:
                 raise CorruptCheckpointError(f"{path}: expected at most {max_bytes} bytes, the file has {size_bytes}")
-            return stream.read(max_bytes)
+            return stream.read(size_bytes)  # a larger number would be memory taken before anything is read
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(_not_found(directory, name)) from error
     except OSError as error:

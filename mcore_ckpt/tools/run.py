@@ -260,7 +260,9 @@ def _index_to_remove(directory: Path) -> tuple[Path, CheckpointIndex | None]:
         return path, None
     try:
         with path.open("rb") as file:
-            return path, parse_index(file.read(MAX_METADATA_BYTES), str(directory), strict=False)
+            return path, parse_index(
+                file.read(min(MAX_METADATA_BYTES, path.stat().st_size)), str(directory), strict=False
+            )
     except (LoadError, OSError):
         return path, None
 

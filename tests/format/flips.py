@@ -1,0 +1,433 @@
+"""Damage of every kind to checkpoints of every kind: is it noticed, and what would a load have given?
+
+    python -m tests.format.flips --flips 10000 --seed 1        # minutes; `make test-flips`
+
+A *flip* is one changed bit of one file. `verify` has to notice it, or it has to be harmless; a load has to give what
+was stored or to refuse; whatever is raised has to be an exception of this package; nothing hangs, dies or takes memory
+without end. Beside flips: files cut at every boundary of a record, every pair of files swapped, and every file taken
+from the save before.
+
+Each trial runs in a forked child with a deadline and a limit of its memory. What comes out is counted by the kind of
+the checkpoint, the kind of the file and the outcome:
+
+    seen        verify notices it, loads give what was stored or refuse
+    harmless    verify does not notice it, and every load gives what was stored
+    missed      verify does not notice it, and some load refuses
+    part        verify notices it; a load of a part of a record, for which no checksum is stored, gives other data
+    WRONG       some other load gives other data than was stored
+    FOREIGN     an exception of somebody else came out
+    DIED        the process ended by a signal, at its deadline, or out of memory
+
+What cannot be expected of checkpoints without a seal (those of others, and of this package before it wrote seals) is
+that files which were swapped, or are of another save, are told from those that belong there, that parts of records are
+checked, and that a key is known to have had another name; all else must not happen to any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import random
+import resource
+import select
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mcore_ckpt.convert.import_ import import_checkpoint
+from mcore_ckpt.core.errors import CheckpointError
+from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, read_index
+from mcore_ckpt.load.read_requests import ReadRequest, stored_dtype
+from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.megatron.common_state import load_common
+from mcore_ckpt.tools.verify import verify_checkpoint
+
+GOLDEN = Path(__file__).parent / "golden"
+GOLDEN_KINDS = ("megatron-0.16.1", "megatron-0.19.2", "dcp-2.13.0", "ours-0.1.0")
+OUTCOMES = ("seen", "harmless", "missed", "part", "WRONG", "FOREIGN", "DIED")
+DEADLINE_S = 60.0
+MEMORY_BYTES = 2 * 1024**3
+_SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint to damage.
+
+    Attributes:
+        kind: who wrote it.
+        directory: where it is; never changed.
+        before: another save of the same structure and other values, if there is one.
+        sealed: whether its files say which save they belong to, and what lies in them.
+    """
+
+    kind: str
+    directory: Path
+    before: Path | None = None
+
+    @property
+    def sealed(self) -> bool:
+        return read_index(self.directory).seal is not None
+
+
+@dataclass
+class Tally:
+    """What came of the trials: by kind of checkpoint, kind of file and outcome; and examples of what must not be."""
+
+    counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    examples: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    trials: int = 0
+
+    def add(self, subject: Subject, file: str, outcome: str, what: str) -> None:
+        """One trial has ended."""
+        name = outcome.split(":", 1)[0]
+        self.trials += 1
+        self.counts[subject.kind, file, name] += 1
+        if name in ("seen", "harmless"):
+            return
+        example = f"{subject.kind}, {what}: {outcome}"
+        self.examples.append(example)
+        bound = subject.sealed or not file.endswith((", swapped", ", stale"))
+        if name in ("FOREIGN", "DIED") or subject.sealed or (name == "WRONG" and bound):
+            self.unexpected.append(example)
+
+    def of(self, *outcomes: str) -> int:
+        """How many trials had one of these outcomes."""
+        return sum(count for (_, _, outcome), count in self.counts.items() if outcome in outcomes)
+
+    def table(self) -> str:
+        """Rows of checkpoint and file, columns of outcomes."""
+        rows = sorted({(subject, file) for subject, file, _ in self.counts})
+        lines = ["| checkpoint | file | " + " | ".join(OUTCOMES) + " |", "|---|---|" + "---|" * len(OUTCOMES)]
+        for subject, file in rows:
+            cells = " | ".join(str(self.counts[subject, file, outcome] or "") for outcome in OUTCOMES)
+            lines.append(f"| {subject} | {file} | {cells} |")
+        lines.append("| all | | " + " | ".join(str(self.of(outcome)) for outcome in OUTCOMES) + " |")
+        return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def state(seed: int) -> dict[str, Any]:
+    """Tensors of several dtypes and sizes, and an object; another seed gives other values of the same form."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "decoder.weight": torch.randn(64, 48, generator=generator),
+        "decoder.bias": torch.randn(48, generator=generator).bfloat16(),
+        "steps": torch.randint(0, 1000, (5, 3), generator=generator),
+        "scalar": torch.randn((), generator=generator),
+        "large": torch.randn(300, 500, generator=generator),
+        "rng": {"seed": seed, "name": "generator"},
+    }
+
+
+def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """A safetensors file by the format's own page."""
+    header: dict[str, Any] = {}
+    content = b""
+    for name, tensor in tensors.items():
+        raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        fields = {"dtype": _SAFETENSORS[tensor.dtype], "shape": list(tensor.shape)}
+        header[name] = {**fields, "data_offsets": [len(content), len(content) + len(raw)]}
+        content += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content)
+
+
+def make_subjects(scratch: Path) -> list[Subject]:
+    """Checkpoints of all kinds: those that are kept with the tests, and fresh ones with a save before them."""
+    found = []
+    for name in GOLDEN_KINDS:
+        directory = scratch / name
+        shutil.copytree(GOLDEN / name, directory)
+        for other in ("expected.json", "writer.txt"):  # about the checkpoint, not of it
+            (directory / other).unlink(missing_ok=True)
+        found.append(Subject(name, directory))
+    fresh: dict[str, Callable[[Path, int], object]] = {
+        "ours": lambda path, seed: dcp.save(
+            state(seed), storage_writer=FileSystemWriterAsync(path, thread_count=2), no_dist=True
+        ),
+        "stock dcp": lambda path, seed: dcp.save(
+            state(seed), storage_writer=dcp.FileSystemWriter(path, thread_count=2), no_dist=True
+        ),
+        "safetensors, imported": _import_safetensors,
+    }
+    for kind, write in fresh.items():
+        for when, seed in (("before", 1), ("now", 2)):
+            write(scratch / kind / when, seed)
+        found.append(Subject(kind, scratch / kind / "now", scratch / kind / "before"))
+    return found
+
+
+def _import_safetensors(target: Path, seed: int) -> None:
+    source = target.with_name(f"{target.name}.safetensors")
+    target.parent.mkdir(exist_ok=True)
+    write_safetensors(source, {key: value for key, value in state(seed).items() if isinstance(value, torch.Tensor)})
+    import_checkpoint(source, target, tp=2)
+    source.unlink()
+
+
+# -------------------------------------------------------------------------------------------------------------- trials
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What a checkpoint holds, as loads gave it before anything was damaged: digests by what was asked for."""
+
+    index: CheckpointIndex
+    digests: dict[str, str]
+    megatron: bool
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _loads(index: CheckpointIndex, directory: Path, megatron: bool) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Every way of asking for what the checkpoint holds, by what is asked for; each on its own, with a new reader."""
+    options = LoadOptions()
+
+    def whole(fqn: str) -> str:
+        entry = index.tensors[fqn]
+        tensor = torch.empty(entry.shape, dtype=stored_dtype(entry))
+        request = ReadRequest(fqn, tensor, (0,) * len(entry.shape), entry.shape, entry.shape)
+        FileSystemReader(directory, options).read_items([request])
+        return _digest(tensor)
+
+    def part(fqn: str) -> str:
+        entry = index.tensors[fqn]
+        sizes = tuple(max(1, size // 2) for size in entry.shape)
+        offsets = tuple(size - part for size, part in zip(entry.shape, sizes, strict=True))
+        tensor = torch.empty(sizes, dtype=stored_dtype(entry))
+        FileSystemReader(directory, options).read_items([ReadRequest(fqn, tensor, offsets, sizes, entry.shape)])
+        return _digest(tensor)
+
+    def stored_object(fqn: str) -> str:
+        return repr(FileSystemReader(directory, options).read_object(fqn))
+
+    for fqn, entry in index.tensors.items():
+        yield f"tensor {fqn}", lambda fqn=fqn: whole(fqn)
+        if entry.shape and 0 not in entry.shape and max(entry.shape) > 1:
+            yield f"part of {fqn}", lambda fqn=fqn: part(fqn)
+    for fqn in index.objects:
+        yield f"object {fqn}", lambda fqn=fqn: stored_object(fqn)
+    if megatron:
+        yield "common state", lambda: repr(load_common(directory, options))
+
+
+def truth_of(directory: Path) -> Truth:
+    """Load everything once."""
+    index = read_index(directory)
+    megatron = (directory / CONFIG_FILE).exists()
+    return Truth(index, {what: load() for what, load in _loads(index, directory, megatron)}, megatron)
+
+
+def outcome_of(directory: Path, truth: Truth) -> str:
+    """What verify and loads make of a damaged checkpoint."""
+    try:
+        noticed = not verify_checkpoint(directory, workers=1).whole
+    except CheckpointError:
+        noticed = True
+    except Exception as error:  # noqa: BLE001  (that is what is looked for)
+        return f"FOREIGN: verify raised {type(error).__name__}: {str(error)[:200]}"
+    refused, partial = [], []
+    for what, load in _loads(truth.index, directory, truth.megatron):
+        try:
+            got = load()
+        except CheckpointError as error:
+            refused.append(f"{what}: {type(error).__name__}")
+        except Exception as error:  # noqa: BLE001
+            return f"FOREIGN: loading {what} raised {type(error).__name__}: {str(error)[:200]}"
+        else:
+            if got != truth.digests[what]:
+                if noticed and what.startswith("part of"):
+                    partial.append(what)
+                    continue
+                return f"WRONG: {what}, {'which verify notices' if noticed else 'and verify says it is whole'}"
+    if partial:
+        return f"part: {partial[0]}"
+    if noticed:
+        return "seen"
+    return f"missed: {refused[0]}" if refused else "harmless"
+
+
+def in_bounds(function: Callable[[], str]) -> str:
+    """Run in a forked child with a deadline and a limit of its memory."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read_end)
+        text = "DIED: no result"
+        try:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (what is logged about damage is not wanted here)
+            text = function()
+        except MemoryError:
+            text = "DIED: out of memory"
+        except BaseException as error:  # noqa: BLE001
+            text = f"FOREIGN: {type(error).__name__}: {error}"
+        finally:
+            os.write(write_end, text.encode()[:4000])
+            os._exit(0)
+    os.close(write_end)
+    try:
+        ready, _, _ = select.select([read_end], [], [], DEADLINE_S)
+        text = os.read(read_end, 4096).decode(errors="replace") if ready else ""
+        if not ready:
+            os.kill(pid, signal.SIGKILL)
+    finally:
+        os.close(read_end)
+        _, status = os.waitpid(pid, 0)
+    if not ready:
+        return f"DIED: no end within {DEADLINE_S} s"
+    return text or f"DIED: exit status {os.waitstatus_to_exitcode(status)}"
+
+
+def file_kind(name: str) -> str:
+    """Files of a kind are counted together."""
+    return "data" if name.endswith(".distcp") else name
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.iterdir() if path.is_file())
+
+
+class Trials:
+    """Damages copies of one checkpoint, one after the other."""
+
+    def __init__(self, subject: Subject, scratch: Path, tally: Tally) -> None:
+        self._subject = subject
+        self._tally = tally
+        self._directory = scratch / "damaged"
+        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.copytree(subject.directory, self._directory)
+        self.files = [path.name for path in _files(subject.directory)]
+        self._contents = {path.name: path.read_bytes() for path in _files(subject.directory)}
+        self._truth = truth_of(subject.directory)
+
+    def _trial(self, changed: dict[str, bytes], kind: str, what: str) -> None:
+        for name, content in changed.items():
+            (self._directory / name).write_bytes(content)
+        try:
+            outcome = in_bounds(lambda: outcome_of(self._directory, self._truth))
+        finally:
+            for name in changed:
+                (self._directory / name).write_bytes(self._contents[name])
+        self._tally.add(self._subject, kind, outcome, what)
+
+    def flip(self, rng: random.Random) -> None:
+        """One random bit; the files weigh by the square root of their size, so that small ones get their share."""
+        names = [name for name in self.files if self._contents[name]]
+        (name,) = rng.choices(names, [len(self._contents[name]) ** 0.5 for name in names])
+        content = bytearray(self._contents[name])
+        bit = rng.randrange(8 * len(content))
+        content[bit // 8] ^= 1 << bit % 8
+        what = f"bit {bit % 8} of byte {bit // 8} of {name}"
+        self._trial({name: bytes(content)}, f"{file_kind(name)}, flipped", what)
+
+    def cut(self) -> None:
+        """Each file, at the boundaries of what lies in it, and a byte before and behind each."""
+        items = [chunk.item for entry in self._truth.index.tensors.values() for chunk in entry.chunks]
+        items += [entry.item for entry in self._truth.index.objects.values()]
+        for name in self.files:
+            size = len(self._contents[name])
+            marks = {0, size // 2, size}
+            for item in items:
+                if item.file == name:
+                    records = self._contents[name][item.offset : item.offset + item.length]
+                    marks |= {item.offset, item.offset + item.length}
+                    marks |= {item.offset + at for at in _occurrences(records, b"PK")}
+            if name in (COMMON_FILE,):
+                marks |= set(_occurrences(self._contents[name], b"PK"))
+            for at in sorted({mark + step for mark in marks for step in (-1, 0, 1)}):
+                if 0 <= at < size:
+                    self._trial(
+                        {name: self._contents[name][:at]}, f"{file_kind(name)}, cut", f"{name} cut to {at} bytes"
+                    )
+
+    def swap(self) -> None:
+        """Every pair of files under each other's name."""
+        for first, second in itertools.combinations(self.files, 2):
+            if self._contents[first] == self._contents[second]:
+                continue
+            changed = {first: self._contents[second], second: self._contents[first]}
+            kinds = {file_kind(first), file_kind(second)}
+            self._trial(changed, f"{' and '.join(sorted(kinds))}, swapped", f"{first} and {second} swapped")
+
+    def stale(self) -> None:
+        """Every file from the save before, each alone."""
+        if self._subject.before is None:
+            return
+        for path in _files(self._subject.before):
+            content = path.read_bytes()
+            if path.name in self._contents and content != self._contents[path.name]:
+                self._trial({path.name: content}, f"{file_kind(path.name)}, stale", f"{path.name} of the save before")
+
+
+def _occurrences(content: bytes, what: bytes) -> Iterator[int]:
+    at = content.find(what)
+    while at >= 0:
+        yield at
+        at = content.find(what, at + 1)
+
+
+def run(flips: int, seed: int, scratch: Path, *, cuts: bool = True, say: Callable[[str], object] = print) -> Tally:
+    """All trials: `flips` random bits over all checkpoints in turn, and with `cuts` every boundary."""
+    tally = Tally()
+    subjects = make_subjects(scratch)
+    for number, subject in enumerate(subjects):
+        started, before = time.monotonic(), tally.trials
+        trials = Trials(subject, scratch, tally)
+        trials.swap()
+        trials.stale()
+        if cuts:
+            trials.cut()
+        rng = random.Random(f"{seed} {subject.kind}")
+        for _ in range(flips // len(subjects) + (number < flips % len(subjects))):
+            trials.flip(rng)
+        say(f"{subject.kind}: {tally.trials - before} trials in {time.monotonic() - started:.0f} s")
+    return tally
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 1 if anything came out that must not."""
+    parser = argparse.ArgumentParser(description="Damage checkpoints of every kind, and count what comes of it.")
+    parser.add_argument("--flips", type=int, default=10_000, help="random bits (10000)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random bits (0)")
+    parser.add_argument("--no-cuts", action="store_true", help="leave out cutting files at every boundary")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="flips-") as scratch:
+        tally = run(chosen.flips, chosen.seed, Path(scratch), cuts=not chosen.no_cuts)
+    print(f"\n{tally.trials} trials, seed {chosen.seed}\n\n{tally.table()}\n")
+    for example in tally.examples[:40]:
+        print(example)
+    if len(tally.examples) > 40:
+        print(f"... and {len(tally.examples) - 40} more")
+    for example in tally.unexpected:
+        print(f"UNEXPECTED: {example}")
+    return 1 if tally.unexpected else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
