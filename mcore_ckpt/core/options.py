@@ -126,6 +126,8 @@ class LoadOptions:
         on_damaged: what a load by Megatron-Core does, after `install()`, if the checkpoint that is named is damaged:
             `"raise"`, or `"go_back"` to the newest older one of the run that is whole, with a warning on rank 0. All
             ranks must load together then.
+        run_code_from_checkpoint: unpickle stored objects and the common state without any restriction, which lets
+            whoever made the checkpoint run code as you. For old checkpoints of your own only, if nothing else helps.
     """
 
     verify_crc: bool = True
@@ -138,6 +140,7 @@ class LoadOptions:
     allow_dtype_cast: bool = False
     allowed_classes: tuple[str, ...] = field(default=())
     on_damaged: Literal["raise", "go_back"] = "raise"
+    run_code_from_checkpoint: bool = False
 
     def __post_init__(self) -> None:
         _choice("on_damaged", self.on_damaged, ("raise", "go_back"))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, LoadPlan, Metadata, SavePlan
+from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -375,12 +376,19 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
             UnsafePickleError: the object contains a class outside the allow-list.
         """
         key = read_item.dest_index.fqn
-        loaded = load_object(value, self._options.allowed_classes)
+        loaded = load_object(
+            value,
+            self._options.allowed_classes,
+            where=key,
+            verify_crc=self._options.verify_crc,
+            run_code=self._options.run_code_from_checkpoint,
+        )
         shards = self._objects.get(key)
         if shards is None:
-            # DCP's planner knows where the object belongs in a nested state dict; its pickle has just been checked.
-            value.seek(0)
-            super().load_bytes(read_item, value)
+            if self.flatten_state_dict:
+                set_element(self.original_state_dict, self.mappings[key], loaded)
+            else:
+                self.state_dict[key] = loaded
             return
         if not isinstance(loaded, list):
             raise KindMismatchError(f"{key}: expected the list in which Megatron stores objects, got {type(loaded)}")

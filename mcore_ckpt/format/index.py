@@ -109,6 +109,9 @@ def object_key(key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> str
     return f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"
 
 
+_MAX_AXES = 64
+
+
 def parse_object_key(fqn: str) -> ObjectShard | None:
     """What `object_key` was made of, or None for a key of another form (plain DCP stores objects under their fqn).
 
@@ -122,6 +125,8 @@ def parse_object_key(fqn: str) -> ObjectShard | None:
     if not all(text.isascii() and text.isdigit() and len(text) < 20 for text in (*offset_text, *shape_text)):
         return None
     offset, shape = tuple(map(int, offset_text)), tuple(map(int, shape_text))
+    if len(offset) > _MAX_AXES:  # no grid of shards
+        return None
     if len(shape) + 1 == len(offset):
         shape = (*shape, -1)
     return ObjectShard(key, offset, shape) if len(shape) == len(offset) else None

@@ -124,20 +124,21 @@ def read_config(path: str | Path) -> CheckpointConfig | None:
     try:
         fields = json.loads(text)
         config = CheckpointConfig(
-            fields["sharded_backend"],
-            fields["sharded_backend_version"],
-            fields.get("common_backend", "torch"),
-            fields.get("common_backend_version", 1),
+            fields.pop("sharded_backend"),
+            fields.pop("sharded_backend_version"),
+            fields.pop("common_backend", "torch"),
+            fields.pop("common_backend_version", 1),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{directory / CONFIG_FILE}: expected a JSON object with sharded_backend and sharded_backend_version "
-            f"({type(error).__name__}: {error}). Restore it from another checkpoint of the same run."
+            f"({type(error).__name__}: {error!s:.200}). Restore it from another checkpoint of the same run."
         ) from error
-    if type(config.backend) is not str or type(config.version) is not int:
+    values = (config.backend, config.version, config.common_backend, config.common_version)
+    if list(map(type, values)) != [str, int, str, int]:
         raise CorruptCheckpointError(
-            f"{directory / CONFIG_FILE}: expected sharded_backend to be a string and sharded_backend_version an int, "
-            f"got {config.backend!r:.80} and {config.version!r:.80}"
+            f"{directory / CONFIG_FILE}: expected sharded_backend and common_backend to be strings and their versions to "
+            f"be ints, got {values!r:.200}. Restore it from another checkpoint of the same run."
         )
     return config
 
@@ -278,6 +279,7 @@ class PropertiesState(metaclass=_Sealed):
             self.dtype, self.layout = state.get("dtype"), state.get("layout")
             self.requires_grad = state.get("requires_grad", False)
         else:
+            _refuse_nested(state)
             self.dtype, self.layout, self.requires_grad, _memory_format, _pin_memory = state
 
 
@@ -286,6 +288,18 @@ class PathState(metaclass=_Sealed):
 
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
+
+
+class OtherPathState(metaclass=_Sealed):
+    """The path of a multi-storage client, which is pickled as its attributes: its text, and a path in the storage."""
+
+    text = ""
+
+    def __setstate__(self, state: Any) -> None:
+        text = state.get("_path") if type(state) is dict else None
+        if type(text) is not str:
+            raise TypeError("a path without its text")
+        self.text = text
 
 
 class DtypeName(str):
@@ -301,7 +315,22 @@ class _Inert(metaclass=_Sealed):
         pass
 
     def __setstate__(self, state: Any) -> None:
-        pass
+        _refuse_nested(state)
+
+
+class _Slice(metaclass=_Sealed):
+    """`slice`, of ints only: whatever else it held could be hashed without end."""
+
+    def __new__(cls, *bounds: Any) -> Any:
+        if not all(bound is None or type(bound) is int for bound in bounds):
+            raise TypeError("a slice of something else than ints")
+        return slice(*bounds)
+
+
+def _refuse_nested(state: Any) -> None:
+    # `_plain_index` lets such states pass because they are looked at here.
+    if type(state) is tuple and tuple in map(type, state):
+        raise TypeError("a tuple in the state of an object")
 
 
 # Every dtype that torch has had since 2.1, in its spelling.
@@ -347,13 +376,15 @@ ALLOWED_GLOBALS: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): _Inert,
     # Python 3.11.0 to 3.11.2 and 3.12 alphas pickle an enum member as getattr(class, name).
     ("builtins", "getattr"): _Inert,
-    ("builtins", "slice"): slice,
+    ("builtins", "slice"): _Slice,
     ("collections", "OrderedDict"): OrderedDict,
     **{
         (module, name): PathState
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")
     },
+    # NVIDIA's multi-storage client writes its own paths into the checkpoint id.
+    ("multistorageclient.pathlib", "MultiStoragePath"): OtherPathState,
     **{("torch", name): DtypeName(name) for name in DTYPE_NAMES},
 }
 
@@ -580,6 +611,8 @@ class _IndexBuilder:
                 result = kind(map(convert, part))
             elif kind is PathState:
                 result = str(Path(*map(str, part.parts)))
+            elif kind is OtherPathState:
+                result = part.text
             elif kind is slice:
                 result = part
             else:

@@ -1,117 +1,124 @@
-"""Unpickling that can run nothing: exact allow-lists, and failures mapped to this package's exceptions.
+"""Unpickling that runs nothing: the doors for each kind of pickle in a checkpoint, on one machine with one set of
+limits.
 
-Two doors, one for each kind of pickle in a checkpoint:
+    loads(data, allowed, where)         an index: every name is replaced by an inert stand-in
+    load_object(source, ...)            a stored object or `common.pt`: the classes that checkpoints hold, tensors on
+    the CPU read_plain(content, where)          the same to look at: every class is replaced by an inert `Opaque`,
+    without torch
 
-    loads(data, allowed, where)       an index: every global is replaced by an inert stand-in, nothing is imported
-    load_object(source, ...)          a stored object or `common.pt`: `torch.load(weights_only=True)` with exactly the
-                                      classes that Megatron-Core's own checkpoints hold
-
-`pickle.Unpickler` in C does the work of the first, so that a large index costs microseconds an entry; its only openings
-to the outside are `find_class` and `persistent_load`, and both are closed here.
-
-What is not prevented: a pickle can make either door take long, for example by nested tuples as the key of a dict, which
-are hashed without end. It cannot run, change or fetch anything meanwhile.
+What the machine allows, and its limits, are in `_pickle_machine.py`; which classes a stored object may hold, and with
+which arguments, in `_constructors.py`. `pickle.Unpickler` in C reads an index three times as fast: it gets those that
+`plainly_built` has found to hold nothing for the machine to object to, which is nearly all of them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
 import io
+import logging
 import pickle
 import pickletools
-import re
-import sys
 import threading
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from mcore_ckpt.core.errors import (
     CheckpointNotFoundError,
+    ChecksumError,
     CorruptCheckpointError,
     LoadError,
     OptionError,
     UnsafePickleError,
 )
-from mcore_ckpt.format.zip_records import ItemBytes, read_directory
+from mcore_ckpt.format._constructors import ALLOWED_OBJECT_CLASSES, ObjectRules, Unavailable
+from mcore_ckpt.format._pickle_machine import (
+    Budget,
+    Maker,
+    PickleRun,
+    WrongArgumentsError,
+    checked_size,
+    inert_maker,
+    name_today,
+    unpickle,
+)
+from mcore_ckpt.format._plain_index import plainly_built
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.zip_records import ItemBytes, ZipRecord, read_directory, record_start
 
-__all__ = ["ALLOWED_OBJECT_CLASSES", "Unavailable", "check_memo", "load_object", "loads", "refuse_zip_bomb"]
+__all__ = [
+    "ALLOWED_OBJECT_CLASSES",
+    "Inflation",
+    "Opaque",
+    "Unavailable",
+    "load_object",
+    "loads",
+    "read_plain",
+    "refuse_zip_bomb",
+]
+
+_logger = logging.getLogger(__name__)
 
 
-class _Restricted(pickle.Unpickler):
-    def __init__(self, data: bytes, allowed: Mapping[tuple[str, str], Any], where: str) -> None:
-        super().__init__(io.BytesIO(data))
-        self._allowed = allowed
-        self._where = where
+# -------------------------------------------------------------------------------------------------------- stand-ins
 
-    def find_class(self, module: str, name: str, /) -> Any:
+
+class _Table:
+    """Rules by an exact table of names, for an index."""
+
+    def __init__(self, allowed: Mapping[tuple[str, str], Any], where: str) -> None:
+        self._allowed, self._where = allowed, where
+
+    def named(self, module: str, name: str) -> tuple[Any, Maker | None]:
+        value = self.value(module, name)
+        return value, (_TABLE_MAKERS.get(value) or inert_maker(value)) if isinstance(value, type) else None
+
+    def value(self, module: str, name: str) -> Any:
         try:
             return self._allowed[module, name]
         except KeyError:
             raise UnsafePickleError(
-                f"{self._where}: the pickle asks for {module}.{name}, which is not among the classes that a checkpoint "
-                "index may hold. Nothing was imported or run. The file is damaged, was tampered with, or was written "
-                "by something other than Megatron-Core, torch.distributed.checkpoint or this package."
+                f"{self._where}: the pickle asks for {module:.200}.{name:.200}, which is not among the classes that a "
+                "checkpoint index may hold. Nothing was imported or run. The file is damaged, was tampered with, or "
+                "was written by something other than Megatron-Core, torch.distributed.checkpoint or this package."
             ) from None
 
-    def persistent_load(self, pid: Any, /) -> NoReturn:
+    def referred(self, reference: Any) -> NoReturn:
+        shown = repr(reference)[:80] if type(reference) in (str, int) else type(reference).__name__
         raise UnsafePickleError(
-            f"{self._where}: the pickle asks for an external object (persistent id {pid!r:.80}); an index has none. "
+            f"{self._where}: the pickle asks for an external object (persistent id {shown}); an index has none. "
             "The file is damaged or is not a checkpoint index."
         )
 
 
-@functools.cache
-def _simple_opcodes() -> re.Pattern[bytes]:
-    """Matches a run of the opcodes that make up nearly all of an index: none of them touches the memo's size by more
-    than one. Compiled on first use, which takes milliseconds.
-    """
-    without_argument = b"(012NRab}de]lost)u\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94"
-    short_texts = b"|".join(b"\\x%02x.{%d}" % (size, size) for size in range(128))
-    integers = b"|".join(b"\\x%02x.{%d}" % (size, size) for size in range(9))
-    return re.compile(
-        b"(?:[hKq\x80].|[%b]+|j....|J....|\x8c(?:%b)|M..|[G\x95].{8}|\x8a(?:%b)){1,200}"
-        % (re.escape(without_argument), short_texts, integers),
-        re.DOTALL,
-    )
+def _table_size(budget: Budget, values: Any = ()) -> Any:
+    size = checked_size(values)
+    if type(values) is tuple:
+        return values
+    budget.charge(len(size))
+    return size
 
 
-def check_memo(data: bytes, where: str) -> None:
-    """Refuse a pickle that numbers memoized objects beyond its own length.
+def _ordered(_: Budget, *pairs: Any) -> Any:
+    if pairs and pairs != ([],):
+        raise WrongArgumentsError("expected an empty OrderedDict")
+    return OrderedDict()
 
-    The C unpickler keeps the memo in an array: one crafted LONG_BINPUT of six bytes makes it fill 64 GB. Finding that
-    opcode needs the boundaries of all opcodes; a regular expression steps over them at a third of what unpickling
-    costs, and `pickletools` over the rare rest.
-    """
-    match, position, stream = _simple_opcodes().match, 0, io.BytesIO(data)
-    opcodes = {opcode.code: opcode for opcode in pickletools.opcodes}
-    while True:
-        run = match(data, position)
-        if run is not None:
-            position = run.end()
-            continue
-        opcode = opcodes.get(chr(data[position])) if position < len(data) else None
-        if opcode is None:
-            raise CorruptCheckpointError(
-                f"{where}: not a readable pickle: no opcode at byte {position} of {len(data)}. The file is truncated "
-                "or damaged; restore it from another copy, or load an earlier checkpoint."
-            )
-        if opcode.name == "STOP":
-            return
-        position += 1
-        if opcode.arg is None:
-            continue
-        stream.seek(position)
-        argument = opcode.arg.reader(stream)
-        position = stream.tell()
-        if opcode.name in ("PUT", "LONG_BINPUT") and argument > len(data):
-            raise UnsafePickleError(
-                f"{where}: the pickle numbers an object {argument} in {len(data)} bytes, which would fill the memory. "
-                "The file is damaged or was made to do harm; do not load it."
-            )
+
+_TABLE_MAKERS: dict[Any, Maker] = {
+    tuple: Maker(_table_size),
+    OrderedDict: Maker(_ordered, lambda _b, made, _state: made),
+}
+
+
+class _Restricted(pickle.Unpickler):
+    """The machine in C, for pickles that `plainly_built` has looked through."""
+
+    def __init__(self, data: bytes, table: _Table) -> None:
+        super().__init__(io.BytesIO(data))
+        self.find_class = table.value  # type: ignore[method-assign]
+        self.persistent_load = table.referred  # type: ignore[method-assign]
 
 
 def loads(data: bytes, allowed: Mapping[tuple[str, str], Any], where: str) -> Any:
@@ -120,95 +127,212 @@ def loads(data: bytes, allowed: Mapping[tuple[str, str], Any], where: str) -> An
     Args:
         data: the pickle; bytes after its end are ignored.
         allowed: what each (module, qualified name) is replaced by. The replacements must be inert when called, and
-            must not be mutable through attributes (a pickle can set attributes of what it holds).
+            must not be mutable through attributes.
         where: the file, for error messages.
 
     Raises:
-        UnsafePickleError: the pickle names something else, or an external object.
+        UnsafePickleError: the pickle names something else, or an external object, or passes a limit.
         CorruptCheckpointError: the bytes are no pickle, are truncated, or build something that cannot be.
     """
+    table = _Table(allowed, where)
+    if not plainly_built(data):
+        return unpickle(data, table, where)
     try:
-        check_memo(data, where)
-        return _Restricted(data, allowed, where).load()
+        return _Restricted(data, table).load()
     except UnsafePickleError:
         raise
-    # A damaged pickle can fail in any way that object construction can (UnpicklingError, EOFError, TypeError,
-    # ValueError, UnicodeDecodeError, RecursionError, MemoryError, OverflowError ...): all of them mean the same here.
+    # What passes `plainly_built` and is damaged still fails in any way that building objects can.
     except Exception as error:
         raise CorruptCheckpointError(
-            f"{where}: not a readable pickle of {len(data)} bytes ({type(error).__name__}: {error}). The file is "
-            "truncated or damaged; restore it from another copy, or load an earlier checkpoint."
+            f"{where}: not a readable pickle of {len(data)} bytes ({type(error).__name__}: {error!s:.200}). The file "
+            "is truncated or damaged; restore it from another copy, or load an earlier checkpoint."
         ) from error
 
 
-_NUMPY_DTYPES = (
-    *("Bool", "Int8", "UInt8", "Int16", "UInt16", "Int32", "UInt32", "Int64", "UInt64", "LongLong", "ULongLong"),
-    *("Float16", "Float32", "Float64", "LongDouble", "Complex64", "Complex128", "CLongDouble"),
-    *("Bytes", "Str", "DateTime64", "TimeDelta64"),
-)
-
-# Where each global that a stored object may name is found; most are found under their own name. None of them does
-# anything but hold values, whatever it is called with. torch.load allows tensors, dtypes and plain containers itself.
-ALLOWED_OBJECT_CLASSES: dict[str, str] = {
-    **{
-        name: name
-        for name in (
-            *("argparse.Namespace", "types.SimpleNamespace", "signal.Signals", "torch._C.Generator"),
-            *("datetime.date", "datetime.datetime", "datetime.timedelta", "datetime.timezone"),
-            *("builtins.slice", "builtins.frozenset", "builtins.range"),
-            *("numpy.ndarray", "numpy.dtype"),
-            *("megatron.core.enums.ModelType", "megatron.core.enums.Fp8Recipe", "megatron.core.enums.Fp4Recipe"),
-            *(
-                f"megatron.core.transformer.enums.{enum}"
-                for enum in ("ModelType", "LayerType", "AttnType", "AttnMaskType", "AttnBackend", "CudaGraphScope")
-            ),
-            "megatron.core.transformer.enums.CudaGraphModule",
-            "megatron.core.transformer.enums.InferenceCudaGraphScope",
-            *(
-                f"megatron.core.rerun_state_machine.{name}"
-                for name in ("RerunDiagnostic", "RerunMode", "RerunState", "RerunValidationStatus")
-            ),
-            "megatron.core.optimizer.optimizer_config.OptimizerConfig",
-        )
-    },
-    "_io.BytesIO": "io.BytesIO",
-    # Paths keep their kind from Python to Python; 3.13 gave them another module.
-    **{f"{module}.{kind}": f"pathlib.{kind}" for module in ("pathlib", "pathlib._local") for kind in ("PosixPath",)},
-    # numpy 2 moved its core; a file of either is read under either.
-    **{
-        f"numpy.{core}.multiarray.{function}": f"numpy.*core.multiarray.{function}"
-        for core in ("core", "_core")
-        for function in ("_reconstruct", "scalar")
-    },
-}
-
-
-class Unavailable:
-    """Stands in for an instance of an allowed class whose package is not installed, or was not to be imported.
+class Opaque:
+    """Something in a pickle that is not a plain value; inert. Each class that a pickle names gets a subclass.
 
     Attributes:
-        arguments: what the instance was made with (for an enum member: its value).
-        state: its pickled state, None where there is none.
+        name: of the class or function that the pickle names.
+        arguments: what it would have been called with.
+        state: what would have been its attributes, items or members.
     """
 
-    class_name = ""
+    name = ""
 
     def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
+        self.arguments: tuple[Any, ...] = arguments
         self.state: Any = None
 
     def __setstate__(self, state: Any) -> None:
-        self.arguments, self.state = getattr(self, "arguments", ()), state
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(self.state, dict):
+            self.state = {}
+        self.state[key] = value
+
+    def append(self, value: Any) -> None:
+        """A member, if the class was a kind of list."""
+        if not isinstance(self.state, list):
+            self.state = []
+        self.state.append(value)
 
     def __repr__(self) -> str:
-        return f"<{self.class_name}{getattr(self, 'arguments', ())!r}>"
+        return f"<{self.name}>"
 
+
+class _Opaques:
+    """Rules under which every class becomes a subclass of `Opaque`, but for the few that are plain containers."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Any, Maker | None]] = dict(_PLAIN_CONTAINERS)
+
+    def named(self, module: str, name: str) -> tuple[Any, Maker | None]:
+        full_name = f"{module}.{name}"
+        if full_name not in self._known:
+            stand_in = type("StandIn", (Opaque,), {"name": full_name})
+            self._known[full_name] = stand_in, inert_maker(stand_in)
+        return self._known[full_name]
+
+    def referred(self, reference: Any) -> str:
+        return "<storage>"
+
+
+def _plain_members(kind: Any) -> Maker:
+    def make(budget: Budget, *arguments: Any) -> Any:
+        members = arguments[0] if arguments else ()
+        if type(members) not in (list, tuple, set, frozenset, dict):
+            raise WrongArgumentsError(f"expected the members of a {kind.__name__}")
+        budget.charge(len(members))
+        if kind in (set, frozenset) and any(type(member) in (tuple, frozenset) for member in members):
+            return [*members]  # to be shown only; hashing it might not end
+        return kind(members)
+
+    return Maker(make, lambda _budget, made, _state: made)
+
+
+_PLAIN_CONTAINERS = {
+    "collections.OrderedDict": (dict, _plain_members(dict)),
+    "builtins.dict": (dict, _plain_members(dict)),
+    "builtins.list": (list, _plain_members(list)),
+    "builtins.set": (set, _plain_members(set)),
+    "builtins.frozenset": (frozenset, _plain_members(frozenset)),
+}
+
+
+def read_plain(content: bytes, where: str, inflation: Inflation | None = None) -> Any:
+    """What `torch.save` wrote, to look at: no class is imported, and each is an `Opaque` instead. Tensors are not read.
+
+    Raises:
+        CorruptCheckpointError: it is no archive of `torch.save`, or is damaged.
+    """
+    try:
+        return unpickle(_Container(content, where, inflation or Inflation()).read("data.pkl"), _Opaques(), where)
+    except LoadError:
+        raise
+    except Exception as error:  # a damaged archive can fail in any way
+        raise CorruptCheckpointError(
+            f"{where}: not a readable archive of torch.save ({type(error).__name__}: {error!s:.200}); restore it from "
+            "another copy"
+        ) from error
+
+
+# ------------------------------------------------------------------------------------------------ containers of objects
+
+# torch.save never compresses; what others have compressed is inflated in memory, so up to this much, or ratio, only.
+_MAX_INFLATED_BYTES = 1024**3
+_MAX_INFLATION = 20
+
+
+class Inflation:
+    """How much the compressed records of one load have been inflated to, all items together."""
+
+    def __init__(self) -> None:
+        self._inflated_bytes = self._stored_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, stored_bytes: int, inflated_bytes: int, where: str) -> None:
+        """Note an item; `UnsafePickleError` if it, or all items so far, would fill the memory."""
+        with self._lock:
+            self._stored_bytes += stored_bytes
+            self._inflated_bytes += inflated_bytes
+            for stored, inflated in ((stored_bytes, inflated_bytes), (self._stored_bytes, self._inflated_bytes)):
+                if inflated > max(_MAX_INFLATED_BYTES, _MAX_INFLATION * stored):
+                    raise UnsafePickleError(
+                        f"{where}: {stored} bytes would become {inflated} when inflated; torch.save never compresses. "
+                        "The file was made to do harm, or damaged; do not load it."
+                    )
+
+
+def refuse_zip_bomb(content: bytes, where: str, inflation: Inflation) -> None:
+    """Refuse a container whose compressed records would fill the memory.
+
+    Raises:
+        UnsafePickleError: they would.
+        CorruptCheckpointError: it is no zip archive.
+    """
+    try:
+        _Container(content, where, inflation)
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
+        raise CorruptCheckpointError(f"{where}: its compressed records cannot be read ({error!s:.200})") from error
+
+
+class _Container:
+    """The records of an archive of `torch.save` that is in memory, plain or compressed."""
+
+    def __init__(self, content: bytes, where: str, inflation: Inflation) -> None:
+        self._content, self._where = content, where
+        self._item = ItemBytes(lambda offset, length: content[offset : offset + length], len(content), where)
+        self._records = read_directory(self._item)
+        self._folder = next(iter(self._records)).partition("/")[0]
+        self._inflated: dict[str, bytes] = {}
+        if any(record.method for record in self._records.values()):
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                inflated_bytes = sum(record.file_size for record in archive.infolist())
+            inflation.add(len(content), inflated_bytes, where)
+
+    def check(self) -> None:
+        """Compare the CRC-32 of every record; `ChecksumError` if one is not that of its content.
+
+        There is nothing to compare where torch was told to write no checksums: all are zero then.
+        """
+        if any(record.crc32 for record in self._records.values()):
+            for record in self._records.values():
+                got = crc32(self._bytes_of(record))
+                if got != record.crc32:
+                    raise ChecksumError(
+                        f"{self._where}: record {record.name:.100} has CRC-32 {got:#010x}, expected "
+                        f"{record.crc32:#010x}: the file was damaged after it was written; load "
+                        "another copy or an earlier checkpoint"
+                    )
+
+    def read(self, name: str) -> bytes:
+        """The content of a record; `CorruptCheckpointError` if there is none of that name."""
+        record = self._records.get(f"{self._folder}/{name}")
+        if record is None:
+            raise self._item.corrupt(f"expected a record {name:.100}", f"got {', '.join(list(self._records)[:8]):.400}")
+        return bytes(self._bytes_of(record))
+
+    def has(self, name: str) -> bool:
+        """Whether there is a record of that name."""
+        return f"{self._folder}/{name}" in self._records
+
+    def _bytes_of(self, record: ZipRecord) -> bytes | memoryview:
+        start = record_start(self._item, record)
+        if record.flags & 1:
+            raise self._item.corrupt("expected records that are not encrypted", record.name[:100])
+        if not record.method:
+            return memoryview(self._content)[start : start + record.stored_bytes]
+        if record.name not in self._inflated:
+            with zipfile.ZipFile(io.BytesIO(self._content)) as archive:
+                self._inflated[record.name] = archive.read(record.name)
+        return self._inflated[record.name]
+
+
+# -------------------------------------------------------------------------------------------------------------- objects
 
 _ANY_OBJECT = "a stored object"
-_NamedGlobal = tuple[Callable[..., Any], str]  # as torch's safe_globals takes them
-_resolved: dict[str, Any] = {}
-# torch keeps the classes that weights_only may build in a global set: two loads must not take each other's away.
-_globals_lock = threading.Lock()
 
 
 def load_object(
@@ -217,6 +341,9 @@ def load_object(
     *,
     where: str = _ANY_OBJECT,
     import_classes: bool = True,
+    verify_crc: bool = True,
+    run_code: bool = False,
+    inflation: Inflation | None = None,
 ) -> Any:
     """Unpickle what `torch.save` wrote, building nothing outside the allow-list. Tensors land on the CPU.
 
@@ -226,45 +353,39 @@ def load_object(
         where: what is being loaded, for error messages (a path is added by itself).
         import_classes: import the packages of allowed classes. Otherwise classes of packages that are not imported yet
             are replaced by `Unavailable`, as are those of packages that are not installed.
+        verify_crc: compare the CRC-32 of every record before anything is unpickled.
+        run_code: let the pickle import and call whatever it names (`LoadOptions.run_code_from_checkpoint`).
+        inflation: of the load that this is a part of.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        UnsafePickleError: the pickle names a class outside the allow-list.
+        UnsafePickleError: the pickle names a class outside the allow-list, or passes a limit.
+        ChecksumError: a record is not what was written.
         CorruptCheckpointError: the bytes are not what `torch.save` writes, or are damaged.
         OptionError: a class of `extra_allowed` cannot be imported.
     """
-    if not isinstance(source, str | Path):
-        stream: BinaryIO = io.BytesIO(source) if isinstance(source, bytes | bytearray | memoryview) else source
-        return _load(stream, tuple(extra_allowed), where, import_classes)
-    where = str(source) if where == _ANY_OBJECT else f"{where} ({source})"
-    try:
-        with Path(source).open("rb") as file:
-            return _load(file, tuple(extra_allowed), where, import_classes)
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"{where}: there is no such file; is the checkpoint complete?") from error
-    except OSError as error:
-        raise LoadError(f"{where}: cannot be read: {error.strerror or error}") from error
-
-
-def _load(stream: BinaryIO, extra_allowed: tuple[str, ...], where: str, import_classes: bool) -> Any:
-    import torch
-
-    start = stream.tell()
-    try:
-        refuse_zip_bomb(stream, start, where)
+    if isinstance(source, str | Path):
+        where = str(source) if where == _ANY_OBJECT else f"{where} ({source})"
         try:
-            return torch.load(stream, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
-            # Most objects need no class at all; only for the others it is worth looking which.
-            stream.seek(start)
-            needed = _needed_globals(stream, extra_allowed, where, import_classes)
-        stream.seek(start)
-        with _globals_lock, torch.serialization.safe_globals(needed):
-            return torch.load(stream, map_location="cpu", weights_only=True)
-    except (UnsafePickleError, OptionError):
+            content = Path(source).read_bytes()
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"{where}: there is no such file; is the checkpoint complete?") from error
+        except OSError as error:
+            raise LoadError(f"{where}: cannot be read: {error.strerror or error}") from error
+    else:
+        content = bytes(source) if isinstance(source, bytes | bytearray | memoryview) else source.read()
+    try:
+        if run_code:
+            return _run_anything(content, where)
+        if content.startswith(_LEGACY_MAGIC):
+            return _Legacy(content, where, tuple(extra_allowed), import_classes).load()
+        container = _Container(content, where, inflation or Inflation())
+        if verify_crc:
+            container.check()
+        return _load(container, where, tuple(extra_allowed), import_classes)
+    except (UnsafePickleError, ChecksumError, OptionError):
         raise
-    # torch.load fails in many ways on damaged bytes (RuntimeError from its zip reader, EOFError, KeyError, ValueError,
-    # UnpicklingError ...), and building objects from damaged pickles in any way at all.
+    # Damaged archives and the objects that are built of them can fail in any way at all.
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else ""
         raise CorruptCheckpointError(
@@ -273,103 +394,115 @@ def _load(stream: BinaryIO, extra_allowed: tuple[str, ...], where: str, import_c
         ) from error
 
 
-# torch.save never compresses; what others have compressed is inflated in memory, so up to this much, or ratio, only.
-_MAX_INFLATED_BYTES = 1024**3
-_MAX_INFLATION = 20
+def _load(container: _Container, where: str, extra_allowed: tuple[str, ...], import_classes: bool) -> Any:
+    swapped = container.has("byteorder") and container.read("byteorder") == b"big"
+
+    def storage_bytes(key: str, nbytes: int) -> bytearray:
+        content = bytearray(container.read(f"data/{key}"))
+        if len(content) != nbytes or swapped:
+            problem = (
+                "written on a big-endian machine" if swapped else f"{len(content)} bytes, its pickle says {nbytes}"
+            )
+            raise CorruptCheckpointError(f"storage {key:.40}: {problem}")
+        return content
+
+    rules = ObjectRules(where, extra_allowed, import_classes, storage_bytes)
+    return _run(container.read("data.pkl"), rules, where)
 
 
-def refuse_zip_bomb(stream: BinaryIO, start: int, where: str) -> None:
-    """Refuse a container whose compressed records would fill the memory. Leaves the stream at `start`."""
-
-    def read(offset: int, length: int) -> bytes:
-        stream.seek(start + offset)
-        return stream.read(length)
-
-    container_bytes = stream.seek(0, io.SEEK_END) - start
+def _run(data: bytes, rules: ObjectRules, where: str, position: int = 0) -> Any:
     try:
-        directory = read_directory(ItemBytes(read, container_bytes, where))
-        is_plain = all(record.method == 0 for record in directory.values())
-    except CorruptCheckpointError:
-        is_plain = False  # perhaps not even a zip archive, which torch.load reads as well: look closer
-    if not is_plain:
-        stream.seek(start)
-        with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(stream) as archive:
-            inflated_bytes = sum(record.file_size for record in archive.infolist())
-            if inflated_bytes > max(_MAX_INFLATED_BYTES, _MAX_INFLATION * container_bytes):
-                raise UnsafePickleError(
-                    f"{where}: {container_bytes} bytes would become {inflated_bytes} when inflated; torch.save never "
-                    "compresses. The file was made to do harm, or damaged; do not load it."
-                )
-    stream.seek(start)
-
-
-def _needed_globals(
-    stream: BinaryIO, extra_allowed: tuple[str, ...], where: str, import_classes: bool
-) -> list[Callable[..., Any] | _NamedGlobal]:
-    """What the pickle in `stream` names beyond torch's own list, as (object, name) for `safe_globals`.
-
-    Pairs are used even where the name is the object's own: torch takes what it is given out of its list afterwards,
-    and a pair never equals an entry that someone else (Megatron-Core) has put there.
-    """
-    import torch
-
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
-    refused = sorted(name for name in names if name not in ALLOWED_OBJECT_CLASSES and name not in extra_allowed)
-    if refused:
+        return PickleRun(data, rules, where, position).load()
+    except UnsafePickleError as error:
+        if not rules.refused:
+            raise
+        refused = _refused_names(data, position, rules)
         shown = ", ".join(f"{name:.200}" for name in refused[:5]) + (", ..." if len(refused) > 5 else "")
         raise UnsafePickleError(
             f"{where}: contains {shown}, which is not among the classes that checkpoints may hold; nothing was loaded. "
             "If you trust the origin of this checkpoint, allow it with "
             f"LoadOptions(allowed_classes=({', '.join(f'{name!r:.200}' for name in refused[:5])},))"
-        )
-    found: list[Callable[..., Any] | _NamedGlobal] = [
-        (_resolve(name, is_extra=name in extra_allowed, import_classes=import_classes), name) for name in names
-    ]
-    if "numpy.dtype" in names or "numpy" in sys.modules:
-        # The instances of numpy.dtype are of these classes, which no pickle names. That it is not among `names` may
-        # mean that someone else has allowed it.
-        dtypes = [f"numpy.dtypes.{kind}DType" for kind in _NUMPY_DTYPES]
-        found.extend((_resolve(name, is_extra=False, import_classes=True), name) for name in dtypes)
-    return found
+        ) from error
 
 
-def _resolve(name: str, *, is_extra: bool, import_classes: bool) -> Any:
-    """The object that `name` stands for, imported if need be, or an `Unavailable`."""
-    if name in _resolved:
-        return _resolved[name]
-    target = ALLOWED_OBJECT_CLASSES.get(name, name)
+def _refused_names(data: bytes, position: int, rules: ObjectRules) -> list[str]:
+    """All names in a pickle that the rules refuse, as far as they stand in it in full."""
+    names = set(rules.refused)
     try:
-        value = _import(target, import_classes or is_extra or target.startswith(("numpy.", "torch.")))
-    except (ImportError, AttributeError) as error:
-        if is_extra:
-            raise OptionError(
-                f"allowed_classes: {name!r} cannot be imported ({error}); install its package or correct the name"
-            ) from error
-        # Not remembered: the package may be imported later.
-        return type("Unavailable", (Unavailable,), {"class_name": name})
-    _resolved[name] = value
-    return value
+        for opcode, argument, _ in pickletools.genops(data[position:]):
+            if opcode.name == "GLOBAL" and isinstance(argument, str):
+                module, name = name_today(*argument.partition(" ")[::2])
+                try:
+                    rules.named(module, name)
+                except UnsafePickleError:
+                    names.add(f"{module}.{name}")
+    except (ValueError, UnicodeDecodeError, OptionError):
+        pass  # damaged further on
+    return sorted(names)
 
 
-def _import(name: str, may_import: bool) -> Any:
-    if name.startswith("numpy.*core"):
-        import numpy
+def _run_anything(content: bytes, where: str) -> Any:
+    import torch
 
-        name = name.replace("*core", "_core" if hasattr(numpy, "_core") else "core")
-    parts = name.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        module_name = ".".join(parts[:length])
-        if may_import:
-            try:
-                importlib.import_module(module_name)
-            except ModuleNotFoundError as error:
-                # `a.b.Outer.Inner`: a.b.Outer is no module; but a module whose own import fails is an error.
-                if error.name is None or not module_name.startswith(error.name):
-                    raise
-        module = sys.modules.get(module_name)
-        if module is not None:
-            value: Any = module
-            for part in parts[length:]:
-                value = getattr(value, part)
-            return value
-    raise ImportError(f"no module of {name} is {'installed' if may_import else 'imported'}")
+    _logger.warning(
+        "%s is unpickled without any restriction, because of run_code_from_checkpoint: it can do whatever you can do",
+        where,
+    )
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
+
+
+_LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # how torch.save began before it wrote zip archives
+
+
+class _Legacy:
+    """What `torch.save` wrote before zip archives: five pickles, and the storages behind them, each with its length."""
+
+    def __init__(self, content: bytes, where: str, extra_allowed: tuple[str, ...], import_classes: bool) -> None:
+        self._content, self._where = content, where
+        self._options = extra_allowed, import_classes
+        self._elements: dict[str, int] = {}
+
+    def load(self) -> Any:
+        position = len(_LEGACY_MAGIC)
+        for _ in range(2):  # the version of the protocol, the sizes of C's types
+            position = self._skipped(position)
+        object_at = position
+        keys_run = PickleRun(self._content, self, self._where, self._skipped(object_at))
+        keys = keys_run.load()
+        if type(keys) is not list or not all(type(key) is str for key in keys):
+            raise WrongArgumentsError("expected the keys of storages")
+        places: dict[str, tuple[int, int]] = {}
+        position = keys_run.position
+        for key in keys:
+            count = int.from_bytes(self._content[position : position + 8], "little")
+            nbytes = count * self._elements.get(key, 1)
+            places[key] = position + 8, nbytes
+            position += 8 + nbytes
+        if position > len(self._content):
+            raise EOFError(f"storages up to byte {position} of {len(self._content)}")
+
+        def storage_bytes(key: str, nbytes: int) -> bytearray:
+            start, held = places[key]
+            if held != nbytes:
+                raise CorruptCheckpointError(f"storage {key:.40}: {held} bytes, its pickle says {nbytes}")
+            return bytearray(self._content[start : start + nbytes])
+
+        return _run(self._content, ObjectRules(self._where, *self._options, storage_bytes), self._where, object_at)
+
+    def _skipped(self, position: int) -> int:
+        run = PickleRun(self._content, self, self._where, position)
+        run.load()
+        return run.position
+
+    # What the pickles name is of no interest while they are skipped, but for the storages' elements.
+
+    def named(self, module: str, name: str) -> tuple[Any, Maker | None]:
+        stand_in = type("StandIn", (Opaque,), {"name": f"{module}.{name}"})
+        return stand_in, inert_maker(stand_in)
+
+    def referred(self, reference: Any) -> Any:
+        rules = ObjectRules(self._where, (), False, lambda _key, nbytes: bytearray(nbytes))
+        kind = getattr(reference[1], "name", "")
+        value, _ = rules.named(*kind.rpartition(".")[::2])
+        self._elements[reference[2]] = value.dtype.itemsize
+        return "<storage>"

@@ -306,6 +306,7 @@ def read_tensor_pickle(pickle: bytes) -> PickledTensor:
     return result
 
 
+_MAX_AXES, _MAX_SIZE = 64, 2**63 - 1
 _DTYPE_OF_STORAGE = {entry.storage_class: dtype for dtype, entry in DTYPES.items() if entry.storage_class}
 
 
@@ -313,10 +314,12 @@ def _plain(
     dtype: str, storage_key: str, storage_bytes: int, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> PickledTensor:
     """Check a tensor against its storage; `offset` and `strides` are in elements."""
+    numbers = (offset, *shape, *strides)
+    # Looked at before they are multiplied: ints may have 255 bytes, and a pickle refer to one thousands of times.
+    if len(shape) != len(strides) or len(shape) > _MAX_AXES or min(numbers) < 0 or max(numbers) > _MAX_SIZE:
+        raise MalformedPickleError(f"{len(shape)} sizes and {len(strides)} strides, not all from 0 to 2**63 - 1")
     width = DTYPES[dtype].element_bytes
     payload_bytes = math.prod(shape) * width
-    if offset < 0 or len(shape) != len(strides) or (shape and min(shape) < 0):
-        raise MalformedPickleError(f"{len(shape)} sizes, {len(strides)} strides, or a negative number")
     if payload_bytes == 0:
         return PickledTensor(dtype, shape, storage_key, storage_bytes, 0, 0)
     contiguous = contiguous_strides(shape)

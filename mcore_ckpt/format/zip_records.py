@@ -11,11 +11,10 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-import zlib
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
+from mcore_ckpt.core.errors import CheckpointError, ChecksumError, CorruptCheckpointError, LoadError
 
 __all__ = [
     "DESCRIPTOR",
@@ -328,7 +327,11 @@ def verify_compressed(read: Callable[[int, int], bytes], item_bytes: int, where:
     try:
         with zipfile.ZipFile(_ItemStream(read, item_bytes)) as archive:
             damaged, count = archive.testzip(), len(archive.infolist())
-    except (zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, ValueError, EOFError) as error:
+    except CheckpointError:
+        raise
+    # Each way of compressing has exceptions of its own for damaged bytes (BadZipFile, zlib.error, LZMAError, OSError
+    # ...).
+    except Exception as error:
         raise CorruptCheckpointError(f"{where}: its compressed records cannot be read ({error})") from error
     if damaged is not None:
         raise ChecksumError(

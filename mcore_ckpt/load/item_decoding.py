@@ -18,7 +18,7 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import ObjectEntry, StoredChunk, StoredItem
-from mcore_ckpt.format.safe_pickle import load_object, refuse_zip_bomb
+from mcore_ckpt.format.safe_pickle import Inflation, load_object, refuse_zip_bomb
 from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
 from mcore_ckpt.load.file_seals import FileSeals
@@ -39,6 +39,9 @@ class ItemDecoder:
         options: whether checksums are compared.
         stats: counters; added to.
         seals: checks each file before it is read.
+
+    Attributes:
+        inflation: of compressed items, all together.
     """
 
     def __init__(self, storage: Storage, options: LoadOptions, stats: ReadStats, seals: FileSeals | None) -> None:
@@ -47,6 +50,7 @@ class ItemDecoder:
         self._options = options
         self._stats = stats
         self._reasons: set[str] = set()
+        self.inflation = Inflation()
 
     def object_contents(self, entries: Iterable[ObjectEntry]) -> Iterator[tuple[ObjectEntry, bytes]]:
         """Stored objects as `torch.save` made them, in order of the files; neighbours are read together.
@@ -93,7 +97,13 @@ class ItemDecoder:
             files.close()
         self._stats.add(fallbacks=1)
         try:
-            loaded = load_object(content, where=where)
+            loaded = load_object(
+                content,
+                where=where,
+                verify_crc=False,  # compared above, if it is to be
+                run_code=self._options.run_code_from_checkpoint,
+                inflation=self.inflation,
+            )
         except CorruptCheckpointError:
             raise
         except Exception as error:
@@ -142,7 +152,7 @@ class ItemDecoder:
         try:
             checked = check_records(read, sum_up, len(content), where)
         except NotRangeable:
-            refuse_zip_bomb(io.BytesIO(content), 0, where)
+            refuse_zip_bomb(content, where, self.inflation)
             checked = verify_compressed(read, len(content), where)  # torch inflates such records and compares nothing
         self._stats.add(records_checked=checked)
 

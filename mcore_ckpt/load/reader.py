@@ -161,7 +161,14 @@ class FileSystemReader(StorageReader):
         return self._unpickled(fqn, self.object_bytes(fqn))
 
     def _unpickled(self, fqn: str, content: bytes) -> Any:
-        return load_object(content, self.options.allowed_classes, where=f"{fqn} in {self.path}")
+        return load_object(
+            content,
+            self.options.allowed_classes,
+            where=f"{fqn} in {self.path}",
+            verify_crc=False,  # compared when it was read, if it is to be
+            run_code=self.options.run_code_from_checkpoint,
+            inflation=self._decoder.inflation,
+        )
 
     def read_objects(self, fqns: Iterable[str]) -> dict[str, Any]:
         """Stored objects by key; those that lie together are read together. Raises as `read_object`."""

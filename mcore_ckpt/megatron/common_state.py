@@ -88,6 +88,7 @@ def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | N
     Raises:
         CheckpointNotFoundError: there is neither a file nor an object that holds it.
         UnsafePickleError: it contains a class outside the allow-list; the message says how to allow it.
+        ChecksumError: it is not what was written.
         CorruptCheckpointError: it cannot be decoded.
     """
     options = LoadOptions.from_environment() if options is None else options
@@ -107,7 +108,14 @@ def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | N
             f"{COMMON_STATE_KEY}; expected one of them in a checkpoint of Megatron-Core. The directory holds "
             f"{', '.join(sorted(names)[:8]) or 'nothing'}{', ...' if len(names) > 8 else ''}"
         )
-    return load_object(storage.read(file), options.allowed_classes)
+    # Small, and read by every rank: all of it is compared with its checksums before anything is unpickled.
+    return load_object(
+        storage.read(file),
+        options.allowed_classes,
+        where=str(directory / file),
+        verify_crc=options.verify_crc,
+        run_code=options.run_code_from_checkpoint,
+    )
 
 
 def _index_decides(storage: LocalStorage, names: list[str]) -> bool:

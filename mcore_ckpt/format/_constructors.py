@@ -1,0 +1,751 @@
+"""What stored objects may be made of: for each name that their pickles may hold, a constructor that checks its
+arguments.
+
+The names are those that Megatron-Core's checkpoints hold, beside what `torch.load(weights_only=True)` knows. None of
+the constructors can be called for a value that no save has written: arrays are made from bytes of exactly the right
+length and of dtypes without Python objects, members of enums are looked up by value, tensors lie inside their
+storages, and what the process shares (classes, dtypes, members) has no state to set. Members of classes that the user
+vouches for, by `LoadOptions.allowed_classes` or torch's `add_safe_globals`, are made as pickle makes them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import importlib
+import io
+import math
+import pathlib
+import re
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
+
+from mcore_ckpt.core.errors import OptionError, UnsafePickleError
+from mcore_ckpt.format._pickle_machine import (
+    MAX_SIZE,
+    Budget,
+    Maker,
+    WrongArgumentsError,
+    checked_size,
+    inert_maker,
+)
+
+__all__ = ["ALLOWED_OBJECT_CLASSES", "ObjectRules", "StorageBytes", "Unavailable"]
+
+# Where each global that a stored object may name is found, beyond torch's own; most are found under their own name.
+ALLOWED_OBJECT_CLASSES: dict[str, str] = {
+    **{
+        name: name
+        for name in (
+            *("argparse.Namespace", "types.SimpleNamespace", "signal.Signals", "torch._C.Generator"),
+            *("datetime.date", "datetime.datetime", "datetime.timedelta", "datetime.timezone"),
+            *("builtins.slice", "builtins.frozenset", "builtins.range"),
+            *("numpy.ndarray", "numpy.dtype"),
+            *("megatron.core.enums.ModelType", "megatron.core.enums.Fp8Recipe", "megatron.core.enums.Fp4Recipe"),
+            *(
+                f"megatron.core.transformer.enums.{enum}"
+                for enum in ("ModelType", "LayerType", "AttnType", "AttnMaskType", "AttnBackend", "CudaGraphScope")
+            ),
+            "megatron.core.transformer.enums.CudaGraphModule",
+            "megatron.core.transformer.enums.InferenceCudaGraphScope",
+            *(
+                f"megatron.core.rerun_state_machine.{name}"
+                for name in ("RerunDiagnostic", "RerunMode", "RerunState", "RerunValidationStatus")
+            ),
+            "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+        )
+    },
+    "_io.BytesIO": "io.BytesIO",
+    # Paths keep their kind from Python to Python; 3.13 gave them another module.
+    **{f"{module}.{kind}": f"pathlib.{kind}" for module in ("pathlib", "pathlib._local") for kind in ("PosixPath",)},
+    # numpy 2 moved its core; a file of either is read under either.
+    **{
+        f"numpy.{core}.multiarray.{function}": f"numpy.*core.multiarray.{function}"
+        for core in ("core", "_core")
+        for function in ("_reconstruct", "scalar")
+    },
+}
+
+
+class Unavailable:
+    """Stands in for an instance of an allowed class whose package is not installed, or was not to be imported.
+
+    Attributes:
+        arguments: what the instance was made with (for an enum member: its value).
+        state: its pickled state, None where there is none.
+    """
+
+    class_name = ""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.arguments, self.state = getattr(self, "arguments", ()), state
+
+    def __repr__(self) -> str:
+        return f"<{self.class_name}{getattr(self, 'arguments', ())!r}>"
+
+
+class StorageBytes(Protocol):
+    """The raw bytes of storages."""
+
+    def __call__(self, key: str, nbytes: int) -> Any:
+        """A writable buffer of the storage's `nbytes` bytes, little-endian; raises if it has not just as many."""
+
+
+class ObjectRules:
+    """What the pickle of a stored object may name.
+
+    Args:
+        where: the object, for messages.
+        extra_allowed: further classes, as `"module.qualified_name"`.
+        import_classes: import the packages of allowed classes; otherwise those that are not imported are replaced.
+        storage_bytes: gives the content of storages.
+    """
+
+    def __init__(
+        self, where: str, extra_allowed: Collection[str], import_classes: bool, storage_bytes: StorageBytes
+    ) -> None:
+        self._where, self._extra, self._import_classes = where, extra_allowed, import_classes
+        self._storage_bytes = storage_bytes
+        self._storages: dict[str, Any] = {}
+        self.refused: list[str] = []
+
+    def named(self, module: str, name: str) -> tuple[Any, Maker | None]:
+        full_name = f"{module}.{name}"
+        if full_name in _BUILTIN_MAKERS:
+            return _BUILTIN_MAKERS[full_name]
+        if full_name in ALLOWED_OBJECT_CLASSES:
+            return self._allowed_class(full_name)
+        if module.startswith("torch"):
+            known = _torch_named(full_name)
+            if known is not None:
+                return known
+        if full_name in self._extra:
+            try:
+                vouched = _import(full_name, may_import=True)
+            except (ImportError, AttributeError) as error:
+                raise OptionError(
+                    f"allowed_classes: {full_name!r} cannot be imported ({error}); install its package or correct "
+                    "the name"
+                ) from error
+            return vouched, _vouched(vouched)
+        registered = _registered_with_torch(full_name)
+        if registered is not None:
+            return registered, _vouched(registered)
+        self.refused.append(full_name)
+        raise UnsafePickleError(f"{self._where}: contains {full_name:.200}")
+
+    def referred(self, reference: Any) -> Any:
+        """A storage, as torch refers to it."""
+        if type(reference) is not tuple or len(reference) not in (5, 6) or reference[0] != "storage":
+            raise WrongArgumentsError("a reference to something else than a storage")
+        if len(reference) == 6 and reference[5] is not None:
+            raise WrongArgumentsError("a storage that is a view of another")
+        _, kind, key, _location, count = reference[:5]
+        if type(kind) is not _StorageKind or type(key) is not str or type(count) is not int or count < 0:
+            raise WrongArgumentsError("a reference to no storage")
+        nbytes = count * kind.dtype.itemsize
+        known = self._storages.get(key)
+        if known is None:
+            import torch
+
+            content = self._storage_bytes(key, nbytes)
+            flat = torch.frombuffer(content, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+            known = self._storages[key] = flat.untyped_storage()
+        if known.nbytes() != nbytes:
+            raise WrongArgumentsError(f"storage {key!r:.40} as {nbytes} bytes, and as {known.nbytes()}")
+        return _Storage(kind.dtype, known)
+
+    def _allowed_class(self, full_name: str) -> tuple[Any, Maker | None]:
+        target = ALLOWED_OBJECT_CLASSES[full_name]
+        try:
+            value = _import(target, self._import_classes or target.startswith(("numpy.", "torch.")))
+        except (ImportError, AttributeError):
+            stand_in = type("Unavailable", (Unavailable,), {"class_name": full_name})
+            return stand_in, inert_maker(stand_in)
+        if isinstance(value, enum.EnumMeta):
+            return value, _enum_maker(value)
+        return value, _MAKERS.get(target) or _attributes_maker(value)
+
+
+# ------------------------------------------------------------------------------------------------ the standard library
+
+
+def _wants(condition: bool, what: str) -> None:
+    if not condition:
+        raise WrongArgumentsError(f"expected {what}")
+
+
+def _enum_maker(cls: Any) -> Maker:
+    """Members by value: calling a flag's class would make new members."""
+
+    def member(_: Budget, value: Any) -> Any:
+        found = cls._value2member_map_.get(value) if type(value) in (int, str, bool, float) else None
+        if found is None:
+            found = next(
+                (member for member in cls if type(member.value) is type(value) and member.value == value), None
+            )
+        if found is None and issubclass(cls, enum.Flag) and type(value) is int and 0 < value == value & _all_flags(cls):
+            found = cls(value)
+        _wants(found is not None, f"the value of a member of {cls.__name__}")
+        return found
+
+    return Maker(member)
+
+
+def _all_flags(cls: Any) -> int:
+    flags = 0
+    for flag in cls:
+        flags |= flag.value
+    return flags
+
+
+def _attributes_of(state: Any) -> dict[str, Any]:
+    _wants(type(state) is dict and all(type(name) is str for name in state), "attributes by name")
+    attributes: dict[str, Any] = state
+    return attributes
+
+
+def _attributes_maker(cls: Any) -> Maker:
+    """An instance without arguments, and its attributes: namespaces and plain dataclasses."""
+
+    def build(budget: Budget, instance: Any, state: Any) -> Any:
+        budget.charge(len(state))
+        instance.__dict__.update(_attributes_of(state))
+        return instance
+
+    def make(_: Budget) -> Any:
+        return cls.__new__(cls)
+
+    return Maker(make, build)
+
+
+def _vouched(value: Any) -> Maker:
+    """Whatever pickle would do with a class that somebody vouches for."""
+
+    def make(_: Budget, *arguments: Any) -> Any:
+        return value(*arguments)
+
+    def build(_: Budget, instance: Any, state: Any) -> Any:
+        if hasattr(instance, "__setstate__"):
+            instance.__setstate__(state)
+            return instance
+        state, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+        if state:
+            instance.__dict__.update(state)
+        for name, part in (slots or {}).items():
+            setattr(instance, name, part)
+        return instance
+
+    def new(_: Budget, *arguments: Any) -> Any:
+        return value.__new__(value, *arguments)
+
+    return Maker(make, build, new=new)
+
+
+def _members(budget: Budget, *arguments: Any) -> Any:
+    """The one argument of a collection's constructor, which is copied."""
+    _wants(len(arguments) <= 1, "at most one argument")
+    members = arguments[0] if arguments else ()
+    _wants(type(members) in (list, tuple, set, frozenset), "a list, tuple or set")
+    budget.charge(len(members))
+    return members
+
+
+def _hashable_members(budget: Budget, *arguments: Any) -> Any:
+    members = _members(budget, *arguments)
+    _wants(
+        all(type(member) not in (tuple, frozenset) or _is_flat(budget, member) for member in members), "plain members"
+    )
+    return members
+
+
+def _is_flat(budget: Budget, member: Any) -> bool:
+    budget.charge(len(member))
+    return len(member) <= 1000 and all(
+        type(part) not in (tuple, frozenset) or _is_flat(budget, part) for part in member
+    )
+
+
+def _pairs(budget: Budget, *arguments: Any) -> Any:
+    pairs = _members(budget, *arguments)
+    for pair in pairs:
+        _wants(type(pair) in (list, tuple) and len(pair) == 2 and type(pair[0]) in (str, int, bytes), "pairs")
+    return pairs
+
+
+def _counts(budget: Budget, counts: Any = None) -> Any:
+    counts = {} if counts is None else counts
+    _wants(type(counts) is dict, "counts by name")
+    budget.charge(len(counts))
+    return Counter(counts)
+
+
+def _encoded(budget: Budget, text: Any, encoding: Any = "latin1") -> bytes:
+    """Bytes, as protocol 2 writes them."""
+    _wants(type(text) is str and encoding in ("latin1", "latin-1"), "bytes as text in latin1")
+    budget.charge(len(text))
+    return bytes(text, "latin1")
+
+
+def _byte_array(budget: Budget, content: Any = b"", encoding: Any = None) -> bytearray:
+    if type(content) is str:
+        content = _encoded(budget, content, encoding)
+    _wants(type(content) is bytes, "bytes")
+    budget.charge(len(content))
+    return bytearray(content)
+
+
+def _of(function: Callable[..., Any], *kinds: type) -> Maker:
+    """A constructor that checks its own arguments, of which there are as many as kinds at most, and of these types."""
+
+    def make(_: Budget, *arguments: Any) -> Any:
+        _wants(len(arguments) <= len(kinds), f"at most {len(kinds)} arguments")
+        for argument, kind in zip(arguments, kinds, strict=False):
+            _wants(
+                type(argument) is kind or (kind is float and type(argument) is int) or argument is None, kind.__name__
+            )
+        return function(*arguments)
+
+    return Maker(make)
+
+
+def _path(path: Any) -> Maker:
+    def make(_: Budget, *parts: Any) -> Any:
+        _wants(all(type(part) is str for part in parts), "parts of a path")
+        return path(*parts)
+
+    return Maker(make)
+
+
+def _stream_built(budget: Budget, stream: Any, state: Any) -> Any:
+    _wants(type(state) is tuple and len(state) == 3 and type(state[0]) is bytes, "content and position")
+    _wants(type(state[1]) is int and 0 <= state[1] <= MAX_SIZE, "a position")
+    budget.charge(len(state[0]))
+    stream.write(state[0])
+    stream.seek(state[1])
+    if state[2] is not None:
+        stream.__dict__.update(_attributes_of(state[2]))
+    return stream
+
+
+def _stream(budget: Budget, content: Any = b"") -> Any:
+    _wants(type(content) is bytes, "bytes")
+    budget.charge(len(content))
+    return io.BytesIO(content)
+
+
+def _date(kind: Any) -> Maker:
+    def make(_: Budget, packed: Any, zone: Any = None) -> Any:
+        _wants(
+            type(packed) is bytes and len(packed) == {datetime.date: 4, datetime.datetime: 10}[kind], "a packed date"
+        )
+        _wants(zone is None or type(zone) is datetime.timezone, "a time zone")
+        return kind(packed) if zone is None else kind(packed, zone)
+
+    return Maker(make)
+
+
+_BUILTIN_MAKERS: dict[str, tuple[Any, Maker | None]] = {
+    "collections.OrderedDict": (OrderedDict, Maker(lambda budget, *a: OrderedDict(_pairs(budget, *a)))),
+    "collections.Counter": (Counter, Maker(_counts)),
+    "builtins.set": (set, Maker(lambda budget, *a: set(_hashable_members(budget, *a)))),
+    "builtins.bytearray": (bytearray, Maker(_byte_array)),
+    "builtins.complex": (complex, _of(complex, float, float)),
+    "_codecs.encode": (_encoded, Maker(_encoded)),
+}
+
+
+# --------------------------------------------------------------------------------------------------------------- numpy
+
+
+class _DtypeDraft:
+    """A dtype before its state."""
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+
+
+class _ArrayDraft:
+    """An array before its state."""
+
+
+_DTYPE_CODE = re.compile(r"[biufcSUmM][0-9]{0,9}|\?|[<>=|]?[biufc][0-9]{1,2}")
+_UNIT = re.compile(r"Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as|generic")
+
+
+def _dtype(_: Budget, code: Any, *flags: Any) -> Any:
+    _wants(type(code) is str and _DTYPE_CODE.fullmatch(code) is not None, "a dtype of numbers, text or times")
+    _wants(len(flags) <= 2 and all(type(flag) in (bool, int) for flag in flags), "flags")
+    return _DtypeDraft(code)
+
+
+def _dtype_built(_: Budget, draft: Any, state: Any) -> Any:
+    import numpy
+
+    _wants(type(state) is tuple and len(state) in (8, 9) and type(state[0]) is int, "the state of a dtype")
+    order, fields = state[1], state[2:5]
+    _wants(order in ("<", ">", "|", "=") and fields == (None, None, None), "a dtype without fields")
+    code = draft.code
+    if code[0] in "SU" and code[1:] == "":
+        _wants(type(state[5]) is int, "a width")
+    if code[0] in "mM" and len(state) == 9 and state[8] is not None:
+        metadata = state[8]
+        _wants(type(metadata) is tuple and len(metadata) == 2 and type(metadata[1]) is tuple, "the unit of a time")
+        unit, number = metadata[1][:2]
+        unit = unit.decode() if type(unit) is bytes else unit
+        _wants(type(unit) is str and _UNIT.fullmatch(unit) is not None and type(number) is int and number > 0, "a unit")
+        code += "" if unit == "generic" else f"[{number}{unit}]"
+    dtype = numpy.dtype(code)
+    _wants(dtype.itemsize > 0 or dtype.kind in "SU", "a width")
+    return dtype.newbyteorder(order) if order in "<>" else dtype
+
+
+def _finished(dtype: Any) -> Any:
+    """A numpy dtype that holds no Python objects."""
+    import numpy
+
+    dtype = numpy.dtype(dtype.code) if type(dtype) is _DtypeDraft else dtype
+    _wants(isinstance(dtype, numpy.dtype) and dtype.kind in "biufcSUmM?" and not dtype.hasobject, "a dtype")
+    return dtype
+
+
+def _raw(content: Any) -> bytes:
+    content = content.encode("latin1") if type(content) is str else content  # text where Python 2 wrote it
+    _wants(type(content) is bytes or type(content) is bytearray, "the bytes of an array")
+    return bytes(content)
+
+
+def _array_draft(_: Budget, kind: Any, shape: Any, code: Any) -> Any:
+    import numpy
+
+    _wants(kind is numpy.ndarray and shape == (0,) and code in (b"b", "b"), "an empty array")
+    return _ArrayDraft()
+
+
+def _array_built(budget: Budget, _draft: Any, state: Any) -> Any:
+    import numpy
+
+    _wants(type(state) is tuple and len(state) == 5 and type(state[3]) in (bool, int), "the state of an array")
+    shape, dtype, content = checked_size(state[1]), _finished(state[2]), _raw(state[4])
+    _wants(len(content) == math.prod(shape) * dtype.itemsize, f"{math.prod(shape) * dtype.itemsize} bytes")
+    budget.charge(len(content))
+    if not content:
+        return numpy.zeros(shape, dtype.newbyteorder("="), order="F" if state[3] else "C")
+    array = numpy.frombuffer(bytearray(content), dtype).reshape(shape, order="F" if state[3] else "C")
+    return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
+
+
+def _scalar(budget: Budget, dtype: Any, content: Any) -> Any:
+    import numpy
+
+    dtype, content = _finished(dtype), _raw(content)
+    _wants(len(content) == dtype.itemsize, f"{dtype.itemsize} bytes")
+    budget.charge(len(content))
+    return numpy.frombuffer(content, dtype)[0] if content else dtype.type()
+
+
+# --------------------------------------------------------------------------------------------------------------- torch
+
+
+class _StorageKind:
+    """What a storage's class says: the dtype of its elements."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype
+
+
+class _Storage:
+    """A storage, and the dtype that the pickle gives it."""
+
+    def __init__(self, dtype: Any, untyped: Any) -> None:
+        self.dtype, self.untyped = dtype, untyped
+
+
+def _torch_named(full_name: str) -> tuple[Any, Maker | None] | None:
+    return _torch_names().get(full_name)
+
+
+def _torch_names() -> Mapping[str, tuple[Any, Maker | None]]:
+    global _torch_table
+    if _torch_table is None:
+        _torch_table = _make_torch_table()
+    return _torch_table
+
+
+_torch_table: dict[str, tuple[Any, Maker | None]] | None = None
+
+
+def _make_torch_table() -> dict[str, tuple[Any, Maker | None]]:
+    import torch
+
+    table: dict[str, tuple[Any, Maker | None]] = {
+        f"torch.{name}": (value, None)
+        for name, value in vars(torch).items()
+        if isinstance(value, (torch.dtype, torch.qscheme, torch.layout))
+    }
+    for dtype, storage in torch.storage._dtype_to_storage_type_map().items():  # noqa: SLF001
+        table[f"torch.{storage}"] = (_StorageKind(dtype), None)
+    for module in ("torch.storage", "torch"):
+        table[f"{module}.UntypedStorage"] = (_StorageKind(torch.uint8), None)
+    layouts = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+
+    def layout(_: Budget, name: Any) -> Any:
+        _wants(type(name) is str and name in layouts, "the name of a layout")
+        return layouts[name]
+
+    def device(_: Budget, kind: Any, number: Any = None) -> Any:
+        _wants(type(kind) is str and len(kind) < 40 and (number is None or type(number) is int), "a device")
+        return torch.device(kind) if number is None else torch.device(kind, number)
+
+    table |= {
+        "torch.Size": (torch.Size, Maker(_torch_size)),
+        "torch.device": (torch.device, Maker(device)),
+        "torch.serialization._get_layout": (layout, Maker(layout)),
+        "torch.Tensor": (torch.Tensor, None),
+        "torch.nn.parameter.Parameter": (torch.nn.Parameter, None),
+    }
+    for function in (
+        *(_rebuild_tensor_v2, _rebuild_tensor_v3, _rebuild_parameter, _rebuild_parameter_with_state),
+        *(_rebuild_qtensor, _rebuild_sparse_tensor, _rebuild_meta_tensor_no_storage),
+        *(_rebuild_device_tensor_from_cpu_tensor, _rebuild_device_tensor_from_numpy),
+    ):
+        table[f"torch._utils.{function.__name__}"] = (function, Maker(function))
+    table["torch._tensor._rebuild_from_type_v2"] = (_rebuild_from_type_v2, Maker(_rebuild_from_type_v2))
+    return table
+
+
+def _torch_size(budget: Budget, values: Any = ()) -> Any:
+    import torch
+
+    values = checked_size(values)
+    budget.charge(len(values))
+    return torch.Size(values)
+
+
+def _check_place(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> tuple[int, Any, Any]:
+    """Offset, sizes and strides (in elements) of a tensor that lies inside its storage."""
+    _wants(type(storage) is _Storage, "a storage")
+    (offset,), size, stride = checked_size((offset,)), checked_size(size), checked_size(stride)
+    _wants(len(size) == len(stride), "as many strides as sizes")
+    last = -1 if 0 in size else offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    held = storage.untyped.nbytes() // dtype.itemsize
+    _wants(last < held, f"elements up to {last} inside a storage of {held}")
+    return offset, size, stride
+
+
+def _check_hooks(hooks: Any, requires_grad: Any) -> None:
+    _wants(isinstance(hooks, dict) and not hooks and type(requires_grad) is bool, "no hooks")
+
+
+def _place_tensor(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, metadata: Any = None) -> Any:
+    import torch
+
+    offset, size, stride = _check_place(storage, dtype, offset, size, stride)
+    tensor = torch.empty((0,), dtype=dtype).set_(storage.untyped, offset, size, stride)
+    if metadata:
+        _wants(type(metadata) is dict and set(metadata) <= {"conj", "neg"}, "conj or neg")
+        flags = {name: value is True for name, value in metadata.items()}
+        torch._utils.set_tensor_metadata(tensor, flags)  # type: ignore[no-untyped-call]  # noqa: SLF001
+    return tensor
+
+
+def _rebuild_tensor_v2(
+    _: Budget, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, metadata: Any = None
+) -> Any:
+    _check_hooks(hooks, grad)
+    _wants(type(storage) is _Storage, "a storage")
+    return _place_tensor(storage, storage.dtype, offset, size, stride, metadata).requires_grad_(grad)
+
+
+def _rebuild_tensor_v3(
+    _: Budget,
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    grad: Any,
+    hooks: Any,
+    dtype: Any,
+    metadata: Any = None,
+) -> Any:
+    import torch
+
+    _check_hooks(hooks, grad)
+    _wants(type(dtype) is torch.dtype, "a dtype")
+    return _place_tensor(storage, dtype, offset, size, stride, metadata).requires_grad_(grad)
+
+
+def _rebuild_parameter(_: Budget, data: Any, grad: Any, hooks: Any) -> Any:
+    import torch
+
+    _check_hooks(hooks, grad)
+    _wants(isinstance(data, torch.Tensor), "a tensor")
+    return torch.nn.Parameter(data, grad)
+
+
+def _rebuild_parameter_with_state(budget: Budget, data: Any, grad: Any, hooks: Any, state: Any) -> Any:
+    return _with_state(budget, _rebuild_parameter(budget, data, grad, hooks), state)
+
+
+def _rebuild_from_type_v2(budget: Budget, function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    import torch
+
+    maker = next((maker for value, maker in _torch_names().values() if value is function and maker is not None), None)
+    _wants(maker is not None and kind in (torch.Tensor, torch.nn.Parameter), "a tensor with attributes")
+    _wants(type(arguments) is tuple, "arguments")
+    assert maker is not None
+    tensor = maker.make(budget, *arguments)
+    _wants(isinstance(tensor, kind), kind.__name__)
+    return _with_state(budget, tensor, state)
+
+
+def _with_state(budget: Budget, tensor: Any, state: Any) -> Any:
+    attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+    _wants(not slots, "attributes without slots")
+    budget.charge(len(attributes))
+    tensor.__dict__.update(_attributes_of(attributes))
+    return tensor
+
+
+def _rebuild_qtensor(
+    _: Budget, storage: Any, offset: Any, size: Any, stride: Any, quantizer: Any, grad: Any, hooks: Any
+) -> Any:
+    import torch
+
+    _check_hooks(hooks, grad)
+    _wants(type(storage) is _Storage, "a storage")
+    offset, size, stride = _check_place(storage, storage.dtype, offset, size, stride)
+    _wants(math.prod(size) * storage.dtype.itemsize <= storage.untyped.nbytes(), "elements that do not overlap")
+    _wants(type(quantizer) is tuple and type(quantizer[0]) is torch.qscheme, "a quantizer")
+    _wants(all(type(part) in (int, float) or isinstance(part, torch.Tensor) for part in quantizer[1:]), "its numbers")
+    typed_storage: Any = torch.storage.TypedStorage
+    typed = typed_storage(wrap_storage=storage.untyped, dtype=storage.dtype, _internal=True)
+    rebuild: Any = torch._utils._rebuild_qtensor  # noqa: SLF001
+    return rebuild(typed, offset, size, stride, quantizer, grad, hooks)
+
+
+def _rebuild_sparse_tensor(_: Budget, layout: Any, data: Any) -> Any:
+    import torch
+
+    _wants(type(layout) is torch.layout and type(data) is tuple, "a sparse tensor")
+    if layout is torch.sparse_coo:
+        _wants(len(data) in (3, 4), "indices, values and size")
+        indices, values, size = data[:3]
+        coalesced = data[3] if len(data) == 4 and type(data[3]) is bool else None
+        size = checked_size(size)
+        return torch.sparse_coo_tensor(indices, values, size, check_invariants=True, is_coalesced=coalesced)
+    _wants(len(data) == 4, "two indices, values and size")
+    first, second, values = data[:3]
+    size = checked_size(data[3])
+    return torch.sparse_compressed_tensor(first, second, values, size, layout=layout, check_invariants=True)
+
+
+def _rebuild_meta_tensor_no_storage(_: Budget, dtype: Any, size: Any, stride: Any, grad: Any) -> Any:
+    import torch
+
+    _wants(type(dtype) is torch.dtype and type(grad) is bool, "a dtype")
+    return torch.empty_strided(checked_size(size), checked_size(stride), dtype=dtype, device="meta", requires_grad=grad)
+
+
+def _rebuild_device_tensor_from_cpu_tensor(budget: Budget, data: Any, dtype: Any, _device: Any, grad: Any) -> Any:
+    import torch
+
+    _wants(isinstance(data, torch.Tensor) and type(dtype) is torch.dtype and type(grad) is bool, "a tensor")
+    budget.charge(data.numel() * dtype.itemsize)
+    return data.to(dtype=dtype).requires_grad_(grad)
+
+
+def _rebuild_device_tensor_from_numpy(budget: Budget, data: Any, dtype: Any, device: Any, grad: Any) -> Any:
+    import numpy
+    import torch
+
+    _wants(type(data) is numpy.ndarray, "an array")
+    return _rebuild_device_tensor_from_cpu_tensor(budget, torch.from_numpy(data), dtype, device, grad)
+
+
+def _generator(_: Budget, device: Any = None) -> Any:
+    import torch
+
+    _wants(device is None or type(device) is torch.device, "a device")
+    return torch.Generator()
+
+
+def _generator_built(_: Budget, generator: Any, state: Any) -> Any:
+    import torch
+
+    _wants(type(state) is tuple and len(state) == 3 and type(state[0]) is int, "the state of a generator")
+    _wants(isinstance(state[2], torch.Tensor) and state[2].dtype == torch.uint8, "its bytes")
+    generator.manual_seed(state[0])
+    generator.set_state(state[2].contiguous())
+    return generator
+
+
+def _registered_with_torch(full_name: str) -> Any:
+    """A class that this process has told torch to load (`add_safe_globals`); None if it has not."""
+    if full_name.startswith(("numpy.", "builtins.")):
+        return None
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    for registered in torch.serialization.get_safe_globals():
+        value, name = registered if isinstance(registered, tuple) else (registered, None)
+        if full_name == (name or f"{value.__module__}.{getattr(value, '__qualname__', '')}"):
+            return value
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------- where names lead
+
+# By target of ALLOWED_OBJECT_CLASSES; enums make their own, and the rest have attributes only.
+_MAKERS: dict[str, Maker] = {
+    "datetime.date": _date(datetime.date),
+    "datetime.datetime": _date(datetime.datetime),
+    "datetime.timedelta": _of(datetime.timedelta, int, int, int),
+    "datetime.timezone": _of(datetime.timezone, datetime.timedelta, str),
+    "builtins.slice": _of(slice, int, int, int),
+    "builtins.range": _of(range, int, int, int),
+    "builtins.frozenset": Maker(lambda budget, *a: frozenset(_hashable_members(budget, *a))),
+    "numpy.ndarray": Maker(lambda *_: _wants(False, "an array from its state")),
+    "numpy.dtype": Maker(_dtype, _dtype_built),
+    "numpy.*core.multiarray._reconstruct": Maker(_array_draft, _array_built),
+    "numpy.*core.multiarray.scalar": Maker(_scalar),
+    "torch._C.Generator": Maker(_generator, _generator_built),
+    "io.BytesIO": Maker(_stream, _stream_built),
+    "pathlib.PosixPath": _path(pathlib.PosixPath),
+}
+_resolved: dict[str, Any] = {}
+
+
+def _import(name: str, may_import: bool) -> Any:
+    """The object that `name` stands for, imported if need be and if allowed."""
+    if name in _resolved:
+        return _resolved[name]
+    path = name
+    if path.startswith("numpy.*core"):
+        import numpy
+
+        path = path.replace("*core", "_core" if hasattr(numpy, "_core") else "core")
+    parts = path.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:length])
+        if may_import:
+            try:
+                importlib.import_module(module_name)
+            except ModuleNotFoundError as error:
+                # `a.b.Outer.Inner`: a.b.Outer is no module; but a module whose own import fails is an error.
+                if error.name is None or not module_name.startswith(error.name):
+                    raise
+        module = sys.modules.get(module_name)
+        if module is not None:
+            value: Any = module
+            for part in parts[length:]:
+                value = getattr(value, part)
+            _resolved[name] = value
+            return value
+    raise ImportError(f"no module of {path} is {'installed' if may_import else 'imported'}")

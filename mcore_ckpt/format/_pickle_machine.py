@@ -1,0 +1,553 @@
+"""The pickle machine of this package: it builds plain values, and calls nothing but the constructors that it is given.
+
+Every pickle of a checkpoint is run here, or (an index, for its speed) by the machine in C after `metadata_read` has
+seen that this one would find nothing to object to. What a pickle names is looked up by `Rules`, which hand out a value
+and, if it may be called, its `Maker`: a constructor that checks its arguments. What no rule knows is refused. The
+limits are those below, for every kind of pickle; a pickle that passes them can take time and memory in proportion to
+its length only, and leaves nothing behind that walks, hashes or prints without end.
+
+`pickle.Unpickler` has none of these limits. Nested tuples as a key overflow the C stack; shared ones are hashed without
+end; a number in the memo of six bytes takes 64 GB; a list of 125 KB, called `torch.Size` again and again, takes 4 GB;
+and BUILD changes objects that belong to the process, as members of enums or dtypes do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, NamedTuple, Protocol, cast
+
+from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, UnsafePickleError
+
+__all__ = [
+    "MAX_AXES",
+    "MAX_DEPTH",
+    "MAX_KEY_VALUES",
+    "MAX_SIZE",
+    "Budget",
+    "Maker",
+    "PickleRun",
+    "Rules",
+    "WrongArgumentsError",
+    "checked_size",
+    "inert_maker",
+    "name_today",
+    "unpickle",
+]
+
+MAX_DEPTH: Final = 500
+"""Containers inside one another. What recurses over a value in Python ends at about twice that."""
+
+MAX_KEY_VALUES: Final = 1000
+"""Values in a key of a dict or a member of a set, tuples inside tuples counted as often as they are referred to."""
+
+MAX_INT_BYTES: Final = 512
+"""An int of more has more digits than Python prints."""
+
+MAX_AXES: Final = 64
+"""Axes of a shape; torch and numpy have no more."""
+
+MAX_SIZE: Final = 2**63 - 1
+"""The largest size, stride or offset."""
+
+_GROWTH = 8
+_ALLOWANCE = 1024 * 1024
+
+
+class Budget:
+    """What building may take beyond the bytes that are there already: a multiple of them, in bytes or values."""
+
+    __slots__ = ("_left", "_of", "_where")
+
+    def __init__(self, of_bytes: int, where: str) -> None:
+        self._of, self._where = of_bytes, where
+        self._left = _GROWTH * of_bytes + _ALLOWANCE
+
+    def charge(self, count: int) -> None:
+        """Take `count` bytes or values; `UnsafePickleError` if nothing that was saved could need so many."""
+        self._left -= count
+        if self._left < 0:
+            raise UnsafePickleError(
+                f"{self._where}: its {self._of} bytes build more than {_GROWTH * self._of + _ALLOWANCE} values. The "
+                "file is damaged or was made to do harm; do not load it."
+            )
+
+
+class Maker(NamedTuple):
+    """What a pickle may do with something that it names.
+
+    Attributes:
+        make: called with the budget and the pickled arguments, for REDUCE and NEWOBJ; raises if they are not those of a
+            value that was saved.
+        build: called with the object and its pickled state, for BUILD; returns the object that takes its place (most
+            often the same). Only objects that `make` has returned in this run, and has not shared, are built.
+        takes_members: instances have `append` and `__setitem__`, and are inert.
+        new: called instead for NEWOBJ, if that is something else.
+    """
+
+    make: Callable[..., Any]
+    build: Callable[[Budget, Any, Any], Any] | None = None
+    takes_members: bool = False
+    new: Callable[..., Any] | None = None
+
+
+class WrongArgumentsError(Exception):
+    """Raised by a constructor for arguments that nothing that was saved has; the message says which."""
+
+
+class Rules(Protocol):
+    """What names and references in a pickle stand for."""
+
+    def named(self, module: str, name: str) -> tuple[Any, Maker | None]:
+        """The value that a name stands for, and what may be done with it; `UnsafePickleError` if it is not allowed."""
+
+    def referred(self, reference: Any) -> Any:
+        """The value of a persistent id."""
+
+
+def name_today(module: str, name: str) -> tuple[str, str]:
+    """The name that Python 3 has for what a pickle of protocol 2 or below names as Python 2 did."""
+    if (module, name) in NAME_MAPPING:
+        return NAME_MAPPING[module, name]
+    return IMPORT_MAPPING.get(module, module), name
+
+
+def checked_size(values: Any) -> tuple[int, ...]:
+    """`values` as sizes, strides or offsets: at most 64 ints from 0 to 2**63 - 1; raises `WrongArgumentsError`."""
+    if not isinstance(values, (tuple, list)) or len(values) > MAX_AXES:
+        raise WrongArgumentsError(f"expected at most {MAX_AXES} sizes")
+    for value in values:
+        if type(value) is not int or not 0 <= value <= MAX_SIZE:
+            raise WrongArgumentsError("expected sizes from 0 to 2**63 - 1")
+    return tuple(values)
+
+
+def inert_maker(cls: type) -> Maker:
+    """For a class whose instances only keep what is put into them."""
+
+    def make(_budget: Budget, *arguments: Any) -> Any:
+        return cls(*arguments)
+
+    def build(budget: Budget, instance: Any, state: Any) -> Any:
+        setter = getattr(instance, "__setstate__", None)
+        if setter is not None:
+            setter(state)
+        else:
+            budget.charge(len(state))
+            if type(state) is not dict or not all(type(name) is str for name in state):
+                raise WrongArgumentsError(f"expected the attributes of a {cls.__name__}")
+            instance.__dict__.update(state)
+        return instance
+
+    return Maker(make, build, takes_members=hasattr(cls, "append"))
+
+
+class _MarkType:
+    """What MARK leaves on the stack."""
+
+
+_MARK = _MarkType()
+_INT2, _INT4, _UINT4, _UINT8, _FLOAT = (struct.Struct(form) for form in ("<H", "<i", "<I", "<Q", ">d"))
+_DICTS = (dict, OrderedDict, Counter)
+_CONTAINERS = frozenset((dict, list, tuple, set, frozenset, OrderedDict, Counter))
+
+
+class PickleRun:
+    """One run of a pickle.
+
+    Args:
+        data: holds the pickle.
+        rules: what it may name.
+        where: file or object, for messages.
+        position: where in `data` it starts.
+
+    Attributes:
+        position: after `load`, where in `data` the pickle has ended; what follows is not looked at.
+        budget: what building may take.
+    """
+
+    def __init__(self, data: bytes, rules: Rules, where: str, position: int = 0) -> None:
+        self.position = position
+        self.budget = Budget(len(data) - position, where)
+        self._data, self._rules, self._where = data, rules, where
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+        # By identity; the values are kept alive beside, so that an identity stays theirs.
+        self._makers: dict[int, Maker] = {}
+        self._fresh: dict[int, Maker] = {}
+        self._heavy: dict[int, int] = {}
+        self._kept: list[Any] = []
+        self._containers = 0
+        self._protocol = 0
+
+    def load(self) -> Any:
+        """Run the pickle to its STOP.
+
+        Raises:
+            UnsafePickleError: it names what no rule allows, or passes a limit.
+            CorruptCheckpointError: it is no pickle, or ends too soon.
+            OptionError: a rule cannot be followed.
+        """
+        try:
+            value = self._run()
+            if self._containers > MAX_DEPTH:
+                self._check_depth(value)
+            return value
+        except CheckpointError:
+            raise
+        except WrongArgumentsError as error:
+            raise UnsafePickleError(
+                f"{self._where}: the pickle makes something that nobody saves, at byte {self.position}: {error}. The "
+                "file is damaged or was made to do harm; do not load it."
+            ) from error
+        # Damaged bytes fail in any way that a stack machine and constructors can.
+        except Exception as error:
+            raise CorruptCheckpointError(
+                f"{self._where}: not a readable pickle of {len(self._data)} bytes ({type(error).__name__}: "
+                f"{error!s:.200}). The file is truncated or damaged; restore it from another copy, or load an earlier "
+                "checkpoint."
+            ) from error
+
+    # ------------------------------------------------------------------------------------------------------- machine
+
+    def _run(self) -> Any:
+        data, stack, memo = self._data, self._stack, self._memo
+        push, pop, end = stack.append, stack.pop, len(data)
+        at = self.position
+        try:
+            while True:
+                op = data[at]
+                at += 1
+                if op == 0x71:  # BINPUT
+                    memo[data[at]] = stack[-1]
+                    at += 1
+                elif op == 0x94:  # MEMOIZE
+                    memo[len(memo)] = stack[-1]
+                elif op == 0x68:  # BINGET
+                    push(memo[data[at]])
+                    at += 1
+                elif op == 0x6A:  # LONG_BINGET
+                    push(memo[_UINT4.unpack_from(data, at)[0]])
+                    at += 4
+                elif op == 0x4B:  # BININT1
+                    push(data[at])
+                    at += 1
+                elif op == 0x8C or op == 0x58 or op == 0x8D:  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
+                    start, at = self._span(at, 1 if op == 0x8C else 4 if op == 0x58 else 8)
+                    push(str(data[start:at], "utf-8", "surrogatepass"))
+                elif op == 0x72:  # LONG_BINPUT
+                    number = _UINT4.unpack_from(data, at)[0]
+                    if number > end:
+                        raise WrongArgumentsError(f"an object numbered {number} in {end} bytes")
+                    memo[number] = stack[-1]
+                    at += 4
+                elif op == 0x28:  # MARK
+                    push(_MARK)
+                elif op == 0x4D:  # BININT2
+                    push(_INT2.unpack_from(data, at)[0])
+                    at += 2
+                elif op == 0x4A:  # BININT
+                    push(_INT4.unpack_from(data, at)[0])
+                    at += 4
+                elif op == 0x74:  # TUPLE
+                    self._push_tuple(tuple(self._marked()))
+                elif 0x85 <= op <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
+                    items = tuple(stack[0x84 - op :])
+                    if len(items) != op - 0x84:
+                        raise IndexError("stack")
+                    del stack[0x84 - op :]
+                    self._push_tuple(items)
+                elif op == 0x47:  # BINFLOAT
+                    push(_FLOAT.unpack_from(data, at)[0])
+                    at += 8
+                elif op == 0x88 or op == 0x89:  # NEWTRUE, NEWFALSE
+                    push(op == 0x88)
+                elif op == 0x4E:  # NONE
+                    push(None)
+                elif op == 0x29:  # EMPTY_TUPLE
+                    push(())
+                elif op == 0x7D:  # EMPTY_DICT
+                    self._containers += 1
+                    push({})
+                elif op == 0x5D:  # EMPTY_LIST
+                    self._containers += 1
+                    push([])
+                elif op == 0x75 or op == 0x73:  # SETITEMS, SETITEM
+                    pairs = self._marked() if op == 0x75 else self._popped(2)
+                    self._set_items(stack[-1], pairs)
+                elif op == 0x65 or op == 0x61:  # APPENDS, APPEND
+                    members = self._marked() if op == 0x65 else self._popped(1)
+                    self._append(stack[-1], members)
+                elif op == 0x62:  # BUILD
+                    self.position = at
+                    state = pop()
+                    self._build(state)
+                elif op == 0x52 or op == 0x81:  # REDUCE, NEWOBJ
+                    self.position = at
+                    arguments = pop()
+                    push(self._made(pop(), arguments, new=op == 0x81))
+                elif op == 0x63:  # GLOBAL
+                    module, name, at = self._lines(at)
+                    push(self._named(module, name))
+                elif op == 0x93:  # STACK_GLOBAL
+                    name, module = pop(), pop()
+                    push(self._named(module, name))
+                elif op == 0x8A or op == 0x8B:  # LONG1, LONG4
+                    start, at = self._span(at, 1 if op == 0x8A else 4)
+                    if at - start > MAX_INT_BYTES:
+                        raise WrongArgumentsError(f"an int of {at - start} bytes")
+                    push(int.from_bytes(data[start:at], "little", signed=True))
+                elif op == 0x51:  # BINPERSID
+                    push(self._rules.referred(pop()))
+                elif op == 0x80 or op == 0x95:  # PROTO, FRAME
+                    at += 1 if op == 0x80 else 8
+                    if op == 0x80:
+                        self._protocol = data[at - 1]
+                        if self._protocol > 5:
+                            raise ValueError(f"pickle protocol {self._protocol}")
+                elif op == 0x2E:  # STOP
+                    (value,) = stack
+                    self.position = at
+                    return value
+                else:
+                    at = self._run_rare(op, at)
+                if at > end:
+                    raise EOFError("ran past the end")
+        finally:
+            self.position = min(at, end)
+
+    def _run_rare(self, op: int, at: int) -> int:
+        data, stack = self._data, self._stack
+        if op in (0x43, 0x42, 0x8E, 0x96):  # SHORT_BINBYTES, BINBYTES, BINBYTES8, BYTEARRAY8
+            start, at = self._span(at, {0x43: 1, 0x42: 4}.get(op, 8))
+            stack.append(data[start:at] if op != 0x96 else bytearray(data[start:at]))
+        elif op == 0x55 or op == 0x54:  # SHORT_BINSTRING, BINSTRING: text of Python 2
+            start, at = self._span(at, 1 if op == 0x55 else 4)
+            stack.append(data[start:at].decode())
+        elif op == 0x8F:  # EMPTY_SET
+            stack.append(set())
+        elif op == 0x90:  # ADDITEMS
+            members = self._marked()
+            if type(stack[-1]) is not set:
+                raise TypeError("members of something that is no set")
+            self._hashable(members)
+            stack[-1].update(members)
+        elif op == 0x91:  # FROZENSET
+            members = self._marked()
+            self._hashable(members)
+            stack.append(self._weighed(frozenset(members)))
+        elif op == 0x6C or op == 0x64:  # LIST, DICT
+            members = self._marked()
+            self._containers += 1
+            stack.append(members if op == 0x6C else {})
+            if op == 0x64:
+                self._set_items(stack[-1], members)
+        elif op == 0x92:  # NEWOBJ_EX
+            keywords, arguments = stack.pop(), stack.pop()
+            cls = stack.pop()
+            maker = self._makers.get(id(cls))
+            if keywords and (maker is None or not maker.takes_members):
+                raise WrongArgumentsError("a call with keywords")
+            stack.append(self._made(cls, arguments, new=True))
+        elif op == 0x30:  # POP
+            stack.pop()
+        elif op == 0x31:  # POP_MARK
+            self._marked()
+        elif op == 0x32:  # DUP
+            stack.append(stack[-1])
+        elif op in (0x49, 0x4C, 0x46, 0x70, 0x67, 0x50, 0x56):  # INT, LONG, FLOAT, PUT, GET, PERSID, UNICODE
+            stop = data.index(b"\n", at)
+            self._run_text(op, data[at:stop])
+            at = stop + 1
+        else:
+            raise UnsafePickleError(
+                f"{self._where}: opcode {op:#04x} at byte {at - 1} of the pickle; nothing that is saved has it. The "
+                "file is damaged or was made to do harm; do not load it."
+            )
+        return at
+
+    def _run_text(self, op: int, line: bytes) -> None:
+        """The opcodes of protocol 0, whose argument is a line."""
+        stack = self._stack
+        if op != 0x56 and len(line) > 2 * MAX_INT_BYTES:
+            raise WrongArgumentsError(f"a number of {len(line)} digits")
+        if op == 0x49:
+            stack.append({b"00": False, b"01": True}[line] if line in (b"00", b"01") else int(line))
+        elif op == 0x4C:
+            stack.append(int(line.removesuffix(b"L")))
+        elif op == 0x46:
+            stack.append(float(line))
+        elif op == 0x70:
+            if int(line) > len(self._data):
+                raise WrongArgumentsError(f"an object numbered {line.decode()} in {len(self._data)} bytes")
+            self._memo[int(line)] = stack[-1]
+        elif op == 0x67:
+            stack.append(self._memo[int(line)])
+        elif op == 0x50:
+            stack.append(self._rules.referred(line.decode("ascii")))
+        else:
+            stack.append(str(line, "raw-unicode-escape"))
+
+    def _span(self, at: int, length_bytes: int) -> tuple[int, int]:
+        """Start and stop of an argument whose length comes first."""
+        start = at + length_bytes
+        stop = start + int.from_bytes(self._data[at:start], "little")
+        if stop > len(self._data):
+            raise EOFError(f"{stop - start} bytes at byte {start} of {len(self._data)}")
+        return start, stop
+
+    def _lines(self, at: int) -> tuple[str, str, int]:
+        middle = self._data.index(b"\n", at)
+        stop = self._data.index(b"\n", middle + 1)
+        return self._data[at:middle].decode(), self._data[middle + 1 : stop].decode(), stop + 1
+
+    def _marked(self) -> list[Any]:
+        """What lies above the last mark, taken off the stack with it."""
+        stack = self._stack
+        first = len(stack) - 1
+        while stack[first] is not _MARK:
+            first -= 1
+            if first < 0:
+                raise IndexError("no mark")
+        items = stack[first + 1 :]
+        del stack[first:]
+        return items
+
+    def _popped(self, count: int) -> list[Any]:
+        items = self._stack[-count:]
+        if len(items) != count or any(item is _MARK for item in items):
+            raise IndexError("stack")
+        del self._stack[-count:]
+        return items
+
+    # ---------------------------------------------------------------------------------------------------- containers
+
+    def _push_tuple(self, items: tuple[Any, ...]) -> None:
+        self._containers += 1
+        self._stack.append(self._weighed(items))
+
+    def _weighed(self, members: Any) -> Any:
+        """A tuple or frozenset, its weight noted if that is not its length."""
+        weight = len(members)
+        heavy = self._heavy
+        for member in members:
+            kind = type(member)
+            if kind is tuple or kind is frozenset:
+                weight += heavy.get(id(member), len(member))
+        if weight > len(members):
+            heavy[id(members)] = weight
+            self._kept.append(members)
+        return members
+
+    def _hashable(self, keys: Iterable[Any]) -> None:
+        """Refuse keys that take long to hash, before they are."""
+        for key in keys:
+            kind = type(key)
+            if kind is tuple or kind is frozenset:
+                weight = self._heavy.get(id(key), len(key))
+                if weight > MAX_KEY_VALUES:
+                    raise WrongArgumentsError(f"a key of a dict or set with more than {MAX_KEY_VALUES} values in it")
+                self.budget.charge(weight)
+
+    def _set_items(self, target: Any, pairs: list[Any]) -> None:
+        if len(pairs) % 2:
+            raise ValueError("a key without a value")
+        if type(target) not in _DICTS and not self._takes_members(target):
+            raise TypeError(f"items of a {type(target).__name__}")
+        keys = pairs[::2]
+        self._hashable(keys)
+        for key, value in zip(keys, pairs[1::2], strict=True):
+            target[key] = value
+
+    def _append(self, target: Any, members: list[Any]) -> None:
+        if type(target) is list:
+            target.extend(members)
+        elif self._takes_members(target):
+            for member in members:
+                target.append(member)
+        else:
+            raise TypeError(f"members of a {type(target).__name__}")
+
+    def _takes_members(self, target: Any) -> bool:
+        maker = self._fresh.get(id(target))
+        return maker is not None and maker.takes_members
+
+    def _check_depth(self, value: Any) -> None:
+        """Walk containers and attributes depth first, as whoever looks at the value will."""
+        seen: set[int] = set()
+        paths: list[Iterator[Any]] = [iter((value,))]
+        while paths:
+            for part in paths[-1]:
+                inside = self._inside(part)
+                if inside is not None and id(part) not in seen:
+                    seen.add(id(part))
+                    break
+            else:
+                paths.pop()
+                continue
+            if len(paths) > MAX_DEPTH:
+                raise WrongArgumentsError(f"containers more than {MAX_DEPTH} deep inside one another")
+            paths.append(iter(inside))
+
+    def _inside(self, part: Any) -> Iterable[Any] | None:
+        if isinstance(part, dict):
+            return dict.values(part)
+        if type(part) in _CONTAINERS:
+            return cast("Iterable[Any]", part)
+        return vars(part).values() if id(part) in self._fresh and hasattr(part, "__dict__") else None
+
+    # --------------------------------------------------------------------------------------------- names and objects
+
+    def _named(self, module: Any, name: Any) -> Any:
+        if type(module) is not str or type(name) is not str:
+            raise TypeError("name of something")
+        if self._protocol < 3:
+            module, name = name_today(module, name)
+        value, maker = self._rules.named(module, name)
+        if maker is not None:
+            self._makers[id(value)] = maker
+            self._kept.append(value)
+        return value
+
+    def _made(self, function: Any, arguments: Any, *, new: bool) -> Any:
+        maker = self._makers.get(id(function))
+        if maker is None or type(arguments) is not tuple:
+            raise UnsafePickleError(
+                f"{self._where}: the pickle calls a {type(function).__name__}, at byte {self.position}, which is not "
+                "among the constructors that a checkpoint may use; nothing was called. The file is damaged, was made "
+                "to do harm, or was written by something else; do not load it."
+            )
+        value = (maker.new if new and maker.new is not None else maker.make)(self.budget, *arguments)
+        if maker.build is not None or maker.takes_members:
+            self._fresh[id(value)] = maker
+            self._kept.append(value)
+            self._containers += 1
+        if type(value) is tuple or type(value) is frozenset:
+            self._weighed(value)
+        return value
+
+    def _build(self, state: Any) -> None:
+        instance = self._stack[-1]
+        maker = self._fresh.get(id(instance))
+        if maker is None or maker.build is None:
+            raise UnsafePickleError(
+                f"{self._where}: the pickle sets the state of a {type(instance).__name__}, at byte {self.position}, "
+                "which does not belong to the checkpoint alone; nothing was changed. The file is damaged or was made "
+                "to do harm; do not load it."
+            )
+        built = maker.build(self.budget, instance, state)
+        if built is not instance:
+            self._stack[-1] = built
+            # It was numbered when it was made, and its state since then.
+            for slot in itertools.islice(reversed(self._memo), 64):
+                if self._memo[slot] is instance:
+                    self._memo[slot] = built
+                    break
+
+
+def unpickle(data: bytes, rules: Rules, where: str) -> Any:
+    """The value of the pickle in `data`; bytes after its end are ignored. Raises as `PickleRun.load`."""
+    return PickleRun(data, rules, where).load()

@@ -1,0 +1,345 @@
+"""Pickles that were made to do harm: each is refused with an error of ours, in bounded time and memory.
+
+Each of these crashed the process, filled the memory, hung, or changed what all share, when `pickle` or torch read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError, UnsafePickleError
+from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.format import safe_pickle
+from mcore_ckpt.format._plain_index import plainly_built
+from mcore_ckpt.format.metadata_read import parse_index, read_config
+from mcore_ckpt.format.safe_pickle import Inflation, Opaque, load_object, read_plain
+from mcore_ckpt.format.tensor_pickle import MalformedPickleError, NotPlainTensorError, read_tensor_pickle
+from mcore_ckpt.format.zip_records import verify_compressed
+from mcore_ckpt.megatron.common_state import load_common
+from mcore_ckpt.tools.plain_state import plain
+
+pytestmark = pytest.mark.timeout(60)
+
+INDEX_MODULE = "torch.distributed.checkpoint.metadata"
+
+
+def container(pickled: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
+    """What `torch.save` makes around a pickle."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", compression) as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/version", "3\n")
+    return stream.getvalue()
+
+
+def saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def name(path: str) -> bytes:
+    module, _, last = path.rpartition(".")
+    return f"c{module}\n{last}\n".encode()
+
+
+def number(value: int) -> bytes:
+    return b"J" + struct.pack("<i", value)
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+def data(value: bytes) -> bytes:
+    return b"B" + struct.pack("<I", len(value)) + value
+
+
+DEEP_KEY = b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns."  # a tuple in a tuple in a tuple ..., as a key
+WIDE_KEY = b"\x80\x04})" + b"2\x86" * 60 + b"Ns."  # a pair of the same pair of the same pair ...: 2**60 values
+
+OBJECTS = {
+    "array over a pointer": name("builtins.frozenset") + name("numpy.ndarray")
+    + b"(" + number(1) + b"\x85" + text("O") + data(b"A" * 8) + b"tR\x85R.",
+    "array without content": name("numpy.ndarray") + number(400_000_000) + text("O") + b"\x86R.",
+    "array of too few bytes": name("numpy._core.multiarray._reconstruct") + name("numpy.ndarray") + b"K\x00\x85"
+    + data(b"b") + b"\x87R(K\x01" + number(64_000_000) + b"\x85" + name("numpy.dtype") + text("f8")
+    + b"\x89\x88\x87R(K\x03" + text("<") + b"NNN" + number(-1) + number(-1) + b"K\x00tb\x89" + data(b"A" * 8) + b"tb.",
+    "array of objects": name("numpy._core.multiarray._reconstruct") + name("numpy.ndarray") + b"K\x00\x85"
+    + data(b"b") + b"\x87R(K\x01K\x01\x85" + name("numpy.dtype") + text("O8") + b"\x89\x88\x87R\x89]K\x01atb.",
+    "scalar of too few bytes": name("numpy._core.multiarray.scalar") + name("numpy.dtype") + text("U99999999")
+    + b"\x89\x88\x87R" + data(b"A") + b"\x86R.",
+    "many from a range": name("builtins.frozenset") + name("builtins.range") + b"\x8a\x06" + (2**40).to_bytes(6, "little")  # noqa: E501
+    + b"\x85R\x85R.",
+    "copies of a list": b"](" + b"K\x01" * 60_000 + b"eq\x000](" + (name("torch.Size") + b"h\x00\x85R") * 60_000 + b"e.",  # noqa: E501
+    "copies of a set": b"](" + b"".join(number(n) for n in range(20_000)) + b"eq\x000]("
+    + (name("builtins.set") + b"h\x00\x85R") * 20_000 + b"e.",
+    "state of a dtype": name("numpy.dtype") + text("f8") + b"\x89\x88\x87Rq\x00" + b"(K\x03" + text("<") + text("f8")
+    + b"\x89\x88\x87NNKAKAK\x00tb.",
+    "state of an enum": name("signal.Signals") + b"K\x0f\x85R}" + text("_value_") + b"K\x09sb.",
+    "state of a class": name("argparse.Namespace") + b"}" + text("harm") + b"K\x09sb.",
+    "no member of an enum": name("signal.Signals") + b"K\xff\x85R.",
+    "size of many axes": name("torch.Size") + b"(" + b"K\x01" * 400 + b"t\x85R.",
+    "size beyond 2**63": name("torch.Size") + b"\x8a\x09" + (2**64).to_bytes(9, "little") + b"\x85\x85R.",
+    "negative size": name("torch.Size") + number(-1) + b"\x85\x85R.",
+    "int of many digits": b"\x8b" + struct.pack("<i", 100_000) + b"\x7f" * 100_000 + b".",
+    "lists in lists": b"]" * 200_000 + b"a" * 199_999 + b".",
+    "namespaces in namespaces": (name("argparse.Namespace") + b")\x81}" + text("a")) * 5_000 + b"N" + b"sb" * 5_000 + b".",  # noqa: E501
+    "lists in lists by reference": b"]q\x000" + b"".join(
+        b"]h%bar%b0" % (bytes((0,)), b"\x00\x00\x00\x00") for _ in range(10_000)) + b"h\x00.",
+    "number in the memo": b"Nr\xff\xff\xff\x7fh\x00.",
+    "call of a method": name("builtins.getattr") + text("a") + text("upper") + b"\x86R.",
+    "extension": b"\x82\x01.",
+    "tensor outside its storage": name("torch._utils._rebuild_tensor_v2") + b"((" + text("storage")
+    + name("torch.FloatStorage") + text("0") + text("cpu") + b"K\x00tQK\x00K\x05\x85K\x01\x85\x89"
+    + name("collections.OrderedDict") + b")Rt" + b"R.",
+}  # fmt: skip
+
+
+class TestObjects:
+    @pytest.mark.parametrize("pickled", OBJECTS.values(), ids=OBJECTS)
+    def test_refused(self, pickled: bytes) -> None:
+        started = time.monotonic()
+        with pytest.raises(CorruptCheckpointError):
+            load_object(container(b"\x80\x02" + pickled))
+        assert time.monotonic() - started < 20
+
+    @pytest.mark.parametrize("pickled", [DEEP_KEY, WIDE_KEY], ids=["deep", "wide"])
+    def test_keys_that_take_long_to_hash(self, pickled: bytes) -> None:
+        with pytest.raises(UnsafePickleError, match="a key of a dict or set with more than 1000 values"):
+            load_object(container(pickled))
+        with pytest.raises(UnsafePickleError, match="a key of a dict or set with more than 1000 values"):
+            read_plain(container(pickled), "object")
+
+    def test_enums_are_not_changed(self) -> None:
+        with pytest.raises(UnsafePickleError, match="sets the state of a Signals"):
+            load_object(container(b"\x80\x02" + OBJECTS["state of an enum"]))
+        assert (signal.SIGTERM.value, signal.Signals(15)) == (15, signal.SIGTERM)
+
+    def test_the_process_survives(self) -> None:
+        """What crashed it is run in another one, so that a crash is a failure of this test alone."""
+        code = (
+            "import sys\n"
+            "from mcore_ckpt.core.errors import CorruptCheckpointError\n"
+            "from mcore_ckpt.format.safe_pickle import load_object\n"
+            "try:\n    load_object(sys.stdin.buffer.read())\n"
+            "except CorruptCheckpointError:\n    print('refused')\n"
+        )
+        for hostile in (b"\x80\x02" + OBJECTS["array over a pointer"], DEEP_KEY):
+            done = subprocess.run(
+                [sys.executable, "-c", code], input=container(hostile), capture_output=True, check=False, timeout=60
+            )
+            assert (done.returncode, done.stdout) == (0, b"refused\n"), done.stderr[-300:]
+
+    def test_a_dtype_of_the_process_is_not_changed(self) -> None:
+        before = repr(np.dtype("f8")), np.dtype("f8").itemsize
+        with pytest.raises(CorruptCheckpointError):
+            load_object(container(b"\x80\x02" + OBJECTS["state of a dtype"]))
+        assert (repr(np.dtype("f8")), np.dtype("f8").itemsize) == before
+
+    def test_compressed_items_of_one_load_add_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(safe_pickle, "_MAX_INFLATED_BYTES", 1_000_000)
+        bomb = container(pickle.dumps(b"\0" * 400_000, 2), zipfile.ZIP_DEFLATED)
+        inflation = Inflation()
+        load_object(bomb, inflation=inflation)
+        load_object(bomb, inflation=inflation)
+        with pytest.raises(UnsafePickleError, match="when inflated"):
+            load_object(bomb, inflation=inflation)
+
+
+class TestVouched:
+    def test_code_runs_only_where_it_is_asked_for(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        class Harmful:
+            def __reduce__(self) -> tuple[Any, ...]:
+                return Path.touch, (tmp_path / "ran",)
+
+        content = saved([Harmful()])
+        with pytest.raises(UnsafePickleError):
+            load_object(content)
+        assert not (tmp_path / "ran").exists()
+        load_object(content, run_code=True)
+        assert (tmp_path / "ran").exists()
+        assert "without any restriction" in caplog.text
+        assert not LoadOptions().run_code_from_checkpoint
+
+    def test_containers_from_before_zip_archives(self) -> None:
+        stream = io.BytesIO()
+        value = {"w": torch.arange(6.0).view(2, 3), "h": torch.ones(3).half(), "args": Namespace(lr=0.5)}
+        torch.save(value, stream, _use_new_zipfile_serialization=False)
+        loaded = load_object(stream.getvalue())
+        assert torch.equal(loaded["w"], value["w"])
+        assert torch.equal(loaded["h"], value["h"])
+        assert loaded["args"].lr == 0.5
+        for length in range(0, len(stream.getvalue()), 7):
+            with pytest.raises(CorruptCheckpointError):
+                load_object(stream.getvalue()[:length])
+
+    @pytest.mark.filterwarnings("ignore:.*quantiz")
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_tensors_of_every_kind_come_back(self) -> None:
+        shared = torch.arange(12.0)
+        sparse = torch.eye(3).to_sparse()
+        quantized = torch.quantize_per_tensor(torch.ones(4), 0.5, 1, torch.quint8)
+        tagged = torch.nn.Parameter(torch.ones(2))
+        tagged.tensor_model_parallel = True  # type: ignore[attr-defined]
+        value = [shared, shared[2:6], shared.view(3, 4).t(), sparse, quantized, tagged, torch.empty(3, device="meta")]
+        view, part, turned, sparse_again, quantized_again, tagged_again, meta = load_object(saved(value))
+        assert torch.equal(turned, shared.view(3, 4).t())
+        assert part.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
+        assert torch.equal(sparse_again.to_dense(), torch.eye(3))
+        assert torch.equal(quantized_again.dequantize(), quantized.dequantize())
+        assert type(tagged_again) is torch.nn.Parameter
+        assert tagged_again.tensor_model_parallel
+        assert meta.shape == (3,)
+        assert meta.is_meta
+
+
+def index_of(planner_data: bytes, protocol: bytes = b"\x80\x04") -> bytes:
+    """A pickled index without tensors, but for its planner data."""
+    return (
+        protocol + b"c" + INDEX_MODULE.encode() + b"\nMetadata\n)\x81}(" + text("state_dict_metadata") + b"}"
+        + text("storage_data") + b"}" + text("planner_data") + planner_data + b"ub."
+    )  # fmt: skip
+
+
+class TestIndex:
+    @pytest.mark.parametrize(
+        "planner_data",
+        [
+            b"}" + b")" + b"\x85" * 1_000_000 + b"Ns",
+            b"})" + b"\x94h\x00\x94\x86" * 3 + b"2\x86" * 60 + b"Ns",
+            b"}(" + b"".join(b"\x8c\x01k\x94j%b\x85\x94" % struct.pack("<I", max(0, 2 * n - 1)) for n in range(60_000))
+            + b"j" + struct.pack("<I", 2 * 60_000 - 1) + b"Nu",
+            b"](" + b"(K\x01K\x02K\x03K\x04t\x94"
+            + b"".join(b"(" + b"h%c" % n * 8 + b"t\x94" for n in range(20)) + b"e}h\x14Ns0",
+            b"}" + b"\x8c\x01k" + b"]" * 200_000 + b"a" * 199_999 + b"s",
+            b"}" + text("k") + name("torch.Size") + b"(" + b"K\x01" * 400 + b"t\x85Rs",
+            b"}" + text("k") + b"](" + b"K\x01" * 50_000 + b"e\x94(" + (name("torch.Size") + b"h\x00\x85R") * 60_000 + b"ts",  # noqa: E501
+            b"}" + name("builtins.slice") + b")\x94h\x00\x94\x86)N\x87RNs",
+        ],
+        ids=["deep", "wide", "chain", "memoized", "lists", "axes", "copies", "slices"],
+    )  # fmt: skip
+    def test_refused(self, planner_data: bytes) -> None:
+        started = time.monotonic()
+        with pytest.raises(CorruptCheckpointError):
+            parse_index(index_of(planner_data), "/ckpt")
+        assert time.monotonic() - started < 20
+
+    def test_the_machine_in_c_gets_none_of_these(self) -> None:
+        for tuples in (b")" + b"\x85" * 100, b"K\x01\x85\x85", b")\x940)2\x86", b"h\x00h\x00\x81", b"h\x00h\x01b"):
+            assert not plainly_built(index_of(b"}" + tuples + b"Ns"))
+
+    def test_the_path_of_a_multi_storage_client(self) -> None:
+        """What its writer puts into the checkpoint id makes no difference to reading."""
+        path = (
+            b"\x8c\x1amultistorageclient.pathlib\x8c\x10MultiStoragePath\x93)\x81}(" + text("_path") + text("msc://p/c")
+        )
+        path += text("_internal_path") + name("pathlib.PurePosixPath") + text("p") + text("c") + b"\x86Rub"
+        meta = b"c" + INDEX_MODULE.encode() + b"\nStorageMeta\n)\x81}(" + text("checkpoint_id") + path + b"ub"
+        content = index_of(b"}")[:-3] + text("storage_meta") + meta + b"ub."
+        index = parse_index(content, "/ckpt")
+        assert index.storage_meta is not None
+        assert index.storage_meta["checkpoint_id"] == "msc://p/c"
+
+
+class TestTensorPickles:
+    def test_many_large_sizes_are_not_multiplied(self) -> None:
+        """An int of 255 bytes, memoized, and named again as each of 7,000 sizes."""
+        sizes = b"(\x8a\xff" + b"\x7f" * 255 + b"q\x01" + b"h\x01" * 7_000 + b"t"
+        pickled = (
+            b"\x80\x02" + name("torch._utils._rebuild_tensor_v2") + b"((" + text("storage") + name("torch.FloatStorage")
+            + text("0") + text("cpu") + b"K\x01tQK\x00" + sizes + sizes + b"\x89" + name("collections.OrderedDict") + b")RtR."  # noqa: E501
+        )  # fmt: skip
+        started = time.monotonic()
+        with pytest.raises((MalformedPickleError, NotPlainTensorError)):
+            read_tensor_pickle(pickled)
+        assert time.monotonic() - started < 2
+
+
+class TestToLookAt:
+    def test_keys_do_not_double(self) -> None:
+        with pytest.raises(UnsafePickleError):
+            read_plain(container(b"\x80\x02})" + b"2\x86" * 40 + b"K\x01s."), "common.pt")
+
+    def test_texts_that_are_shown_many_times_are_cut_off(self) -> None:
+        nested: Any = ["x" * 10_000] * 1000
+        for _ in range(3):
+            nested = [nested] * 1000
+        started = time.monotonic()
+        plain(nested)
+        assert time.monotonic() - started < 20
+
+    def test_classes_are_named_and_nothing_is_called(self) -> None:
+        value = read_plain(saved({"args": Namespace(a=1), "kinds": [torch.float32, signal.SIGTERM]}), "common.pt")
+        assert isinstance(value["args"], Opaque)
+        assert plain(value) == {"args": {"a": 1}, "kinds": ["torch.float32", "<signal.Signals 15>"]}
+
+
+class TestDamagedRecords:
+    @pytest.mark.parametrize("compression", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA, zipfile.ZIP_DEFLATED])
+    def test_any_byte_changed(self, compression: int) -> None:
+        content = container(pickle.dumps(list(range(1000)), 2), compression)
+        for position in range(0, len(content), 3):
+            damaged = bytearray(content)
+            damaged[position] ^= 0x41
+            item = bytes(damaged)
+            for read in (
+                lambda item=item: load_object(item),
+                lambda item=item: read_plain(item, "object"),
+                lambda item=item: verify_compressed(lambda o, n: item[o : o + n], len(item), "object"),
+            ):
+                with contextlib.suppress(LoadError):
+                    read()
+
+
+class TestCommonState:
+    def test_every_flip_is_noticed(self, tmp_path: Path) -> None:
+        state = {"iteration": 7, "args": Namespace(lr=1e-4, seed=1234), "optimizer": {"step": torch.tensor(5)}}
+        torch.save(state, tmp_path / "common.pt")
+        content = (tmp_path / "common.pt").read_bytes()
+        with zipfile.ZipFile(tmp_path / "common.pt") as archive:
+            records = [(archive.read(record), record.filename) for record in archive.infolist()]
+        flips = 0
+        for stored, _ in records:
+            start = content.index(stored)
+            for position in range(start, start + len(stored), 2):
+                damaged = bytearray(content)
+                damaged[position] ^= 1
+                (tmp_path / "common.pt").write_bytes(damaged)
+                with pytest.raises(ChecksumError):
+                    load_common(tmp_path)
+                flips += 1
+        assert flips > 100
+
+
+class TestConfig:
+    def test_any_byte_changed(self, tmp_path: Path) -> None:
+        content = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+        for position in range(len(content)):
+            for mask in (0x01, 0x20, 0x80):
+                damaged = bytearray(content)
+                damaged[position] ^= mask
+                (tmp_path / "metadata.json").write_bytes(damaged)
+                with contextlib.suppress(CorruptCheckpointError):
+                    read_config(tmp_path)
+
+    @pytest.mark.parametrize("text", [b"\xff\xfe", b'{"a": ' * 5000, b"1e999999", b'{"sharded_backend": NaN}', b"null"])
+    def test_refused(self, tmp_path: Path, text: bytes) -> None:
+        (tmp_path / "metadata.json").write_bytes(text)
+        with pytest.raises(CorruptCheckpointError, match=r"metadata\.json"):
+            read_config(tmp_path)
