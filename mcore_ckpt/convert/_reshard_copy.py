@@ -93,21 +93,32 @@ class Journal:
             raise SaveError(f"{path.parent}: another reshard is writing there; wait for it, or end it") from error
         content = path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
-        lines = [json.loads(line) for line in whole.splitlines()]
+        try:
+            lines = [json.loads(line) for line in whole.splitlines()]
+            done = {int(line["worker"]): int(line["done"]) for line in lines[1:]}
+            crcs = {fqn: list(map(int, found)) for line in lines[1:] for fqn, found in line["crcs"].items()}
+            sums = {
+                fqn: [(int(whole_sum), list(map(int, running))) for whole_sum, running in found]
+                for line in lines[1:]
+                for fqn, found in line["sums"].items()
+            }
+            head = dict(lines[0]) if lines else {}
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise OptionError(
+                f"{path}: not the journal of a reshard ({type(error).__name__}: {error!s:.200}): it was damaged; give "
+                "--restart to throw away what it is about"
+            ) from error
         if len(whole) < len(content):
             os.ftruncate(self._fd, len(whole))
         if not lines:
             self._append({"version": _VERSION, "fingerprint": fingerprint})
             return
-        if lines[0].get("version") != _VERSION or lines[0].get("fingerprint") != fingerprint:
+        if head.get("version") != _VERSION or head.get("fingerprint") != fingerprint:
             raise OptionError(
                 f"{path.parent}: left by a reshard of another source, layout or set of options; repeat that command to "
                 "finish it, or give --restart to throw its work away"
             )
-        for line in lines[1:]:
-            self.done[line["worker"]] = line["done"]
-            self.crcs.update(line["crcs"])
-            self.sums.update(line["sums"])
+        self.done, self.crcs, self.sums = done, crcs, sums
 
     def record(
         self, worker: int, done: int, crcs: dict[str, list[int]], sums: dict[str, list[tuple[int, list[int]]]]

@@ -137,8 +137,8 @@ def read_config(path: str | Path) -> CheckpointConfig | None:
     values = (config.backend, config.version, config.common_backend, config.common_version)
     if list(map(type, values)) != [str, int, str, int]:
         raise CorruptCheckpointError(
-            f"{directory / CONFIG_FILE}: expected sharded_backend and common_backend to be strings and their versions to "
-            f"be ints, got {values!r:.200}. Restore it from another checkpoint of the same run."
+            f"{directory / CONFIG_FILE}: expected sharded_backend and common_backend to be strings and their versions "
+            f"to be ints, got {values!r:.200}. Restore it from another checkpoint of the same run."
         )
     return config
 

@@ -1,0 +1,237 @@
+"""Mutated inputs of every parser: whatever the bytes say, only our own errors come out, and soon.
+
+The corpus is what real writers wrote (`golden`, `items`), what is made here, and what was found (`corpus`). Each run
+takes a few seconds of mutations from a fixed seed; `MCORE_CKPT_TEST_FUZZ_SECONDS` asks for more, from another seed each
+time. What is found belongs into `corpus/<target>/`, and into a test with a name.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import shutil
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt.convert._reshard_copy import JOURNAL_FILE, Journal
+from mcore_ckpt.convert._safetensors_files import read_safetensors, safetensors_header
+from mcore_ckpt.core.errors import CheckpointError, ChecksumError
+from mcore_ckpt.format.item_layout import encode_tensor
+from mcore_ckpt.format.item_reading import locate_tensor_in
+from mcore_ckpt.format.metadata_read import encode_config, parse_index, read_config
+from mcore_ckpt.format.safe_pickle import load_object, read_plain
+from mcore_ckpt.format.zip_records import NotRangeable
+from mcore_ckpt.megatron.common_state import load_common
+
+HERE = Path(__file__).parent
+SECONDS = float(os.environ.get("MCORE_CKPT_TEST_FUZZ_SECONDS", "0"))
+MUTANTS = 300  # of a target, where no time is asked for
+SLOWEST_S = 10.0
+
+pytestmark = [
+    pytest.mark.timeout(120 + 2 * SECONDS),
+    # torch and numpy complain about tensors and arrays that they then refuse, or that nobody would save.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+def saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def own_pickle_in(container: bytes, mutated: bytes) -> bytes:
+    """The container with another pickle and checksums that are right, so that it is the pickle that is tried."""
+    import zipfile
+
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(container)) as old, zipfile.ZipFile(out, "w") as new:
+        for record in old.infolist():
+            new.writestr(record.filename, mutated if record.filename.endswith("data.pkl") else old.read(record))
+    return out.getvalue()
+
+
+def _pickle_of(container: bytes) -> bytes:
+    import zipfile
+
+    with zipfile.ZipFile(io.BytesIO(container)) as archive:
+        return archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+
+
+def _objects() -> list[bytes]:
+    import numpy as np
+
+    state = np.random.RandomState(1).get_state()
+    return [
+        saved([{"a": [1, 2.5, None], "b": (b"bytes", "text"), (1, 2): {3}}]),
+        saved([state, random.Random(1).getstate()[1][:5], torch.arange(4.0), torch.nn.Parameter(torch.ones(2))]),
+        saved(Namespace(dtype=torch.bfloat16, size=torch.Size([1, 2]), array=np.arange(3.0), scalar=np.int64(4))),
+    ]
+
+
+OBJECTS = _objects()
+
+
+def _try_object(content: bytes, _: Path) -> None:
+    load_object(content, verify_crc=False)
+
+
+def _try_object_pickle(content: bytes, _: Path) -> None:
+    item = own_pickle_in(OBJECTS[1], content)
+    for read in (lambda: load_object(item), lambda: read_plain(item, "object")):
+        try:
+            read()
+        except CheckpointError:
+            continue
+
+
+def _try_common(content: bytes, directory: Path) -> None:
+    (directory / "common.pt").write_bytes(content)
+    load_common(directory)
+
+
+def _try_config(content: bytes, directory: Path) -> None:
+    (directory / "metadata.json").write_bytes(content)
+    read_config(directory)
+
+
+def _try_safetensors(content: bytes, directory: Path) -> None:
+    (directory / "x.safetensors").write_bytes(content)
+    read_safetensors(directory, "x.safetensors")
+
+
+def _try_journal(content: bytes, directory: Path) -> None:
+    (directory / JOURNAL_FILE).write_bytes(content)
+    with Journal(directory, "f"):
+        pass
+
+
+def _try_index(content: bytes, _: Path) -> None:
+    parse_index(content, "/ckpt", strict=False)
+
+
+def _try_item(content: bytes, _: Path) -> None:
+    locate_tensor_in(memoryview(content), "item")
+
+
+def _seeds() -> dict[str, list[bytes]]:
+    tensor = torch.arange(15.0).view(3, 5)
+    header, _ = safetensors_header([("a", "float32", (2, 3)), ("b", "int64", (4,))], {"format": "pt"})
+    journal: list[dict[str, Any]] = [
+        {"version": 1, "fingerprint": "f"},
+        {"worker": 0, "done": 3, "crcs": {"a": [1, 2]}},
+    ]
+    journal[1]["sums"] = {"a": [[1, [2, 3]]]}
+    return {
+        "index": [path.read_bytes() for path in sorted((HERE / "golden").glob("*/.metadata"))],
+        "item": [
+            encode_tensor("float32", (3, 5), tensor.numpy().tobytes()),
+            saved(tensor),
+            *(path.read_bytes() for path in sorted((HERE / "items").iterdir())),
+        ],
+        "object": OBJECTS,
+        "object_pickle": [_pickle_of(content) for content in OBJECTS],
+        "common": [saved({"iteration": 7, "args": Namespace(lr=0.5)})],
+        "config": [encode_config()],
+        "safetensors": [header + bytes(56)],
+        "journal": [b"".join(json.dumps(line).encode() + b"\n" for line in journal)],
+    }
+
+
+TARGETS: dict[str, Callable[[bytes, Path], None]] = {
+    "index": _try_index,
+    "item": _try_item,
+    "object": _try_object,
+    "object_pickle": _try_object_pickle,
+    "common": _try_common,
+    "config": _try_config,
+    "safetensors": _try_safetensors,
+    "journal": _try_journal,
+}
+_NUMBERS = (
+    b"\0",
+    b"\xff",
+    b"\x7f",
+    b"\x80",
+    b"\xff\xff\xff\xff",
+    b"\0\0\0\x80",
+    b"\xff\xff\xff\x7f",
+    b"\x94",
+    b"9" * 30,
+)
+_OPCODES = (
+    b"(.012FIJKLMNPQRSTUVXabcde]gh}ijlopqrstu)\x80\x81\x82\x85\x86\x87\x88\x89\x8a\x8b\x8c\x8f\x90\x91\x92\x93\x94\x95"
+)
+
+
+def mutated(seed: bytes, other: bytes, chance: random.Random) -> bytes:
+    """`seed` with one to four changes of the kinds that damage and attackers make."""
+    content = bytearray(seed)
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(len(content) + 1)
+        span = min(chance.choice((1, 2, 4, 16, 200)), len(content) - at)
+        kind = chance.randrange(7)
+        if kind == 0 and content:
+            content[at - 1] ^= 1 << chance.randrange(8)
+        elif kind == 1:
+            number = chance.choice(_NUMBERS)
+            content[at : at + len(number)] = number
+        elif kind == 2:
+            del content[at : at + span]
+        elif kind == 3:
+            content[at:at] = content[at : at + span] * chance.choice((1, 2, 50))
+        elif kind == 4:
+            start = chance.randrange(len(other) + 1)
+            content[at : at + span] = other[start : start + span]
+        elif kind == 5:
+            content[at:at] = bytes(chance.choice(_OPCODES) for _ in range(chance.randint(1, 6)))
+        else:
+            del content[at:]
+    return bytes(content)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_mutants(target: str, tmp_path: Path) -> None:
+    chance = random.Random(time.time_ns() if SECONDS else target)
+    seeds = _seeds()[target] + corpus(target)
+    ends = time.monotonic() + SECONDS / len(TARGETS)
+    count = 0
+    while time.monotonic() < ends if SECONDS else count < MUTANTS:
+        count += 1
+        content = mutated(chance.choice(seeds), chance.choice(seeds), chance)
+        _try(target, content, tmp_path)
+    assert count
+
+
+def corpus(target: str) -> list[bytes]:
+    return [path.read_bytes() for path in sorted((HERE / "corpus" / target).glob("*"))]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_corpus(target: str, tmp_path: Path) -> None:
+    for content in [*_seeds()[target], *corpus(target)]:
+        _try(target, content, tmp_path)
+
+
+def _try(target: str, content: bytes, directory: Path) -> None:
+    started = time.monotonic()
+    try:
+        TARGETS[target](content, directory)
+    except (CheckpointError, NotRangeable, ChecksumError):
+        pass
+    except BaseException:
+        found = Path(directory.parent) / f"{target}-found"
+        found.write_bytes(content)
+        kept = shutil.copy(found, Path.cwd() / f".fuzz-{target}") if SECONDS else found
+        print(f"the input is kept in {kept}")
+        raise
+    assert time.monotonic() - started < SLOWEST_S, f"{target}: {content[:200]!r} takes too long"
