@@ -127,7 +127,7 @@ def _seeds() -> dict[str, list[bytes]]:
     tensor = torch.arange(15.0).view(3, 5)
     header, _ = safetensors_header([("a", "float32", (2, 3)), ("b", "int64", (4,))], {"format": "pt"})
     journal: list[dict[str, Any]] = [
-        {"version": 1, "fingerprint": "f"},
+        {"version": 2, "fingerprint": "f"},
         {"worker": 0, "done": 3, "crcs": {"a": [1, 2]}},
     ]
     journal[1]["sums"] = {"a": [[1, [2, 3]]]}
