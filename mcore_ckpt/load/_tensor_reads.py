@@ -28,9 +28,9 @@ from mcore_ckpt.format.index import StoredItem
 from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor_in
 from mcore_ckpt.format.seal import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.load._block_sums import BlockSums, contiguous_around, whole_blocks
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._placement import HostBytes, ReadBuffer, Want, alignment_for, memory_at, narrow, place_box
+from mcore_ckpt.load.block_sums import BlockSums, contiguous_around, whole_blocks
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, in_parallel, naming, padded_range
 from mcore_ckpt.load.item_decoding import ItemDecoder
 from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES, MAX_WASTE, Extent, Piece, Span, cluster_boxes, coalesce, split_box

@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from mcore_ckpt.core.boxes import Box, covers, intersect, relative, strides_of
-from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.core.boxes import Box, covers, intersect, relative, runs, strides_of
+from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import DirectIo, LoadOptions
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor
+from mcore_ckpt.format.seal import inner_blocks
 from mcore_ckpt.format.zip_records import NotRangeable
+from mcore_ckpt.load.block_sums import BlockSums, contiguous_around, whole_blocks
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
 from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.load.ranges import split_box
@@ -245,6 +247,30 @@ def check_elements(payloads: StoredPayloads, entry: TensorEntry) -> None:
             _check_sum(payload, range_crc(read_into, 0, payload.nbytes, window))
 
 
+def _check_part(
+    payloads: StoredPayloads, payload: StoredPayload, chunk: StoredChunk, box: Box, elem_bytes: int
+) -> None:
+    """Compare the sums of the blocks that a box of a chunk lies in, where the index has them."""
+    item = chunk.item
+    running = payloads.index.blocks.get((item.file, item.offset), ())
+    if item.crc32 is None or payload.decoded is not None or len(running) != inner_blocks(payload.nbytes):
+        return
+
+    def damaged(start: int, stop: int, got: int, expected: int) -> ChecksumError:
+        return checksum_error(payload.where, f"the bytes [{start}, {stop}) of its elements have", got, expected)
+
+    around = contiguous_around(chunk.sizes, box)
+    first = runs(chunk.sizes, around, elem_bytes).first_byte
+    start, stop = whole_blocks(first, first + math.prod(around.sizes) * elem_bytes, payload.nbytes)
+    stream = BlockSums(payload.nbytes, running, item.crc32, damaged).stream(start)
+    window = memoryview(bytearray(min(_WINDOW_BYTES, stop - start)))
+    while start < stop:
+        view = window[: min(len(window), stop - start)]
+        payloads.read_into(payload, start, view)
+        stream.feed(view)
+        start += len(view)
+
+
 def read_box(
     payloads: StoredPayloads,
     entry: TensorEntry,
@@ -288,6 +314,8 @@ def read_box(
             continue
         inside = relative(part, chunk.offsets)
         strides = [stride * elem_bytes for stride in strides_of(chunk.sizes)]
+        if part.sizes != chunk.sizes:
+            _check_part(payloads, payload, chunk, inside, elem_bytes)
         whole, value = part.sizes == chunk.sizes, 0  # the pieces of a whole chunk follow one another without gaps
         for piece in split_box(
             chunk.sizes, inside, elem_bytes, window_bytes=_BOX_WINDOW_BYTES, max_gap_bytes=_MAX_GAP_BYTES

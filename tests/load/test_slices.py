@@ -22,9 +22,10 @@ from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.item_reading import locate_tensor
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.seal import BLOCK_BYTES
-from mcore_ckpt.load._block_sums import BlockSums, contiguous_around, whole_blocks
+from mcore_ckpt.load.block_sums import BlockSums, contiguous_around, whole_blocks
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.tools.checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -97,6 +98,8 @@ def test_a_flipped_bit_inside_a_slice_is_noticed(checkpoint: Path, part: Part, s
     flip(checkpoint, part.key, part.element)
     with pytest.raises(ChecksumError, match=r"the bytes \[\d+, \d+\) of __0_\d.distcp have CRC-32"):
         load(checkpoint, part.key, part.box, options, strided=strided)
+    with open_checkpoint(checkpoint) as opened, pytest.raises(ChecksumError, match="of its elements have CRC-32"):
+        opened[part.key][a : a + rows, b : b + columns]
     found = load(checkpoint, part.key, part.box, LoadOptions(verify_slices="off"), strided=strided)
     assert int((found != wanted).sum()) == 1
 
