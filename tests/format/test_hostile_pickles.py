@@ -67,7 +67,8 @@ def text(value: str) -> bytes:
 
 
 def data(value: bytes) -> bytes:
-    return b"B" + struct.pack("<I", len(value)) + value
+    """Bytes as protocol 2 writes them, which is the one that torch reads."""
+    return name("_codecs.encode") + text(value.decode("latin1")) + text("latin1") + b"\x86R"
 
 
 DEEP_KEY = b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns."  # a tuple in a tuple in a tuple ..., as a key
@@ -86,8 +87,8 @@ OBJECTS = {
     + b"\x89\x88\x87R" + data(b"A") + b"\x86R.",
     "many from a range": name("builtins.frozenset") + name("builtins.range") + b"\x8a\x06" + (2**40).to_bytes(6, "little")  # noqa: E501
     + b"\x85R\x85R.",
-    "copies of a list": b"](" + b"K\x01" * 60_000 + b"eq\x000](" + (name("torch.Size") + b"h\x00\x85R") * 60_000 + b"e.",  # noqa: E501
-    "copies of a set": b"](" + b"".join(number(n) for n in range(20_000)) + b"eq\x000]("
+    "copies of a list": b"](](" + b"K\x01" * 60_000 + b"eq\x00" + (name("torch.Size") + b"h\x00\x85R") * 60_000 + b"e.",
+    "copies of a set": b"](](" + b"".join(number(n) for n in range(20_000)) + b"eq\x00"
     + (name("builtins.set") + b"h\x00\x85R") * 20_000 + b"e.",
     "state of a dtype": name("numpy.dtype") + text("f8") + b"\x89\x88\x87Rq\x00" + b"(K\x03" + text("<") + text("f8")
     + b"\x89\x88\x87NNKAKAK\x00tb.",
