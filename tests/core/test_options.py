@@ -31,6 +31,7 @@ SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
 }
 LOAD_VARIABLES: dict[str, tuple[str, Any]] = {
     "verify_crc": ("false", False),
+    "verify_slices": ("on", "on"),
     "io_threads": ("9", 9),
     "direct_io": ("on", "on"),
     "window_bytes": ("65536", 65536),
