@@ -45,7 +45,7 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.storage.base import Storage
 
-__all__ = ["Claim", "Owner", "holders", "is_claim_file"]
+__all__ = ["Claim", "Owner", "claimants", "holders", "is_claim_file", "seems_gone"]
 
 _logger = logging.getLogger(__name__)
 
@@ -344,6 +344,44 @@ def holders(storage: Storage) -> list[Owner]:
         found.append(owner)
         name = _next(owner)
     return found
+
+
+def claimants(storage: Storage, names: Iterable[str]) -> list[Owner]:
+    """Everybody of whom a claim has left files: who holds the directory, has held it, or was about to.
+
+    Args:
+        storage: the directory.
+        names: of its files.
+
+    Raises:
+        LoadError: one of them cannot be read.
+    """
+    found: dict[str, Owner] = {}
+    for name in names:
+        if not is_claim_file(name):
+            continue
+        ticket = name.removesuffix(".publish")  # that has other content, and names nobody
+        content = _read(storage, ticket)
+        owner = Owner(ticket.removeprefix(_PREFIX)) if content is None else Owner.decode(content)
+        found.setdefault(owner.save_id, owner)
+    return list(found.values())
+
+
+def seems_gone(storage: Storage, owner: Owner) -> bool:
+    """Whether somebody who has claimed the directory is gone, as far as one look tells: to be told to people.
+
+    For a process that cannot be seen from here, the time of its heartbeat is compared with this host's clock.
+
+    Raises:
+        LoadError: the directory cannot be read.
+    """
+    beat = storage.version(_ticket(owner))
+    if beat is None:
+        return True  # it has let go, and left a marker: its save has failed
+    state = owner.process_state()
+    if state == "unknown":
+        return time.time() - beat.modified_ns / 1e9 > _LONGEST_LEASE_S
+    return state != "alive"
 
 
 def _is_long_gone(storage: Storage, owner: Owner) -> bool:

@@ -2,11 +2,14 @@
 
 What is removed is only ever what the index of a checkpoint names, with the files that every checkpoint has; whatever
 else lies in its directory stays. `.metadata` goes first, under another name: so nothing half removed passes for a
-checkpoint, and a removal that was interrupted can be finished.
+checkpoint, and a removal that was interrupted can be finished. The directory is claimed for the whole removal, so that
+no save begins in it meanwhile; the claim's note tells a removal that has died from a save that has.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import stat
@@ -16,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, OptionError, SaveError
+from mcore_ckpt.directory.claim import Claim, claimants, is_claim_file
 from mcore_ckpt.directory.commit import index_files
-from mcore_ckpt.directory.run import RunCheckpoint, is_claimed, iteration_directories, look_at, tracked_name
+from mcore_ckpt.directory.run import RunCheckpoint, iteration_directories, look_at, tracked_name
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, MAX_METADATA_BYTES, METADATA_FILE, parse_index
 from mcore_ckpt.storage.local import LocalStorage
@@ -27,6 +31,10 @@ __all__ = ["Fate", "ListedCheckpoint", "PruneReport", "RunReport", "list_run", "
 
 # What `.metadata` is called while what it names is being removed.
 _REMOVED_INDEX = METADATA_FILE + ".removed"
+# What the note of a claim says whose directory is being removed.
+_REMOVAL = "removal"
+_CLAIMED = "a save is at work in it, or has died there"
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SIDECARS = (CONFIG_FILE, COMMON_FILE, COMMON_FILE + ".pending", "integrity.json")
 _PENDING_COMMON = re.compile(re.escape(COMMON_FILE) + r"\.\d+\.pending")
 _DATA_SUFFIX = ".distcp"
@@ -176,8 +184,8 @@ def _reason_to_keep(
         return "the tracker file names it"
     if checkpoint.path.is_symlink():
         return "its directory is a link"
-    if checkpoint.claimed:
-        return "a save is at work in it, or has died there"
+    if checkpoint.claimed and not _is_of_removals(checkpoint.path):
+        return _CLAIMED
     if _half_removed(checkpoint):
         return None
     if oldest_kept is None:
@@ -210,25 +218,87 @@ def _reason_to_wait(checkpoint: RunCheckpoint) -> str | None:
     return "its files are newer than its index: a save may be at work" if newest_s > limit_s else None
 
 
+def _is_of_removals(directory: Path) -> bool:
+    """Whether nobody has claimed a directory but removals, of which none is known to go on; also if nobody has."""
+    storage = LocalStorage(directory)
+    try:
+        found = claimants(storage, [path.name for path in directory.iterdir()])
+    except (LoadError, OSError):
+        return False
+    return all((owner.noted or {}).get(_REMOVAL) is True and owner.process_state() != "alive" for owner in found)
+
+
 def _let_go(checkpoint: RunCheckpoint, run: Path) -> Fate:
     """Remove a checkpoint, unless it has come into use meanwhile."""
     directory = checkpoint.path
-    if tracked_name(run) == checkpoint.name:
-        return Fate(checkpoint, True, "the tracker file names it")
-    if is_claimed(directory):
-        return Fate(checkpoint, True, "a save is at work in it, or has died there")
+    if not _is_of_removals(directory):
+        return Fate(checkpoint, True, _CLAIMED)
     try:
-        left = _remove(directory)
+        claim = _claim(checkpoint, run)
+    except (SaveError, LoadError) as error:
+        if not _is_of_removals(directory):
+            return Fate(checkpoint, True, _CLAIMED)
+        raise SaveError(f"{directory}: cannot be claimed, and so not removed: {error}") from error
+    save_before = any((owner.noted or {}).get(_REMOVAL) is not True for owner in claim.after)
+    try:
+        reason = _CLAIMED if save_before else _reason_now(checkpoint, run)
+        if reason is not None:
+            return Fate(checkpoint, True, reason)
+        claim.sweep([path.name for path in directory.iterdir()])
+        for path in _being_removed(directory):
+            claim.check()
+            path.unlink(missing_ok=True)
     except OSError as error:
-        raise SaveError(
-            f"{directory}: cannot be removed: {error.strerror or error} ({error.filename}); what is left of it is no "
-            "checkpoint any more, the same command goes on with it"
-        ) from error
+        raise _cannot_be_removed(directory, error) from error
+    finally:
+        # What a save that is gone has left, the next save is still to find.
+        with contextlib.suppress(SaveError, LoadError, OSError):
+            claim.release(remove_marker=not save_before)
+    # From here on a save may claim it again: then it is not empty.
+    left = _remove_directory(directory)
     return Fate(checkpoint, False, "removed" if not left else "removed, but for files that are not its own", left)
 
 
-def _remove(directory: Path) -> tuple[str, ...]:
-    """Remove what a checkpoint consists of, its index last of all; returns the names of what else lies there."""
+def _claim(checkpoint: RunCheckpoint, run: Path) -> Claim:
+    """Claim the directory of a checkpoint that is to go; where no space is left for that, its first file makes room."""
+    storage = LocalStorage(checkpoint.path)
+    try:
+        return Claim.take(storage, {_REMOVAL: True})
+    except SaveError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or cause.errno not in _FULL or _reason_now(checkpoint, run) is not None:
+            raise
+    try:
+        next(_being_removed(checkpoint.path)).unlink(missing_ok=True)
+    except OSError as error:
+        raise _cannot_be_removed(checkpoint.path, error) from error
+    return Claim.take(storage, {_REMOVAL: True})
+
+
+def _cannot_be_removed(directory: Path, error: OSError) -> SaveError:
+    return SaveError(
+        f"{directory}: cannot be removed: {error.strerror or error} ({error.filename}); what is left of it is no "
+        "checkpoint any more, the same command goes on with it"
+    )
+
+
+def _reason_now(checkpoint: RunCheckpoint, run: Path) -> str | None:
+    """Why a checkpoint must stay as it is now that it is claimed; None if it is as it was when it was chosen."""
+    if tracked_name(run) == checkpoint.name:
+        return "the tracker file names it"
+    published = checkpoint.path / METADATA_FILE
+    # After a removal has begun there is none, until a save publishes one.
+    if published.exists() and published.stat().st_mtime != checkpoint.saved_at_s:
+        return "it has been saved anew"
+    return _reason_to_wait(checkpoint)
+
+
+def _being_removed(directory: Path) -> Iterator[Path]:
+    """What a checkpoint consists of, its index last of all; from the first on, it is no checkpoint any more.
+
+    Raises:
+        OSError: its index cannot be read or renamed.
+    """
     index_path, index = _index_to_remove(directory)
     removed_index = directory / _REMOVED_INDEX
     if index is None:
@@ -238,17 +308,23 @@ def _remove(directory: Path) -> tuple[str, ...]:
         LocalStorage(directory).sync_directory()
     folders: set[Path] = set()
     for path in _own_files(directory, index):
-        path.unlink(missing_ok=True)
+        yield path
         folders.update(parent for parent in path.parents if directory in parent.parents)
     for folder in sorted(folders, key=lambda folder: len(folder.parts), reverse=True):
         _remove_if_empty(folder)
-    for path in _sidecars(directory):
-        path.unlink(missing_ok=True)
-    removed_index.unlink()
+    yield from _sidecars(directory)
+    yield removed_index
+
+
+def _remove_directory(directory: Path) -> tuple[str, ...]:
+    """Remove a directory if it is empty; returns the names of what else lies there, but for claims."""
     if _remove_if_empty(directory):
         LocalStorage(directory.parent).sync_directory()
         return ()
-    return tuple(sorted(path.name for path in directory.iterdir()))
+    try:
+        return tuple(sorted(path.name for path in directory.iterdir() if not is_claim_file(path.name)))
+    except FileNotFoundError:
+        return ()
 
 
 def _index_to_remove(directory: Path) -> tuple[Path, CheckpointIndex | None]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +18,13 @@ import torch
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, SaveError
+from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.directory.claim import Claim
+from mcore_ckpt.directory.commit import open_target
 from mcore_ckpt.directory.run import checkpoints_of_run
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.run import PruneReport, prune_run
 from tests.support.model_like import write_model
 
@@ -248,6 +255,88 @@ def test_a_save_into_what_was_half_removed_is_left_alone(run: Path, monkeypatch:
     shutil.rmtree(run / name_of(100))
     shutil.copytree(run / name_of(200), run / name_of(100))
     assert left(run) == [100, 200, 300, 400, 500]
+
+
+def test_a_save_cannot_begin_where_a_checkpoint_is_being_removed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused in the middle of a removal; afterwards it finds an empty place, and nothing removes its files."""
+    original = Path.unlink
+    refused = []
+
+    def unlink(self: Path, missing_ok: bool = False) -> None:
+        if self.suffix == ".distcp" and self.parent.name == name_of(100):
+            with pytest.raises(SaveError, match="save"):
+                open_target(LocalStorage(run / name_of(100)), SaveOptions())
+            refused.append(self.name)
+        original(self, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", unlink)
+        prune_run(run, keep_last=4, remove=True)
+    assert refused
+    assert not (run / name_of(100)).exists()
+
+
+def test_a_checkpoint_that_a_save_has_claimed_or_published_since_it_was_chosen_stays(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claimed while prune looked at it; or published again, and let go of."""
+    take = Claim.take
+
+    def after_a_save(storage: LocalStorage, noted: Any = None) -> Claim:
+        if storage.root.name == name_of(200):
+            (storage.root / ".metadata").write_bytes((storage.root / ".metadata").read_bytes())
+            os.utime(storage.root / ".metadata", (0, 0))
+        if storage.root.name == name_of(100):
+            claims.append(take(storage))
+        return take(storage, noted)
+
+    claims: list[Claim] = []
+    monkeypatch.setattr(Claim, "take", after_a_save)
+    before = everything(run / name_of(200)).keys()
+    report = prune_run(run, keep_last=2, remove=True)
+    claims[0].release()
+    assert "a save is at work" in why(report, 100)
+    assert "saved anew" in why(report, 200)
+    assert going(report) == [300]
+    assert left(run) == [100, 200, 400, 500]
+    assert everything(run / name_of(200)).keys() == before
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_removal_that_was_killed_is_finished(run: Path, after: int) -> None:
+    """Its claim stays behind: before it has removed anything, or in the middle."""
+    killed = f"""
+import os, pathlib
+from mcore_ckpt.tools.run import prune_run
+unlink, count = pathlib.Path.unlink, 0
+def dying(self, missing_ok=False):
+    global count
+    if count == {after}:
+        os._exit(9)
+    count += 1
+    unlink(self, missing_ok=missing_ok)
+pathlib.Path.unlink = dying
+prune_run({str(run)!r}, keep_last=4, remove=True)
+"""
+    assert subprocess.run([sys.executable, "-c", killed], timeout=60, check=False).returncode == 9
+    half = run / name_of(100)
+    assert any(path.name.startswith(INCOMPLETE_MARKER) for path in half.iterdir())
+    assert going(prune_run(run, keep_last=4, remove=True)) == [100]
+    assert not half.exists()
+
+
+def test_a_full_file_system_does_not_keep_prune_from_making_room(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim takes space, too: where there is none, the first file goes ahead of it."""
+    create = LocalStorage.create
+
+    def full(self: LocalStorage, name: str, content: bytes) -> None:
+        if (self.root / ".metadata").exists():
+            raise SaveError(f"{name}: No space left on device") from OSError(errno.ENOSPC, "No space left on device")
+        create(self, name, content)
+
+    monkeypatch.setattr(LocalStorage, "create", full)
+    assert going(prune_run(run, keep_last=4, remove=True)) == [100]
+    assert not (run / name_of(100)).exists()
 
 
 def test_a_list_for_people(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
