@@ -1,0 +1,213 @@
+"""What the writer writes, read by a reader that was written from docs/format.md alone (`independent_reader`)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import mcore_ckpt
+from tests.format import independent_reader as independent
+
+GOLDEN = sorted(path.parent for path in (Path(__file__).parent / "golden").glob("ours-*/.metadata"))
+ITEM = Path(__file__).parent / "items" / "own-bfloat16-20x30.pt"
+
+
+def write(path: Path, state: dict[str, Any], **keywords: Any) -> None:
+    dcp.save(state, storage_writer=mcore_ckpt.FileSystemWriterAsync(str(path), **keywords), no_dist=True)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def of_dtype(name: str, count: int, generator: torch.Generator) -> torch.Tensor:
+    """Random bits, so NaNs with payloads and both zeros are among them."""
+    bits = torch.randint(0, 256, (16 * count,), dtype=torch.uint8, generator=generator)
+    return (bits & 1 if name == "bool" else bits).view(getattr(torch, name))
+
+
+def compare(path: Path, state: dict[str, Any], objects: dict[str, Any] | None = None) -> independent.Checkpoint:
+    read = independent.read_checkpoint(path)
+    assert read.sealed
+    assert set(read.tensors) == set(state)
+    for key, tensor in state.items():
+        array = read.tensors[key]
+        assert array.shape == tuple(tensor.shape), key
+        assert array.dtype == independent.DTYPES[str(tensor.dtype).removeprefix("torch.")], key
+        assert array.tobytes() == raw(tensor), key
+    assert read.objects == (objects or {})
+    return read
+
+
+def save_and_compare(path: Path, state: dict[str, torch.Tensor]) -> None:
+    write(path, state)
+    compare(path, state)
+
+
+def all_dtypes() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    state = {}
+    for name in independent.DTYPES:
+        if name.startswith("bits") or not hasattr(torch, name):  # DCP's own planner knows no size of bits*
+            continue
+        tensor = of_dtype(name, 30, generator)
+        state[f"{name}.matrix"] = tensor.reshape(3, -1)
+        state[f"{name}.scalar"] = tensor[5].clone()
+        state[f"{name}.empty"] = tensor[:0].reshape(3, 0, 7)
+    return state
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+class TestOurs:
+    def test_all_dtypes(self, tmp_path: Path) -> None:
+        state = all_dtypes()
+        assert len(state) > 50
+        save_and_compare(tmp_path, state)
+
+    def test_shapes_whose_pickles_have_all_forms_of_integers_and_tuples(self, tmp_path: Path) -> None:
+        shapes = [(1,) * axes for axes in range(9)]
+        shapes += [(255,), (256,), (65535,), (65536,), (65536, 1, 1), (2, 300, 0), (0, 70000, 5, 40000, 30000)]
+        shapes += [(1, 1, 1, 1, 70000), (1, 1, 1, 1, 300, 300)]  # heads with padding of 0 and of 60 bytes
+        save_and_compare(tmp_path, {str(shape): torch.zeros(shape, dtype=torch.float32) for shape in shapes})
+
+    def test_many_small_tensors_and_names_that_are_not_ascii(self, tmp_path: Path) -> None:
+        state = {f"layers.{i}.weight": torch.full((i % 7 + 1, i % 3), float(i)) for i in range(300)}
+        state |= {"größe/\u6743\u91cd": torch.ones(2), "lone \ud800": torch.ones(3), "": torch.ones(1)}
+        save_and_compare(tmp_path, state)
+
+    def test_large_tensors_and_their_running_sums(self, tmp_path: Path) -> None:
+        generator = torch.Generator().manual_seed(2)
+        sizes = [524_287, 524_288, 1 << 20, (1 << 20) + 1, 2 << 20, (5 << 20) // 2]
+        state = {str(n): torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator) for n in sizes}
+        save_and_compare(tmp_path, state | {"small": torch.ones(3)})
+        sums = independent.split_metadata((tmp_path / ".metadata").read_bytes())[1]
+        assert sums is not None
+        assert sorted(map(len, sums.running.values())) == [1, 1, 2]
+
+    def test_objects(self, tmp_path: Path) -> None:
+        plain = {"tuple": ([1, 2.5, None, True, "ä"], {3: -4}), "long": 1 << 70, "text": "x" * 9000}
+        others = {"size": torch.Size([2, 3]), "of tensors": (torch.ones(2), 1), "bytes": b"\0\xff" * 5000}
+        write(tmp_path, {"t": torch.arange(5), **plain, **others})
+        read = independent.read_checkpoint(tmp_path)
+        assert read.tensors["t"].tolist() == [0, 1, 2, 3, 4]
+        assert {key: read.objects[key] for key in plain} == plain
+        assert all(isinstance(read.objects[key], independent.Opaque) for key in others)
+
+    def test_two_saves_into_the_same_directory(self, tmp_path: Path) -> None:
+        first = {"a": torch.arange(1000), "gone": torch.ones(3), "o": "x"}
+        second = {"a": torch.arange(1000) * 2, "new": torch.ones(70_000, dtype=torch.int64), "o": "y" * 7000}
+        for state in (first, second):
+            write(tmp_path, state, overwrite=True)
+            tensors = {key: value for key, value in state.items() if key != "o"}
+            compare(tmp_path, tensors, {"o": state["o"]})
+
+    def test_a_file_of_another_save_is_refused(self, tmp_path: Path) -> None:
+        for name in ("a", "b"):
+            write(tmp_path / name, {"t": torch.arange(5)})
+        (file,) = (tmp_path / "a").glob("*.distcp")
+        shutil.copy(file, tmp_path / "b" / file.name)
+        with pytest.raises(independent.CorruptError, match="not the file that"):
+            independent.read_checkpoint(tmp_path / "b")
+
+    def test_without_the_seal_of_metadata_the_tables_of_the_files_tell(self, tmp_path: Path) -> None:
+        state = {"t": torch.arange(5), "u": torch.arange(5) + 5, "o": "x"}
+        write(tmp_path, state, thread_count=1)
+        metadata = tmp_path / ".metadata"
+        pickled = independent.split_metadata(metadata.read_bytes())[0]
+        metadata.write_bytes(pickled)
+        read = independent.read_checkpoint(tmp_path)
+        assert not read.sealed
+        assert {key: array.tolist() for key, array in read.tensors.items()} == {"t": [*range(5)], "u": [*range(5, 10)]}
+        metadata.write_bytes(pickled.replace(b"__0_0.distcp", b"__0_7.distcp"))
+        (tmp_path / "__0_0.distcp").rename(tmp_path / "__0_7.distcp")
+        with pytest.raises(independent.CorruptError, match="says that it is"):
+            independent.read_checkpoint(tmp_path)
+
+    def test_links_are_refused(self, tmp_path: Path) -> None:
+        write(tmp_path / "a", {"t": torch.arange(5)})
+        (file,) = (tmp_path / "a").glob("*.distcp")
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(independent.CorruptError, match="not a regular file"):
+            independent.read_checkpoint(tmp_path / "a")
+
+    def test_a_flipped_bit_is_found_or_harmless(self, tmp_path: Path) -> None:
+        seed = random.randrange(1 << 32)
+        print("seed", seed)
+        source = random.Random(seed)
+        state = {f"small.{i}": torch.full((i % 5,), float(i), dtype=torch.bfloat16) for i in range(12)}
+        state |= {"large": torch.randn(540_000), "scalar": torch.tensor(3)}
+        write(tmp_path, {**state, "object": [1, "two"], "plain": "text" * 50})
+        whole = independent.read_checkpoint(tmp_path)
+        files = sorted(file for file in tmp_path.iterdir() if file.name == ".metadata" or file.suffix == ".distcp")
+        assert len(files) == 3
+        refused = dict.fromkeys((file.name for file in files), 0)
+        for flip in range(300):
+            file = files[flip % len(files)]
+            with open(file, "r+b") as stream:
+                size = file.stat().st_size
+                near = min(size, 4096)  # an end: half of the flips hit where heads, tails and seals are
+                at = source.choice((0, size - near)) + source.randrange(near) if flip % 2 else source.randrange(size)
+                stream.seek(at)
+                before = stream.read(1)[0]
+                stream.seek(at)
+                stream.write(bytes([before ^ 1 << source.randrange(8)]))
+                stream.flush()
+                try:
+                    read = independent.read_checkpoint(tmp_path)
+                except (independent.CorruptError, independent.UnsupportedError):
+                    refused[file.name] += 1
+                else:
+                    same_bits(read, whole, f"{file.name} at {at}, seed {seed}")
+                stream.seek(at)
+                stream.write(bytes([before]))
+        print(refused)
+        assert refused[".metadata"] == 100
+        assert all(refused.values())
+        same_bits(independent.read_checkpoint(tmp_path), whole, "restored")
+
+
+def same_bits(read: independent.Checkpoint, whole: independent.Checkpoint, what: str) -> None:
+    assert read.objects == whole.objects, what
+    assert read.tensors.keys() == whole.tensors.keys(), what
+    for key, array in whole.tensors.items():
+        assert read.tensors[key].dtype == array.dtype, what
+        assert read.tensors[key].shape == array.shape, what
+        assert np.array_equal(read.tensors[key].reshape(-1).view("u1"), array.reshape(-1).view("u1")), what
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.name)
+def test_golden(path: Path) -> None:
+    expected = json.loads((path / "expected.json").read_text())
+    read = independent.read_checkpoint(path)
+    assert sorted(read.objects) == sorted(expected["objects"])
+    assert set(read.tensors) == set(expected["tensors"])
+    for key, entry in expected["tensors"].items():
+        array = read.tensors[key]
+        assert list(array.shape) == entry["shape"]
+        assert array.dtype == independent.DTYPES[entry["dtype"]]
+        assert hashlib.sha256(array.tobytes()).hexdigest() == entry["sha256"], key
+
+
+def test_there_is_a_golden_checkpoint() -> None:
+    assert GOLDEN
+
+
+def test_the_example_of_the_page() -> None:
+    item = ITEM.read_bytes()
+    payload, crc = independent.tensor_payload(item, "bfloat16", (20, 30), "example")
+    assert payload == raw(torch.arange(600).to(torch.bfloat16))
+    head, tail = independent.tensor_form("bfloat16", (20, 30), crc)
+    assert (len(head), len(item)) == (256, 1840)
+    assert head + payload + tail == item
+    assert math.prod((20, 30)) * 2 == len(payload)
