@@ -3,17 +3,16 @@
 Unpickling one object for each write item is most of a coordinator's time on a large cluster; columns cost a fixed
 number of buffers for each rank. The coordinator checks them (`plan_check.py`). To make `.metadata` from them takes half
 a second for 20,000 tensors of two ranks, grows with the number of ranks, and needs nothing but the plans: so the
-coordinator's writer process does that on a second thread (`encoded_beside`), and no training waits for it.
+coordinator's writer process does that on a second thread (`writing/writer_job.py`), and no training waits for it.
 """
 
 from __future__ import annotations
 
 import pickle
-import threading
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_write import MetadataEncoder
@@ -22,7 +21,6 @@ __all__ = [
     "LocalPlan",
     "LocalPlanBuilder",
     "TensorPlans",
-    "encoded_beside",
     "index_tensors",
 ]
 
@@ -149,9 +147,6 @@ def _of_different_offsets(chunks: list[StoredChunk]) -> list[int]:
     return [] if len(kept) == len(chunks) else list(kept.values())
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True, slots=True)
 class TensorPlans:
     """What `.metadata` says of tensors, before it is put together. Cheap to pickle.
@@ -168,30 +163,3 @@ class TensorPlans:
         """Put it together."""
         tensors, order = index_tensors(map(LocalPlan.decode, self.encoded))
         return MetadataEncoder(CheckpointIndex("", tensors, {}, mcore_data=self.mcore_data), order)
-
-
-def encoded_beside(plans: TensorPlans | None, write: Callable[[], T]) -> tuple[T, MetadataEncoder | None]:
-    """Call `write`, and make the encoder of `plans`, if there are any, on another thread meanwhile.
-
-    Raises:
-        Exception: what `write` raises, or else what making the encoder does.
-    """
-    if plans is None:
-        return write(), None
-    outcome: list[MetadataEncoder | Exception] = []
-
-    def encode() -> None:
-        try:
-            outcome.append(plans.encoder())
-        except Exception as error:  # noqa: BLE001  (raised below, on the thread that waits for it)
-            outcome.append(error)
-
-    thread = threading.Thread(target=encode, name="mcore_ckpt-metadata", daemon=True)
-    thread.start()
-    try:
-        written = write()
-    finally:
-        thread.join()
-    if isinstance(outcome[0], Exception):
-        raise outcome[0]
-    return written, outcome[0]

@@ -23,19 +23,18 @@ import torch
 from mcore_ckpt.core.boxes import Box, relative, runs
 from mcore_ckpt.core.errors import ChecksumError, LoadError
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.format.crc import crc32, crc32_combine
+from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import StoredItem
 from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor_in
 from mcore_ckpt.format.seal import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._placement import HostBytes, ReadBuffer, Want, alignment_for, memory_at, narrow, place_box
-from mcore_ckpt.load.block_sums import BlockSums, contiguous_around, whole_blocks
+from mcore_ckpt.load.checksums import BlockSums, RecordSum, checksum_error, contiguous_around, whole_blocks
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, in_parallel, naming, padded_range
 from mcore_ckpt.load.item_decoding import ItemDecoder
 from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES, MAX_WASTE, Extent, Piece, Span, cluster_boxes, coalesce, split_box
 from mcore_ckpt.load.read_requests import WantedItem
-from mcore_ckpt.load.stored_items import checksum_error
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader
 
 __all__ = ["TensorReads"]
@@ -84,33 +83,8 @@ class _PieceRead(NamedTuple):
     wants: list[Want]
     address: int
     alignment: int
-    record: _RecordSum | None
+    record: RecordSum | None
     blocks: BlockSums | None = None
-
-
-class _RecordSum:
-    """The CRC-32 of a record whose pieces are read in any order."""
-
-    __slots__ = ("_lock", "_parts", "_remaining_bytes", "expected", "length")
-
-    def __init__(self, length: int, expected: int) -> None:
-        self.length = length
-        self.expected = expected
-        self._remaining_bytes = length
-        self._parts: list[tuple[int, int, int]] = []
-        self._lock = threading.Lock()
-
-    def add(self, start: int, length: int, crc: int) -> int | None:
-        """Note a piece; returns the CRC-32 of the record when this was the last one."""
-        with self._lock:
-            self._parts.append((start, length, crc))
-            self._remaining_bytes -= length
-            if self._remaining_bytes:
-                return None
-        total = 0
-        for _, part_bytes, part_crc in sorted(self._parts):
-            total = crc32_combine(total, part_crc, part_bytes)
-        return total
 
 
 class TensorReads:
@@ -214,7 +188,7 @@ class TensorReads:
         record = None
         whole = clusters[0][0].sizes == wanted.chunk.sizes
         if self._options.verify_crc and located.crc32 is not None and whole:
-            record = _RecordSum(wanted.payload_bytes, located.crc32)
+            record = RecordSum(wanted.payload_bytes, located.crc32)
         payload_start = wanted.item.offset + located.payload_offset
 
         def extents(box: Box, wants: list[Want]) -> Iterator[Extent]:
@@ -278,7 +252,7 @@ class TensorReads:
         payload_start: int,
         box: Box,
         wants: list[Want],
-        record: _RecordSum | None,
+        record: RecordSum | None,
         blocks: BlockSums | None = None,
     ) -> Iterator[Extent]:
         options, elem_bytes = self._options, wanted.dtype.itemsize

@@ -1,4 +1,4 @@
-"""One stored item, as every reader of payloads sees it: its name, whether it is what the index says, its checksums.
+"""One stored item, as every reader of payloads sees it: its name, and whether it is what the index says.
 
 Loads (`_tensor_reads.py`) and the offline commands (`tools/payloads.py`) stand on this; without torch and numpy.
 """
@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError
-from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem
-from mcore_ckpt.format.item_reading import LocatedTensor, verify_records
+from mcore_ckpt.format.item_reading import LocatedTensor
 
 __all__ = [
     "check_apart",
     "check_located",
-    "check_records",
-    "checksum_error",
     "chunk_name",
     "item_name",
-    "range_crc",
 ]
 
 
@@ -111,57 +106,3 @@ def check_located(
             f"the item states the CRC-32 {located.crc32:#010x} for its elements, .metadata {crc:#010x}: the file was"
             " damaged after it was written, or part of it is another save's; load another copy or an earlier checkpoint"
         )
-
-
-def checksum_error(where: str, what: str, got: int, expected: int) -> ChecksumError:
-    """The error for bytes that do not have the CRC-32 which was written with them; `what` is those bytes and a verb."""
-    return ChecksumError(
-        f"{where}: {what} CRC-32 {got:#010x}, expected {expected:#010x}: the file was damaged after it was written;"
-        " load another copy or an earlier checkpoint"
-    )
-
-
-def check_records(
-    read: Callable[[int, int], bytes], sum_up: Callable[[int, int], int], item_bytes: int, where: str
-) -> int:
-    """Compare the CRC-32 of every record of an item, of a tensor or of an object.
-
-    Args:
-        read: `(offset, length) -> bytes` of the item, for its headers.
-        sum_up: `(offset, length) -> CRC-32` of the item, for its records.
-        item_bytes: its length.
-        where: the item, for messages.
-
-    Returns:
-        How many records were compared; those of an item without checksums are not.
-
-    Raises:
-        ChecksumError: a record's bytes are not those that were written.
-        CorruptCheckpointError: the item is no sound archive.
-        NotRangeable: a record is not stored plainly; it has to be inflated to be compared.
-    """
-    checked = 0
-    for name, offset, nbytes, expected in verify_records(read, item_bytes, where):
-        if expected is None:
-            continue
-        got = sum_up(offset, nbytes)
-        if got != expected:
-            what = f"record {name} (bytes [{offset}, {offset + nbytes}) of the item) has"
-            raise checksum_error(where, what, got, expected)
-        checked += 1
-    return checked
-
-
-class _ReadInto(Protocol):
-    def __call__(self, offset: int, view: memoryview, /) -> None: ...
-
-
-def range_crc(read_into: _ReadInto, start: int, nbytes: int, window: memoryview, value: int = 0) -> int:
-    """CRC-32 of bytes `[start, start + nbytes)`, read through a window of memory from front to back; after `value`."""
-    done = 0
-    while done < nbytes:
-        view = window[: min(len(window), nbytes - done)]
-        read_into(start + done, view)
-        value = crc32(view, value)
-        done += len(view)
-    return value

@@ -26,11 +26,11 @@ from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor
 from mcore_ckpt.format.seal import inner_blocks
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.load.block_sums import BlockSums, contiguous_around, whole_blocks
+from mcore_ckpt.load.checksums import BlockSums, checksum_error, contiguous_around, range_crc, whole_blocks
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
 from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.load.ranges import split_box
-from mcore_ckpt.load.stored_items import check_apart, check_located, checksum_error, chunk_name, range_crc
+from mcore_ckpt.load.stored_items import check_apart, check_located, chunk_name
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.dtype_cast import carrier

@@ -30,9 +30,10 @@ from mcore_ckpt.format.item_reading import locate_tensor, locate_tensor_in
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, read_index
 from mcore_ckpt.format.seal import BLOCK_BYTES
 from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
+from mcore_ckpt.load.checksums import check_records, checksum_error, range_crc
 from mcore_ckpt.load.fetch import OpenFiles, in_parallel, naming
 from mcore_ckpt.load.file_seals import check_seal, items_by_file, read_table, table_problems
-from mcore_ckpt.load.stored_items import check_located, check_records, checksum_error, item_name, range_crc
+from mcore_ckpt.load.stored_items import check_located, item_name
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.local import LocalStorage

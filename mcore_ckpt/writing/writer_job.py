@@ -6,13 +6,15 @@ neither torch nor numpy.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.layout.file_image import FileImage, Fill, ImageResult
-from mcore_ckpt.layout.plans import TensorPlans, encoded_beside
+from mcore_ckpt.layout.plans import TensorPlans
 from mcore_ckpt.storage.base import DirectIo, Storage, align_up
 from mcore_ckpt.writing._image_writer import write_files
 
@@ -131,3 +133,33 @@ def timed_result(write: Callable[[], Sequence[ImageResult]], plans: TensorPlans 
     started_s = time.monotonic()
     files, encoder = encoded_beside(plans, write)
     return JobResult(tuple(files), started_s, time.monotonic(), encoder)
+
+
+T = TypeVar("T")
+
+
+def encoded_beside(plans: TensorPlans | None, write: Callable[[], T]) -> tuple[T, MetadataEncoder | None]:
+    """Call `write`, and make the encoder of `plans`, if there are any, on another thread meanwhile.
+
+    Raises:
+        Exception: what `write` raises, or else what making the encoder does.
+    """
+    if plans is None:
+        return write(), None
+    outcome: list[MetadataEncoder | Exception] = []
+
+    def encode() -> None:
+        try:
+            outcome.append(plans.encoder())
+        except Exception as error:  # noqa: BLE001  (raised below, on the thread that waits for it)
+            outcome.append(error)
+
+    thread = threading.Thread(target=encode, name="mcore_ckpt-metadata", daemon=True)
+    thread.start()
+    try:
+        written = write()
+    finally:
+        thread.join()
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return written, outcome[0]

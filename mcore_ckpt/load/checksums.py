@@ -1,19 +1,33 @@
-"""Checking a part of a payload: the running CRC-32s that a sealed `.metadata` keeps of it, block by block.
+"""The checksums of what is read: of whole records, of payloads read in pieces, and of the blocks of a part.
 
-A block is sound if its CRC-32, continued from the running sum before it, is the running sum behind it. So whole blocks
-have to be read; what a load wants is widened to them, and the edges are read for this alone.
+A record that is read whole is compared with the CRC-32 that its archive states. A payload that is read in pieces, in
+any order, is summed piece by piece and combined. Of a part of a payload the blocks are checked that it lies in, by the
+running CRC-32s that a sealed `.metadata` keeps: a block is sound if its CRC-32, continued from the running sum before
+it, is the running sum behind it. So whole blocks have to be read; what a load wants is widened to them, and the edges
+are read for this alone.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.format.crc import crc32, crc32_combine
+from mcore_ckpt.format.item_reading import verify_records
 from mcore_ckpt.format.seal import BLOCK_BYTES, inner_blocks
 
-__all__ = ["BlockSums", "contiguous_around", "whole_blocks"]
+__all__ = [
+    "BlockSums",
+    "RecordSum",
+    "check_records",
+    "checksum_error",
+    "contiguous_around",
+    "range_crc",
+    "whole_blocks",
+]
 
 
 def contiguous_around(sizes: Sequence[int], box: Box) -> Box:
@@ -120,3 +134,82 @@ class BlockStream:
         """There are no more bytes. Raises as `BlockSums.note`."""
         if self._position > self._begun:
             self._sums.note(self._begun, self._position, self._value)
+
+
+def checksum_error(where: str, what: str, got: int, expected: int) -> ChecksumError:
+    """The error for bytes that do not have the CRC-32 which was written with them; `what` is those bytes and a verb."""
+    return ChecksumError(
+        f"{where}: {what} CRC-32 {got:#010x}, expected {expected:#010x}: the file was damaged after it was written;"
+        " load another copy or an earlier checkpoint"
+    )
+
+
+def check_records(
+    read: Callable[[int, int], bytes], sum_up: Callable[[int, int], int], item_bytes: int, where: str
+) -> int:
+    """Compare the CRC-32 of every record of an item, of a tensor or of an object.
+
+    Args:
+        read: `(offset, length) -> bytes` of the item, for its headers.
+        sum_up: `(offset, length) -> CRC-32` of the item, for its records.
+        item_bytes: its length.
+        where: the item, for messages.
+
+    Returns:
+        How many records were compared; those of an item without checksums are not.
+
+    Raises:
+        ChecksumError: a record's bytes are not those that were written.
+        CorruptCheckpointError: the item is no sound archive.
+        NotRangeable: a record is not stored plainly; it has to be inflated to be compared.
+    """
+    checked = 0
+    for name, offset, nbytes, expected in verify_records(read, item_bytes, where):
+        if expected is None:
+            continue
+        got = sum_up(offset, nbytes)
+        if got != expected:
+            what = f"record {name} (bytes [{offset}, {offset + nbytes}) of the item) has"
+            raise checksum_error(where, what, got, expected)
+        checked += 1
+    return checked
+
+
+class _ReadInto(Protocol):
+    def __call__(self, offset: int, view: memoryview, /) -> None: ...
+
+
+def range_crc(read_into: _ReadInto, start: int, nbytes: int, window: memoryview, value: int = 0) -> int:
+    """CRC-32 of bytes `[start, start + nbytes)`, read through a window of memory from front to back; after `value`."""
+    done = 0
+    while done < nbytes:
+        view = window[: min(len(window), nbytes - done)]
+        read_into(start + done, view)
+        value = crc32(view, value)
+        done += len(view)
+    return value
+
+
+class RecordSum:
+    """The CRC-32 of a record whose pieces are read in any order."""
+
+    __slots__ = ("_lock", "_parts", "_remaining_bytes", "expected", "length")
+
+    def __init__(self, length: int, expected: int) -> None:
+        self.length = length
+        self.expected = expected
+        self._remaining_bytes = length
+        self._parts: list[tuple[int, int, int]] = []
+        self._lock = threading.Lock()
+
+    def add(self, start: int, length: int, crc: int) -> int | None:
+        """Note a piece; returns the CRC-32 of the record when this was the last one."""
+        with self._lock:
+            self._parts.append((start, length, crc))
+            self._remaining_bytes -= length
+            if self._remaining_bytes:
+                return None
+        total = 0
+        for _, part_bytes, part_crc in sorted(self._parts):
+            total = crc32_combine(total, part_crc, part_bytes)
+        return total
