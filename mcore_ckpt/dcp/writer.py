@@ -224,6 +224,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             earlier.give_up_if_over()
         self._given_up = False
         self._target = open_target(self._storage, self.options)
+        self._save_id = self._target.save_id
         self._thread = threading.current_thread()
         _unfinished[location] = self
         return [

@@ -5,6 +5,7 @@ A save has an id, and claims the directory before it writes anything else. Its c
     .mcore_ckpt_incomplete                the marker: a link to the ticket of the save that holds the directory
     .mcore_ckpt_incomplete.ID             the ticket: who that is (`Owner`); its time of change is the heartbeat
     .mcore_ckpt_incomplete.ID.publish     becomes `.metadata` when the save is published
+    .mcore_ckpt_incomplete.ID.common      becomes the common state, where that is written ahead of all else
     .mcore_ckpt_incomplete.ID.next        the ticket of who takes over from the save ID, while that goes on
 
 **Claiming** is linking the ticket to the marker's name, which succeeds for one of all who try at once.
@@ -19,8 +20,8 @@ files by which the old holder could still do something are deleted, and the new 
 within is taken over from in the same way, so the holder is the end of the chain that begins at the marker.
 
 **A holder that was only thought to be gone** (it was stopped, or cut off) can do no harm when it goes on: its heartbeat
-finds no ticket, and it cannot publish, since what would become `.metadata` has been deleted. File names are never
-used twice, see `commit`.
+finds no ticket, and it can publish neither a common state nor a checkpoint, since what would become those files has
+been deleted. File names are never used twice, see `commit`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _ATTEMPTS: Final = 1000
 _RETRY_S: Final = 0.01
 _PREFIX: Final = INCOMPLETE_MARKER + "."
 _SAVE_ID: Final = re.compile(r"[0-9a-f]{16}")
-_CLAIM_FILE: Final = re.compile(re.escape(_PREFIX) + r"([0-9a-f]{16})(\.publish|\.next|\.marker)?$")
+_CLAIM_FILE: Final = re.compile(re.escape(_PREFIX) + r"([0-9a-f]{16})(\.publish|\.common|\.next|\.marker)?$")
 
 # Claims that this process holds, by save id; one that nobody refers to any more is not held.
 _held: weakref.WeakValueDictionary[str, Claim] = weakref.WeakValueDictionary()
@@ -210,6 +211,7 @@ class _Life:
     pid: int = field(default_factory=os.getpid)
     ended: threading.Event = field(default_factory=threading.Event)
     released: bool = False
+    lost: bool = False
 
 
 class Claim:
@@ -234,12 +236,13 @@ class Claim:
         thread.start()
 
     @classmethod
-    def take(cls, storage: Storage, noted: Mapping[str, Any] | None = None) -> Claim:
+    def take(cls, storage: Storage, noted: Mapping[str, Any] | None = None, *, common_ahead: bool = False) -> Claim:
         """Claim a directory, which must exist; waits until it is known whether a holder elsewhere is gone.
 
         Args:
             storage: the directory.
             noted: what the marker is to say besides, in JSON's types; by default, what it says already.
+            common_ahead: the common state is going to be written, through `common_ticket`.
 
         Raises:
             SaveError: another save holds it; the message says whose.
@@ -251,9 +254,12 @@ class Claim:
         try:
             storage.create(_ticket(owner), owner.encode())
             storage.create(_publish_ticket(owner), b"")
+            if common_ahead:
+                storage.create(_common_ticket(owner), b"")  # before the claim: who takes over finds it to delete
             after = _take(storage, owner)
         except BaseException:
-            _delete_quietly(storage, _ticket(owner), _publish_ticket(owner), _ticket(owner) + ".marker")
+            files = (_ticket(owner), _publish_ticket(owner), _common_ticket(owner), _ticket(owner) + ".marker")
+            _delete_quietly(storage, *files)
             raise
         return cls(storage, owner, after)
 
@@ -278,10 +284,19 @@ class Claim:
         """The file that becomes `.metadata` (see `Storage.publish`)."""
         return _publish_ticket(self.owner)
 
+    @property
+    def common_ticket(self) -> str:
+        """The file that becomes the common state (see `Storage.publish`)."""
+        return _common_ticket(self.owner)
+
     def is_ours(self) -> bool:
-        """Whether the directory is still this save's, asked of the storage. Raises `LoadError`."""
-        names = (_ticket(self.owner), self.publish_ticket)
-        return self.is_held and all(self.storage.version(name) is not None for name in names)
+        """Whether the directory is still this save's, to publish in, asked of the storage. Raises `LoadError`."""
+        return self.is_still_held() and self.storage.version(self.publish_ticket) is not None
+
+    def is_still_held(self) -> bool:
+        """As `is_ours`, also after what was to be published has been."""
+        held = self.is_held and not self._life.lost
+        return held and self.storage.version(_ticket(self.owner)) is not None
 
     def check(self) -> None:
         """Raise `SaveError` if the directory is not this save's any more."""
@@ -401,6 +416,10 @@ def _publish_ticket(owner: Owner) -> str:
     return f"{_PREFIX}{owner.save_id}.publish"
 
 
+def _common_ticket(owner: Owner) -> str:
+    return f"{_PREFIX}{owner.save_id}.common"
+
+
 def _next(owner: Owner) -> str:
     return f"{_PREFIX}{owner.save_id}.next"
 
@@ -441,7 +460,7 @@ def _take_over(storage: Storage, gone: Owner, owner: Owner) -> list[Owner]:
         raise SaveError(f"{storage}: {chain[-1]} has claimed the directory while this process was held up")
     for each in chain[:-1]:
         # From here on, it cannot do anything any more, if it should not be gone after all.
-        for name in (_publish_ticket(each), _ticket(each), _ticket(each) + ".marker"):
+        for name in (_publish_ticket(each), _common_ticket(each), _ticket(each), _ticket(each) + ".marker"):
             storage.delete(name)
     storage.link(_ticket(owner), _ticket(owner) + ".marker")
     storage.rename(_ticket(owner) + ".marker", INCOMPLETE_MARKER)
@@ -527,6 +546,7 @@ def _renew(owner: Owner, life: _Life) -> None:
         except (SaveError, OSError) as error:
             _logger.warning("%s: the claim could not be renewed: %s", life.storage, error)
         if missed > 1:  # (once, while the directory is being renamed)
+            life.lost = True
             _logger.warning("%s: this save (%s) has lost the directory: it cannot publish", life.storage, owner)
             return
     if not life.released and life.pid == os.getpid():
@@ -544,6 +564,7 @@ def _release(storage: Storage, owner: Owner, *, remove_marker: bool) -> None:
         # Last: as long as the ticket is there, nobody else claims the directory.
         try:
             storage.delete(_publish_ticket(owner))
+            storage.delete(_common_ticket(owner))
         finally:
             storage.delete(_ticket(owner))
 

@@ -9,7 +9,7 @@ the new one whole:
    names the number from which on data files belong to the save in progress, and the files of the checkpoint that is
    being replaced.
 2. The ranks write and fsync their data files. If a checkpoint is being replaced, the new common state lies beside the
-   old one as `common.pt.<number>.pending`.
+   old one as `common.pt.<number>.<id of the claim>.pending`.
 3. `publish`: the coordinator sees every file that was planned, at its size. The new `.metadata` replaces the old one by
    a rename, which fails if the directory has been taken over by another save meanwhile. This is the moment the
    new checkpoint exists.
@@ -28,18 +28,21 @@ import contextlib
 import logging
 import platform
 import re
+import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NoReturn
 
 from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.directory.claim import Claim, holders, is_claim_file
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, parse_index
+from mcore_ckpt.format.seal import SAVE_ID_BYTES
 from mcore_ckpt.storage.base import FileVersion, Storage
 
 __all__ = [
@@ -53,10 +56,12 @@ __all__ = [
     "give_back",
     "index_files",
     "is_in_force",
+    "is_still_published",
     "open_target",
     "publish",
     "reserve",
     "settle",
+    "write_common",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -66,7 +71,8 @@ _PENDING_COMMON = COMMON_FILE + ".pending"
 _INTEGRITY_FILE = "integrity.json"
 _COMMON_STATE_KEY = "common_state/"
 _DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp$")
-_PENDING_NUMBERED = re.compile(re.escape(COMMON_FILE) + r"\.(\d+)\.pending$")
+_PENDING_NUMBERED = re.compile(re.escape(COMMON_FILE) + r"\.(\d+)(?:\.([0-9a-f]{16}))?\.pending$")
+_CLAIM_ID_BYTES = 8
 
 
 # How long a file that another host has written may take to be seen on this one, and how often it is looked for.
@@ -88,7 +94,8 @@ class Target:
         replaces: there is a checkpoint that is being replaced.
         claim: by which the directory belongs to this save.
         sweep_from: data files from this number on, and below `first_file`, are of saves that are gone; None: of no one.
-        common_ahead: it was reserved, so that the common state could be written ahead of all else.
+        common: the common state that was written ahead of all else, as it was then; None if none was.
+        nonce: 8 bytes.
     """
 
     first_file: int
@@ -96,12 +103,18 @@ class Target:
     replaces: bool
     claim: Claim
     sweep_from: int | None = None
-    common_ahead: bool = False
+    common: FileVersion | None = None
+    nonce: bytes = field(default_factory=partial(secrets.token_bytes, SAVE_ID_BYTES - _CLAIM_ID_BYTES))
+
+    @property
+    def save_id(self) -> bytes:
+        """Of what is saved, for its seals; 16 bytes. It begins with the claim's id, which `pending_common` names."""
+        return bytes.fromhex(self.claim.owner.save_id) + self.nonce
 
     @property
     def pending_common(self) -> str:
         """Name under which the new common state waits for being published."""
-        return _numbered_pending(self.first_file)
+        return f"{COMMON_FILE}.{self.first_file}.{self.claim.owner.save_id}.pending"
 
     @property
     def common_file(self) -> str:
@@ -111,6 +124,8 @@ class Target:
 
 # Directories that were claimed for a save that has yet to come, by location.
 _reserved: dict[str, Target] = {}
+# The `.metadata` that this process has published last, by location.
+_published: dict[str, FileVersion] = {}
 
 
 def data_file_name(rank: int, number: int, prefix: str = "") -> str:
@@ -140,6 +155,9 @@ def open_target(storage: Storage, options: SaveOptions) -> Target:
     target = _reserved.pop(storage.location, None)
     if target is None or not target.claim.is_held:
         target = _claim(storage)
+    elif not target.claim.is_ours():
+        # Claimed anew, it would be published beside a common state of somebody else.
+        _refuse_lost(storage, target)
     if target.replaces and options.on_existing == "error":
         abandon(storage, target)
         raise CheckpointExistsError(
@@ -161,6 +179,33 @@ def reserve(storage: Storage) -> Target:
     return target
 
 
+def write_common(storage: Storage, content: bytes) -> None:
+    """`reserve` the directory, and write the common state of the save that is going to `open_target`.
+
+    Raises:
+        SaveError: another save holds the directory, or has taken it over meanwhile, or it cannot be made or written.
+    """
+    target = reserve(storage)
+    try:
+        storage.publish(target.common_file, content, through=target.claim.common_ticket)
+        _reserved[storage.location] = replace(target, common=storage.version(target.common_file))
+        target.claim.check()
+    except BaseException as error:
+        if isinstance(error, SaveError) and not target.claim.is_ours():
+            _refuse_lost(storage, _reserved.pop(storage.location, target))
+        give_back(storage)
+        raise
+
+
+def _refuse_lost(storage: Storage, target: Target) -> NoReturn:
+    """Raise `SaveError`, saying who has taken the directory over, and leave nothing there."""
+    try:
+        target.claim.check()
+        raise SaveError(f"{storage}: this save lost the directory for a moment; save again")
+    finally:
+        abandon(storage, target)
+
+
 def settle(storage: Storage) -> None:
     """The checkpoint that the directory was reserved for has been saved by other means than `open_target`.
 
@@ -171,9 +216,20 @@ def settle(storage: Storage) -> None:
     """
     target = _reserved.pop(storage.location, None)
     if target is not None:
+        if not target.claim.is_ours():
+            _refuse_lost(storage, target)
         if target.replaces and storage.version(target.pending_common) is not None:
             storage.rename(target.pending_common, COMMON_FILE)
         target.claim.release()
+
+
+def is_still_published(storage: Storage) -> bool:
+    """Whether the checkpoint that this process has published last is still the one that the directory holds.
+
+    True also if it has published none there: somebody else has, for this process.
+    """
+    published = _published.get(storage.location)
+    return published is None or storage.version(METADATA_FILE) == published
 
 
 def claim_late(storage: Storage, written: Collection[str]) -> Target:
@@ -251,7 +307,7 @@ def _claim(storage: Storage, *, common_ahead: bool = False) -> Target:
         seen = _look(storage)
         old_files = tuple(sorted(index_files(seen.index))) if seen.index is not None else ()
         noted = {"first_file": seen.first_file, "sweep_from": seen.sweep_from, "replaces": list(old_files)}
-        claim = Claim.take(storage, noted)
+        claim = Claim.take(storage, noted, common_ahead=common_ahead)
         try:
             names = storage.list()
             after = {owner.save_id for owner in claim.after}
@@ -259,9 +315,7 @@ def _claim(storage: Storage, *, common_ahead: bool = False) -> Target:
                 storage.sync_directory()
                 claim.sweep(names)
                 _clean_up_after_failed_save(storage, seen)
-                return Target(
-                    seen.first_file, old_files, seen.metadata is not None, claim, seen.sweep_from, common_ahead
-                )
+                return Target(seen.first_file, old_files, seen.metadata is not None, claim, seen.sweep_from)
         except BaseException:
             claim.release(remove_marker=not claim.after)
             raise
@@ -285,7 +339,16 @@ def _own_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _is_unchanged(storage: Storage, names: Iterable[str], seen: _Look) -> bool:
-    return _own_names(names) == seen.names and storage.version(METADATA_FILE) == seen.metadata
+    if storage.version(METADATA_FILE) != seen.metadata:
+        return False
+    return [*filter(_is_checkpoint_file, names)] == [*filter(_is_checkpoint_file, seen.names)]
+
+
+def _is_checkpoint_file(name: str) -> bool:
+    """Whether a save could read, name or remove the file; what other programs write beside or below is theirs."""
+    if "/" in name:
+        return False
+    return name.startswith(COMMON_FILE) or name.endswith(METADATA_FILE) or _file_number(name) is not None
 
 
 def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_state: bool) -> None:
@@ -307,6 +370,9 @@ def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_sta
     except SaveError:
         target.claim.check()  # says better what has happened, if the directory was lost between the two
         raise
+    with contextlib.suppress(LoadError):
+        if (published := storage.version(METADATA_FILE)) is not None:
+            _published[storage.location] = published
     try:
         _tidy_up(storage, target, has_common_state)
     except Exception as error:  # noqa: BLE001  (whatever it is, the checkpoint must not pass for a failed one)
@@ -422,7 +488,8 @@ def abandon(storage: Storage, target: Target, *, others_clean_up: bool = True) -
     """
     try:
         storage.delete(target.pending_common)
-        if target.common_ahead and not target.replaces and target.claim.is_ours():
+        ours = target.common is not None and not target.replaces and target.claim.is_ours()
+        if ours and storage.version(COMMON_FILE) == target.common:
             storage.delete(COMMON_FILE)
     except (SaveError, LoadError, OSError) as error:
         _logger.warning("%s: could not clean up after a failed save: %s", storage, error)
@@ -436,7 +503,8 @@ def common_file_in_force(names: Iterable[str], index: CheckpointIndex) -> str | 
     """Which file holds the common state of the checkpoint that `.metadata` describes; None if none does.
 
     A crash right after the publish can leave the new common state under its pending name, which says of which save it
-    is: of the one whose data files have that number or a higher one, all of them.
+    is: the one whose id, as the seal of `.metadata` tells it, begins so. Where there is no seal, or an older version
+    has written the name: the one whose data files have that number or a higher one, all of them.
     """
     if any(key.startswith(_COMMON_STATE_KEY) for key in index.objects):
         return None
@@ -446,13 +514,15 @@ def common_file_in_force(names: Iterable[str], index: CheckpointIndex) -> str | 
     names = list(names)
     for name in names:
         match = _PENDING_NUMBERED.match(name)
-        if match and int(match.group(1)) <= first:
+        if match is None:
+            continue
+        number, claim_id = match.groups()
+        if index.seal is not None and claim_id is not None:
+            if index.seal.save_id[:_CLAIM_ID_BYTES].hex() == claim_id:
+                return name
+        elif int(number) <= first:
             return name
     return COMMON_FILE if COMMON_FILE in names else None
-
-
-def _numbered_pending(first_file: int) -> str:
-    return f"{COMMON_FILE}.{first_file}.pending"
 
 
 def _old_index(storage: Storage) -> CheckpointIndex | None:

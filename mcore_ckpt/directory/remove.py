@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.directory.claim import Claim
 from mcore_ckpt.directory.commit import index_files
 from mcore_ckpt.format.index import CheckpointIndex
@@ -33,14 +34,14 @@ def remove_tensors(path: Path, key_prefix: str) -> list[str]:
 
     Raises:
         LoadError: there is no checkpoint, or its index cannot be read.
-        SaveError: the directory cannot be written, or a save holds it.
+        SaveError: the directory cannot be written, or a save holds it, or has taken it over meanwhile.
     """
     storage = LocalStorage(path)
-    with Claim.take(storage):
-        return _remove(storage, read_index(path), key_prefix)
+    with Claim.take(storage) as claim:
+        return _remove(storage, claim, read_index(path), key_prefix)
 
 
-def _remove(storage: LocalStorage, index: CheckpointIndex, key_prefix: str) -> list[str]:
+def _remove(storage: LocalStorage, claim: Claim, index: CheckpointIndex, key_prefix: str) -> list[str]:
     tensors = {key: entry for key, entry in index.tensors.items() if not key.startswith(key_prefix)}
     objects = {key: entry for key, entry in index.objects.items() if not key.startswith(key_prefix)}
     if not key_prefix or len(tensors) + len(objects) == len(index.tensors) + len(index.objects):
@@ -50,8 +51,17 @@ def _remove(storage: LocalStorage, index: CheckpointIndex, key_prefix: str) -> l
     if isinstance(planner_data, dict):
         planner_data = {key: value for key, value in planner_data.items() if not str(key).startswith(key_prefix)}
     kept = replace(index, tensors=tensors, objects=objects, planner_data=planner_data)
-    storage.publish(METADATA_FILE, encode_metadata(kept))
+    claim.check()
+    try:
+        storage.publish(METADATA_FILE, encode_metadata(kept), through=claim.publish_ticket)
+    except SaveError:
+        claim.check()  # says better what has happened, if the directory was lost between the two
+        raise
     emptied = sorted(index_files(index) - index_files(kept))
+    if not claim.is_still_held():
+        # Published, and taken over since: whoever holds the directory may be looking at these files.
+        _logger.warning("%s: the keys are removed, but files that nothing lies in stay: %s", storage.root, emptied)
+        return []
     for name in emptied:
         storage.delete(name)
     storage.sync_directory()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +20,7 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, SaveError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.ranks import coordination_group
-from mcore_ckpt.directory.commit import common_file_in_force, give_back, reserve, settle
+from mcore_ckpt.directory.commit import common_file_in_force, is_still_published, settle, write_common
 from mcore_ckpt.format.index import object_key
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE
 from mcore_ckpt.format.safe_pickle import load_object
@@ -27,6 +28,8 @@ from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.storage.local import LocalStorage
 
 __all__ = ["COMMON_STATE_KEY", "load_common", "save_common", "save_config"]
+
+_logger = logging.getLogger(__name__)
 
 COMMON_STATE_KEY = object_key("common_state", (0,), (1,))
 _PENDING_SUFFIX = ".pending"
@@ -52,12 +55,7 @@ def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.Path
     def write() -> None:
         content = io.BytesIO()
         torch.save(common_state_dict, content)
-        target = reserve(storage)
-        try:
-            storage.publish(target.common_file, content.getvalue())
-        except BaseException:
-            give_back(storage)
-            raise
+        write_common(storage, content.getvalue())
 
     coordination_group().run_on_coordinator("write the common state", write, wrap=SaveError)
 
@@ -67,6 +65,7 @@ def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
 
     A checkpoint that replaces another needs the file that is there: so it is replaced by a rename, or, if it says the
     same, not at all. Killed while it overwrites the file, a save would leave a checkpoint that nobody can load.
+    Nor is it written where another save has published since: the file is that one's then.
 
     Args:
         config: Megatron's `CheckpointingConfig`, a dataclass.
@@ -78,8 +77,12 @@ def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
     storage = LocalStorage(checkpoint_dir)
     settle(storage)  # a strategy that is not ours saved beside the common state
     content = json.dumps(asdict(config)).encode()
-    if not storage.exists(CONFIG_FILE) or storage.read(CONFIG_FILE) != content:
+    if storage.exists(CONFIG_FILE) and storage.read(CONFIG_FILE) == content:
+        return
+    if is_still_published(storage):
         storage.publish(CONFIG_FILE, content)
+    else:
+        _logger.warning("%s: another save has published meanwhile; %s stays as it is", storage, CONFIG_FILE)
 
 
 def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | None = None) -> Any:

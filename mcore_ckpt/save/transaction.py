@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 import time
 from array import array
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ from mcore_ckpt.directory.commit import (
     publish,
 )
 from mcore_ckpt.format.index import ObjectEntry
-from mcore_ckpt.format.seal import SAVE_ID_BYTES, shown_id
+from mcore_ckpt.format.seal import shown_id
 from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout
 from mcore_ckpt.layout.file_image import ImageResult
 from mcore_ckpt.layout.sums import FileSums
@@ -194,7 +193,8 @@ def _prepare(
     value_of(state)
     if directory is None:
         return -1, unchanged, b""
-    return directory.open(), unchanged, secrets.token_bytes(SAVE_ID_BYTES)
+    first_file, save_id = directory.open()
+    return first_file, unchanged, save_id
 
 
 def _write(
@@ -235,15 +235,15 @@ class SaveDirectory:
         self.target: Target | None = None
         self._options = options
 
-    def open(self) -> int:
-        """Coordinator: claim the directory for this save; returns the number of each rank's first file.
+    def open(self) -> tuple[int, bytes]:
+        """Coordinator: claim the directory; returns the number of each rank's first file, and the save's id.
 
         Raises:
             SaveError: another save holds it, in this process, another one, or on another host.
             CheckpointExistsError: see `open_target`.
         """
         self.target = open_target(self.storage, self._options)
-        return self.target.first_file
+        return self.target.first_file, self.target.save_id
 
     def publish(self, metadata: bytes, *, has_common_state: bool) -> None:
         """Coordinator: make the new checkpoint the one that the directory holds."""

@@ -36,7 +36,7 @@ _REMOVAL = "removal"
 _CLAIMED = "a save is at work in it, or has died there"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SIDECARS = (CONFIG_FILE, COMMON_FILE, COMMON_FILE + ".pending", "integrity.json")
-_PENDING_COMMON = re.compile(re.escape(COMMON_FILE) + r"\.\d+\.pending")
+_PENDING_COMMON = re.compile(re.escape(COMMON_FILE) + r"\.\d+(\.[0-9a-f]{16})?\.pending")
 _DATA_SUFFIX = ".distcp"
 # Stock Megatron-Core and DCP mark no directory that they write to: files newer than the index tell, for so long.
 _RECENT_S = 3600.0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mcore_ckpt import CheckpointExistsError, SaveOptions
+from mcore_ckpt import CheckpointExistsError, SaveError, SaveOptions
+from mcore_ckpt.directory import commit, remove
 from mcore_ckpt.directory.commit import (
     abandon,
     common_file_in_force,
@@ -19,10 +21,12 @@ from mcore_ckpt.directory.commit import (
     publish,
     reserve,
     settle,
+    write_common,
 )
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
+from mcore_ckpt.format.seal import MetadataSeal, seal_metadata
 from mcore_ckpt.storage.local import LocalStorage
 from tests.support.faulty_storage import Faults, FaultyStorage
 
@@ -228,7 +232,8 @@ def test_a_new_common_state_follows_the_new_metadata_at_once(in_data_files: bool
     publish(storage, target, content, has_common_state=in_data_files)
     done = [(operation, name) for operation, name, _ in faults.operations]
     published = next(number for number, (_, name) in enumerate(done) if name.startswith(METADATA_FILE))
-    renamed = f"{target.pending_common} -> {COMMON_FILE}"
+    pending = target.pending_common.replace(target.claim.owner.save_id, "ID")
+    renamed = f"{pending} -> {COMMON_FILE}"
     assert done[published + 1] == (("delete", COMMON_FILE) if in_data_files else ("rename", renamed))
 
 
@@ -280,3 +285,108 @@ def test_a_save_killed_after_its_publish_is_tidied_up_by_the_next(tmp_path: Path
     last = save(tmp_path)
     assert {name for name in names(tmp_path) if name.endswith(".distcp")} == {last}
     assert old != killed != last
+
+
+def test_a_pending_common_state_is_in_force_only_beside_the_metadata_of_its_own_save(tmp_path: Path) -> None:
+    """A save that replaces a checkpoint numbers its files beyond those of one that is gone: numbers do not tell."""
+    save(tmp_path, b"one")
+    storage = LocalStorage(tmp_path)
+    lost = reserve(storage)
+    storage.publish(lost.common_file, b"of a save that did not publish")
+    name = data_file_name(0, lost.first_file + 1)
+    (tmp_path / name).write_bytes(b"data")
+    storage.publish(METADATA_FILE, seal_metadata(metadata(name), MetadataSeal(b"x" * 16, {}, array("I", [0]))))
+    assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == COMMON_FILE
+    storage.publish(METADATA_FILE, seal_metadata(metadata(name), MetadataSeal(lost.save_id, {}, array("I", [0]))))
+    assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == lost.common_file
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_common_state_is_not_written_where_another_save_has_taken_over(
+    exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held up between its claim and its writing for longer than its lease, a save finds another's checkpoint."""
+    if exists:
+        save(tmp_path, b"one")
+    publish_really = LocalStorage.publish
+
+    def publish_late(storage: LocalStorage, name: str, content: bytes, *, through: str | None = None) -> None:
+        if name.startswith(COMMON_FILE):
+            monkeypatch.setattr(LocalStorage, "publish", publish_really)
+            taken_over_from(tmp_path)
+            save(tmp_path, b"of the other")
+        publish_really(storage, name, content, through=through)
+
+    monkeypatch.setattr(LocalStorage, "publish", publish_late)
+    with pytest.raises(SaveError, match="has lost the directory"):
+        write_common(LocalStorage(tmp_path), b"of the one that was held up")
+    monkeypatch.undo()
+    assert (tmp_path / COMMON_FILE).read_bytes() == b"of the other"
+    assert not [name for name in names(tmp_path) if "pending" in name]
+
+
+def taken_over_from(path: Path) -> None:
+    """What another save does to the holder of the directory that it takes for gone; then it lets the directory go."""
+    for file in path.glob(INCOMPLETE_MARKER + "*"):
+        file.unlink()
+    commit._reserved.clear()
+
+
+def test_a_save_that_lost_its_reserved_directory_is_not_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its common state is gone: published with that of another save, it would be a mix."""
+    storage = LocalStorage(tmp_path)
+    write_common(storage, b"mine")
+    for file in tmp_path.glob(INCOMPLETE_MARKER + "*"):
+        file.unlink()
+    (tmp_path / COMMON_FILE).write_bytes(b"of the other")
+    with pytest.raises(SaveError, match="has lost the directory"):
+        open_target(storage, OPTIONS)
+    assert (tmp_path / COMMON_FILE).read_bytes() == b"of the other"
+
+
+def test_a_failed_save_leaves_a_common_file_that_it_has_not_written(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    write_common(storage, b"mine")
+    storage.publish(COMMON_FILE, b"of the other")
+    abandon(storage, open_target(storage, OPTIONS))
+    assert (tmp_path / COMMON_FILE).read_bytes() == b"of the other"
+
+
+def test_files_that_others_write_below_the_directory_do_not_hold_up_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    list_really, count = LocalStorage.list, iter(range(1000))
+
+    def list_busy(storage: LocalStorage) -> list[str]:
+        number = next(count)
+        (tmp_path / "logs").mkdir(exist_ok=True)
+        (tmp_path / "logs" / f"events.{number}").touch()
+        (tmp_path / f"log.{number}").touch()
+        return list_really(storage)
+
+    monkeypatch.setattr(LocalStorage, "list", list_busy)
+    name = save(tmp_path)
+    assert read_index(tmp_path).tensors.keys() == {name}
+
+
+def test_tensors_are_not_removed_from_a_checkpoint_that_another_save_has_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held up for longer than its lease, the removal must not put the old index over the new one."""
+    first = save(tmp_path)
+    read_really = remove.read_index
+
+    def read_and_be_held_up(path: Path) -> CheckpointIndex:
+        index = read_really(path)
+        taken_over_from(path)
+        save(path)
+        return index
+
+    monkeypatch.setattr(remove, "read_index", read_and_be_held_up)
+    with pytest.raises(SaveError, match="has lost the directory"):
+        remove.remove_tensors(tmp_path, first)
+    (second,) = read_index(tmp_path).tensors
+    assert second != first
+    assert (tmp_path / second).exists()
