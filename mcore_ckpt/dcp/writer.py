@@ -52,7 +52,7 @@ from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, seal_metadata, shown_id
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.writing.staging import check_memory, copies_of_shared
+from mcore_ckpt.writing.staging import NotInherited, check_memory
 
 __all__ = [
     "FileSystemWriterAsync",
@@ -95,7 +95,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     """Writes one rank's part of a checkpoint, and publishes the checkpoint on the coordinator.
 
     Args:
-        path: directory of the checkpoint.
+        path: directory of the checkpoint; a relative one is made absolute at once.
         single_file_per_rank: balanced buckets of many items; False writes each item into a file of its own.
         sync_files: make files durable before the checkpoint is published.
         thread_count: files that each rank writes, at most; None takes it from `options`.
@@ -155,7 +155,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self._set_path(path)
 
     def _set_path(self, path: str | os.PathLike[str]) -> None:
-        self.path = local_path(path)
+        # The directory that it names now: what writes and publishes later must not follow a `chdir`.
+        self.path = local_path(path).absolute()
         self._storage = LocalStorage(self.path)
         self._save_id = secrets.token_bytes(SAVE_ID_BYTES)
         self._target: Target | None = None
@@ -325,12 +326,14 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         """
         devices: set[torch.device] = set()
         staged = []
+        borrowed = [bucket.data for bucket in write_buckets if not isinstance(bucket.data, CopiedData)]
+        not_inherited = NotInherited(tensor for data in borrowed for _, tensor in data.tensor_data)
         for bucket in write_buckets:
             data = bucket.data
             items, tensors = [item for item, _ in data.tensor_data], [tensor for _, tensor in data.tensor_data]
             devices.update(tensor.device for tensor in tensors if not tensor.is_cpu)
             if not isinstance(data, CopiedData):
-                tensors = copies_of_shared(tensors)
+                tensors = not_inherited.copies(tensors)
             tensors = [tensor.to("cpu", non_blocking=non_blocking) for tensor in tensors]
             kept = zip(items, tensors, strict=True)
             staged.append(WriteBucket.of(bucket.path, bucket.storage_key, data.bytes_data, kept, bucket.save_id))

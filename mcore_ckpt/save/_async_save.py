@@ -19,6 +19,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 
 from mcore_ckpt.core.console import WaitingBar
 from mcore_ckpt.core.errors import OptionError, SaveError
@@ -31,7 +32,7 @@ from mcore_ckpt.storage.base import ALIGNMENT_BYTES, Storage, align_up
 from mcore_ckpt.writing.forked_call import fork_writer, report_progress
 from mcore_ckpt.writing.persistent_writer import shared_writer
 from mcore_ckpt.writing.stage_pool import StageLease, lease_stage
-from mcore_ckpt.writing.staging import BucketSource, write_in_line
+from mcore_ckpt.writing.staging import BucketSource, NotInherited, write_in_line
 from mcore_ckpt.writing.supervised_child import Job
 from mcore_ckpt.writing.writer_job import FileJob, JobResult, Ring, WriterJob, run_job, timed_result
 
@@ -229,8 +230,9 @@ def _fork_cow(
             'does not inherit: it would crash when it reads them; use stage="copy"'
         )
     started = time.monotonic()
+    not_inherited = NotInherited(chain.from_iterable(source.tensors for source in sources))
     for source in sources:
-        source.copy_what_is_shared()
+        source.copy_what_is(not_inherited)
     write = partial(write_in_line, storage, sources, options, report_progress)
     handle = fork_writer(partial(timed_result, write, plans), what, options.write_deadline_s)
     save = AsyncSave(handle, [source.layout.image for source in sources], None, options, what)

@@ -284,6 +284,21 @@ def test_transforms_are_honoured_and_noted(tmp_path: Path) -> None:
         assert plain == [1, 2] or torch.equal(plain, state["weight"])
 
 
+def test_a_relative_path_does_not_follow_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory is the one that was meant when the writer was made, whatever is current when it publishes."""
+    for name in ("here", "there", "there/checkpoint"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    writer = FileSystemWriterAsync("checkpoint")
+    monkeypatch.chdir(tmp_path / "there")
+    dcp.save(a_state(), storage_writer=writer)
+    assert str(writer.checkpoint_id) == str(tmp_path / "here" / "checkpoint")
+    loaded = blank(a_state())
+    dcp.load(loaded, checkpoint_id=tmp_path / "here" / "checkpoint")
+    assert_same(a_state(), loaded)
+    assert not list((tmp_path / "there" / "checkpoint").iterdir())
+
+
 def test_async_save_writes_the_state_at_the_call(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "0", cache_staged_state_dict=True)
     assert isinstance(writer, AsyncStager)

@@ -73,11 +73,31 @@ def _anonymous(_: Path) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, 4 * _ELEMS), dtype=torch.float32).fill_(1.0)
 
 
+def _marked(advice: int) -> torch.Tensor:
+    memory = mmap.mmap(-1, 4 * _ELEMS, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(advice)
+    except OSError as error:
+        pytest.skip(f"this kernel has no such mark: {error}")
+    return torch.frombuffer(memory, dtype=torch.float32).fill_(1.0)
+
+
+def _wiped_on_fork(_: Path) -> torch.Tensor:
+    return _marked(18)
+
+
+def _not_forked(_: Path) -> torch.Tensor:
+    return _marked(mmap.MADV_DONTFORK)
+
+
 def _private(_: Path) -> torch.Tensor:
     return torch.ones(_ELEMS)
 
 
-@pytest.mark.parametrize("made", [_by_torch, _a_view_of_it, _a_mapped_file, _a_memfd, _anonymous, _private])
+_MADE = (_by_torch, _a_view_of_it, _a_mapped_file, _a_memfd, _anonymous, _wiped_on_fork, _not_forked, _private)
+
+
+@pytest.mark.parametrize("made", _MADE)
 def test_copy_on_write_keeps_what_shared_memory_held_at_the_call(
     made: Callable[[Path], torch.Tensor], tmp_path: Path
 ) -> None:
@@ -96,9 +116,11 @@ def test_copy_on_write_keeps_what_shared_memory_held_at_the_call(
 
 def test_only_what_is_shared_is_copied_before_a_fork(tmp_path: Path) -> None:
     private, shared = _private(tmp_path), _by_torch(tmp_path)
-    copies = staging.copies_of_shared([private, shared])
-    assert copies[0].data_ptr() == private.data_ptr()
-    assert copies[1].data_ptr() != shared.data_ptr()
+    foreign, wiped = torch.frombuffer(bytearray(4 * _ELEMS), dtype=torch.float32), _wiped_on_fork(tmp_path)
+    tensors = [private, shared, foreign, wiped]
+    copies = staging.NotInherited(tensors).copies(tensors)
+    kept = [copy.data_ptr() == tensor.data_ptr() for copy, tensor in zip(copies, tensors, strict=True)]
+    assert kept == [True, False, True, False]
 
 
 # --- Megatron's persistent queue, or ours, with the writer of the same name -------------------------------------------
