@@ -26,7 +26,7 @@ from mcore_ckpt.directory.commit import (
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.format.seal import MetadataSeal, seal_metadata
+from mcore_ckpt.format.seal import MetadataSeal, SealedFile, seal_metadata
 from mcore_ckpt.storage.local import LocalStorage
 from tests.support.faulty_storage import Faults, FaultyStorage
 
@@ -287,6 +287,12 @@ def test_a_save_killed_after_its_publish_is_tidied_up_by_the_next(tmp_path: Path
     assert old != killed != last
 
 
+def sealed(file: str, save_id: bytes) -> bytes:
+    """A `.metadata` of one tensor in this file, with the seal of a save."""
+    seal = MetadataSeal(save_id, {file: SealedFile(4, 0, save_id)}, array("I", [0]))
+    return seal_metadata(metadata(file), seal)
+
+
 def test_a_pending_common_state_is_in_force_only_beside_the_metadata_of_its_own_save(tmp_path: Path) -> None:
     """A save that replaces a checkpoint numbers its files beyond those of one that is gone: numbers do not tell."""
     save(tmp_path, b"one")
@@ -295,9 +301,9 @@ def test_a_pending_common_state_is_in_force_only_beside_the_metadata_of_its_own_
     storage.publish(lost.common_file, b"of a save that did not publish")
     name = data_file_name(0, lost.first_file + 1)
     (tmp_path / name).write_bytes(b"data")
-    storage.publish(METADATA_FILE, seal_metadata(metadata(name), MetadataSeal(b"x" * 16, {}, array("I", [0]))))
+    storage.publish(METADATA_FILE, sealed(name, b"x" * 16))
     assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == COMMON_FILE
-    storage.publish(METADATA_FILE, seal_metadata(metadata(name), MetadataSeal(lost.save_id, {}, array("I", [0]))))
+    storage.publish(METADATA_FILE, sealed(name, lost.save_id))
     assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == lost.common_file
 
 
