@@ -31,7 +31,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## a Megatron model trained, saved and loaded under other layouts, compared bit for bit
 	$(BIN)/python scripts/demo.py
 
-test: $(INSTALLED)  ## all tests but the slow ones and the matrix of Megatron versions
+test: $(INSTALLED)  ## all tests but the long and slow ones and the matrix of Megatron versions
 	$(BIN)/python -m pytest --durations=20 $(ARGS)
 
 test-quick: $(INSTALLED)  ## the core: under two minutes on two quiet cores; what a commit should pass

@@ -1,6 +1,6 @@
 """Files written front to back by one thread, while other threads carry what is full to the disk.
 
-Unlike a save (see `writing.image_writer`), a reshard may be interrupted and go on later: files are opened at any
+Unlike a save (see `writing._image_writer`), a reshard may be interrupted and go on later: files are opened at any
 position, `WriteBehind.drain` waits for everything that was handed over, and nothing is removed on failure.
 
 Whole pages go past the page cache (O_DIRECT) where the file system can; the ragged ends of a stretch go through it. No

@@ -1,12 +1,13 @@
-"""Python's garbage collector, out of the way while many lasting objects are made.
+"""What is asked of the interpreter and the kernel for a process: to notice another's end, to step back, to not collect.
 
-A plan or an index is hundreds of thousands of small objects that all stay alive and hold no cycles. Each full
-collection meanwhile would walk through every object of the training process, and free nothing.
+A parent has to notice the end of its child, a child that of its parent. Linux has a descriptor for that, the pidfd,
+which becomes readable when the process is gone, by whatever way. It depends on nobody's good behaviour, unlike the end
+of a pipe, which any forked process may hold open.
 
-How one process notices the end of another: a parent that of its child, a child that of its parent.
-
-Linux has a descriptor for that, the pidfd, which becomes readable when the process is gone, by whatever way. It depends
-on nobody's good behaviour, unlike the end of a pipe, which any forked process may hold open.
+A process that works beside the trainer lowers its own priority (`lower_priority`). And Python's garbage collector is
+kept out of the way while many lasting objects are made (`collector_paused`): a plan or an index is hundreds of
+thousands of small objects that all stay alive and hold no cycles, so that each full collection meanwhile would walk
+through every object of the training process, and free nothing.
 """
 
 from __future__ import annotations

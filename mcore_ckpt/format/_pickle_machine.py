@@ -1,10 +1,11 @@
 """The pickle machine of this package: it builds plain values, and calls nothing but the constructors that it is given.
 
-Every pickle of a checkpoint is run here, or (an index, for its speed) by the machine in C after `metadata_read` has
-seen that this one would find nothing to object to. What a pickle names is looked up by `Rules`, which hand out a value
-and, if it may be called, its `Maker`: a constructor that checks its arguments. What no rule knows is refused. The
-limits are those below, for every kind of pickle; a pickle that passes them can take time and memory in proportion to
-its length only, and leaves nothing behind that walks, hashes or prints without end.
+Pickles of a checkpoint are run here, or (an index, for its speed) by the machine in C after `_plain_index` has seen
+that this one would find nothing to object to. Two are not: the `data.pkl` of a tensor that is read in ranges, which
+`tensor_pickle` interprets, and what `run_code_from_checkpoint` hands to `torch.load`. What a pickle names is looked up
+by `Rules`, which hand out a value and, if it may be called, its `Maker`: a constructor that checks its arguments. What
+no rule knows is refused. The limits are those below, for every kind of pickle; a pickle that passes them can take time
+and memory in proportion to its length only, and leaves nothing behind that walks, hashes or prints without end.
 
 `pickle.Unpickler` has none of these limits. Nested tuples as a key overflow the C stack; shared ones are hashed without
 end; a number in the memo of six bytes takes 64 GB; a list of 125 KB, called `torch.Size` again and again, takes 4 GB;

@@ -98,7 +98,7 @@ def locate_tensor(read: Callable[[int, int], bytes], item_bytes: int, where: str
     Raises:
         CorruptCheckpointError: the bytes cannot be such an item.
         ChecksumError: the description of the tensor does not have its CRC-32.
-        NotRangeable: a sound archive, but `torch.load` has to decode it: compressed, not contiguous, big-endian, a
+        NotRangeable: a sound archive that has to be decoded as a whole: compressed, not contiguous, big-endian, a
             tensor subclass, quantized, or not one tensor at all.
     """
     item = ItemBytes(read, item_bytes, where)

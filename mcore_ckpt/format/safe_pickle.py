@@ -1,14 +1,14 @@
 """Unpickling that runs nothing: the doors for each kind of pickle in a checkpoint, on one machine with one set of
 limits.
 
-    loads(data, allowed, where)         an index: every name is replaced by an inert stand-in
-    load_object(source, ...)            a stored object or `common.pt`: the classes that checkpoints hold, tensors on
-    the CPU read_plain(content, where)          the same to look at: every class is replaced by an inert `Opaque`,
-    without torch
+    loads(data, allowed, where)    an index: every name is replaced by an inert stand-in
+    load_object(source, ...)       a stored object or `common.pt`: the classes that checkpoints hold, tensors on the CPU
+    read_plain(content, where)     the same to look at: every class is replaced by an inert `Opaque`; without torch
 
 What the machine allows, and its limits, are in `_pickle_machine.py`; which classes a stored object may hold, and with
-which arguments, in `_constructors.py`. `pickle.Unpickler` in C reads an index three times as fast: it gets those that
-`plainly_built` has found to hold nothing for the machine to object to, which is nearly all of them.
+which arguments, in `_constructors.py`. `pickle.Unpickler` in C reads an index many times as fast (`_plain_index.py` has
+the figures): it gets those that `plainly_built` has found to hold nothing for the machine to object to, which is nearly
+all of them.
 """
 
 from __future__ import annotations

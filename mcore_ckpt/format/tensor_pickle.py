@@ -287,7 +287,7 @@ def read_tensor_pickle(pickle: bytes) -> PickledTensor:
     """Interpret the pickle of a tensor (or of a Parameter without further state), in bounded time and memory.
 
     Raises:
-        NotPlainTensorError: `torch.load` may be able to make something of it.
+        NotPlainTensorError: `safe_pickle.load_object` may be able to make something of it.
         MalformedPickleError: it cannot.
     """
     if len(pickle) > MAX_PICKLE_BYTES:

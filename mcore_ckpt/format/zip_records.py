@@ -45,7 +45,7 @@ ReadFunction = Callable[[int, int], bytes]
 
 
 class NotRangeable(LoadError):  # noqa: N818  (not an error of the checkpoint: the caller takes another way)
-    """The item is sound as far as seen, but its bytes are not the tensor's: `torch.load` has to decode it."""
+    """The item is sound as far as seen, but its bytes are not the tensor's: it has to be decoded as a whole."""
 
 
 class ZipRecord(NamedTuple):

@@ -3,9 +3,10 @@
     small items      read whole, many in one span; each is located inside the buffer and copied out
     large items      located first (head and tail, once per item and reader); then the wanted boxes of the payload are
                      read, straight into the destination where they lie there as in the file, through a buffer otherwise
-    all other items  (compressed, transformed, strided) decoded by `torch.load`, one at a time
+    all other items  (compressed, transformed, strided) decoded as a whole (`item_decoding`), one at a time
 
-The CRC-32 of every record that is read whole is compared, in pieces where it is read in pieces.
+The CRC-32 of every record that is read whole is compared, in pieces where it is read in pieces; of a part of a record
+those of its blocks, where `.metadata` has them (`checksums.BlockSums`).
 """
 
 from __future__ import annotations

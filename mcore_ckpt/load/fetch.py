@@ -36,7 +36,7 @@ class ReadStats:
         bytes_read: bytes that they brought, headers, padding and gaps included.
         bytes_needed: bytes of the elements and objects that were asked for.
         records_checked: records whose CRC-32 was compared.
-        fallbacks: items that had to be decoded by `torch.load`.
+        fallbacks: items that had to be decoded as a whole (`item_decoding`).
     """
 
     reads: int = 0

@@ -1,7 +1,7 @@
 """Stored items that are decoded rather than ranged: objects, and tensors that `torch.save` stored in an unusual way.
 
-The whole item is read into memory, its stream transforms are undone, its checksums compared, and `torch.load` with
-`weights_only=True` does the rest.
+The whole item is read into memory, its stream transforms are undone, its checksums compared, and
+`safe_pickle.load_object` does the rest.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ItemDecoder:
         if kind not in self._reasons:
             self._reasons.add(kind)
             _logger.warning(
-                "%s is read with torch.load, whole and slowly, because %s; so are others like it", where, reason
+                "%s is read and decoded as a whole, which is slow, because %s; so are others like it", where, reason
             )
         files = OpenFiles(self._storage, self._options.direct_io, self._seals)
         try:

@@ -33,7 +33,6 @@ __all__ = [
     "megatron_module",
     "megatron_version",
     "patches",
-    "refuse_multi_storage_client",
     "save_strategy_base",
     "sharded_tensor_of",
     "stock_class",
@@ -206,23 +205,3 @@ def _closed_off(stock: type) -> type:
     }
     members["__init__"] = construct
     return type(stock.__name__, (stock,), members)
-
-
-def refuse_multi_storage_client() -> None:
-    """Raise if `--enable-msc` is in force: its object stores cannot be reached through local file operations.
-
-    Raises:
-        UnsupportedMegatronError: Megatron's multi-storage client is switched on.
-    """
-    try:
-        feature = import_module("megatron.core.msc_utils").MultiStorageClientFeature
-    except (ImportError, AttributeError):
-        return  # 0.12 has no such feature
-    if feature.is_enabled():
-        # To 0.16 it is on wherever its package is installed, and has to be switched off; later it is the other way.
-        remedy = "with --disable-msc" if megatron_version()[:2] <= (0, 16) else "without --enable-msc"
-        raise UnsupportedMegatronError(
-            "Megatron's multi-storage client (MSC) is switched on, and mcore_ckpt does not support it: it reads and "
-            "writes directories of a file system, while MSC may keep any path in an object store. Start the job "
-            f"{remedy}, or without mcore_ckpt.install()"
-        )

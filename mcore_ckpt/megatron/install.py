@@ -1,7 +1,8 @@
 """`install()` and `uninstall()`: this package in the place of Megatron-Core's own checkpointing, version by version.
 
-Names are replaced, not behaviour of torch: the strategy classes, the reader and writer of the common state, and the
-methods of the async queue (so that queues made before `install()` are served too). docs/megatron.md lists them.
+Names are replaced, not behaviour of torch: the strategy classes and what hands them out, the writer for DCP, the
+readers and writers of the common state and of `metadata.json`, and the methods of the async queue (so that queues made
+before `install()` are served too). docs/megatron.md lists them.
 """
 
 from __future__ import annotations

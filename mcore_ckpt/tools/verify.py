@@ -386,6 +386,6 @@ def check_item(
             dtype, sizes = check.entry.dtype, check.chunk.sizes
             found = locate_tensor(read, item.length, where) if inside is None else locate_tensor_in(inside, where)
             check_located(found, dtype, sizes, math.prod(sizes) * element_bytes(dtype), item.crc32)
-    except NotRangeable:  # whether it is what the index says, only torch.load can tell
+    except NotRangeable:  # whether it is what the index says, only decoding it can tell
         return verify_compressed(read, item.length, where)
     return checked

@@ -1,14 +1,4 @@
-"""Threads that write finished pieces of files while the caller computes the next ones.
-
-One `PieceQueue` serves all files of a rank, one after the other. Since the threads are idle only when nothing is ready,
-the device stays busy across the boundary between two files, and the fsync of one overlaps the filling of the next.
-
-Life of a file: `open_file`, any number of `submit`, `close_file` when all is submitted, and then, on whichever thread
-writes the last piece, `finish`. The first error stops everything: what waits is dropped, all files of the queue are
-aborted (also those that were finished, since a save is published whole or not at all), and the error is raised from
-the caller's next call.
-
-The image of one file: which bytes are payloads, and where their checksums belong.
+"""The images of a rank's files, written: checksums filled in piece by piece, while threads write the pieces before.
 
 The layout of a file is known before its first byte is written. What is not known is the CRC-32 of each payload, which
 the container repeats behind it. An image therefore names the payloads and, for each, the positions of the four bytes
@@ -23,6 +13,13 @@ Two ways to write, with the same result:
   much less CPU time, that the copy pays.
 - `write_windows`: the caller puts the image together one window at a time, in a few buffers that are used again; the
   memory this takes does not depend on the size of the image.
+
+The pieces go to a `PieceQueue`, which serves all files of a rank, one after the other. Since its threads are idle only
+when nothing is ready, the device stays busy across the boundary between two files, and the fsync of one overlaps the
+filling of the next. Life of a file there: `open_file`, any number of `submit`, `close_file` when all is submitted, and
+then, on whichever thread writes the last piece, `finish`. The first error stops everything: what waits is dropped, all
+files of the queue are aborted (also those that were finished, since a save is published whole or not at all), and the
+error is raised from the caller's next call.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Shared memory that snapshots lie in, kept between saves.
+"""Shared memory that snapshots lie in, kept between saves, and who gets it when.
 
 Copying into memory that has been touched before costs about 0.06 s per GB, touching new memory two to eight times that.
-So a stage is reused, and the first save, which finds it new, writes to it instead of touching it.
+So a `Stage` is reused, and the first save, which finds it new, writes to it instead of touching it.
 
-The stages of this process: how many there are, how large they may be, and who waits when all are in use.
-
-The budget is one for all stages of a rank together. Saves are in flight at once only while they fit into it together; a
-save that fits only alone waits for those before it, and one that does not even then is passed through what there is.
+A save has a stage on lease (`lease_stage`) from its copy until its writer is done. The budget is one for all stages of
+a rank together. Saves are in flight at once only while they fit into it together; a save that fits only alone waits for
+those before it, and one that does not even then is passed through what there is.
 """
 
 from __future__ import annotations

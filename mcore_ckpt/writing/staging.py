@@ -1,14 +1,13 @@
-"""Copies from a device to host memory, on a stream of their own, beside what the trainer computes.
-
-Each device has one side stream. It first waits for what the trainer has queued on its current stream, which belongs to
-the state that is saved; then come the copies, an event behind each. Waiting goes from event to event, so it ends with
-the last copy and never waits for the device as a whole, nor does it keep a core busy.
-
-From the trainer's memory to memory that a writer may read while the trainer goes on.
+"""From the trainer's memory to memory that a writer may read while the trainer goes on.
 
 `BucketSource` knows how to produce any part of a bucket's file from the tensors where they lie: it fills a writer's
-window (a synchronous save, or a save larger than its stage), or a whole stage (`stage_memory.py`). The stage is the
-image of the file, so the writer needs no layout but the places of checksums.
+window (a synchronous save, or a save larger than its stage), or a whole stage (`stage_pool.py`). The stage is the image
+of the file, so the writer needs no layout but the places of checksums.
+
+What lies on a device is copied by `DeviceCopies`, beside what the trainer computes. Each device has one side stream. It
+first waits for what the trainer has queued on its current stream, which belongs to the state that is saved; then come
+the copies, an event behind each. Waiting goes from event to event, so it ends with the last copy and never waits for
+the device as a whole, nor does it keep a core busy.
 """
 
 from __future__ import annotations
