@@ -28,10 +28,12 @@ def run(arguments: argparse.Namespace) -> Outcome:
         layout = str(listed.layout) if listed.layout else "-"
         age_s = None if found.saved_at_s is None else max(0.0, now_s - found.saved_at_s)
         state = "whole" if found.whole else "NOT WHOLE"
+        if found.claimed:
+            state += ", left by a save that is gone" if found.abandoned else ", being written"
         rows.append(
             (
                 found.name,
-                state + (", being written" if found.claimed else ""),
+                state,
                 human_bytes(found.size_bytes),
                 "-" if age_s is None else human_age(age_s),
                 layout,
@@ -50,6 +52,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
                 "layout": listed.layout,
                 "tracked": found.tracked,
                 "claimed": found.claimed,
+                "abandoned": found.abandoned,
             }
         )
     whole = sum(listed.checkpoint.whole for listed in report.checkpoints)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.paths import local_path
+from mcore_ckpt.directory.claim import claimants, seems_gone
 from mcore_ckpt.directory.commit import common_file_in_force
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_key
 from mcore_ckpt.format.metadata_read import (
@@ -36,6 +37,7 @@ from mcore_ckpt.format.metadata_read import (
     read_config,
     read_index,
 )
+from mcore_ckpt.storage.local import LocalStorage
 
 __all__ = [
     "Flaw",
@@ -77,6 +79,7 @@ class RunCheckpoint:
         saved_at_s: when `.metadata` was published, in seconds since 1970; None without one.
         tracked: the tracker file names it.
         claimed: a save is at work in it, or has died there.
+        abandoned: `claimed`, and everybody who has claimed it is gone, as far as can be seen from here.
     """
 
     path: Path
@@ -86,6 +89,7 @@ class RunCheckpoint:
     saved_at_s: float | None
     tracked: bool
     claimed: bool
+    abandoned: bool = False
 
     @property
     def name(self) -> str:
@@ -192,6 +196,7 @@ def look_at(directory: Path, *, tracked: str | None = None) -> tuple[RunCheckpoi
         saved_at_s=saved_at_s,
         tracked=directory.name == tracked,
         claimed=is_claimed(directory),
+        abandoned=_is_abandoned(directory),
     )
     return checkpoint, index
 
@@ -202,6 +207,15 @@ def is_claimed(directory: Path) -> bool:
         return any(path.name.startswith(INCOMPLETE_MARKER) for path in directory.iterdir())
     except OSError:
         return True
+
+
+def _is_abandoned(directory: Path) -> bool:
+    storage = LocalStorage(directory)
+    try:
+        found = claimants(storage, [path.name for path in directory.iterdir()])
+        return bool(found) and all(seems_gone(storage, owner) for owner in found)
+    except (LoadError, OSError):
+        return False
 
 
 def _sizes(directory: Path) -> dict[str, int]:

@@ -339,6 +339,36 @@ def test_a_full_file_system_does_not_keep_prune_from_making_room(run: Path, monk
     assert not (run / name_of(100)).exists()
 
 
+def test_a_list_tells_a_save_at_work_from_one_that_is_gone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One at work; one that has failed and left its marker; one whose process has died; one elsewhere, then silent."""
+    at_work = Claim.take(LocalStorage(run / name_of(100)))
+    Claim.take(LocalStorage(run / name_of(200))).release(remove_marker=False)
+    died = f"""
+import os
+from mcore_ckpt.directory.claim import Claim
+from mcore_ckpt.storage.local import LocalStorage
+claim = Claim.take(LocalStorage({str(run / name_of(300))!r}))
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", died], timeout=60, check=True)
+    elsewhere = run / name_of(400) / f"{INCOMPLETE_MARKER}.{'ab' * 8}"
+    elsewhere.write_bytes(replace(at_work.owner, host="another", save_id="ab" * 8).encode())
+    os.link(elsewhere, run / name_of(400) / INCOMPLETE_MARKER)
+
+    def states() -> list[str]:
+        main(["list", str(run)])
+        rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("iter_")]
+        return ["written" if "being written" in row else "gone" if "is gone" in row else "" for row in rows]
+
+    assert states() == ["written", "gone", "gone", "written", ""]
+    os.utime(elsewhere, (time.time() - 86400, time.time() - 86400))
+    at_work.release(remove_marker=False)
+    assert states() == ["gone", "gone", "gone", "gone", ""]
+    main(["list", str(run), "--json"])
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(row["claimed"], row["abandoned"]) for row in rows] == [(True, True)] * 4 + [(False, False)]
+
+
 def test_a_list_for_people(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", str(run)]) == 0
     shown = capsys.readouterr().out
