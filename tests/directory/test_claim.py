@@ -357,9 +357,9 @@ def test_a_claim_that_is_forgotten_is_let_go(tmp_path: Path) -> None:
 def test_the_heartbeat_goes_on_while_the_process_computes(tmp_path: Path, quick: None) -> None:
     claim = Claim.take(LocalStorage(tmp_path))
     ticket = f"{INCOMPLETE_MARKER}.{claim.owner.save_id}"
-    until_s = time.monotonic() + 1.0
+    until_s = time.monotonic() + 30.0
     seen = set()
-    while time.monotonic() < until_s:
+    while len(seen) < 5 and time.monotonic() < until_s:
         sum(range(20_000))
         seen.add((tmp_path / ticket).stat().st_mtime_ns)
     claim.release()

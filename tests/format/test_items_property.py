@@ -7,7 +7,7 @@ import math
 import zipfile
 
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
@@ -105,7 +105,8 @@ def test_views_are_located_where_they_lie_or_not_at_all(data: st.DataObject) -> 
 
 @given(st.sampled_from(sorted(DTYPES)), ANY_SHAPE)
 def test_descriptions_say_what_went_into_them(dtype: str, shape: tuple[int, ...]) -> None:
-    """Of tensors of any size: nothing of that size is made."""
+    """Of tensors of any size that torch can describe: nothing of that size is made."""
+    assume(math.prod(size or 1 for size in shape) < 1 << 60)  # torch itself refuses larger strides
     count = math.prod(shape)
     pickle = tensor_pickle(dtype, shape, count)
     size = count * DTYPES[dtype].element_bytes
