@@ -16,7 +16,12 @@ __all__ = ["on_files"]
 ROOT = Path(__file__).resolve().parent.parent
 
 # What lies at the root, where people and hosts look for it, and the page of the site that shows it.
-COMPANIONS = {"README.md": "guide.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+COMPANIONS = {
+    "README.md": "guide.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+}
 PLAIN = {"LICENSE": "license.txt"}
 
 SAVES_AND_LOADS = """
