@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ __all__ = [
     "describe_bucket",
     "prepare_buckets",
     "save_buckets",
+    "send_prefix",
+    "sent_prefix",
     "sums_of",
     "write_buckets",
 ]
@@ -49,6 +52,36 @@ class DataFilePrefix:
     prefix: str
     first_file: int = 0
     save_id: bytes = NO_SAVE_ID
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Sent to another rank, it is noted there: see `sent_prefix`."""
+        return _arrived, (self.prefix, self.first_file, self.save_id)
+
+
+class _Sent(threading.local):
+    prefix: DataFilePrefix | None = None
+
+
+_sent = _Sent()
+
+
+def _arrived(prefix: str, first_file: int, save_id: bytes) -> DataFilePrefix:
+    _sent.prefix = DataFilePrefix(prefix, first_file, save_id)
+    return _sent.prefix
+
+
+def send_prefix(prefix: DataFilePrefix | None) -> None:
+    """What is `sent_prefix` in this thread from now on."""
+    _sent.prefix = prefix
+
+
+def sent_prefix() -> DataFilePrefix | None:
+    """The prefix that a coordinator has sent to this thread last.
+
+    A planner that caches plans puts an earlier save's plan, with that save's prefix, in the place of the one that the
+    coordinator sends; so what is in the plan does not tell, only what has arrived.
+    """
+    return _sent.prefix
 
 
 class BucketData(NamedTuple):

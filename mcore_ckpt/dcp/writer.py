@@ -44,6 +44,8 @@ from mcore_ckpt.dcp.bucket_writer import (
     describe_bucket,
     prepare_buckets,
     save_buckets,
+    send_prefix,
+    sent_prefix,
     sums_of,
     write_buckets,
 )
@@ -211,12 +213,16 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         if self.options.on_existing == "error" and self._storage.exists(self._metadata_name()):
             raise CheckpointExistsError(f"{self.path}: there is a checkpoint already, and overwrite=False")
         if not self._use_collectives and self._rank is not None:
-            return dataclasses.replace(plan, storage_data=self._own_prefix(self._rank))
+            send_prefix(self._own_prefix(self._rank))
+            return dataclasses.replace(plan, storage_data=sent_prefix())
+        send_prefix(None)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator: choose file names that no file has yet, and remember what must be written."""
-        self._planned = Counter(item.index for plan in plans for item in plan.items)
+        # A planner that caches plans sends none where nothing has changed: then the metadata tells.
+        cached = not all(getattr(plan, "usable", True) for plan in plans)
+        self._planned = None if cached else Counter(item.index for plan in plans for item in plan.items)
         if not self._use_collectives:
             return plans
         location = self._storage.location
@@ -228,10 +234,9 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self._save_id = self._target.save_id
         self._thread = threading.current_thread()
         _unfinished[location] = self
-        return [
-            dataclasses.replace(plan, storage_data=DataFilePrefix(f"__{rank}_", self._target.first_file, self._save_id))
-            for rank, plan in enumerate(plans)
-        ]
+        prefixes = [DataFilePrefix(f"__{rank}_", self._target.first_file, self._save_id) for rank in range(len(plans))]
+        send_prefix(prefixes[0])  # without process groups, no plan is sent
+        return [dataclasses.replace(plan, storage_data=prefix) for plan, prefix in zip(plans, prefixes, strict=True)]
 
     def give_up_if_over(self) -> None:
         """Let go of the directory of a save that has failed: DCP tells no writer of an error on another rank.
@@ -250,7 +255,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
         """Without a coordinator: this rank's own files tell which names are free."""
-        return dataclasses.replace(local_plan, storage_data=self._own_prefix(_world_rank()))
+        send_prefix(self._own_prefix(_world_rank()))
+        return dataclasses.replace(local_plan, storage_data=sent_prefix())
 
     def _own_prefix(self, rank: int) -> DataFilePrefix:
         mark = f"__{rank}_"
@@ -270,6 +276,9 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
     def _prepare(self, plan: SavePlan, planner: SavePlanner, clone_views: bool) -> None:
         prefix = plan.storage_data
+        if any(plan is cached for cached in getattr(SavePlanner, "_cached_final_save_plan", {}).values()):
+            # The cached plan says how the files of an earlier save were named.
+            prefix = sent_prefix() or prefix
         if not isinstance(prefix, DataFilePrefix):
             prefix = DataFilePrefix(prefix.prefix, save_id=self._save_id)
         self.write_buckets = prepare_buckets(

@@ -28,6 +28,8 @@ from mcore_ckpt import (
     SaveError,
     SaveOptions,
 )
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.gloo_ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage is deprecated")
 
@@ -282,6 +284,33 @@ def test_transforms_are_honoured_and_noted(tmp_path: Path) -> None:
         content = (tmp_path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
         plain = torch.load(io.BytesIO(bytes(byte ^ 1 for byte in content)), weights_only=True)
         assert plain == [1, 2] or torch.equal(plain, state["weight"])
+
+
+def cached_saves(rank: int, directory: str) -> list[str]:
+    """Saves with cached plans, into one directory and into others; returns what is wrong with them."""
+    wrong = []
+    for step, name in enumerate(["one", "one", "two", "one", "one"]):
+        path = f"{directory}/{name}"
+        # The structure changes with the fourth.
+        state = {"w": torch.full((100,), float(step)), "n": step, "more": torch.ones(7 if step < 3 else 9)}
+        dcp.save(
+            state,
+            storage_writer=FileSystemWriterAsync(path),
+            planner=dcp.DefaultSavePlanner(enable_plan_caching=True),
+        )
+        loaded = blank(state)
+        dcp.load(loaded, storage_reader=FileSystemReader(path))
+        if not torch.equal(loaded["w"], state["w"]) or loaded["n"] != step:
+            wrong.append(f"rank {rank}, save {step}: {loaded}")
+        problems = verify_checkpoint(path).problems
+        wrong += [f"rank {rank}, save {step}: {problem}" for problem in problems]
+        torch.distributed.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_plans_that_a_planner_has_cached_are_written_under_the_names_of_the_save(ranks: int, tmp_path: Path) -> None:
+    assert run_ranks(cached_saves, ranks, str(tmp_path), deadline_s=100) == [[]] * ranks
 
 
 def test_a_relative_path_does_not_follow_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
