@@ -42,7 +42,7 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.directory.claim import Claim, holders, is_claim_file
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, parse_index
-from mcore_ckpt.format.seal import SAVE_ID_BYTES
+from mcore_ckpt.format.seal import FOOTER_BYTES, SAVE_ID_BYTES, decode_footer
 from mcore_ckpt.storage.base import FileVersion, Storage
 
 __all__ = [
@@ -466,13 +466,38 @@ def is_in_force(storage: Storage, files: Iterable[str]) -> bool:
     return any(name.encode("utf-8", "surrogatepass") in content for name in files)
 
 
-def discard(storage: Storage, files: Iterable[str]) -> None:
-    """Remove the data files that a failed save has written, as far as that is still possible."""
+def discard(storage: Storage, files: Iterable[str], save_id: bytes, *, half_written: bool = True) -> None:
+    """Remove the data files that a failed save has written, as far as that is still possible.
+
+    Savers that know of no claims may have given the planned names to files of theirs. So a file goes if its seal is
+    this save's; and without a seal, if the checkpoint in force does not need it.
+
+    Args:
+        storage: the checkpoint's directory.
+        files: the names planned.
+        save_id: of the save; 16 bytes.
+        half_written: files without a seal may be what the save has left. Not so where it met a file of somebody else:
+            what it had made itself, it has removed itself.
+    """
     try:
         for name in files:
-            storage.delete(name)
+            found = _save_of(storage, name)
+            if found == save_id or (found is None and half_written and not is_in_force(storage, [name])):
+                storage.delete(name)
     except (SaveError, OSError) as error:
         _logger.warning("%s: could not remove the files of a failed save: %s", storage, error)
+
+
+def _save_of(storage: Storage, name: str) -> bytes | None:
+    """Id of the save that has written a data file, by its seal; None if it has none, or is not there."""
+    try:
+        with storage.open_reader(name, direct="off") as reader:
+            if reader.size_bytes < FOOTER_BYTES:
+                return None
+            footer = decode_footer(reader.read(reader.size_bytes - FOOTER_BYTES, FOOTER_BYTES), reader.name)
+    except LoadError:
+        return None
+    return None if footer is None else footer.save_id
 
 
 def abandon(storage: Storage, target: Target, *, others_clean_up: bool = True) -> None:

@@ -51,6 +51,7 @@ class Writing(SaveCall):
 
     Attributes:
         on_abort: called when the queue gives the save up.
+        failure: what `results` has raised; None if it has not, or has not been asked.
         handed_over: when the snapshot was handed to the writer, or the writer forked: begin and end; None where the
             two cannot be told apart.
     """
@@ -59,6 +60,7 @@ class Writing(SaveCall):
         self.on_failure = options.on_failure
         self.what = what
         self.on_abort: Callable[[], None] | None = None
+        self.failure: BaseException | None = None
         self.handed_over: tuple[float, float] | None = None
 
     @abstractmethod
@@ -113,8 +115,12 @@ class AsyncSave(Writing):
         self._handle.wait()
         if self._lease is not None:
             self._lease.give_back()
-        result: JobResult = self._handle.result()
-        check_results(self._images, result.files)
+        try:
+            result: JobResult = self._handle.result()
+            check_results(self._images, result.files)
+        except BaseException as error:
+            self.failure = error
+            raise
         return result
 
     def abort(self) -> None:
@@ -133,6 +139,7 @@ class EndedWriting(Writing):
     def __init__(self, outcome: JobResult | BaseException, options: SaveOptions, what: str) -> None:
         super().__init__(options, what)
         self._outcome = outcome
+        self.failure = outcome if isinstance(outcome, BaseException) else None
 
     def poll(self) -> bool:
         self.results()

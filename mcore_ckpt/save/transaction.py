@@ -13,6 +13,7 @@ What fails on one rank alone is carried as a value to the next exchange, where a
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import time
 from array import array
@@ -118,12 +119,12 @@ def begin_save(
     with collector_paused():
         state = attempt(partial(collect, sharded_state_dict, structure.shards))
         if request.beside_training and _is_left_out(state, request.options, group):
-            directory.abandon([])
+            directory.abandon()
             return SaveTransaction(request, group, directory, None, SkippedSave(str(directory.path)), [], [])
         try:
             plan = _plan(state, request, group, structure, directory)
         except BaseException:
-            directory.abandon([])
+            directory.abandon()
             raise
     rank_state = value_of(state)
     structure.shards = rank_state.shards
@@ -250,9 +251,8 @@ class SaveDirectory:
         assert self.target is not None
         publish(self.storage, self.target, metadata, has_common_state=has_common_state)
 
-    def abandon(self, files: list[str], *, others_clean_up: bool = True) -> None:
-        """Remove `files` of a save that has failed, and put the directory back as it was before."""
-        discard(self.storage, files)
+    def abandon(self, *, others_clean_up: bool = True) -> None:
+        """Put the directory back as it was before; the files of the save have been removed."""
         if self.target is None:
             give_back(self.storage)
         else:
@@ -411,8 +411,10 @@ class SaveTransaction:
             _logger.warning("%s: the save was interrupted, but the checkpoint is published", self._directory.path)
             self._directory.release()
         else:
+            met_others = isinstance(self.call, Writing) and _met_a_file(self.call.failure)
+            discard(self._directory.storage, self.plan.files, self.plan.save_id, half_written=not met_others)
             # When the coordinator lets the directory go, other ranks may not have cleaned up, or still be writing.
-            self._directory.abandon(self.plan.files, others_clean_up=self._group.size == 1)
+            self._directory.abandon(others_clean_up=self._group.size == 1 and not met_others)
 
     def _report(self, mine: Written, gathered: list[Written] | None) -> SaveReport:
         """On the coordinator of all ranks, the slowest rank's phases; elsewhere of this rank alone."""
@@ -438,3 +440,12 @@ class SaveTransaction:
             _logger.exception("%s: the save was well done, but not all could be told of it", path)
         if self._group.is_coordinator:
             _logger.log(report.log_level, "%s", report)
+
+
+def _met_a_file(error: BaseException | None) -> bool:
+    """Whether a writing failed since a file of a planned name was there: somebody else writes into the directory."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno == errno.EEXIST:
+            return True
+        error = error.__cause__
+    return False

@@ -102,7 +102,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_no_rubbish(tmp_path: Path) 
     name = data_file_name(0, target.first_file)
     (tmp_path / name).write_bytes(b"half")
     assert INCOMPLETE_MARKER in names(tmp_path)
-    discard(storage, [name])
+    discard(storage, [name], target.save_id)
     abandon(storage, target)
     assert names(tmp_path) == {first, METADATA_FILE, COMMON_FILE}
     assert (tmp_path / COMMON_FILE).read_bytes() == b"one"

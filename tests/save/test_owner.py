@@ -126,6 +126,42 @@ def test_an_interrupted_save_lets_the_directory_go(tmp_path: Path, monkeypatch: 
     assert loaded(tmp_path) == 3
 
 
+@pytest.mark.parametrize("mode", ["in line", "beside training"])
+@pytest.mark.parametrize("published", [False, True])
+def test_a_failing_save_leaves_a_file_that_it_has_not_written(
+    published: bool, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock DCP, which knows of no claims, takes the name that the save has planned for its own file."""
+    open_really = transaction.SaveDirectory.open
+
+    def opened(directory: transaction.SaveDirectory) -> Any:
+        answer = open_really(directory)
+        if published:
+            dcp.save({"w": torch.ones(5)}, checkpoint_id=str(tmp_path))
+        else:
+            (tmp_path / "__0_0.distcp").write_bytes(b"still being written")
+        return answer
+
+    monkeypatch.setattr(transaction.SaveDirectory, "open", opened)
+    queue = AsyncCallsQueue()
+
+    def fails() -> None:
+        if mode == "in line":
+            strategy().save(state(1), tmp_path)
+        else:
+            queue.schedule_async_request(strategy().async_save(state(1), tmp_path))
+            queue.maybe_finalize_async_calls(blocking=True)
+
+    with pytest.raises(SaveError, match=r"__0_0\.distcp"):
+        fails()
+    queue.close(abort=True)
+    assert (tmp_path / "__0_0.distcp").exists()
+    if published:
+        kept = {"w": torch.zeros(5)}
+        dcp.load(kept, checkpoint_id=str(tmp_path))
+        assert (kept["w"] == 1).all()
+
+
 # --- jobs that overlap ------------------------------------------------------------------------------------------------
 
 
