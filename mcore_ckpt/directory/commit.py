@@ -37,7 +37,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
-from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
+from mcore_ckpt.core.errors import CheckpointExistsError, CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.directory.claim import Claim, holders, is_claim_file
 from mcore_ckpt.format.index import CheckpointIndex
@@ -71,6 +71,7 @@ _PENDING_COMMON = COMMON_FILE + ".pending"
 _INTEGRITY_FILE = "integrity.json"
 _COMMON_STATE_KEY = "common_state/"
 _DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp$")
+_METADATA_OF_RANK = re.compile(r"__\d+" + re.escape(METADATA_FILE))
 _PENDING_NUMBERED = re.compile(re.escape(COMMON_FILE) + r"\.(\d+)(?:\.([0-9a-f]{16}))?\.pending$")
 _CLAIM_ID_BYTES = 8
 
@@ -240,7 +241,7 @@ def claim_late(storage: Storage, written: Collection[str]) -> Target:
     """
     for _ in range(_LOOKS):
         seen = _look(storage)
-        old_files = tuple(sorted(index_files(seen.index) - set(written))) if seen.index is not None else ()
+        old_files = tuple(sorted(seen.replaced - set(written)))
         claim = Claim.take(storage)
         if _is_unchanged(storage, storage.list(), seen):
             return Target(seen.first_file, old_files, seen.metadata is not None, claim)
@@ -263,6 +264,7 @@ class _Look:
         names: of its files, but for those of claims.
         metadata: which `.metadata` there is; None if there is none.
         index: what that says; None if it cannot be read.
+        of_ranks: what the checkpoints of single ranks (`__<rank>.metadata`) consist of; None if one cannot be read.
         gone: what the markers say, by save, of those that hold the directory or held it. If this look is followed by a
             claim, they are gone.
     """
@@ -270,7 +272,15 @@ class _Look:
     names: tuple[str, ...]
     metadata: FileVersion | None
     index: CheckpointIndex | None
+    of_ranks: frozenset[str] | None
     gone: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def replaced(self) -> set[str]:
+        """Files that only the checkpoint in force needs, as far as that is known."""
+        if self.index is None or self.of_ranks is None:
+            return set()
+        return index_files(self.index) - self.of_ranks
 
     @property
     def highest_number(self) -> int:
@@ -290,7 +300,7 @@ class _Look:
     @property
     def sweep_from(self) -> int | None:
         told = [_number(told, name) for told in self.gone.values() for name in ("first_file", "sweep_from")]
-        if self.metadata is not None and self.index is None:
+        if self.of_ranks is None or (self.metadata is not None and self.index is None):
             return None  # nobody knows what it needs
         return min((number for number in told if number is not None), default=None)
 
@@ -305,7 +315,7 @@ def _claim(storage: Storage, *, common_ahead: bool = False) -> Target:
     storage.ensure_directory()
     for _ in range(_LOOKS):
         seen = _look(storage)
-        old_files = tuple(sorted(index_files(seen.index))) if seen.index is not None else ()
+        old_files = tuple(sorted(seen.replaced))
         noted = {"first_file": seen.first_file, "sweep_from": seen.sweep_from, "replaces": list(old_files)}
         claim = Claim.take(storage, noted, common_ahead=common_ahead)
         try:
@@ -331,7 +341,23 @@ def _look(storage: Storage) -> _Look:
     metadata = storage.version(METADATA_FILE)
     index = None if metadata is None else _old_index(storage)
     gone = {holder.save_id: holder.noted or {} for holder in holders(storage)}
-    return _Look(_own_names(storage.list()), metadata, index, gone)
+    names = _own_names(storage.list())
+    return _Look(names, metadata, index, _files_of_ranks(storage, names), gone)
+
+
+def _files_of_ranks(storage: Storage, names: Iterable[str]) -> frozenset[str] | None:
+    """Data files of the checkpoints of single ranks, which were saved without collectives; None if nobody knows."""
+    found: set[str] = set()
+    for name in names:
+        if _METADATA_OF_RANK.fullmatch(name):
+            try:
+                found |= index_files(parse_index(storage.read(name), f"{storage}/{name}"))
+            except CheckpointNotFoundError:
+                continue
+            except LoadError as error:
+                _logger.warning("%s: %s cannot be read, no files are removed: %s", storage, name, error)
+                return None
+    return frozenset(found)
 
 
 def _own_names(names: Iterable[str]) -> tuple[str, ...]:
@@ -398,11 +424,12 @@ def _tidy_up(storage: Storage, target: Target, has_common_state: bool) -> None:
         storage.delete(_INTEGRITY_FILE)
     for name in target.old_files:
         storage.delete(name)
-    if target.sweep_from is not None:
+    of_ranks = _files_of_ranks(storage, names) if target.sweep_from is not None else None
+    if target.sweep_from is not None and of_ranks is not None:
         # Written since the directory was claimed, by processes of a save that was taken for gone.
         for name in names:
             number = None if "/" in name else _file_number(name)
-            if number is not None and target.sweep_from <= number < target.first_file:
+            if number is not None and target.sweep_from <= number < target.first_file and name not in of_ranks:
                 storage.delete(name)
     target.claim.release()
     storage.sync_directory()
@@ -560,7 +587,7 @@ def _old_index(storage: Storage) -> CheckpointIndex | None:
 
 def _clean_up_after_failed_save(storage: Storage, seen: _Look) -> None:
     """Finish or undo what saves that are gone have left; nothing that the old `.metadata` names is touched."""
-    if seen.metadata is not None and seen.index is None:
+    if seen.of_ranks is None or (seen.metadata is not None and seen.index is None):
         return
     needed = index_files(seen.index) if seen.index is not None else set()
     if seen.index is not None:
@@ -583,5 +610,5 @@ def _clean_up_after_failed_save(storage: Storage, seen: _Look) -> None:
         # A save puts its files into the directory itself. In those below it lie other checkpoints.
         number = None if "/" in name else _file_number(name)
         unpublished = number is not None and seen.sweep_from is not None and number >= seen.sweep_from
-        if name not in needed and (unpublished or name in garbage):
+        if name not in needed and name not in seen.of_ranks and (unpublished or name in garbage):
             storage.delete(name)

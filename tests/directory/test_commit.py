@@ -396,3 +396,16 @@ def test_tensors_are_not_removed_from_a_checkpoint_that_another_save_has_publish
     (second,) = read_index(tmp_path).tensors
     assert second != first
     assert (tmp_path / second).exists()
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_files_of_a_checkpoint_of_one_rank_are_no_remains_of_a_failed_save(replaces: bool, tmp_path: Path) -> None:
+    """Saved without collectives (`dcp.save(no_dist=True)`) after a save that was killed, under a name of that one's."""
+    if replaces:
+        save(tmp_path)
+    own = data_file_name(0, begin_and_be_killed(tmp_path))
+    (tmp_path / own).write_bytes(b"data")
+    (tmp_path / f"__0{METADATA_FILE}").write_bytes(metadata(own))
+    for _ in range(2):
+        last = save(tmp_path)
+    assert {file.name for file in tmp_path.glob("*.distcp")} == {own, last}
