@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 from mcore_ckpt.core.errors import OptionError, UnsafePickleError
 from mcore_ckpt.format._pickle_machine import (
-    MAX_SIZE,
     Budget,
     Maker,
     WrongArgumentsError,
@@ -259,23 +258,15 @@ def _members(budget: Budget, *arguments: Any) -> Any:
 
 def _hashable_members(budget: Budget, *arguments: Any) -> Any:
     members = _members(budget, *arguments)
-    _wants(
-        all(type(member) not in (tuple, frozenset) or _is_flat(budget, member) for member in members), "plain members"
-    )
+    budget.check_keys(members)
     return members
-
-
-def _is_flat(budget: Budget, member: Any) -> bool:
-    budget.charge(len(member))
-    return len(member) <= 1000 and all(
-        type(part) not in (tuple, frozenset) or _is_flat(budget, part) for part in member
-    )
 
 
 def _pairs(budget: Budget, *arguments: Any) -> Any:
     pairs = _members(budget, *arguments)
     for pair in pairs:
         _wants(type(pair) in (list, tuple) and len(pair) == 2 and type(pair[0]) in (str, int, bytes), "pairs")
+    budget.check_keys(pair[0] for pair in pairs)
     return pairs
 
 
@@ -316,8 +307,9 @@ def _of(function: Callable[..., Any], *kinds: type) -> Maker:
 
 
 def _path(path: Any) -> Maker:
-    def make(_: Budget, *parts: Any) -> Any:
+    def make(budget: Budget, *parts: Any) -> Any:
         _wants(all(type(part) is str for part in parts), "parts of a path")
+        budget.charge(sum(map(len, parts)))
         return path(*parts)
 
     return Maker(make)
@@ -325,7 +317,8 @@ def _path(path: Any) -> Maker:
 
 def _stream_built(budget: Budget, stream: Any, state: Any) -> Any:
     _wants(type(state) is tuple and len(state) == 3 and type(state[0]) is bytes, "content and position")
-    _wants(type(state[1]) is int and 0 <= state[1] <= MAX_SIZE, "a position")
+    # A write far behind the end would fill the gap.
+    _wants(type(state[1]) is int and 0 <= state[1] <= len(state[0]), "a position inside the content")
     budget.charge(len(state[0]))
     stream.write(state[0])
     stream.seek(state[1])
@@ -436,6 +429,7 @@ def _array_built(budget: Budget, _draft: Any, state: Any) -> Any:
     _wants(len(content) == math.prod(shape) * dtype.itemsize, f"{math.prod(shape) * dtype.itemsize} bytes")
     budget.charge(len(content))
     if not content:
+        budget.charge(4 * math.prod(shape))  # numpy makes texts of no width one character wide
         return numpy.zeros(shape, dtype.newbyteorder("="), order="F" if state[3] else "C")
     array = numpy.frombuffer(bytearray(content), dtype).reshape(shape, order="F" if state[3] else "C")
     return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
@@ -630,18 +624,37 @@ def _rebuild_qtensor(
     return rebuild(typed, offset, size, stride, quantizer, grad, hooks)
 
 
-def _rebuild_sparse_tensor(_: Budget, layout: Any, data: Any) -> Any:
+def _check_sparse_parts(budget: Budget, *parts: Any) -> None:
+    """Indices and values have elements of their own: what is expanded takes time and memory to be looked through."""
+    import torch
+
+    for part in parts:
+        _wants(
+            isinstance(part, torch.Tensor) and part.layout is torch.strided and part.device.type == "cpu", "a tensor"
+        )
+        if not part.numel():
+            budget.charge(max(part.shape, default=0))
+            continue
+        nbytes = part.numel() * part.element_size()
+        storage = part.untyped_storage()
+        _wants(nbytes <= storage.nbytes(), "elements that do not overlap")
+        budget.charge_again(storage.data_ptr(), nbytes)
+
+
+def _rebuild_sparse_tensor(budget: Budget, layout: Any, data: Any) -> Any:
     import torch
 
     _wants(type(layout) is torch.layout and type(data) is tuple, "a sparse tensor")
     if layout is torch.sparse_coo:
         _wants(len(data) in (3, 4), "indices, values and size")
         indices, values, size = data[:3]
+        _check_sparse_parts(budget, indices, values)
         coalesced = data[3] if len(data) == 4 and type(data[3]) is bool else None
         size = checked_size(size)
         return torch.sparse_coo_tensor(indices, values, size, check_invariants=True, is_coalesced=coalesced)
     _wants(len(data) == 4, "two indices, values and size")
     first, second, values = data[:3]
+    _check_sparse_parts(budget, first, second, values)
     size = checked_size(data[3])
     return torch.sparse_compressed_tensor(first, second, values, size, layout=layout, check_invariants=True)
 
@@ -681,6 +694,7 @@ def _generator_built(_: Budget, generator: Any, state: Any) -> Any:
 
     _wants(type(state) is tuple and len(state) == 3 and type(state[0]) is int, "the state of a generator")
     _wants(isinstance(state[2], torch.Tensor) and state[2].dtype == torch.uint8, "its bytes")
+    _wants(state[2].numel() == generator.get_state().numel(), "as many bytes as a generator has")
     generator.manual_seed(state[0])
     generator.set_state(state[2].contiguous())
     return generator

@@ -18,7 +18,7 @@ import itertools
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple, Protocol, cast
 
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, UnsafePickleError
@@ -54,18 +54,28 @@ MAX_AXES: Final = 64
 MAX_SIZE: Final = 2**63 - 1
 """The largest size, stride or offset."""
 
+_MAX_KEYS_OF_ONE_HASH = 16
+_KEY_INTS = range(-(2**63), 2**64)
 _GROWTH = 8
 _ALLOWANCE = 1024 * 1024
 
 
 class Budget:
-    """What building may take beyond the bytes that are there already: a multiple of them, in bytes or values."""
+    """What building may take beyond the bytes that are there already: a multiple of them, in bytes or values.
 
-    __slots__ = ("_left", "_of", "_where")
+    And what hashing keys may take: whatever puts keys of the pickle into a dict or set asks `check_keys` before.
+    """
+
+    __slots__ = ("_by_hash", "_heavy", "_kept", "_left", "_of", "_read", "_where")
 
     def __init__(self, of_bytes: int, where: str) -> None:
         self._of, self._where = of_bytes, where
         self._left = _GROWTH * of_bytes + _ALLOWANCE
+        # By identity; the values are kept alive beside, so that an identity stays theirs.
+        self._heavy: dict[int, int] = {}
+        self._kept: list[Any] = []
+        self._by_hash: dict[int, list[Any]] = {}
+        self._read: set[int] = set()
 
     def charge(self, count: int) -> None:
         """Take `count` bytes or values; `UnsafePickleError` if nothing that was saved could need so many."""
@@ -76,6 +86,55 @@ class Budget:
                 "file is damaged or was made to do harm; do not load it."
             )
 
+    def charge_again(self, storage: int, count: int) -> None:
+        """Take `count` bytes, unless this is the first time for the storage at that address, which holds as many."""
+        if storage in self._read:
+            self.charge(count)
+        self._read.add(storage)
+
+    def weighed(self, members: Any) -> Any:
+        """A tuple or frozenset, its weight noted if that is not its length: at most one more than a key may have.
+
+        Without that bound the weight of a pair of the same pair, and so on, would be an int of ever more digits.
+        """
+        weight = length = len(members)
+        heavy = self._heavy
+        for member in members:
+            kind = type(member)
+            if kind is tuple or kind is frozenset:
+                weight += heavy.get(id(member), len(member))
+        if weight > length:
+            heavy[id(members)] = min(weight, MAX_KEY_VALUES + 1)
+            self._kept.append(members)
+        return members
+
+    def check_keys(self, keys: Iterable[Any]) -> None:
+        """Refuse keys that take long to hash, before they are, and many different ones of one hash.
+
+        Hashes of texts and bytes differ from process to process; of ints of 64 bits a dozen share one; all others are
+        counted.
+        """
+        for key in keys:
+            kind: Any = type(key)
+            if kind is str or kind is bytes:
+                continue
+            if kind is int:
+                if key not in _KEY_INTS:
+                    raise WrongArgumentsError("a key of a dict or set that is an int of more than 64 bits")
+                continue
+            if kind is tuple or kind is frozenset:
+                weight = self._heavy.get(id(key), len(key))
+                if weight > MAX_KEY_VALUES:
+                    raise WrongArgumentsError(f"a key of a dict or set with more than {MAX_KEY_VALUES} values in it")
+                self.charge(weight)
+            elif kind.__hash__ is object.__hash__:
+                continue
+            same = self._by_hash.setdefault(hash(key), [])
+            if key not in same:
+                same.append(key)
+                if len(same) > _MAX_KEYS_OF_ONE_HASH:
+                    raise WrongArgumentsError(f"more than {_MAX_KEYS_OF_ONE_HASH} keys of dicts or sets with one hash")
+
 
 class Maker(NamedTuple):
     """What a pickle may do with something that it names.
@@ -84,7 +143,7 @@ class Maker(NamedTuple):
         make: called with the budget and the pickled arguments, for REDUCE and NEWOBJ; raises if they are not those of a
             value that was saved.
         build: called with the object and its pickled state, for BUILD; returns the object that takes its place (most
-            often the same). Only objects that `make` has returned in this run, and has not shared, are built.
+            often the same). Only objects that `make` has returned in this run, and has not shared, are built, once.
         takes_members: instances have `append` and `__setitem__`, and are inert.
         new: called instead for NEWOBJ, if that is something else.
     """
@@ -153,6 +212,7 @@ class _MarkType:
 _MARK = _MarkType()
 _INT2, _INT4, _UINT4, _UINT8, _FLOAT = (struct.Struct(form) for form in ("<H", "<i", "<I", "<Q", ">d"))
 _DICTS = (dict, OrderedDict, Counter)
+_ATOMS = frozenset((str, int, float, bool, bytes, type(None)))
 _CONTAINERS = frozenset((dict, list, tuple, set, frozenset, OrderedDict, Counter))
 
 
@@ -179,7 +239,6 @@ class PickleRun:
         # By identity; the values are kept alive beside, so that an identity stays theirs.
         self._makers: dict[int, Maker] = {}
         self._fresh: dict[int, Maker] = {}
-        self._heavy: dict[int, int] = {}
         self._kept: list[Any] = []
         self._containers = 0
         self._protocol = 0
@@ -334,12 +393,13 @@ class PickleRun:
             members = self._marked()
             if type(stack[-1]) is not set:
                 raise TypeError("members of something that is no set")
-            self._hashable(members)
+            self.budget.check_keys(members)
             stack[-1].update(members)
         elif op == 0x91:  # FROZENSET
             members = self._marked()
-            self._hashable(members)
-            stack.append(self._weighed(frozenset(members)))
+            self.budget.check_keys(members)
+            self._containers += 1
+            stack.append(self.budget.weighed(frozenset(members)))
         elif op == 0x6C or op == 0x64:  # LIST, DICT
             members = self._marked()
             self._containers += 1
@@ -428,30 +488,7 @@ class PickleRun:
 
     def _push_tuple(self, items: tuple[Any, ...]) -> None:
         self._containers += 1
-        self._stack.append(self._weighed(items))
-
-    def _weighed(self, members: Any) -> Any:
-        """A tuple or frozenset, its weight noted if that is not its length."""
-        weight = len(members)
-        heavy = self._heavy
-        for member in members:
-            kind = type(member)
-            if kind is tuple or kind is frozenset:
-                weight += heavy.get(id(member), len(member))
-        if weight > len(members):
-            heavy[id(members)] = weight
-            self._kept.append(members)
-        return members
-
-    def _hashable(self, keys: Iterable[Any]) -> None:
-        """Refuse keys that take long to hash, before they are."""
-        for key in keys:
-            kind = type(key)
-            if kind is tuple or kind is frozenset:
-                weight = self._heavy.get(id(key), len(key))
-                if weight > MAX_KEY_VALUES:
-                    raise WrongArgumentsError(f"a key of a dict or set with more than {MAX_KEY_VALUES} values in it")
-                self.budget.charge(weight)
+        self._stack.append(self.budget.weighed(items))
 
     def _set_items(self, target: Any, pairs: list[Any]) -> None:
         if len(pairs) % 2:
@@ -459,7 +496,7 @@ class PickleRun:
         if type(target) not in _DICTS and not self._takes_members(target):
             raise TypeError(f"items of a {type(target).__name__}")
         keys = pairs[::2]
-        self._hashable(keys)
+        self.budget.check_keys(keys)
         for key, value in zip(keys, pairs[1::2], strict=True):
             target[key] = value
 
@@ -477,28 +514,61 @@ class PickleRun:
         return maker is not None and maker.takes_members
 
     def _check_depth(self, value: Any) -> None:
-        """Walk containers and attributes depth first, as whoever looks at the value will."""
-        seen: set[int] = set()
-        paths: list[Iterator[Any]] = [iter((value,))]
-        while paths:
-            for part in paths[-1]:
+        """Measure how deep containers and attributes are inside one another on the longest way through them.
+
+        What refers back to itself counts with all that lies on its circles (the components of Tarjan's algorithm), as
+        a walk that goes round may pass all of it before it comes back.
+        """
+        heights: dict[int, int] = {}  # by identity; while an object is open: minus its number
+        opened: list[int] = []
+        numbers, lowest, tallest, parts = [1], [1], [0], [iter((value,))]
+        while True:
+            for part in parts[-1]:
                 inside = self._inside(part)
-                if inside is not None and id(part) not in seen:
-                    seen.add(id(part))
+                if inside is None:
+                    continue
+                known = heights.get(id(part))
+                if known is None:
+                    number = len(heights) + 2
+                    heights[id(part)] = -number
+                    opened.append(id(part))
+                    numbers.append(number)
+                    lowest.append(number)
+                    tallest.append(0)
+                    parts.append(iter(inside))
                     break
+                if known > 0:
+                    tallest[-1] = max(tallest[-1], known)
+                else:
+                    lowest[-1] = min(lowest[-1], -known)
             else:
-                paths.pop()
-                continue
-            if len(paths) > MAX_DEPTH:
-                raise WrongArgumentsError(f"containers more than {MAX_DEPTH} deep inside one another")
-            paths.append(iter(inside))
+                parts.pop()
+                if not parts:
+                    return
+                number, low, height = numbers.pop(), lowest.pop(), tallest.pop()
+                if low == number:
+                    first = len(opened) - 1
+                    while heights[opened[first]] != -number:
+                        first -= 1
+                    height += len(opened) - first
+                    if height > MAX_DEPTH:
+                        raise WrongArgumentsError(f"containers more than {MAX_DEPTH} deep inside one another")
+                    for identity in opened[first:]:
+                        heights[identity] = height
+                    del opened[first:]
+                lowest[-1] = min(lowest[-1], low)
+                tallest[-1] = max(tallest[-1], height)
 
     def _inside(self, part: Any) -> Iterable[Any] | None:
+        kind = type(part)
+        if kind in _ATOMS:
+            return None
         if isinstance(part, dict):
-            return dict.values(part)
-        if type(part) in _CONTAINERS:
+            return itertools.chain(dict.keys(part), dict.values(part))
+        if kind in _CONTAINERS:
             return cast("Iterable[Any]", part)
-        return vars(part).values() if id(part) in self._fresh and hasattr(part, "__dict__") else None
+        attributes = getattr(part, "__dict__", None)
+        return attributes.values() if type(attributes) is dict else None
 
     # --------------------------------------------------------------------------------------------- names and objects
 
@@ -525,9 +595,9 @@ class PickleRun:
         if maker.build is not None or maker.takes_members:
             self._fresh[id(value)] = maker
             self._kept.append(value)
-            self._containers += 1
+        self._containers += 1  # or something with attributes, as tensors are
         if type(value) is tuple or type(value) is frozenset:
-            self._weighed(value)
+            self.budget.weighed(value)
         return value
 
     def _build(self, state: Any) -> None:
@@ -539,6 +609,7 @@ class PickleRun:
                 "which does not belong to the checkpoint alone; nothing was changed. The file is damaged or was made "
                 "to do harm; do not load it."
             )
+        del self._fresh[id(instance)]
         built = maker.build(self.budget, instance, state)
         if built is not instance:
             self._stack[-1] = built

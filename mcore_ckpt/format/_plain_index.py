@@ -27,6 +27,8 @@ _MEMOIZE, _MARK, _GET, _LONG_GET, _PUT, _LONG_PUT, _FRAME = 0x94, 0x28, 0x68, 0x
 _USUAL_WEIGHT = 64
 _MAX_WEIGHT = 1024
 _MAX_ITEMS = 255
+# Longer ints, as keys of a dict, may all have one hash.
+_MAX_INT_BYTES = 8
 # The items of a tuple are looked for in so many stretches of opcodes before it, of at most 200 opcodes each.
 _STRETCHES = 3
 
@@ -48,7 +50,7 @@ def _stretch(puts: bool, high_byte: int, higher_byte: int) -> re.Pattern[bytes]:
     part = {
         b"m": b"(?:\x94%b)?" % (put if puts else b""),
         b"mp": b"(?:(?:\x94%b)0?)?" % (put if puts else b""),  # names are memoized, and perhaps popped
-        b"int": b"(?:K[^\x94]|M[^\x94]{2}|J[^\x94]{4}|\x8a(?:%b))" % _lengths(10),
+        b"int": b"(?:K[^\x94]|M[^\x94]{2}|J[^\x94]{4}|\x8a(?:%b))" % _lengths(_MAX_INT_BYTES + 1),
         b"get": b"(?:h[^\x94]|j[^\x94]{4})",
         b"text": b"(?:\x8c(?:%b)|X(?:%b))" % (_lengths(128), _lengths(128, b"\0\0\0")),
         b"name": b"(?:\x8c(?:%b))" % _lengths(40),
@@ -89,7 +91,7 @@ def plainly_built(data: bytes) -> bool:
     """Whether the machine in C may unpickle `data`; False if that is not evident."""
     try:
         return data[:1] == b"\x80" and _Look(data).through()
-    except (IndexError, KeyError):  # an opcode that no writer uses, or the end
+    except (IndexError, KeyError):  # an opcode or int that no writer uses, or the end
         return False
 
 
@@ -153,6 +155,8 @@ class _Look:
         if argument_bytes < 0:
             length_at, at = at, at - argument_bytes
             argument_bytes = int.from_bytes(self._data[length_at:at], "little")
+            if argument_bytes > _MAX_INT_BYTES and self._data[length_at - 1] == 0x8A:
+                raise IndexError(at)
         at += argument_bytes
         if at > len(self._data):
             raise IndexError(at)

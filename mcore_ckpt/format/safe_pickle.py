@@ -207,6 +207,8 @@ def _plain_members(kind: Any) -> Maker:
         budget.charge(len(members))
         if kind in (set, frozenset) and any(type(member) in (tuple, frozenset) for member in members):
             return [*members]  # to be shown only; hashing it might not end
+        if kind is not list and type(members) is not dict:
+            budget.check_keys(members if kind is not dict else (key for key, _ in members))
         return kind(members)
 
     return Maker(make, lambda _budget, made, _state: made)

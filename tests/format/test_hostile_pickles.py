@@ -27,7 +27,7 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format import safe_pickle
 from mcore_ckpt.format._plain_index import plainly_built
 from mcore_ckpt.format.metadata_read import parse_index, read_config
-from mcore_ckpt.format.safe_pickle import Inflation, Opaque, load_object, read_plain
+from mcore_ckpt.format.safe_pickle import Inflation, Opaque, load_object, loads, read_plain
 from mcore_ckpt.format.tensor_pickle import MalformedPickleError, NotPlainTensorError, read_tensor_pickle
 from mcore_ckpt.format.zip_records import verify_compressed
 from mcore_ckpt.megatron.common_state import load_common
@@ -161,6 +161,100 @@ class TestObjects:
         load_object(bomb, inflation=inflation)
         with pytest.raises(UnsafePickleError, match="when inflated"):
             load_object(bomb, inflation=inflation)
+
+
+def tup(*parts: bytes) -> bytes:
+    return b"(" + b"".join(parts) + b"t"
+
+
+def long_int(value: int) -> bytes:
+    return b"\x8a\x0b" + value.to_bytes(11, "little", signed=True)
+
+
+def expanded(kind: str, *shape: int) -> bytes:
+    """A tensor all of whose elements are the one of its storage."""
+    storage = tup(text("storage"), name(f"torch.{kind}"), text("0"), text("cpu"), b"K\x01") + b"Q"
+    arguments = storage, b"K\x00", tup(*map(long_int, shape)), tup(*[b"K\x00"] * len(shape)), b"\x89"
+    return name("torch._utils._rebuild_tensor_v2") + tup(*arguments, name("collections.OrderedDict") + b")R") + b"R"
+
+
+def position(value: int) -> bytes:
+    return tup(b"C\x01x", long_int(value), b"N") + b"b"
+
+
+LAYOUT = name("torch.serialization._get_layout") + text("torch.sparse_coo") + b"\x85R"
+FILLS_THE_MEMORY = {
+    "weights that double": b")" + b"\x8f0" + b"K\x01\x85" + b"2\x86" * 150_000 + b"0N.",
+    "write far behind the end": name("_io.BytesIO") + b")R" + position(2**31) + position(0) + b".",
+    "state of a generator": name("torch._C.Generator") + b")R"
+    + tup(b"K\x01", b"N", expanded("ByteStorage", 2**31)) + b"b.",
+    "sparse tensor of one element": name("torch._utils._rebuild_sparse_tensor")
+    + tup(LAYOUT, tup(expanded("ByteStorage", 1, 2**31), expanded("ByteStorage", 2**31), b"K\x01\x85")) + b"R.",
+    "array of texts of no width": name("numpy._core.multiarray._reconstruct") + name("numpy.ndarray") + b"K\x00\x85"
+    + b"C\x01b\x87R" + tup(b"K\x01", long_int(2**31) + b"\x85", name("numpy.dtype") + text("S0") + b"\x89\x88\x87R"
+    + tup(b"K\x03", text("|"), b"NNNK\x00K\x01K\x00") + b"b", b"\x89", b"C\x00") + b"b.",
+}  # fmt: skip
+MULTIPLE = 2**61 - 1  # ints that differ by it have one hash
+
+
+class TestBounds:
+    @pytest.mark.parametrize("pickled", FILLS_THE_MEMORY.values(), ids=FILLS_THE_MEMORY)
+    def test_memory(self, pickled: bytes) -> None:
+        code = (
+            "import resource, sys\n"
+            "resource.setrlimit(resource.RLIMIT_AS, (6 << 30,) * 2)\n"
+            "import numpy, torch\n"
+            "from mcore_ckpt.core.errors import CorruptCheckpointError\n"
+            "from mcore_ckpt.format.safe_pickle import load_object\n"
+            "try:\n    load_object(sys.stdin.buffer.read())\n"
+            "except CorruptCheckpointError:\n    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)\n"
+        )
+        content = io.BytesIO(container(b"\x80\x03" + pickled))
+        with zipfile.ZipFile(content, "a") as archive:
+            archive.writestr("archive/data/0", b"x")
+        done = subprocess.run(
+            [sys.executable, "-c", code], input=content.getvalue(), capture_output=True, check=False, timeout=50
+        )
+        assert done.returncode == 0, done.stderr[-300:]
+        assert int(done.stdout) < 1000  # MB
+
+    @pytest.mark.parametrize("link", [b"a", b"\x85", b"s"], ids=["lists", "tuples", "dicts"])
+    def test_chains_that_share_their_ends(self, link: bytes) -> None:
+        """Each chain of 400 ends in the one before it, and all lie side by side, the innermost first."""
+        before, after = {b"a": (b"]", b"a"), b"\x85": (b"", b"\x85"), b"s": (b"}K\x01", b"s")}[link]
+        chains = (before * 400 + (b"h" + bytes((n - 1,)) if n else b"N") + after * 400 + b"q%c" % n for n in range(5))
+        with pytest.raises(UnsafePickleError, match="more than 500 deep"):
+            load_object(container(b"\x80\x02(" + b"".join(chains) + b"t."))
+
+    def test_values_that_hold_themselves_are_loaded(self) -> None:
+        circles: list[Any] = []
+        for _ in range(600):
+            circles.append([circles])
+            circles[-1][0] = circles[-1]
+        circles.append({"again": circles[-1]})
+        again = load_object(container(pickle.dumps(circles, 2)))
+        assert len(again) == 601
+        assert again[-1]["again"][0] is again[-2]
+
+    @pytest.mark.parametrize("call", [False, True])
+    def test_keys_of_one_hash(self, call: bool) -> None:
+        for key in (long_int, lambda value: long_int(value) + b"\x85"):
+            members = [key(n * MULTIPLE) for n in range(1, 2000)]
+            if call:
+                pickled = name("builtins.set") + b"](" + b"".join(members) + b"e\x85R."
+            else:
+                pickled = b"}(" + b"N".join(members) + b"Nu."
+            with pytest.raises(UnsafePickleError, match=r"hash|64 bits"):
+                load_object(container(b"\x80\x02" + pickled))
+            with pytest.raises(UnsafePickleError, match=r"hash|64 bits"):
+                loads(b"\x80\x02}(" + b"N".join(members) + b"Nu.", {}, "index")
+
+    def test_state_is_set_once(self) -> None:
+        state = b"}" + text("a") + b"K\x01sb"
+        pickled = name("argparse.Namespace") + b")\x81" + state
+        assert load_object(container(b"\x80\x02" + pickled + b".")) == Namespace(a=1)
+        with pytest.raises(UnsafePickleError, match="sets the state"):
+            load_object(container(b"\x80\x02" + pickled + state + b"."))
 
 
 class TestVouched:
