@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -32,6 +32,7 @@ from mcore_ckpt.core.errors import (
     CheckpointNotFoundError,
     ChecksumError,
     CorruptCheckpointError,
+    LoadError,
     OptionError,
     SaveError,
 )
@@ -44,7 +45,7 @@ from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_F
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, SealedFile, seal_metadata
 from mcore_ckpt.load.fetch import in_parallel
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.local import LocalStorage, open_regular
 from mcore_ckpt.tools.payloads import PayloadSource, StoredPayloads
 from mcore_ckpt.tools.regrid import CrcSink, Walk
 from mcore_ckpt.tools.tilings import blocks
@@ -59,7 +60,11 @@ __all__ = [
     "check_all",
     "partial_directory",
     "refuse_target",
+    "sidecar_files",
 ]
+
+# Directories in one another that files of others may lie in.
+_MAX_FOLDERS = 32
 
 # What the interpreter, numpy and the index take before the first buffer.
 _BASE_BYTES = 256 * 1024**2
@@ -357,39 +362,75 @@ def _wrong(where: str, expected: int | None, got: int) -> ChecksumError:
     )
 
 
-def carry_sidecars(index: CheckpointIndex, partial: Path) -> None:
-    """Copy what lies beside the data and stays valid: common state, `metadata.json`, files of others (ModelOpt)."""
-    source, storage = Path(index.path), LocalStorage(partial)
+def sidecar_files(index: CheckpointIndex) -> list[str]:
+    """Files of others (ModelOpt) beside the data, also in directories, as names relative to the source.
+
+    Raises:
+        CorruptCheckpointError: a symbolic link, a pipe or the like lies among them, or directories too deep.
+        LoadError: a directory cannot be read.
+    """
+    source = Path(index.path)
     data_files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
     data_files |= {entry.item.file for entry in index.objects.values()}
-    common = common_file_in_force([path.name for path in source.iterdir()], index)
     # integrity.json lists hashes of the source's files; the others are not parts of a finished checkpoint.
     left_out = {METADATA_FILE, CONFIG_FILE, COMMON_FILE, "integrity.json", JOURNAL_FILE, *data_files}
-    for path in sorted(source.iterdir()):
-        if path.name in left_out or is_claim_file(path.name) or path.name.endswith((".pending", ".tmp", ".distcp")):
-            continue
-        if not path.is_dir() and not path.is_file():
-            continue  # a dangling link, a pipe: nothing that could be carried
-        if path.is_dir():
-            shutil.copytree(path, partial / path.name, dirs_exist_ok=True)
-        else:
-            _carry_file(path, partial / path.name)
+    found: list[str] = []
+    folders = [""]
+    try:
+        while folders:
+            folder = folders.pop()
+            with os.scandir(source / folder) as entries:
+                for entry in entries:
+                    name = f"{folder}/{entry.name}" if folder else entry.name
+                    if not folder and (
+                        name in left_out or is_claim_file(name) or name.endswith((".pending", ".tmp", ".distcp"))
+                    ):
+                        continue
+                    if entry.is_file(follow_symlinks=False):
+                        found.append(name)
+                    elif entry.is_dir(follow_symlinks=False) and name.count("/") < _MAX_FOLDERS:
+                        folders.append(name)
+                    else:
+                        raise _not_carried(source / name, entry.is_symlink(), entry.is_dir(follow_symlinks=False))
+    except OSError as error:
+        raise LoadError(f"{source}: what lies in it cannot be listed: {error}") from error
+    return sorted(found)
+
+
+def _not_carried(path: Path, is_link: bool, is_folder: bool) -> CorruptCheckpointError:
+    kind = "a symbolic link" if is_link else "a pipe, a socket or a device"
+    if is_folder:
+        kind = f"a directory in {_MAX_FOLDERS} others"
+    return CorruptCheckpointError(
+        f"{path}: expected a regular file or a directory to take along, but it is {kind}; nothing has been written. "
+        "Remove it, or, if you trust what links lead to, copy the checkpoint with its links resolved (cp -rL) and "
+        "reshard the copy"
+    )
+
+
+def carry_sidecars(index: CheckpointIndex, sidecars: Iterable[str], partial: Path) -> None:
+    """Copy what lies beside the data and stays valid: common state, `metadata.json`, and `sidecar_files`."""
+    source, storage = Path(index.path), LocalStorage(partial)
+    common = common_file_in_force([path.name for path in source.iterdir()], index)
+    for name in sidecars:
+        _carry_file(source, name, partial / name)
     if common is not None:
         check_file(LocalStorage(source), common)
-        _carry_file(source / common, partial / COMMON_FILE)
+        _carry_file(source, common, partial / COMMON_FILE)
     if (source / CONFIG_FILE).exists():
         storage.publish(CONFIG_FILE, LocalStorage(source).read(CONFIG_FILE))
 
 
-def _carry_file(source: Path, target: Path) -> None:
+def _carry_file(source: Path, name: str, target: Path) -> None:
     """Copy a file of any size, durably; nothing else appears under that name before `.metadata` does."""
     try:
-        with source.open("rb") as given, target.open("wb") as taken:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(open_regular(source, name), "rb") as given, target.open("wb") as taken:
             shutil.copyfileobj(given, taken, _COPY_BYTES)
             taken.flush()
             os.fsync(taken.fileno())
     except OSError as error:
-        raise SaveError(f"{source}: cannot be copied to {target}: {error.strerror or error}") from error
+        raise SaveError(f"{source / name}: cannot be copied to {target}: {error.strerror or error}") from error
 
 
 def _publish(claim: Claim, partial: Path, target: Path, content: bytes) -> None:

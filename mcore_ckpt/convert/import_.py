@@ -28,7 +28,14 @@ from mcore_ckpt.convert.rules import (
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
-from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, encode_config, read_index
+from mcore_ckpt.format.metadata_read import (
+    COMMON_FILE,
+    CONFIG_FILE,
+    METADATA_FILE,
+    encode_config,
+    read_index,
+    read_small_file,
+)
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.dtype_cast import floating_dtype
 from mcore_ckpt.tools.inspection import checkpoint_directory
@@ -37,6 +44,8 @@ from mcore_ckpt.tools.verify import check_file
 
 __all__ = ["ImportReport", "import_checkpoint"]
 
+# Of an index file, some hundred bytes for each key.
+_MAX_INDEX_BYTES = 256 * 1024**2
 _TORCH_ENDINGS = (".bin", ".pt", ".pth")
 
 Format = Literal["safetensors", "torch", "dcp"]
@@ -193,7 +202,7 @@ def _files(source: Path) -> tuple[list[str], dict[str, str]]:
 
 def _weight_map(path: Path) -> dict[str, str]:
     """Which file each key is in, as an index of the Hugging Face libraries says."""
-    document = parse_json(LocalStorage(path.parent, follow_links=True).read(path.name), str(path))
+    document = parse_json(read_small_file(path.parent, path.name, _MAX_INDEX_BYTES, follow_links=True), str(path))
     mapped = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(mapped, dict) or not mapped:
         raise CorruptCheckpointError(f"{path}: expected a `weight_map` from keys to files")

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.convert._partition import Partitioner
-from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, carry_sidecars, refuse_target
+from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, carry_sidecars, refuse_target, sidecar_files
 from mcore_ckpt.convert.reshard_plan import ReshardPlan, TargetLayout, make_plan
 from mcore_ckpt.convert.rules import PartitionRule, parse_partition_rules, rules_in
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.format.index import CheckpointIndex, object_key
-from mcore_ckpt.format.metadata_read import TRACKER_FILE, read_index
+from mcore_ckpt.format.metadata_read import MAX_TRACKER_BYTES, TRACKER_FILE, read_index, read_small_file
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.dtype_cast import floating_dtype
 from mcore_ckpt.tools.inspection import checkpoint_directory
@@ -193,6 +193,7 @@ def reshard(
     src, dst = local_path(source), local_path(target)
     index = read_index(src)
     refuse_target(src, dst)
+    sidecars = sidecar_files(index)
     plan = plan_reshard(index, options)
     with StoredPayloads(index) as payloads:
         built = build_target(
@@ -206,7 +207,7 @@ def reshard(
                 move_files=options.move_files,
                 memory_bytes=options.memory_bytes,
             ),
-            carry=lambda partial: carry_sidecars(index, partial),
+            carry=lambda partial: carry_sidecars(index, sidecars, partial),
             progress=progress,
         )
     _carry_tracker(src, dst)
@@ -301,6 +302,9 @@ def _carry_tracker(source: Path, target: Path) -> None:
     """The tracker file beside an iteration, if the target is the iteration that it names and has none beside it."""
     tracker, wanted = source.parent / TRACKER_FILE, target.parent / TRACKER_FILE
     if tracker.is_file() and not wanted.exists():
-        text = tracker.read_text(errors="replace").strip()
-        if text.isascii() and text.isdigit() and target.name == f"iter_{int(text):07d}":
+        text = read_small_file(source.parent, TRACKER_FILE, MAX_TRACKER_BYTES, follow_links=True).decode(
+            errors="replace"
+        )
+        text = text.strip()
+        if text.isascii() and text.isdigit() and len(text) < 20 and target.name == f"iter_{int(text):07d}":
             LocalStorage(target.parent).publish(TRACKER_FILE, text.encode())

@@ -41,6 +41,7 @@ __all__ = [
     "DTYPE_NAMES",
     "INCOMPLETE_MARKER",
     "MAX_METADATA_BYTES",
+    "MAX_TRACKER_BYTES",
     "METADATA_FILE",
     "TRACKER_FILE",
     "BytesEntryState",
@@ -59,12 +60,15 @@ __all__ = [
     "parse_index",
     "read_config",
     "read_index",
+    "read_small_file",
 ]
 
 
 METADATA_FILE = ".metadata"
 CONFIG_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
+# The number of an iteration, or a word.
+MAX_TRACKER_BYTES = 4096
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 INCOMPLETE_MARKER = ".mcore_ckpt_incomplete"
 
@@ -87,7 +91,7 @@ def read_index(path: str | Path, *, strict: bool = True) -> CheckpointIndex:
         OptionError: the path names an object store.
     """
     directory = local_path(path)
-    data = _read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
+    data = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
     return parse_index(data, str(directory), strict=strict)
 
 
@@ -118,7 +122,7 @@ def read_config(path: str | Path) -> CheckpointConfig | None:
     """
     directory = local_path(path)
     try:
-        text = _read_small_file(directory, CONFIG_FILE, _MAX_CONFIG_BYTES)
+        text = read_small_file(directory, CONFIG_FILE, _MAX_CONFIG_BYTES)
     except CheckpointNotFoundError:
         return None
     try:
@@ -155,10 +159,17 @@ def encode_config(backend: str = "torch_dist", version: int = 1) -> bytes:
     ).encode()
 
 
-def _read_small_file(directory: Path, name: str, max_bytes: int) -> bytes:
+def read_small_file(directory: Path, name: str, max_bytes: int, *, follow_links: bool = False) -> bytes:
+    """All of a file that has no reason to be large.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CorruptCheckpointError: it is larger, or no regular file.
+        LoadError: it cannot be read.
+    """
     path = directory / name
     try:
-        with os.fdopen(open_regular(directory, name), "rb") as stream:
+        with os.fdopen(open_regular(directory, name, follow_links=follow_links), "rb") as stream:
             size_bytes = os.fstat(stream.fileno()).st_size
             if size_bytes > max_bytes:
                 raise CorruptCheckpointError(f"{path}: expected at most {max_bytes} bytes, the file has {size_bytes}")

@@ -16,7 +16,14 @@ from typing import Any, Literal
 
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_key
-from mcore_ckpt.format.metadata_read import METADATA_FILE, TRACKER_FILE, read_config, read_index
+from mcore_ckpt.format.metadata_read import (
+    MAX_TRACKER_BYTES,
+    METADATA_FILE,
+    TRACKER_FILE,
+    read_config,
+    read_index,
+    read_small_file,
+)
 from mcore_ckpt.format.seal import shown_id
 from mcore_ckpt.format.tensor_pickle import DTYPES
 from mcore_ckpt.tools.keys import group_of, key_filter
@@ -167,7 +174,8 @@ def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
     directory = local_path(path)
     tracker = directory / TRACKER_FILE
     if not (directory / METADATA_FILE).exists() and tracker.is_file():
-        text = tracker.read_text(errors="replace").strip()
+        text = read_small_file(directory, TRACKER_FILE, MAX_TRACKER_BYTES, follow_links=True).decode(errors="replace")
+        text = text.strip()
         name = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() and len(text) < 20 else text
         if name == "release" or re.fullmatch(r"iter_\w+", name):  # and not a path that leads elsewhere
             return directory / name

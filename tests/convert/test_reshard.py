@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.convert._reshard_copy import JOURNAL_FILE
+from mcore_ckpt.convert.import_ import import_checkpoint
 from mcore_ckpt.convert.reshard import ReshardOptions, reshard
 from mcore_ckpt.convert.reshard_plan import ReshardPlan, TargetLayout
 from mcore_ckpt.convert.rules import parse_partition_rules
@@ -31,6 +32,7 @@ from mcore_ckpt.core.errors import CheckpointExistsError, ChecksumError, Corrupt
 from mcore_ckpt.format.index import StoredChunk, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.parallel_layout import data_file_rank
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.model_like import LAYERS, assert_same, model_tensors, read_all, write_model
@@ -604,3 +606,43 @@ def test_a_target_is_sealed_and_its_files_belong_to_it_alone(source: Path, tmp_p
     assert [problem.file for problem in report.problems] == [name]
     with pytest.raises(CorruptCheckpointError, match="mixed"):
         reshard(first, tmp_path / "third", ReshardOptions(TargetLayout(tp=1, pp=1)))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["file", "folder", "loops", "pipe"])
+def test_no_link_or_pipe_beside_the_data_is_followed(source: Path, tmp_path: Path, kind: str) -> None:
+    linked, outside = tmp_path / "linked", tmp_path / "outside"
+    shutil.copytree(source, linked)
+    outside.mkdir()
+    (outside / "secret").write_text("secret")
+    (linked / "extra").mkdir()
+    if kind == "loops":
+        (linked / "extra" / "a").symlink_to(".")
+        (linked / "extra" / "b").symlink_to(".")
+    elif kind == "pipe":
+        os.mkfifo(linked / "extra" / "a")
+    else:
+        (linked / "extra" / "a").symlink_to(outside / "secret" if kind == "file" else outside)
+    with pytest.raises(CorruptCheckpointError, match=r"extra/[ab]: expected a regular file .*\(cp -rL"):
+        reshard(linked, tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["linked", "outside"]
+
+
+def test_files_of_others_are_taken_along_with_their_directories(source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "s")
+    (tmp_path / "s" / "extra" / "deep").mkdir(parents=True)
+    (tmp_path / "s" / "extra" / "deep" / "state").write_text("kept")
+    reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
+    assert (tmp_path / "t" / "extra" / "deep" / "state").read_text() == "kept"
+
+
+@pytest.mark.timeout(60)
+def test_text_files_of_an_absurd_size_are_not_read(tmp_path: Path) -> None:
+    for name in ("latest_checkpointed_iteration.txt", "model.safetensors.index.json"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(1 << 40)
+    with pytest.raises(CorruptCheckpointError, match=r"iteration.txt: expected at most 4096 bytes"):
+        verify_checkpoint(checkpoint_directory(tmp_path))
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"index.json: expected at most 268435456 bytes"):
+        import_checkpoint(tmp_path, tmp_path / "t")
