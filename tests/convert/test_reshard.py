@@ -645,4 +645,4 @@ def test_text_files_of_an_absurd_size_are_not_read(tmp_path: Path) -> None:
         verify_checkpoint(checkpoint_directory(tmp_path))
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"index.json: expected at most 268435456 bytes"):
-        import_checkpoint(tmp_path, tmp_path / "t")
+        import_checkpoint(tmp_path, tmp_path.with_name(tmp_path.name + "-target"))
