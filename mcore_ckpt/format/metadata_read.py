@@ -68,7 +68,7 @@ METADATA_FILE = ".metadata"
 CONFIG_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
 # The number of an iteration, or a word.
-MAX_TRACKER_BYTES = 4096
+MAX_TRACKER_BYTES = 64 * 1024
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 INCOMPLETE_MARKER = ".mcore_ckpt_incomplete"
 
