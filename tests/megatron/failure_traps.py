@@ -135,10 +135,10 @@ def a_common_state_that_cannot_be_written_stops_every_rank(rank: int, directory:
         return  # there it is in the data files
     original = LocalStorage.publish
 
-    def publish(self: Any, name: str, content: bytes) -> None:
+    def publish(self: Any, name: str, content: bytes, **how: Any) -> None:
         if name.startswith("common.pt"):
             raise OSError(28, "No space left on device (as the test wants it)", name)
-        original(self, name, content)
+        original(self, name, content, **how)
 
     LocalStorage.publish = publish  # type: ignore[method-assign]
     target = made(directory)
