@@ -12,6 +12,7 @@ Megatron-Core has three shapes that matter here:
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -33,6 +34,7 @@ __all__ = [
     "megatron_module",
     "megatron_version",
     "patches",
+    "quantized_test",
     "save_strategy_base",
     "sharded_tensor_of",
     "stock_class",
@@ -154,6 +156,17 @@ def sharded_tensor_of(key: str, original_shape: tuple[int, ...] | None, stored: 
 def async_request_class() -> Any:
     """Megatron's `AsyncRequest` named tuple, which its training code extends with finalize callbacks."""
     return megatron_module("strategies.async_utils").AsyncRequest
+
+
+def quantized_test() -> Callable[[Any], bool] | None:
+    """Megatron's own test for Transformer Engine's quantized tensors; None where that is not installed."""
+    try:
+        module = import_module("megatron.core.fp8_utils")
+    except ImportError:
+        return None
+    # The second is the name to 0.13.
+    has_class = getattr(module, "HAVE_TE_FP8_TENSOR_CLASS", False) or getattr(module, "HAVE_TE_FLOAT8TENSOR", False)
+    return module.is_float8tensor if has_class else None
 
 
 def save_strategy_base() -> Any:

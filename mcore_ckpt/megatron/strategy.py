@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +39,13 @@ from mcore_ckpt.load.flattened import read_shards
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._errors import MegatronErrors
 from mcore_ckpt.megatron._go_back import directory_to_read
+from mcore_ckpt.megatron._quantized import read_quantized, split_quantized
 from mcore_ckpt.megatron._replaced import read_through, replaced_bucket_writer, replaced_load_planner
 from mcore_ckpt.megatron._versions import (
+    TESTED_VERSIONS,
     async_request_class,
     differences,
+    installed_version_text,
     load_strategy_base,
     mapping,
     megatron_module,
@@ -67,7 +72,9 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         cached_metadata: Megatron's name for "the structure stays": puts every rank's plan into `.metadata`, so that
             stock Megatron can reuse it. Plans are reused in any case, whenever the structure has in fact not changed.
         separation_hint: tensors whose key starts with it go to files whose names start with it.
+        cpu_shm_mode: accepted for Megatron's sake; device tensors are staged in shared host memory in any case.
         options: `SaveOptions`; None takes them from the environment.
+        unknown: arguments of a Megatron that is newer than this package; each is named in a `RuntimeWarning`.
 
     Attributes:
         use_cached_ckpt_structure: as `cached_metadata`; Megatron's training code sets it.
@@ -84,11 +91,13 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         thread_count: int | None = None,
         cached_metadata: bool = False,
         separation_hint: str | None = None,
+        cpu_shm_mode: bool = False,
         *,
         options: SaveOptions | None = None,
-        **_: Any,
+        **unknown: Any,
     ) -> None:
         super().__init__(backend, version)
+        _name_unknown(f"{type(self).__name__}(...)", unknown)
         self.options = SaveOptions.from_environment() if options is None else options
         self.keep_only_main_replica = keep_only_main_replica
         self.thread_count = self.options.thread_count if thread_count is None else thread_count
@@ -104,12 +113,16 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         """Sharded objects lie in the same files as tensors."""
         return True
 
-    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, *_: Any, **__: Any) -> Any:
+    def async_save(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, async_strategy: str = "", **unknown: Any
+    ) -> Any:
         """Take a snapshot of the state and begin to write it; training may go on as soon as this returns.
 
         Args:
             sharded_state_dict: nested dict/list of Megatron's sharded tensors and objects; shapes in elements.
             checkpoint_dir: directory to save into.
+            async_strategy: accepted for the sake of Megatron from 0.17 on; any queue can finalize the request.
+            unknown: as of the class.
 
         Returns:
             Megatron's `AsyncRequest`. Its finalization publishes the checkpoint, or raises on every rank.
@@ -117,15 +130,17 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         Raises:
             CheckpointError (as a `CheckpointingException`, too): the save cannot be done; nothing was changed.
         """
+        _name_unknown(f"{type(self).__name__}.async_save", unknown)
         with MegatronErrors():
             transaction = self._begin(sharded_state_dict, checkpoint_dir, beside_training=True)
         return async_request_class()(transaction.call, (), [_Commit(transaction)])
 
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, *_: Any, **__: Any) -> None:
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, **unknown: Any) -> None:
         """Write the state and publish the checkpoint; starts no process.
 
         Args and raises: as `async_save`.
         """
+        _name_unknown(f"{type(self).__name__}.save", unknown)
         with MegatronErrors():
             self._begin(sharded_state_dict, checkpoint_dir, beside_training=False).commit()
 
@@ -196,14 +211,30 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
     """Loads a `torch_dist` checkpoint into a sharded state dict of any layout.
 
     Args:
+        cache_metadata: accepted for Megatron's sake; an index is read anew only when the checkpoint has changed.
+        stream_ckpt_dequant: Megatron from 0.19 on leaves quantized tensors as they are, and `load` reads them by way of
+            a few wide ones at a time; with False, Megatron makes wide copies of all of them ahead of the load.
+        checkpoint_name: accepted for Megatron's sake; `load` is told the directory.
         options: `LoadOptions`; None takes them from the environment.
+        unknown: arguments of a Megatron that is newer than this package; each is named in a `RuntimeWarning`.
 
     Attributes:
+        stream_ckpt_dequant: as the argument. Megatron asks for it.
         cached_global_metadata: DCP's `Metadata` of the last checkpoint that was loaded.
     """
 
-    def __init__(self, *_: Any, options: LoadOptions | None = None, **__: Any) -> None:
+    def __init__(
+        self,
+        cache_metadata: bool = False,
+        stream_ckpt_dequant: bool = True,
+        checkpoint_name: Any = None,
+        *,
+        options: LoadOptions | None = None,
+        **unknown: Any,
+    ) -> None:
         super().__init__()
+        _name_unknown(f"{type(self).__name__}(...)", unknown)
+        self.stream_ckpt_dequant = stream_ckpt_dequant
         self.options = LoadOptions.from_environment() if options is None else options
         self._reader: FileSystemReader | None = None
         self._read_version: tuple[Path, tuple[int, ...]] | None = None
@@ -230,13 +261,17 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             metadata.all_local_plans = plans_of_index(self._reader.index)  # type: ignore[attr-defined]
         return metadata
 
-    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, *_: Any, **__: Any) -> dict[str, Any]:
+    def load(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, async_strategy: str = "", **unknown: Any
+    ) -> dict[str, Any]:
         """Fill the sharded state dict's tensors from the checkpoint, reading only what this rank needs.
 
         Args:
             sharded_state_dict: nested dict/list of Megatron's sharded tensors and objects. Tensors with data are filled
-                in place, the others are allocated on the CPU.
+                in place, quantized ones of Transformer Engine, too; the others are allocated on the CPU.
             checkpoint_dir: directory to load from.
+            async_strategy: accepted for the sake of Megatron from 0.17 on; it says whose reader would read.
+            unknown: as of the class.
 
         Returns:
             The same structure with tensors and objects in place of their sharded descriptions.
@@ -244,6 +279,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         Raises:
             LoadError (as a `CheckpointingException`, too): see `FileSystemReader.read_items`.
         """
+        _name_unknown(f"{type(self).__name__}.load", unknown)
         loaded: list[dict[str, Any]] = []
         with MegatronErrors():
             if self._collective:
@@ -258,11 +294,9 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         reader = self._open(checkpoint_dir)
         wanted = list(leaves(sharded_state_dict))
         shards = [leaf for leaf in wanted if is_sharded_tensor(leaf)]
-        replaced = replaced_load_planner()
-        if replaced is None or any(getattr(shard, "flattened_range", None) is not None for shard in shards):
-            read_shards(reader, shards)
-        else:
-            read_through(replaced, reader, shards)
+        plain, quantized = split_quantized(shards)
+        _read(reader, plain)
+        read_quantized(partial(_read, reader), quantized)
         keys = [leaf.unique_key for leaf in wanted if is_sharded_object(leaf)]
         objects = _ObjectsInTurn(reader.read_objects(keys))
         filled: dict[str, Any] = replace_leaves(
@@ -325,6 +359,25 @@ def load_state_dict(sharded_state_dict: dict[str, Any], checkpoint: str, options
             sharded_state_dict, checkpoint, TorchDistLoadStrategy(options=options), validate_access_integrity=False
         )
         return loaded
+
+
+def _read(reader: FileSystemReader, shards: Sequence[Any]) -> None:
+    replaced = replaced_load_planner()
+    if replaced is None or any(getattr(shard, "flattened_range", None) is not None for shard in shards):
+        read_shards(reader, shards)
+    else:
+        read_through(replaced, reader, shards)
+
+
+def _name_unknown(where: str, arguments: Mapping[str, Any]) -> None:
+    """Warn of arguments that only a newer Megatron knows: what it wants by them, it does not get."""
+    for name in arguments:
+        warnings.warn(
+            f"{where}: mcore_ckpt does not know the argument {name!r} of megatron-core {installed_version_text()} "
+            f"(tested: {TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}), and goes on without it",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _metadata_version(path: Path) -> tuple[int, ...]:

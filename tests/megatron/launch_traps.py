@@ -294,8 +294,7 @@ def what_the_launch_sets_and_reads(rank: int, directory: Path) -> None:
     if megatron_version() >= (0, 19):
         options.update(stream_ckpt_dequant=True, checkpoint_name=target)
     loading = strategies.TorchDistLoadShardedStrategy(**options)
-    # If this were true, Megatron would leave dequantization to the planner.
-    assert not getattr(loading, "stream_ckpt_dequant", False)
+    assert loading.stream_ckpt_dequant
     check(dist_checkpointing.load(state(0), target, loading), 3)
     assert loading.cached_global_metadata is not None
     resumed = strategies.TorchDistSaveShardedStrategy("torch_dist", 1)
