@@ -20,6 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OTHER",
         help="mend what is damaged with bytes of another copy (any sharding), each proved by its checksum",
     )
+    parser.add_argument(
+        "--accept-common-state",
+        action="store_true",
+        help="take the common state (common.pt) as it is: somebody has changed it on purpose",
+    )
     parser.add_argument("--workers", type=int, default=2, metavar="W", help="threads that read and sum (2)")
 
 
@@ -32,6 +37,11 @@ def run(arguments: argparse.Namespace) -> Outcome:
     # Looked at first: what is wrong with it shows before the hours that a verification may take.
     other = checkpoint_directory(arguments.repair_from) if arguments.repair_from else None
     shown = False if arguments.quiet else None
+    accepted = None
+    if arguments.accept_common_state:
+        from mcore_ckpt.directory.common_file import accept_common_file
+
+        accepted = accept_common_file(directory)
     report = verify_checkpoint(directory, workers=max(1, arguments.workers), progress=shown)
     if other is not None and report.problems:
         from mcore_ckpt.tools.repair import repair_checkpoint
@@ -41,6 +51,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     lines = [f"{problem.kind}: {problem.message}" for problem in report.problems[:_SHOWN]]
     if len(report.problems) > _SHOWN:
         lines.append(f"... and {len(report.problems) - _SHOWN} more (--json lists all)")
+    lines += [f"accepted as it is: {accepted}"] if accepted else []
     lines += [f"repaired: {name}" for name in report.repaired]
     verdict = "whole" if report.whole else f"DAMAGED, {len(report.problems)} problems"
     lines.append(
@@ -53,6 +64,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         "whole": report.whole,
         "problems": report.problems,
         "repaired": report.repaired,
+        "accepted": accepted,
         "items": report.items,
         "records": report.records,
         "unchecked": report.unchecked,

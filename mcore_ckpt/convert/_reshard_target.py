@@ -38,6 +38,7 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.directory.claim import Claim, is_claim_file
 from mcore_ckpt.directory.commit import common_file_in_force
+from mcore_ckpt.directory.common_file import bind_common_file, read_common_file
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
@@ -188,7 +189,7 @@ def _build(
                 raise
         checked = time.monotonic()
         carry(partial)
-        _publish(claim, partial, target, content)
+        _publish(claim, partial, target, bind_common_file(content, partial))
     return Built(resumed, copied - started, checked - copied)
 
 
@@ -415,8 +416,9 @@ def carry_sidecars(index: CheckpointIndex, sidecars: Iterable[str], partial: Pat
     for name in sidecars:
         _carry_file(source, name, partial / name)
     if common is not None:
+        content = read_common_file(LocalStorage(source), common, index.seal)
         check_file(LocalStorage(source), common)
-        _carry_file(source, common, partial / COMMON_FILE)
+        storage.publish(COMMON_FILE, content)
     if (source / CONFIG_FILE).exists():
         storage.publish(CONFIG_FILE, LocalStorage(source).read(CONFIG_FILE))
 

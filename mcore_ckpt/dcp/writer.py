@@ -50,8 +50,8 @@ from mcore_ckpt.dcp.bucket_writer import (
     write_buckets,
 )
 from mcore_ckpt.directory.commit import Target, abandon, check_files, claim_late, open_target, publish
-from mcore_ckpt.format.metadata_read import METADATA_FILE
-from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, seal_metadata, shown_id
+from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
+from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, SealedFile, seal_metadata, shown_id
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.writing.staging import NotInherited, check_memory
@@ -434,6 +434,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         metadata.storage_meta = self.storage_meta()
         content = pickle.dumps(metadata)
         seal = _seal(self._save_id, written)
+        if seal is not None and self._target is not None and self._target.common_sum is not None:
+            seal = dataclasses.replace(seal, files={**seal.files, **_common_file(self._target)})
         if seal is not None and len(seal.crcs) == len(metadata.storage_data):
             content = seal_metadata(content, seal)
         if not self._use_collectives:
@@ -502,6 +504,12 @@ def _seal(save_id: bytes, written: Sequence[WriteResult]) -> MetadataSeal | None
         array("I", [len(blocks) for _, blocks in running]),
         array("I", chain.from_iterable(blocks for _, blocks in running)),
     )
+
+
+def _common_file(target: Target) -> dict[str, SealedFile]:
+    """The common state that was written ahead of the save, for its seal."""
+    assert target.common_sum is not None
+    return {COMMON_FILE: SealedFile(*target.common_sum, target.save_id)}
 
 
 def _world_rank() -> int:

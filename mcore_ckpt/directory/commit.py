@@ -40,6 +40,7 @@ from typing import Any, NoReturn
 from mcore_ckpt.core.errors import CheckpointExistsError, CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.directory.claim import Claim, holders, is_claim_file
+from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, parse_index
 from mcore_ckpt.format.seal import FOOTER_BYTES, SAVE_ID_BYTES, decode_footer
@@ -96,6 +97,7 @@ class Target:
         claim: by which the directory belongs to this save.
         sweep_from: data files from this number on, and below `first_file`, are of saves that are gone; None: of no one.
         common: the common state that was written ahead of all else, as it was then; None if none was.
+        common_sum: length in bytes and CRC-32 of that.
         nonce: 8 bytes.
     """
 
@@ -105,6 +107,7 @@ class Target:
     claim: Claim
     sweep_from: int | None = None
     common: FileVersion | None = None
+    common_sum: tuple[int, int] | None = None
     nonce: bytes = field(default_factory=partial(secrets.token_bytes, SAVE_ID_BYTES - _CLAIM_ID_BYTES))
 
     @property
@@ -189,7 +192,8 @@ def write_common(storage: Storage, content: bytes) -> None:
     target = reserve(storage)
     try:
         storage.publish(target.common_file, content, through=target.claim.common_ticket)
-        _reserved[storage.location] = replace(target, common=storage.version(target.common_file))
+        written, told = storage.version(target.common_file), (len(content), crc32(content))
+        _reserved[storage.location] = replace(target, common=written, common_sum=told)
         target.claim.check()
     except BaseException as error:
         if isinstance(error, SaveError) and not target.claim.is_ours():

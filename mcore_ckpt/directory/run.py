@@ -231,7 +231,7 @@ def _problems(directory: Path, index: CheckpointIndex, sizes: Mapping[str, int])
         yield flaw
     yield from (flaw.message for flaw in structure_flaws(index, megatron=megatron))
     if megatron:
-        flaw = common_state_flaw(directory, index, sizes)
+        flaw = common_state_flaw(directory, index, sizes) or _common_size_flaw(directory, index, sizes)
         if flaw:
             yield flaw
     for file, needed in _needed_bytes(index).items():
@@ -249,6 +249,18 @@ def _problems(directory: Path, index: CheckpointIndex, sizes: Mapping[str, int])
             size = status.st_size
         if size < needed:
             yield f"{directory / file}: ends at byte {size}, the index needs {needed}; it was truncated"
+
+
+def _common_size_flaw(directory: Path, index: CheckpointIndex, sizes: Mapping[str, int]) -> str | None:
+    """Whether the common state is not the one that the seal names, as far as its length tells."""
+    name = common_file_in_force(sizes, index)
+    expected = None if index.seal is None else index.seal.files.get(COMMON_FILE)
+    if name is None or expected is None or sizes[name] == expected.size_bytes:
+        return None
+    return (
+        f"{directory / name}: has {sizes[name]} bytes, the common state of this save has {expected.size_bytes}; "
+        "`mcore-ckpt verify` says more"
+    )
 
 
 def _needed_bytes(index: CheckpointIndex) -> dict[str, int]:

@@ -28,6 +28,7 @@ from struct import Struct
 from typing import Any
 
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredItem, TensorEntry
+from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.seal import MetadataSeal, seal_metadata
 
 __all__ = ["FORMAT_VERSION", "MetadataEncoder", "encode_metadata"]
@@ -326,9 +327,9 @@ def _seal_of(index: CheckpointIndex) -> MetadataSeal | None:
     items += [entry.item for entry in index.objects.values()]
     crcs = [item.crc32 for item in items if item.crc32 is not None]
     named = {item.file for item in items}
-    files = {name: file for name, file in index.seal.files.items() if name in named}
-    if len(crcs) != len(items) or len(files) != len(named):
+    if len(crcs) != len(items) or not named <= index.seal.files.keys():
         return None
+    files = {name: file for name, file in index.seal.files.items() if name in named or name == COMMON_FILE}
     running = [(n, sums) for n, item in enumerate(items) if (sums := index.blocks.get((item.file, item.offset)))]
     return MetadataSeal(
         index.seal.save_id,

@@ -7,7 +7,8 @@ snapshot is taken.
 
 A **metadata seal** stands behind the pickle in `.metadata`, where no unpickler looks: the id of the save, size and seal
 of each data file, the CRC-32 of each item, and, of payloads longer than a block, the running CRC-32 at the end of each
-block, so that a part of a payload can be checked without the rest. It ends with the CRC-32 of all of `.metadata`.
+block, so that a part of a payload can be checked without the rest. It ends with the CRC-32 of all of `.metadata`. The
+pickle announces it, in bytes that every unpickler drops, so that a seal which was cut off is missed.
 
 `docs/format.md` has every field. Columns of numbers, no object for an item: there may be a million of them.
 """
@@ -59,6 +60,9 @@ _VERSION: Final = 1
 _FILE_MAGIC: Final = b"\x89mckFILE"
 _METADATA_MAGIC: Final = b"\x89mckSUMS"
 _METADATA_END: Final = b"\x89mckEND\n"
+# SHORT_BINBYTES and POP, behind PROTO: gone when somebody unpickles the file and pickles it anew, as the seal is then.
+_ANNOUNCED: Final = b"C" + bytes((len(_METADATA_MAGIC),)) + _METADATA_MAGIC + b"0"
+_PROTO_BYTES: Final = 2
 
 _FOOTER: Final = struct.Struct("<8sII16sQQQII")
 FOOTER_BYTES: Final = _FOOTER.size
@@ -453,7 +457,8 @@ class MetadataSeal:
 
     Attributes:
         save_id: 16 bytes.
-        files: each data file, by name.
+        files: each data file, by name; and the file of the common state, if the save has one (of that, the CRC-32 is of
+            all its bytes).
         crcs: CRC-32 of each item's payload; of the whole item for objects and for what is stored through a transform.
         block_items: numbers of the items of which running sums are kept, ascending.
         block_counts: how many, for each of those.
@@ -476,7 +481,9 @@ class MetadataSeal:
 
 
 def seal_metadata(content: bytes, seal: MetadataSeal) -> bytes:
-    """`content`, a pickle, followed by its seal."""
+    """`content`, a pickle, which announces its seal, followed by that."""
+    if content[:1] == b"\x80":
+        content = b"".join((content[:_PROTO_BYTES], _ANNOUNCED, memoryview(content)[_PROTO_BYTES:]))
     names = [_text(name) for name in seal.files]
     files = seal.files.values()
     body = b"".join(
@@ -508,7 +515,7 @@ def split_metadata(data: bytes, where: str) -> tuple[bytes, MetadataSeal | None]
     """
     if not data.endswith(_METADATA_END):
         if _METADATA_MAGIC in data:
-            raise _damaged(where, "its seal has no end; the file was truncated or damaged")
+            raise _damaged(where, "its seal is missing, or has no end; the file was truncated or damaged")
         return data, None
     if len(data) < _HEAD.size + _TRAILER.size:
         raise _damaged(where, f"{len(data)} bytes cannot hold a seal")
@@ -519,7 +526,10 @@ def split_metadata(data: bytes, where: str) -> tuple[bytes, MetadataSeal | None]
     if not _HEAD.size + _TRAILER.size <= length <= len(data):
         raise _damaged(where, f"its seal is said to have {length} bytes")
     start = len(data) - length
-    return data[:start], _decode_seal(data[start : len(data) - _TRAILER.size], where)
+    seal = _decode_seal(data[start : len(data) - _TRAILER.size], where)
+    if not data.startswith(_ANNOUNCED, _PROTO_BYTES):
+        return data[:start], seal
+    return b"".join((data[:_PROTO_BYTES], memoryview(data)[_PROTO_BYTES + len(_ANNOUNCED) : start])), seal
 
 
 def _decode_seal(data: bytes, where: str) -> MetadataSeal:

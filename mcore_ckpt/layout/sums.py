@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
+from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.seal import MetadataSeal, SealedFile
 from mcore_ckpt.layout.buckets import BucketLayout
 from mcore_ckpt.layout.file_image import ImageResult
@@ -81,7 +82,11 @@ def sums_of_objects(files: Sequence[FileSums | None]) -> list[int]:
 
 
 def seal_of_save(
-    save_id: bytes, files: Sequence[FileSums], order: Sequence[int], object_crcs: Sequence[int]
+    save_id: bytes,
+    files: Sequence[FileSums],
+    order: Sequence[int],
+    object_crcs: Sequence[int],
+    common: SealedFile | None = None,
 ) -> MetadataSeal:
     """The seal of a checkpoint.
 
@@ -90,6 +95,7 @@ def seal_of_save(
         files: of all ranks, in the order of the ranks and of their plans.
         order: for each tensor item, as `.metadata` lists them, its number among those of all files.
         object_crcs: of all objects, as `.metadata` lists them.
+        common: the file of the common state, if there is one.
     """
     crcs = list(chain.from_iterable(file.crcs for file in files))
     firsts = accumulate((len(file.crcs) for file in files), initial=0)
@@ -100,12 +106,14 @@ def seal_of_save(
             running[first + number] = file.blocks[at : at + count]
             at += count
     summed = [(n, running[number]) for n, number in enumerate(order) if number in running] if running else []
-    sealed = sorted((file.file_name, SealedFile(file.size_bytes, file.table_crc32, save_id)) for file in files)
+    sealed = {file.file_name: SealedFile(file.size_bytes, file.table_crc32, save_id) for file in files}
+    if common is not None:
+        sealed[COMMON_FILE] = common
     ordered = array("I", [crcs[number] for number in order])
     ordered.extend(object_crcs)
     return MetadataSeal(
         save_id,
-        dict(sealed),
+        dict(sorted(sealed.items())),
         ordered,
         array("Q", [n for n, _ in summed]),
         array("I", [len(sums) for _, sums in summed]),

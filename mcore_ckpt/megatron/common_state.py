@@ -21,9 +21,17 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.ranks import coordination_group
 from mcore_ckpt.directory.commit import common_file_in_force, is_still_published, settle, write_common
+from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.format.index import object_key
-from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE
+from mcore_ckpt.format.metadata_read import (
+    COMMON_FILE,
+    CONFIG_FILE,
+    MAX_METADATA_BYTES,
+    METADATA_FILE,
+    read_small_file,
+)
 from mcore_ckpt.format.safe_pickle import load_object
+from mcore_ckpt.format.seal import MetadataSeal, split_metadata
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.storage.local import LocalStorage
 
@@ -92,19 +100,23 @@ def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | N
         CheckpointNotFoundError: there is neither a file nor an object that holds it.
         UnsafePickleError: it contains a class outside the allow-list; the message says how to allow it.
         ChecksumError: it is not what was written.
-        CorruptCheckpointError: it cannot be decoded.
+        CorruptCheckpointError: it is not the one that belongs to `.metadata`, or cannot be decoded.
     """
     options = LoadOptions.from_environment() if options is None else options
     directory = local_path(checkpoint_dir)
     storage = LocalStorage(directory)
     names = storage.list() if directory.is_dir() else []
     file: str | None = COMMON_FILE if COMMON_FILE in names else None
-    if METADATA_FILE in names and _index_decides(storage, names):
-        reader = FileSystemReader(directory, options)
-        file = common_file_in_force(names, reader.index)
-        if file is None and COMMON_STATE_KEY in reader.index.objects:
-            stored = reader.read_object(COMMON_STATE_KEY)
-            return stored[0] if isinstance(stored, list) else stored
+    seal: MetadataSeal | None = None
+    if METADATA_FILE in names:
+        content = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
+        pickled, seal = split_metadata(content, str(directory / METADATA_FILE))
+        if _index_decides(pickled, names):
+            reader = FileSystemReader(directory, options)
+            file = common_file_in_force(names, reader.index)
+            if file is None and COMMON_STATE_KEY in reader.index.objects:
+                stored = reader.read_object(COMMON_STATE_KEY)
+                return stored[0] if isinstance(stored, list) else stored
     if file is None:
         raise CheckpointNotFoundError(
             f"{directory / COMMON_FILE}: Common file does not exist, nor does .metadata name an object "
@@ -113,7 +125,7 @@ def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | N
         )
     # Small, and read by every rank: all of it is compared with its checksums before anything is unpickled.
     return load_object(
-        storage.read(file),
+        read_common_file(storage, file, seal),
         options.allowed_classes,
         where=str(directory / file),
         verify_crc=options.verify_crc,
@@ -121,13 +133,13 @@ def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | N
     )
 
 
-def _index_decides(storage: LocalStorage, names: list[str]) -> bool:
-    """Whether the index has to be read to know where the common state is: most have only `common.pt`.
+def _index_decides(pickled: bytes, names: list[str]) -> bool:
+    """Whether the index has to be decoded to know where the common state is: most have only `common.pt`.
 
-    An index of many ranks takes seconds to decode. That it names no `common_state` shows in its bytes.
+    That takes seconds for many ranks. That it names no `common_state` shows in its bytes.
     """
     if COMMON_FILE not in names:
         return True
     if any(name.startswith(COMMON_FILE) and name.endswith(_PENDING_SUFFIX) for name in names):
         return True
-    return COMMON_STATE_KEY.encode() in storage.read(METADATA_FILE)
+    return COMMON_STATE_KEY.encode() in pickled

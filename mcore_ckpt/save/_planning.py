@@ -17,6 +17,7 @@ from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.index import ObjectEntry
 from mcore_ckpt.format.metadata_write import MetadataEncoder
+from mcore_ckpt.format.seal import SealedFile
 from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout, TensorSpec, lay_out_rank
 from mcore_ckpt.layout.plan_check import check_plans
 from mcore_ckpt.layout.plans import LocalPlan, TensorPlans
@@ -61,6 +62,7 @@ class Planned:
         plans: bool,
         save_id: bytes,
         sums: Sequence[tuple[FileSums | None, ...]],
+        common: SealedFile | None = None,
     ) -> bytes:
         """The content of `.metadata`.
 
@@ -70,6 +72,7 @@ class Planned:
             plans: put every rank's plan into it (`SaveOptions.keep_local_plans`).
             save_id: of the save.
             sums: of each rank's files; where one is missing, `.metadata` is not sealed.
+            common: the file of the common state, for the seal; None if there is none.
 
         Raises:
             PlanError: two ranks have written objects of the same key.
@@ -88,7 +91,7 @@ class Planned:
         seal = None
         if len(known) == sum(map(len, sums)):
             object_crcs = [crc for of_rank in sums for crc in sums_of_objects(of_rank)]
-            seal = seal_of_save(save_id, known, self.encoder.order, object_crcs)
+            seal = seal_of_save(save_id, known, self.encoder.order, object_crcs, common)
         return self.encoder.encode(entries, storage_meta=storage_meta, local_plans=local_plans, seal=seal)
 
 

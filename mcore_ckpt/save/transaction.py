@@ -38,8 +38,9 @@ from mcore_ckpt.directory.commit import (
     open_target,
     publish,
 )
+from mcore_ckpt.directory.common_file import common_file_of_save
 from mcore_ckpt.format.index import ObjectEntry
-from mcore_ckpt.format.seal import shown_id
+from mcore_ckpt.format.seal import SealedFile, shown_id
 from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout
 from mcore_ckpt.layout.file_image import ImageResult
 from mcore_ckpt.layout.sums import FileSums
@@ -246,6 +247,11 @@ class SaveDirectory:
         self.target = open_target(self.storage, self._options)
         return self.target.first_file, self.target.save_id
 
+    def common_file(self, *, has_common_state: bool) -> SealedFile | None:
+        """Coordinator: the file that holds the common state of this save; None if an object does, or nothing."""
+        assert self.target is not None
+        return common_file_of_save(self.storage, self.target, has_common_state=has_common_state)
+
     def publish(self, metadata: bytes, *, has_common_state: bool) -> None:
         """Coordinator: make the new checkpoint the one that the directory holds."""
         assert self.target is not None
@@ -385,14 +391,15 @@ class SaveTransaction:
             )
         check_files(self._directory.storage, plan.planned.files)
         objects = [written.objects for written in gathered]
+        common = any(entry.fqn.startswith("common_state/") for of_rank in objects for entry in of_rank)
         content = plan.planned.metadata(
             objects,
             storage_meta={"checkpoint_id": str(self._directory.path), "save_id": shown_id(plan.save_id)},
             plans=self._options.keep_local_plans,
             save_id=plan.save_id,
             sums=[written.sums for written in gathered],
+            common=self._directory.common_file(has_common_state=common),
         )
-        common = any(entry.fqn.startswith("common_state/") for of_rank in objects for entry in of_rank)
         self._directory.publish(content, has_common_state=common)
 
     def _abandon_uncommitted(self) -> None:

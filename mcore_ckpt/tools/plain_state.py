@@ -13,6 +13,7 @@ from typing import Any
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.directory.commit import common_file_in_force
+from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredItem, object_key
 from mcore_ckpt.format.safe_pickle import Opaque, read_plain
 from mcore_ckpt.storage.local import LocalStorage
@@ -26,13 +27,14 @@ def read_plain_state(index: CheckpointIndex) -> dict[str, Any]:
     """The common state of the checkpoint, as far as it is plain values; empty if there is none (plain DCP).
 
     Raises:
-        CorruptCheckpointError: it is there, and is no archive of `torch.save`.
+        CorruptCheckpointError: it is there, and is no archive of `torch.save`, or not the one that was saved.
     """
     directory = Path(index.path)
     names = [path.name for path in directory.iterdir() if path.is_file()]
     file = common_file_in_force(names, index)
     if file is not None and (directory / file).is_file():
-        return _as_dict(read_plain(LocalStorage(directory).read(file), str(directory / file)), str(directory / file))
+        where = str(directory / file)
+        return _as_dict(read_plain(read_common_file(LocalStorage(directory), file, index.seal), where), where)
     entry = index.objects.get(_COMMON_OBJECT)
     if entry is None or entry.item.transforms:
         return {}

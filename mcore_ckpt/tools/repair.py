@@ -15,10 +15,11 @@ from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.directory.claim import Claim
 from mcore_ckpt.directory.commit import index_files
+from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_reading import locate_tensor, verify_records
-from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
+from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index
 from mcore_ckpt.format.seal import FOOTER_BYTES
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.file_seals import check_seal, read_table
@@ -175,13 +176,22 @@ def _mend_seals(problems: tuple[Problem, ...], directory: Path, copy: Path, inde
 
 
 def _replace_files(problems: tuple[Problem, ...], directory: Path, copy: Path, index: CheckpointIndex) -> list[str]:
-    """Files that are missing altogether come back whole; their items are verified afterwards like all others.
+    """Files that are missing altogether come back whole; their items are verified afterwards like all others. So does
+    a common state that is not the one of the save, if the copy's is.
 
     A file that is not the one that `.metadata` speaks of stays where it is: the copy is of another layout.
     """
     repaired = []
     for problem in problems:
         if problem.kind != "file" or problem.fqn is not None or problem.file is None:
+            continue
+        if problem.file.startswith(COMMON_FILE) and index.seal is not None and COMMON_FILE in index.seal.files:
+            try:
+                content = read_common_file(LocalStorage(copy), COMMON_FILE, index.seal)
+            except LoadError:
+                continue
+            LocalStorage(directory).publish(problem.file, content)
+            repaired.append(problem.file)
             continue
         source, target = copy / problem.file, directory / problem.file
         if (

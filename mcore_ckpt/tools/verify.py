@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
 from mcore_ckpt.directory.commit import common_file_in_force
+from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.run import common_state_flaw, is_megatrons, structure_flaws
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
@@ -165,10 +166,12 @@ def _common_state(
     file = common_file_in_force(names, index)
     if file is not None:
         try:
+            read_common_file(storage, file, index.seal)
             return [ItemCheck(_COMMON_STATE, StoredItem(file, 0, storage.size(file)))], []
         except LoadError as error:
             return [], [Problem("file", str(error), file=file)]
-    flaw = common_state_flaw(directory, index, names) if megatron else None
+    sealed = index.seal is not None and COMMON_FILE in index.seal.files
+    flaw = common_state_flaw(directory, index, names) if megatron or sealed else None
     return [], [Problem("file", flaw, file=COMMON_FILE)] if flaw else []
 
 

@@ -16,7 +16,7 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.remove import remove_tensors
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.format.seal import shown_id, split_metadata
+from mcore_ckpt.format.seal import shown_id
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.tools.checkpoint import open_checkpoint
@@ -81,8 +81,14 @@ def take_one_file(a: Path, b: Path) -> None:
 
 
 def unseal_and_swap(a: Path, b: Path) -> None:
-    (a / ".metadata").write_bytes(split_metadata((a / ".metadata").read_bytes(), "")[0])
+    (a / ".metadata").write_bytes(pickle.dumps(pickle.loads((a / ".metadata").read_bytes())))
     swap(a, b)
+
+
+def cut_the_seal_off(a: Path, b: Path) -> None:
+    content = (a / ".metadata").read_bytes()
+    (a / ".metadata").write_bytes(content[: content.rindex(b"\x89mckSUMS")])
+    pickle.loads((a / ".metadata").read_bytes())  # whole as a pickle
 
 
 def unseal_and_point_elsewhere(a: Path, b: Path) -> None:
@@ -210,6 +216,14 @@ def test_what_stock_rewrote_loads_with_what_can_be_checked(a: Path) -> None:
     for key, tensor in by_reader(a).items():
         assert torch.equal(tensor, tensors(1)[key])
     assert verify_checkpoint(a).whole
+
+
+def test_a_seal_that_was_cut_off_is_missed(a: Path) -> None:
+    cut_the_seal_off(a, a)
+    with pytest.raises(CorruptCheckpointError, match="its seal is missing"):
+        by_reader(a)
+    (problem,) = verify_checkpoint(a).problems
+    assert "its seal is missing" in problem.message
 
 
 def test_what_is_removed_leaves_a_sealed_checkpoint(a: Path) -> None:

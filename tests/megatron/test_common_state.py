@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
 import mcore_ckpt
-from mcore_ckpt import AsyncCallsQueue, SaveError, SaveOptions, TorchDistSaveStrategy
+from mcore_ckpt import AsyncCallsQueue, CorruptCheckpointError, SaveError, SaveOptions, TorchDistSaveStrategy
 from mcore_ckpt.save import transaction
 from tests.support.forked import in_child
 
@@ -114,5 +115,24 @@ def test_a_save_that_does_not_come_about_leaves_no_common_state(
             assert [name for name in names if not name.startswith(".mcore_ckpt_incomplete")] == before
             dist_checkpointing.save(state(3), str(directory))  # the directory is free
             assert_holds(directory, 3)
+
+    in_child(run)
+
+
+def stocks_common_state_beside_our_data(directory: Path) -> None:
+    mcore_ckpt.uninstall()
+    for value in (1, 2):
+        (directory / str(value)).mkdir()
+        dist_checkpointing.save(state(value), str(directory / str(value)), TorchDistSaveStrategy(options=QUIET))
+    assert mcore_ckpt.open_checkpoint(directory / "1").common_state()["iteration"] == 1
+    shutil.copy(directory / "2" / "common.pt", directory / "1" / "common.pt")
+    with pytest.raises(CorruptCheckpointError, match="expected the common state of save"):
+        mcore_ckpt.open_checkpoint(directory / "1").common_state()
+
+
+def test_a_common_state_that_stock_has_written_is_bound_to_the_save() -> None:
+    def run() -> None:
+        with launch() as directory:
+            stocks_common_state_beside_our_data(directory)
 
     in_child(run)

@@ -1,0 +1,151 @@
+"""Is the common state in `common.pt` the one that was saved with the checkpoint?
+
+To megatron-core 0.18 the common state is a file of its own. The seal of `.metadata` names it beside the data files, by
+its length and the CRC-32 of all its bytes, also where stock has written it: so that the file of another save, a damaged
+one, and one that a save of stock had replaced before it was killed are told from the one that was saved. What somebody
+has changed on purpose cannot be told from that; it is refused until it is accepted (`accept_common_file`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, SaveError
+from mcore_ckpt.directory.claim import Claim
+from mcore_ckpt.directory.commit import Target, common_file_in_force
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.metadata_read import (
+    COMMON_FILE,
+    MAX_METADATA_BYTES,
+    METADATA_FILE,
+    parse_index,
+    read_small_file,
+)
+from mcore_ckpt.format.seal import MetadataSeal, SealedFile, seal_metadata, shown_id, split_metadata
+from mcore_ckpt.storage.base import Storage
+from mcore_ckpt.storage.local import LocalStorage
+
+__all__ = [
+    "MAX_COMMON_BYTES",
+    "accept_common_file",
+    "bind_common_file",
+    "common_file_of_save",
+    "read_common_file",
+]
+
+# What is not sharded: arguments, schedules, at most a few tensors. Every rank reads all of it.
+MAX_COMMON_BYTES: Final = 4 * 1024**3
+_PIECE_BYTES = 16 * 1024 * 1024
+
+
+def common_file_of_save(storage: Storage, target: Target, *, has_common_state: bool) -> SealedFile | None:
+    """What the seal of a save says of its common state; None if it has none in a file.
+
+    Args:
+        storage: the checkpoint's directory.
+        target: what the save found there.
+        has_common_state: the common state is an object in the data files.
+
+    Raises:
+        LoadError: stock has written a `common.pt`, and it cannot be read.
+    """
+    if has_common_state:
+        return None
+    if target.common_sum is not None:
+        size_bytes, crc = target.common_sum
+        return SealedFile(size_bytes, crc, target.save_id)
+    return _sum_of_file(storage, target.save_id)
+
+
+def _sum_of_file(storage: Storage, save_id: bytes, name: str = COMMON_FILE) -> SealedFile | None:
+    if not storage.exists(name):
+        return None
+    with storage.open_reader(name, direct="off") as reader:
+        value = 0
+        for at in range(0, reader.size_bytes, _PIECE_BYTES):
+            value = crc32(reader.read(at, min(_PIECE_BYTES, reader.size_bytes - at)), value)
+        return SealedFile(reader.size_bytes, value, save_id)
+
+
+def read_common_file(storage: Storage, name: str, seal: MetadataSeal | None) -> bytes:
+    """All of the file of the common state, held against the seal.
+
+    Args:
+        storage: the checkpoint's directory.
+        name: of the file that is in force.
+        seal: of `.metadata`; None if it has none.
+
+    Raises:
+        CorruptCheckpointError: it is not the one that was saved, or longer than any common state.
+        LoadError: it cannot be read.
+    """
+    expected = None if seal is None else seal.files.get(COMMON_FILE)
+    with storage.open_reader(name, direct="off") as reader:
+        if expected is not None and reader.size_bytes != expected.size_bytes:
+            raise _other_file(storage, name, expected, f"{reader.size_bytes} bytes")
+        if expected is None and reader.size_bytes > MAX_COMMON_BYTES:
+            raise CorruptCheckpointError(
+                f"{storage}/{name}: expected at most {MAX_COMMON_BYTES} bytes, the file has {reader.size_bytes}"
+            )
+        content = reader.read(0, reader.size_bytes)
+    if expected is not None and (got := crc32(content)) != expected.table_crc32:
+        raise _other_file(storage, name, expected, f"CRC-32 {got:#010x}")
+    return content
+
+
+def _other_file(storage: Storage, name: str, expected: SealedFile, got: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{storage}/{name}: expected the common state of save {shown_id(expected.save_id)} ({expected.size_bytes} "
+        f"bytes, CRC-32 {expected.table_crc32:#010x}), got {got}: it is of another save, damaged, or was changed "
+        "since. Restore it from another copy, or load another checkpoint. If it was changed on purpose: `mcore-ckpt "
+        f"verify --accept-common-state {storage}` takes it as it is"
+    )
+
+
+def bind_common_file(content: bytes, directory: Path) -> bytes:
+    """The content of a sealed `.metadata`, whose seal names the `common.pt` in `directory`, too, if there is one."""
+    pickled, seal = split_metadata(content, str(directory))
+    found = None if seal is None else _sum_of_file(LocalStorage(directory), seal.save_id)
+    if seal is None or found is None:
+        return content
+    return seal_metadata(pickled, replace(seal, files={**seal.files, COMMON_FILE: found}))
+
+
+def accept_common_file(path: Path) -> str | None:
+    """Let a checkpoint's seal say that the common state is what lies there now, whoever has changed it.
+
+    Args:
+        path: the checkpoint's directory.
+
+    Returns:
+        The name of the file that was accepted; None if the seal says the same of it already.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint, or no file of a common state in it.
+        CorruptCheckpointError: `.metadata` is damaged, or has no seal.
+        SaveError: a save holds the directory, or it cannot be written.
+    """
+    storage = LocalStorage(path)
+    with Claim.take(storage) as claim:
+        content = read_small_file(path, METADATA_FILE, MAX_METADATA_BYTES)
+        pickled, seal = split_metadata(content, f"{path}/{METADATA_FILE}")
+        if seal is None:
+            raise CorruptCheckpointError(
+                f"{path}/{METADATA_FILE}: has no seal that could say which common state is its own; any is loaded"
+            )
+        name = common_file_in_force(storage.list(), parse_index(content, str(path)))
+        found = None if name is None else _sum_of_file(storage, seal.save_id, name)
+        if name is None or found is None:
+            raise CheckpointNotFoundError(f"{path}: holds no file of a common state ({COMMON_FILE}) to accept")
+        if seal.files.get(COMMON_FILE) == found:
+            return None
+        claim.check()
+        try:
+            sealed = seal_metadata(pickled, replace(seal, files={**seal.files, COMMON_FILE: found}))
+            storage.publish(METADATA_FILE, sealed, through=claim.publish_ticket)
+        except SaveError:
+            claim.check()  # says better what has happened, if the directory was lost between the two
+            raise
+        return name

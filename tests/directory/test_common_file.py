@@ -1,0 +1,165 @@
+"""The common state belongs to its save: another beside a sealed `.metadata` is refused, until somebody accepts it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.convert.import_ import import_checkpoint
+from mcore_ckpt.convert.reshard import reshard_checkpoint
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
+from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.directory.common_file import accept_common_file
+from mcore_ckpt.directory.remove import remove_tensors
+from mcore_ckpt.directory.run import look_at
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_config, read_index
+from mcore_ckpt.megatron.common_state import load_common, save_common
+from mcore_ckpt.tools.plain_state import read_plain_state
+from mcore_ckpt.tools.repair import repair_checkpoint
+from mcore_ckpt.tools.verify import verify_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def common(iteration: int) -> dict[str, Any]:
+    return {"iteration": iteration, "args": {"lr": 1e-3}}
+
+
+def save(directory: Path, iteration: int) -> Path:
+    directory.mkdir(exist_ok=True)
+    save_common(common(iteration), directory)
+    state = {"a": torch.full((20, 3), float(iteration)), "b": torch.ones(5)}
+    dcp.save(state, storage_writer=FileSystemWriterAsync(directory), no_dist=True)
+    (directory / CONFIG_FILE).write_bytes(encode_config())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("saves")
+    return save(directory / "iter_0000001", 1), save(directory / "iter_0000002", 2)
+
+
+@pytest.fixture
+def a(saves: tuple[Path, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saves[0], tmp_path / "a"))
+
+
+def take_of_another_save(a: Path, b: Path) -> None:
+    shutil.copy(b / COMMON_FILE, a / COMMON_FILE)
+
+
+def change_with_torch(a: Path, b: Path) -> None:
+    torch.save({**common(1), "args": {"lr": 1e-4}}, a / COMMON_FILE)
+
+
+def lengthen(a: Path, b: Path) -> None:
+    (a / COMMON_FILE).write_bytes((a / COMMON_FILE).read_bytes() + b"\0")
+
+
+CHANGES = [take_of_another_save, change_with_torch, lengthen]
+USES: list[Callable[[Path], object]] = [
+    load_common,
+    lambda directory: read_plain_state(read_index(directory)),
+    lambda directory: reshard_checkpoint(directory, directory.with_name("target"), tp=2, pp=1),
+]
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_common_state_is_refused_with_a_way_out(
+    a: Path, saves: tuple[Path, Path], change: Callable[[Path, Path], None], use: Callable[[Path], object]
+) -> None:
+    use(a)
+    shutil.rmtree(a.with_name("target"), ignore_errors=True)
+    change(a, saves[1])
+    with pytest.raises(CorruptCheckpointError, match=rf"{COMMON_FILE}: expected the common state of save .*--accept-c"):
+        use(a)
+    (problem,) = verify_checkpoint(a).problems
+    assert problem.file == COMMON_FILE
+    assert "--accept-common-state" in problem.message
+
+
+def test_what_was_changed_on_purpose_is_accepted(a: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change_with_torch(a, a)
+    assert main(["verify", str(a)]) == 1
+    assert main(["verify", str(a), "--accept-common-state"]) == 0
+    assert f"accepted as it is: {COMMON_FILE}" in capsys.readouterr().out
+    assert load_common(a)["args"] == {"lr": 1e-4}
+    assert read_index(a).seal is not None
+    assert not [path for path in a.iterdir() if "incomplete" in path.name]
+    assert accept_common_file(a) is None
+    (a / COMMON_FILE).unlink()
+    with pytest.raises(CheckpointNotFoundError):
+        accept_common_file(a)
+
+
+def test_a_missing_common_state_is_told(a: Path) -> None:
+    (a / COMMON_FILE).unlink()
+    (a / CONFIG_FILE).unlink()
+    assert not verify_checkpoint(a).whole
+    with pytest.raises(CheckpointNotFoundError):
+        load_common(a)
+
+
+def test_a_listing_tells_another_length(a: Path) -> None:
+    assert not look_at(a)[0].problems
+    lengthen(a, a)
+    (problem,) = look_at(a)[0].problems
+    assert COMMON_FILE in problem
+
+
+@pytest.mark.parametrize("change", [take_of_another_save, lambda a, b: (a / COMMON_FILE).unlink()])
+def test_it_comes_back_from_a_copy_of_the_same_save(
+    a: Path, saves: tuple[Path, Path], change: Callable[[Path, Path], None]
+) -> None:
+    change(a, saves[1])
+    assert not repair_checkpoint(verify_checkpoint(a), saves[1]).whole
+    report = repair_checkpoint(verify_checkpoint(a), saves[0])
+    assert report.whole
+    assert report.repaired == (COMMON_FILE,)
+    assert load_common(a) == common(1)
+
+
+def removed(a: Path, target: Path) -> Path:
+    remove_tensors(a, "b")
+    return a
+
+
+def resharded(a: Path, target: Path) -> Path:
+    reshard_checkpoint(a, target, tp=2, pp=1)
+    return target
+
+
+def imported(a: Path, target: Path) -> Path:
+    import_checkpoint(a, target, common=a / COMMON_FILE)
+    return target
+
+
+@pytest.mark.parametrize("make", [removed, resharded, imported])
+def test_what_is_made_of_a_checkpoint_is_bound_to_its_common_state(
+    a: Path, saves: tuple[Path, Path], tmp_path: Path, make: Callable[[Path, Path], Path]
+) -> None:
+    made = make(a, tmp_path / "made")
+    assert verify_checkpoint(made).whole
+    assert load_common(made) == common(1)
+    take_of_another_save(made, saves[1])
+    assert not verify_checkpoint(made).whole
+    with pytest.raises(CorruptCheckpointError, match=COMMON_FILE):
+        load_common(made)
+
+
+def test_the_common_state_of_a_replacing_save_is_bound(a: Path, saves: tuple[Path, Path]) -> None:
+    save(a, 2)
+    assert load_common(a) == common(2)
+    assert verify_checkpoint(a).whole
+    shutil.copy(saves[0] / COMMON_FILE, a / COMMON_FILE)
+    with pytest.raises(CorruptCheckpointError, match=COMMON_FILE):
+        load_common(a)
