@@ -39,10 +39,10 @@ from typing import Any, NoReturn
 
 from mcore_ckpt.core.errors import CheckpointExistsError, CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.directory.claim import Claim, holders, is_claim_file
+from mcore_ckpt.directory.claim import Claim, holders, is_claim_file, seems_gone
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, parse_index
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, parse_index
 from mcore_ckpt.format.seal import FOOTER_BYTES, SAVE_ID_BYTES, decode_footer
 from mcore_ckpt.storage.base import FileVersion, Storage
 
@@ -57,12 +57,12 @@ __all__ = [
     "give_back",
     "index_files",
     "is_in_force",
-    "is_still_published",
     "open_target",
     "publish",
     "reserve",
     "settle",
     "write_common",
+    "write_config",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -211,10 +211,14 @@ def _refuse_lost(storage: Storage, target: Target) -> NoReturn:
         abandon(storage, target)
 
 
-def settle(storage: Storage) -> None:
+def settle(storage: Storage, config: bytes | None = None) -> None:
     """The checkpoint that the directory was reserved for has been saved by other means than `open_target`.
 
     Its common state takes its place, and the directory is let go.
+
+    Args:
+        storage: the checkpoint's directory.
+        config: what `metadata.json` is to hold; None leaves that alone.
 
     Raises:
         SaveError: it cannot be written.
@@ -225,10 +229,50 @@ def settle(storage: Storage) -> None:
             _refuse_lost(storage, target)
         if target.replaces and storage.version(target.pending_common) is not None:
             storage.rename(target.pending_common, COMMON_FILE)
+        if config is not None and not _has_config(storage, config):
+            storage.publish(CONFIG_FILE, config, through=target.claim.publish_ticket)
         target.claim.release()
 
 
-def is_still_published(storage: Storage) -> bool:
+def write_config(storage: Storage, content: bytes) -> bool:
+    """Write `metadata.json` of the checkpoint that this process has published last, or has had somebody publish.
+
+    Megatron does so last of all, when the directory has been let go: another save may have it by then, and this process
+    may have been held up for as long as you like. So a file that is there is replaced by way of a claim only, and
+    where there is none, one is made that replaces nothing: whoever holds the directory then has the last word.
+
+    Returns:
+        Whether the file says what it should. If not, another save has published since, or is about to.
+
+    Raises:
+        SaveError: it cannot be written.
+    """
+    settle(storage, content)  # a strategy that is not ours saved beside the common state
+    if _has_config(storage, content):
+        return True
+    if not _is_still_published(storage):
+        return False
+    if storage.publish_new(CONFIG_FILE, content) or _has_config(storage, content):
+        return True
+    try:
+        claim = Claim.take(storage)
+    except SaveError:
+        now = holders(storage)
+        if now and not seems_gone(storage, now[-1]):
+            return False
+        raise
+    with claim:
+        if not _is_still_published(storage):
+            return False
+        storage.publish(CONFIG_FILE, content, through=claim.publish_ticket)
+    return True
+
+
+def _has_config(storage: Storage, content: bytes) -> bool:
+    return storage.exists(CONFIG_FILE) and storage.read(CONFIG_FILE) == content
+
+
+def _is_still_published(storage: Storage) -> bool:
     """Whether the checkpoint that this process has published last is still the one that the directory holds.
 
     True also if it has published none there: somebody else has, for this process.

@@ -11,8 +11,10 @@ import io
 import json
 import logging
 import os
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,7 +22,7 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, SaveError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.ranks import coordination_group
-from mcore_ckpt.directory.commit import common_file_in_force, is_still_published, settle, write_common
+from mcore_ckpt.directory.commit import common_file_in_force, write_common, write_config
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.format.index import object_key
 from mcore_ckpt.format.metadata_read import (
@@ -35,12 +37,22 @@ from mcore_ckpt.format.seal import MetadataSeal, split_metadata
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.storage.local import LocalStorage
 
-__all__ = ["COMMON_STATE_KEY", "load_common", "save_common", "save_config"]
+__all__ = [
+    "COMMON_STATE_KEY",
+    "load_common",
+    "raise_config_error",
+    "save_common",
+    "save_config",
+    "with_late_config_errors",
+]
 
 _logger = logging.getLogger(__name__)
 
 COMMON_STATE_KEY = object_key("common_state", (0,), (1,))
 _PENDING_SUFFIX = ".pending"
+_T = TypeVar("_T")
+# Takes the error of `save_config`, where that must not be raised at once.
+_late_error: ContextVar[list[Exception] | None] = ContextVar("_late_error", default=None)
 
 
 def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
@@ -73,7 +85,7 @@ def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
 
     A checkpoint that replaces another needs the file that is there: so it is replaced by a rename, or, if it says the
     same, not at all. Killed while it overwrites the file, a save would leave a checkpoint that nobody can load.
-    Nor is it written where another save has published since: the file is that one's then.
+    Nor is it written where another save has published since: the file is that one's then (see `write_config`).
 
     Args:
         config: Megatron's `CheckpointingConfig`, a dataclass.
@@ -83,14 +95,40 @@ def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
         SaveError: it cannot be written.
     """
     storage = LocalStorage(checkpoint_dir)
-    settle(storage)  # a strategy that is not ours saved beside the common state
-    content = json.dumps(asdict(config)).encode()
-    if storage.exists(CONFIG_FILE) and storage.read(CONFIG_FILE) == content:
+    try:
+        written = write_config(storage, json.dumps(asdict(config)).encode())
+    except Exception as error:
+        late = _late_error.get()
+        if late is None:
+            raise
+        late.append(error)
         return
-    if is_still_published(storage):
-        storage.publish(CONFIG_FILE, content)
-    else:
-        _logger.warning("%s: another save has published meanwhile; %s stays as it is", storage, CONFIG_FILE)
+    if not written:
+        _logger.warning("%s: another save has the directory by now; %s stays as it is", storage, CONFIG_FILE)
+
+
+def with_late_config_errors(call: Callable[[], _T]) -> tuple[_T, Exception | None]:
+    """Call what lets the first rank write `metadata.json` while the others wait for it; its error is a value then."""
+    errors: list[Exception] = []
+    token = _late_error.set(errors)
+    try:
+        return call(), next(iter(errors), None)
+    finally:
+        _late_error.reset(token)
+
+
+def raise_config_error(error: Exception | None) -> None:
+    """Raise on all ranks what the first could not do; every rank calls this.
+
+    Raises:
+        SaveError: `metadata.json` cannot be written.
+    """
+
+    def tell() -> None:
+        if error is not None:
+            raise error
+
+    coordination_group().run_on_coordinator("write metadata.json", tell, wrap=SaveError)
 
 
 def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | None = None) -> Any:

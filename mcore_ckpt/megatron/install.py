@@ -11,7 +11,8 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -44,6 +45,7 @@ from mcore_ckpt.megatron._versions import (
     patches,
 )
 from mcore_ckpt.megatron.registry import get_strategy, registered_strategies
+from mcore_ckpt.save.transaction import saves_in_progress
 from mcore_ckpt.storage.local import LocalStorage
 
 __all__ = ["existing_modules", "install", "uninstall"]
@@ -204,19 +206,45 @@ def _config_of_what_is_read(stock: Any) -> Any:
 
 
 def _save_or_leave_nothing(stock: Any) -> Any:
-    """Megatron's `save`, which leaves nothing of the common state behind if it ends before the sharded part begins."""
+    """Megatron's `save`, which leaves nothing behind if it ends early, and tells all ranks what fails on the first.
+
+    The common state is written before the sharded part begins, and `metadata.json` by the first rank at the very end,
+    while the others wait for it in a barrier: what fails there is raised behind that.
+    """
 
     @functools.wraps(stock)
     def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         with MegatronErrors():
             storage = LocalStorage(checkpoint_dir)
+            before = saves_in_progress()
             try:
-                return stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+                call = partial(stock, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+                request, failure = common_state.with_late_config_errors(call)
+                if request is None:
+                    common_state.raise_config_error(failure)
+                else:
+                    callbacks = request.finalize_fns
+                    callbacks[:] = [fn if hasattr(fn, "save_call") else _ConfigErrorsLate(fn) for fn in callbacks]
+                return request
             except BaseException:
+                for begun in saves_in_progress() - before:
+                    begun.call.abort()
                 give_back(storage)
                 raise
 
     return save
+
+
+class _ConfigErrorsLate:
+    """A callback of Megatron's `save`, all of which take all ranks: one of them writes `metadata.json`."""
+
+    def __init__(self, callback: Callable[[], Any]) -> None:
+        self._callback = callback
+
+    def __call__(self) -> None:
+        with MegatronErrors():
+            _, failure = common_state.with_late_config_errors(self._callback)
+            common_state.raise_config_error(failure)
 
 
 def _remove_sharded_tensors(checkpoint_dir: Any, key_prefix: str) -> None:

@@ -131,9 +131,15 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
             CheckpointError (as a `CheckpointingException`, too): the save cannot be done; nothing was changed.
         """
         _name_unknown(f"{type(self).__name__}.async_save", unknown)
-        with MegatronErrors():
-            transaction = self._begin(sharded_state_dict, checkpoint_dir, beside_training=True)
-        return async_request_class()(transaction.call, (), [_Commit(transaction)])
+        begun: list[SaveTransaction] = []
+        try:
+            with MegatronErrors():
+                self._begin(sharded_state_dict, checkpoint_dir, begun, beside_training=True)
+            return async_request_class()(begun[0].call, (), [_Commit(begun[0])])
+        except BaseException:
+            for transaction in begun:
+                transaction.call.abort()
+            raise
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, **unknown: Any) -> None:
         """Write the state and publish the checkpoint; starts no process.
@@ -141,8 +147,15 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         Args and raises: as `async_save`.
         """
         _name_unknown(f"{type(self).__name__}.save", unknown)
+        begun: list[SaveTransaction] = []
         with MegatronErrors():
-            self._begin(sharded_state_dict, checkpoint_dir, beside_training=False).commit()
+            try:
+                self._begin(sharded_state_dict, checkpoint_dir, begun, beside_training=False)
+                begun[0].commit()
+            except BaseException:
+                for transaction in begun:
+                    transaction.call.abort()
+                raise
 
     def warm_up(self, sharded_state_dict: dict[str, Any]) -> None:
         """Start the writer process and take the memory that an async save of this state needs, ahead of the first.
@@ -157,8 +170,14 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
             warm_up_stage(nbytes, self.options)
 
     def _begin(
-        self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, *, beside_training: bool
-    ) -> SaveTransaction:
+        self,
+        sharded_state_dict: dict[str, Any],
+        checkpoint_dir: _Path,
+        begun: list[SaveTransaction],
+        *,
+        beside_training: bool,
+    ) -> None:
+        """Begin a save, which is put into `begun` as soon as it is there: whoever is interrupted can give it up."""
         options = self.options
         if self.use_cached_ckpt_structure:
             options = replace(options, keep_local_plans=True)
@@ -171,17 +190,16 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
             bucket_writer=replaced_bucket_writer(),
         )
         group = coordination_group()
-        transaction = begin_save(sharded_state_dict, request, group, self._structure)
-        plan = transaction.plan
+        begun.append(begin_save(sharded_state_dict, request, group, self._structure))
+        plan = begun[0].plan
         if plan is None:
-            return transaction
+            return
         self.validated_cache_reuse = plan.reused
         if self.use_cached_ckpt_structure and not self.validated_loaded_metadata_reuse:
             # Asked on all ranks, also on one that has not loaded what the others have.
             loaded_plans = getattr(self.cached_global_metadata, "all_local_plans", None) or ()
             same = len(loaded_plans) == group.size and _same_tensors(loaded_plans[group.rank], plan.layout.specs)
             self.validated_loaded_metadata_reuse = not group.any(not same)
-        return transaction
 
 
 def _same_tensors(plan: Any, specs: Sequence[TensorSpec]) -> bool:
@@ -201,6 +219,7 @@ class _Commit:
         self._transaction = transaction
         # The queue looks here for the save that this commits: Megatron may move callbacks to another request.
         self.save_call = transaction.call
+        transaction.is_committed_by(self)
 
     def __call__(self) -> None:
         with MegatronErrors():

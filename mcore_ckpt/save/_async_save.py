@@ -198,6 +198,7 @@ def start_writing(
     options: SaveOptions,
     what: str,
     plans: TensorPlans | None = None,
+    started: Callable[[Writing], None] = lambda _: None,
 ) -> Writing:
     """Take the snapshot and start the writing. When this returns, the trainer may change its state.
 
@@ -207,14 +208,15 @@ def start_writing(
         options: see `SaveOptions`.
         what: the save, for messages.
         plans: of a new structure, on the coordinator, for the writer to put `.metadata` together.
+        started: called with the save in progress as soon as it is one, so that whoever is interrupted can give it up.
 
     Returns:
         The save in progress. An error is kept for its `results`, where all ranks hear of it.
     """
     try:
         if options.stage == "cow":
-            return _fork_cow(storage, sources, options, what, plans)
-        return _stage_and_start(storage, sources, options, what, plans)
+            return _fork_cow(storage, sources, options, what, plans, started)
+        return _stage_and_start(storage, sources, options, what, plans, started)
     except Exception as error:  # noqa: BLE001  (the other ranks are on their way to the commit and have to hear of it)
         wrapped = (
             error if isinstance(error, SaveError) else SaveError(f"{what}: the writing could not be started: {error}")
@@ -225,7 +227,12 @@ def start_writing(
 
 
 def _fork_cow(
-    storage: Storage, sources: Sequence[BucketSource], options: SaveOptions, what: str, plans: TensorPlans | None
+    storage: Storage,
+    sources: Sequence[BucketSource],
+    options: SaveOptions,
+    what: str,
+    plans: TensorPlans | None,
+    begun: Callable[[Writing], None],
 ) -> AsyncSave:
     if any(source.on_device for source in sources):
         raise OptionError(
@@ -241,14 +248,26 @@ def _fork_cow(
     for source in sources:
         source.copy_what_is(not_inherited)
     write = partial(write_in_line, storage, sources, options, report_progress)
-    handle = fork_writer(partial(timed_result, write, plans), what, options.write_deadline_s)
-    save = AsyncSave(handle, [source.layout.image for source in sources], None, options, what)
-    save.handed_over = (started, time.monotonic())
+    jobs: list[Job] = []
+    try:
+        handle = fork_writer(partial(timed_result, write, plans), what, options.write_deadline_s, jobs.append)
+        save = AsyncSave(handle, [source.layout.image for source in sources], None, options, what)
+        save.handed_over = (started, time.monotonic())
+        begun(save)
+    except BaseException:
+        for job in jobs:
+            job.abort()
+        raise
     return save
 
 
 def _stage_and_start(
-    storage: Storage, sources: Sequence[BucketSource], options: SaveOptions, what: str, plans: TensorPlans | None
+    storage: Storage,
+    sources: Sequence[BucketSource],
+    options: SaveOptions,
+    what: str,
+    plans: TensorPlans | None,
+    started: Callable[[Writing], None],
 ) -> AsyncSave:
     images = [source.layout.image for source in sources]
     offsets = []
@@ -259,7 +278,9 @@ def _stage_and_start(
     lease = lease_stage(total_bytes, options)
     try:
         if lease.budget_bytes < total_bytes:
-            return _stream(storage, sources, options, what, lease, total_bytes, plans)
+            save = _stream(storage, sources, options, what, lease, total_bytes, plans)
+            started(save)
+            return save
         on_device = any(source.on_device for source in sources)
         view = lease.stage.reserve(max(total_bytes, 1), touch=on_device)
         if on_device:
@@ -283,6 +304,7 @@ def _stage_and_start(
             handle = shared_writer().submit(job, lease.stage.fd, lease.stage_is_used_by)
         save = AsyncSave(handle, images, lease, options, what)
         save.handed_over = (staged, time.monotonic())
+        started(save)
         lease.stage.touch_meanwhile()
         return save
     except BaseException:

@@ -19,12 +19,13 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 from mcore_ckpt.core.errors import CheckpointError, SaveError
+from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, reached_every_rank
 from mcore_ckpt.writing.call_worker import CallWorker
@@ -69,12 +70,25 @@ class AsyncRequest(NamedTuple):
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
-        """Do the work here and now, then, when all ranks have done so, run the callbacks."""
+        """Do the work here and now, then, when all ranks have done so, run the callbacks.
+
+        Raises:
+            SaveError: work or a callback failed on some rank. With one rank only, what was raised comes as it is.
+        """
+        group = coordination_group()
+        if group.size == 1:
+            self._work()
+            for fn in self.finalize_fns:
+                fn()
+            return
+        outcome = attempt(self._work)
+        if group.any(isinstance(outcome, BaseException)):
+            group.run("do the work of an async request", partial(value_of, outcome), wrap=SaveError)
+        _run_callbacks(group, self.finalize_fns, "an async request")
+
+    def _work(self) -> None:
         if self.async_fn is not None:
             self.async_fn(*staged_arguments(self), **(self.async_fn_kwargs or {}))
-        coordination_group().barrier()
-        for fn in self.finalize_fns:
-            fn()
 
     def freeze(self) -> AsyncRequest:
         """The same request, closed for further callbacks."""
@@ -139,9 +153,13 @@ class SaveCall(ABC):
         return _wait_for_nothing
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for the writing; in another process than the one that started it, by `elsewhere`."""
+        """Wait for the writing; in another process than the one that started it, by `elsewhere`.
+
+        Whether it went well is for the commit to say, on all ranks: who calls this may wait for them next.
+        """
         if os.getpid() == self._owner_pid:
-            self.wait()
+            with contextlib.suppress(Exception):
+                self.wait()
         else:
             self.elsewhere()()
 
@@ -225,10 +243,9 @@ class _ActiveCall(NamedTuple):
         """The saves of ours that the callbacks commit. Megatron may move callbacks to the request that follows."""
         found = [self.async_caller] if isinstance(self.async_caller, SaveCall) else []
         for fn in self.async_request.finalize_fns:
-            for owner in (fn, getattr(fn, "__self__", None)):
-                save = owner if isinstance(owner, SaveCall) else getattr(owner, "save_call", None)
-                if isinstance(save, SaveCall) and save not in found:
-                    found.append(save)
+            save = _committed_by(fn)
+            if save is not None and save not in found:
+                found.append(save)
         return found
 
     @property
@@ -390,7 +407,7 @@ class AsyncCallsQueue:
                     _logger.warning("%s was skipped: its finalize callbacks are not run", active.what)
                     continue
                 self.async_calls.popleft()  # whatever comes of it, callbacks are not run twice
-                group.run(f"finalize {active.what}", partial(_run_callbacks, active), wrap=SaveError)
+                _run_callbacks(group, active.async_request.finalize_fns, active.what)
             except Exception as error:
                 if group.size > 1 and not reached_every_rank(error):
                     raise  # not agreed upon: contact with another rank is lost, or the ranks disagree
@@ -506,6 +523,27 @@ def _raise(error: BaseException | None) -> None:
         raise error
 
 
-def _run_callbacks(active: _ActiveCall) -> None:
-    for fn in active.async_request.finalize_fns:
-        fn()
+def _committed_by(fn: Any) -> SaveCall | None:
+    """The save of ours that a callback commits; None for somebody else's callback."""
+    for owner in (fn, getattr(fn, "__self__", None)):
+        save = owner if isinstance(owner, SaveCall) else getattr(owner, "save_call", None)
+        if isinstance(save, SaveCall):
+            return save
+    return None
+
+
+def _run_callbacks(group: RankGroup, callbacks: Sequence[Callable[[], Any]], what: str) -> None:
+    """Run the callbacks in order; if one fails on some rank, all ranks raise, and no save behind it is committed.
+
+    Callbacks of others may be there on one rank only (Megatron has the tracker file written so): they are not counted.
+    A commit takes all ranks: before it, they tell each other how those before it went.
+    """
+    outcome: Any = None
+    for fn in callbacks:
+        if _committed_by(fn) is not None and group.any(isinstance(outcome, BaseException)):
+            break
+        if not isinstance(outcome, BaseException):
+            outcome = attempt(fn)
+    group.run(
+        f"finalize {what}", partial(_raise, outcome if isinstance(outcome, BaseException) else None), wrap=SaveError
+    )

@@ -15,9 +15,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import time
+import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,7 +55,7 @@ from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.writing.stage_pool import is_busy
 from mcore_ckpt.writing.staging import BucketSource, write_in_line
 
-__all__ = ["BucketWriter", "SaveRequest", "SaveTransaction", "Structure", "begin_save"]
+__all__ = ["BucketWriter", "SaveRequest", "SaveTransaction", "Structure", "begin_save", "saves_in_progress"]
 
 _logger = logging.getLogger(__name__)
 
@@ -116,34 +118,41 @@ def begin_save(
         SaveError: the directory cannot be used.
     """
     began = time.monotonic()
+    _give_up_what_nobody_commits()
     directory = SaveDirectory(request.directory, request.options)
-    with collector_paused():
-        state = attempt(partial(collect, sharded_state_dict, structure.shards))
-        if request.beside_training and _is_left_out(state, request.options, group):
-            directory.abandon()
-            return SaveTransaction(request, group, directory, None, SkippedSave(str(directory.path)), [], [])
-        try:
-            plan = _plan(state, request, group, structure, directory)
-        except BaseException:
-            directory.abandon()
-            raise
-    rank_state = value_of(state)
-    structure.shards = rank_state.shards
-    planned = time.monotonic()
+    started: list[Writing] = []
     try:
-        sources = rank_state.sources(plan.layout, plan.placed, plan.save_id)
-        writing = _write(rank_state, sources, plan, request, group, directory)
+        with collector_paused():
+            state = attempt(partial(collect, sharded_state_dict, structure.shards))
+            if request.beside_training and _is_left_out(state, request.options, group):
+                directory.abandon()
+                return SaveTransaction(request, group, directory, None, SkippedSave(str(directory.path)), [], [])
+            plan = _plan(state, request, group, structure, directory)
     except BaseException:
-        directory.release()
+        directory.abandon()
         raise
-    spans = [Span("plan", began, planned)]
-    if request.beside_training and request.bucket_writer is None:
-        handed_over = writing.handed_over or (time.monotonic(), time.monotonic())
-        spans += [Span("stage", planned, handed_over[0]), Span("hand-over", *handed_over)]
-    else:
-        spans.append(Span("write", planned, time.monotonic()))
-    known_sums = [(source.table_crc32, source.object_crcs) for source in sources]
-    return SaveTransaction(request, group, directory, plan, writing, spans, known_sums)
+    try:
+        rank_state = value_of(state)
+        structure.shards = rank_state.shards
+        planned = time.monotonic()
+        sources = rank_state.sources(plan.layout, plan.placed, plan.save_id)
+        writing = _write(rank_state, sources, plan, request, group, directory, started.append)
+        spans = [Span("plan", began, planned)]
+        if request.beside_training and request.bucket_writer is None:
+            handed_over = writing.handed_over or (time.monotonic(), time.monotonic())
+            spans += [Span("stage", planned, handed_over[0]), Span("hand-over", *handed_over)]
+        else:
+            spans.append(Span("write", planned, time.monotonic()))
+        known_sums = [(source.table_crc32, source.object_crcs) for source in sources]
+        return SaveTransaction(request, group, directory, plan, writing, spans, known_sums)
+    except BaseException:
+        # Interrupted. A writer must not go on in a directory that has been let go.
+        try:
+            for begun in started:
+                begun.abort()
+        finally:
+            directory.release()
+        raise
 
 
 def _is_left_out(state: RankState | BaseException, options: SaveOptions, group: RankGroup) -> bool:
@@ -206,8 +215,9 @@ def _write(
     request: SaveRequest,
     group: RankGroup,
     directory: SaveDirectory,
+    started: Callable[[Writing], None],
 ) -> Writing:
-    """Write this rank's files now, or start to."""
+    """Write this rank's files now, or start to: of what goes on beside training, `started` hears before all else."""
     what, options = str(directory.path), request.options
     if request.bucket_writer is not None:
         write = partial(request.bucket_writer, directory.path, plan.layout, plan.placed, state, options, plan.save_id)
@@ -219,7 +229,7 @@ def _write(
     # One bar on a terminal is enough: the coordinator's.
     options = replace(options, progress=options.progress and group.is_coordinator)
     with collector_paused():
-        return start_writing(directory.storage, sources, options, what, plan.unencoded)
+        return start_writing(directory.storage, sources, options, what, plan.unencoded, started)
 
 
 class SaveDirectory:
@@ -317,6 +327,12 @@ class SaveTransaction:
         self._publishes = False
         if isinstance(call, Writing):
             call.on_abort = self._abandon_uncommitted
+            # As long as the writing may go on, the directory is held, whoever has lost sight of this.
+            _begun.add(self)
+
+    def is_committed_by(self, committer: object) -> None:
+        """When this object is gone, nobody can commit the save any more: it is given up when the next one begins."""
+        weakref.finalize(committer, _note_forgotten, self).atexit = False
 
     def commit(self) -> SaveReport:
         """Wait for this rank's writing, then publish the checkpoint; on every rank, or on none.
@@ -330,6 +346,7 @@ class SaveTransaction:
         if self.plan is None:
             raise SaveError(f"{self._directory.path}: the save was skipped, the one before was still being written")
         self._commits = True
+        _begun.discard(self)
         started = time.monotonic()
         try:
             mine = attempt(partial(self._finished, self.plan))
@@ -406,7 +423,9 @@ class SaveTransaction:
         """The queue gives the save up. Once `commit` has begun, only that knows whether the files may go: a callback
         that fails after the commit, or contact lost in the midst of it, must not take a published checkpoint apart.
         """
+        _begun.discard(self)
         if not self._commits:
+            self._commits = True
             self._abandon()
 
     def _abandon(self) -> None:
@@ -447,6 +466,40 @@ class SaveTransaction:
             _logger.exception("%s: the save was well done, but not all could be told of it", path)
         if self._group.is_coordinator:
             _logger.log(report.log_level, "%s", report)
+
+
+# Saves whose writing goes on, for their commit; and of these, those that nobody commits any more.
+_begun: set[SaveTransaction] = set()
+_forgotten: list[SaveTransaction] = []
+
+
+def saves_in_progress() -> frozenset[SaveTransaction]:
+    """The saves of this process that have been begun, and neither committed nor given up."""
+    return frozenset(_begun)
+
+
+def _note_forgotten(transaction: SaveTransaction) -> None:
+    # Nothing more: this may be called from within anything at all.
+    if transaction in _begun:
+        _forgotten.append(transaction)
+
+
+def _give_up_what_nobody_commits() -> None:
+    """A save whose request was lost before it came into a queue (an exception, a Ctrl-C) is in the way of the next."""
+    while _forgotten:
+        transaction = _forgotten.pop()
+        if transaction in _begun:
+            _logger.warning("%s: nobody is going to commit this save; it is given up", transaction.call.what)
+            transaction.call.abort()
+
+
+def _forget_the_parents() -> None:
+    """In a forked process: what the trainer has begun is the trainer's."""
+    _begun.clear()
+    _forgotten.clear()
+
+
+os.register_at_fork(after_in_child=_forget_the_parents)
 
 
 def _met_a_file(error: BaseException | None) -> bool:

@@ -243,6 +243,17 @@ class Storage(ABC):
         """
 
     @abstractmethod
+    def publish_new(self, name: str, content: bytes) -> bool:
+        """As `publish`, unless there is a file of that name: that is left as it is, whoever has made it, and when.
+
+        Returns:
+            False if the name is taken.
+
+        Raises:
+            SaveError: the file could not be made.
+        """
+
+    @abstractmethod
     def create(self, name: str, content: bytes) -> None:
         """Make a small new file. Its content is durable on return; its name is after `sync_directory`.
 

@@ -453,6 +453,13 @@ class LocalStorage(Storage):
         except OSError as error:
             raise _save_error("publishing it", path, error) from error
 
+    def publish_new(self, name: str, content: bytes) -> bool:
+        path = self.path(name)
+        try:
+            return _make_durably(path, content)
+        except OSError as error:
+            raise _save_error("publishing it", path, error) from error
+
     def create(self, name: str, content: bytes) -> None:
         path = self.path(name)
         try:
@@ -639,6 +646,32 @@ def _replace_durably(path: str, content: bytes, through: str | None = None) -> N
             for entry in os.listdir(directory or "."):
                 if entry.startswith(prefix) and entry.endswith(".tmp"):
                     os.unlink(os.path.join(directory, entry))
+
+
+def _make_durably(path: str, content: bytes) -> bool:
+    """Write, sync, link, sync the directory; False if the name is taken.
+
+    Where there are no hard links, a file that somebody makes between the last look and the renaming is replaced.
+    """
+    directory, base = os.path.split(path)
+    temporary = os.path.join(directory, f".{base}.{secrets.token_hex(8)}.tmp")
+    _write_new(temporary, content)
+    try:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_HARD_LINKS:
+                raise
+            if os.path.lexists(path):
+                return False
+            os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+    _sync_directory(directory)
+    return True
 
 
 def _sync_directory(path: str) -> None:

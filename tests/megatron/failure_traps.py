@@ -147,10 +147,46 @@ def a_common_state_that_cannot_be_written_stops_every_rank(rank: int, directory:
     LocalStorage.publish = original  # type: ignore[method-assign]
 
 
+def a_config_that_cannot_be_written_is_heard_of_on_every_rank(rank: int, directory: Path) -> None:
+    """Rank 0 alone writes `metadata.json`, while the others wait for it in a barrier of Megatron's."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    from mcore_ckpt.storage.local import LocalStorage
+
+    methods = {name: getattr(LocalStorage, name) for name in ("publish", "publish_new") if hasattr(LocalStorage, name)}
+
+    def failing(really: Any) -> Any:
+        def publish(self: Any, name: str, *args: Any, **how: Any) -> Any:
+            if name == "metadata.json":
+                raise SaveError("No space left on device (as the test wants it)")
+            return really(self, name, *args, **how)
+
+        return publish
+
+    for name, really in methods.items():
+        setattr(LocalStorage, name, failing(really))
+    with pytest.raises(SaveError, match=r"(?s)metadata\.json.*rank 0.*No space left"):
+        dist_checkpointing.save(state(1), made(directory / "in line"))
+    queue = AsyncCallsQueue()
+    called: list[str] = []
+    request = dist_checkpointing.save(state(1), made(directory / "beside"), async_sharded_save=True)
+    request.add_finalize_fn(lambda: called.append("tracker"))
+    queue.schedule_async_request(request)
+    with pytest.raises(SaveError, match=r"(?s)metadata\.json.*rank 0.*No space left"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    for name, really in methods.items():
+        setattr(LocalStorage, name, really)
+    assert called == []
+    dist_checkpointing.save(state(2), str(directory / "beside"))
+    check(dist_checkpointing.load(state(0), str(directory / "beside")), 2)
+
+
 FAILURES = [
     no_callback_runs_after_a_failure,
     no_callback_runs_after_a_failure_with_a_persistent_worker,
     a_moved_commit_of_a_failed_save_runs_nothing,
     common_state_is_replaced_with_the_checkpoint,
     a_common_state_that_cannot_be_written_stops_every_rank,
+    a_config_that_cannot_be_written_is_heard_of_on_every_rank,
 ]

@@ -481,6 +481,62 @@ def test_a_failure_on_one_rank_reaches_all_without_dist_too(blocking: bool, fore
         assert failures == 1
 
 
+def _one_callback_fails_before_a_commit(rank: int) -> list[tuple[str, list[str], int]]:
+    """Callbacks of others may come first: Megatron moves them from one request to another."""
+    told = []
+    for failing, whole in ((0, False), (1, False), (1, True)):
+        log: list[str] = []
+        save = _Save()
+
+        class Commit:
+            save_call = save
+
+            def __call__(self, log: list[str] = log) -> None:
+                dist.barrier()  # as a commit does
+                log.append("committed")
+
+        def first(failing: int = failing) -> None:
+            if rank == failing:
+                raise OSError("for a test")
+
+        # That on rank 0 alone is what writes Megatron's tracker file.
+        callbacks = [*([_nothing] if rank == 0 else []), first, Commit(), partial(log.append, "tracker")]
+        request = AsyncRequest(save, (), callbacks)
+
+        def finalize(request: AsyncRequest = request, whole: bool = whole) -> None:
+            if whole:
+                request.execute_sync()
+                return
+            queue = AsyncCallsQueue()
+            queue.schedule_async_request(request)
+            queue.maybe_finalize_async_calls(blocking=True)
+
+        with pytest.raises(SaveError) as caught:
+            finalize()
+        told.append((str(caught.value), log, save.aborted))
+    dist.barrier()
+    return told
+
+
+def test_a_callback_that_fails_before_the_commit_is_heard_of_on_all_ranks() -> None:
+    for told in run_ranks(_one_callback_fails_before_a_commit, 2, deadline_s=60):
+        for failing, (message, log, aborted) in zip((0, 1, 1), told, strict=True):
+            assert f"rank {failing} of 2" in message
+            assert log == []
+            assert aborted == 1 or failing == 1
+
+
+def _work_fails_in_line(rank: int) -> str:
+    request = AsyncRequest(_fail_on_the_second if rank else _nothing, (), [dist.barrier])
+    with pytest.raises(SaveError) as caught:
+        request.execute_sync()
+    return str(caught.value)
+
+
+def test_work_that_is_done_in_line_and_fails_on_one_rank_is_heard_of_on_all() -> None:
+    assert all("no space left" in message for message in run_ranks(_work_fails_in_line, 2, deadline_s=60))
+
+
 def _close_when_the_other_is_gone(rank: int) -> tuple[str, float]:
     queue = AsyncCallsQueue()
     queue.schedule_async_request(_request(save := _FinishesAfter(0.2), []))

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import gc
+import json
 import os
+import signal
+import sys
 import threading
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +27,14 @@ from mcore_ckpt.core.errors import CheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory import claim, commit
-from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, METADATA_FILE
+from mcore_ckpt.format.metadata_read import CONFIG_FILE, INCOMPLETE_MARKER, METADATA_FILE
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron import common_state
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
-from mcore_ckpt.save import transaction
+from mcore_ckpt.save import _async_save, transaction
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.writing import persistent_writer, staging
 from tests.support.gloo_ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(180)
@@ -162,6 +170,124 @@ def test_a_failing_save_leaves_a_file_that_it_has_not_written(
         assert (kept["w"] == 1).all()
 
 
+def test_a_save_that_ends_before_it_begins_lets_the_directory_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The common state is written already, and the sharded part does not come to its first step."""
+
+    def fail(*_: Any) -> bool:
+        raise RuntimeError("for a test")
+
+    monkeypatch.setattr(transaction, "is_busy", fail)
+    common_state.save_common({"iteration": 1}, tmp_path)
+    with pytest.raises(RuntimeError, match="for a test"):
+        strategy(when_busy="skip").async_save(state(1), tmp_path)
+    assert names(tmp_path) == {INCOMPLETE_MARKER}
+    assert in_child(lambda: strategy().save(state(2), tmp_path)) == 0, "another job is refused"
+
+
+def test_a_request_that_is_lost_is_not_in_the_way_of_the_next_save(tmp_path: Path) -> None:
+    request = strategy().async_save(state(1), tmp_path)
+    assert in_child(lambda: strategy().save(state(2), tmp_path)) == 3
+    del request  # the trainer has had an exception before the request came into a queue
+    gc.collect()
+    assert in_child(lambda: strategy().save(state(2), tmp_path)) == 3, "its writer may be writing"
+    strategy().save(state(3), tmp_path)
+    assert loaded(tmp_path) == 3
+    assert len([name for name in names(tmp_path) if name.endswith(".distcp")]) == 1
+
+
+class Interruption:
+    """Raises `KeyboardInterrupt` at a line of the code that begins an async save, counted from where it hands over.
+
+    Attributes:
+        lines: how many lines have gone by.
+    """
+
+    _FILES = ("/save/transaction.py", "/save/_async_save.py", "/megatron/strategy.py")
+
+    def __init__(self, at_line: int) -> None:
+        self._at_line = at_line
+        self.lines = -1
+
+    def trace(self, frame: Any, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(self._FILES) or frame.f_code.co_name == "_note_forgotten":
+            return None
+        if frame.f_code.co_name in ("_job", "_fork_cow") and self.lines < 0:
+            self.lines = 0  # next, it is handed over
+        if event == "line" and self.lines >= 0:
+            self.lines += 1
+            if self.lines == self._at_line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self.trace
+
+    def around(self, work: Any) -> BaseException | None:
+        """What `work` was ended by; None if it came to its end."""
+        sys.settrace(self.trace)
+        try:
+            work()
+        except KeyboardInterrupt as interrupted:
+            return interrupted
+        finally:
+            sys.settrace(None)
+        return None
+
+
+def children() -> set[int]:
+    """Processes of which this one is the parent."""
+    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("writer", ["persistent", "fork"])
+def test_an_async_save_that_is_interrupted_while_it_begins_writes_no_more(
+    writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever line Ctrl-C comes at: the directory is free, and nobody writes there any more but who has it."""
+    options = {"writer": writer, "stage": "copy" if writer == "persistent" else "cow"}
+    gate = tmp_path / "go on"
+
+    def write_late(*args: Any) -> Any:
+        until_s = time.monotonic() + 30
+        while not gate.exists() and time.monotonic() < until_s:
+            time.sleep(0.01)
+        return staging.write_in_line(*args)
+
+    monkeypatch.setattr(_async_save, "write_in_line", write_late)
+    monkeypatch.setattr(persistent_writer, "_CANCEL_DEADLINE_S", 0.05)  # one that is stopped does not hear of it
+    interrupted: BaseException | None = KeyboardInterrupt()
+    at_line = 0
+    while interrupted is not None:
+        at_line += 1
+        directory = tmp_path / str(at_line)
+        directory.mkdir()
+        before = children()
+        persistent_writer.shared_writer().warm_up()
+        stopped = persistent_writer.shared_writer().pid if writer == "persistent" else None
+        if stopped is not None:
+            os.kill(stopped, signal.SIGSTOP)
+        beginning = partial(strategy(**options).async_save, state(1), directory)
+        interrupted = Interruption(at_line).around(beginning)
+        strategy().save(state(2), directory)  # while somebody still holds the traceback
+        gate.touch()
+        if stopped is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(stopped, signal.SIGCONT)
+            # Jobs are done in turn: after this one, there is none before it.
+            strategy().async_save(state(3), tmp_path).async_fn.wait()
+        until_s = time.monotonic() + 20
+        while children() - before - {persistent_writer.shared_writer().pid} and time.monotonic() < until_s:
+            time.sleep(0.01)
+            gc.collect()
+        gate.unlink()
+        assert len(list(directory.glob("*.distcp"))) == 1, (
+            f"line {at_line}: something was written after the interruption"
+        )
+        assert loaded(directory) == 2
+    assert at_line > 20
+
+
 # --- jobs that overlap ------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +349,70 @@ def test_a_job_that_was_taken_for_gone_cannot_harm_the_one_after_it(tmp_path: Pa
     assert loaded(tmp_path) == 2
     strategy().save(state(4), tmp_path)
     assert loaded(tmp_path) == 4
+
+
+@dataclasses.dataclass
+class Config:
+    """Stands for Megatron's `CheckpointingConfig`."""
+
+    sharded_backend: str
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_job_that_was_taken_for_gone_does_not_write_its_config_over_that_of_the_one_after_it(
+    tmp_path: Path, exists: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has published, and is held up while it writes `metadata.json`."""
+    if exists:
+        (tmp_path / CONFIG_FILE).write_text('{"sharded_backend": "of the job before"}')
+    strategy().save(state(1), tmp_path)
+
+    def held_up(do_it: Any, storage: LocalStorage, name: str, *args: Any, **how: Any) -> Any:
+        if name == CONFIG_FILE:
+            monkeypatch.undo()
+            for file in tmp_path.glob(INCOMPLETE_MARKER + "*"):
+                file.unlink()  # as who takes over does
+
+            def another() -> None:
+                strategy().save(state(2), tmp_path)
+                common_state.save_config(Config("of the other"), tmp_path)
+
+            assert in_child(another) == 0
+        return do_it(storage, name, *args, **how)
+
+    for method in ("publish", "publish_new"):
+        if hasattr(LocalStorage, method):
+            monkeypatch.setattr(LocalStorage, method, held_up_by(held_up, getattr(LocalStorage, method)))
+    with contextlib.suppress(SaveError):
+        common_state.save_config(Config("of the one that was held up"), tmp_path)
+    assert loaded(tmp_path) == 2
+    assert json.loads((tmp_path / CONFIG_FILE).read_text()) == {"sharded_backend": "of the other"}
+
+
+def held_up_by(wait: Any, do_it: Any) -> Any:
+    """A method that waits first."""
+    return lambda storage, *args, **how: wait(do_it, storage, *args, **how)
+
+
+@pytest.mark.parametrize("before", [None, "the same", "another"])
+def test_a_config_is_written_beside_the_checkpoint_and_nothing_else(tmp_path: Path, before: str | None) -> None:
+    if before is not None:
+        (tmp_path / CONFIG_FILE).write_text(json.dumps({"sharded_backend": before}))
+    strategy().save(state(1), tmp_path)
+    was = names(tmp_path)
+    common_state.save_config(Config("the same"), tmp_path)
+    assert names(tmp_path) == was | {CONFIG_FILE}
+    assert json.loads((tmp_path / CONFIG_FILE).read_text()) == {"sharded_backend": "the same"}
+
+
+def test_a_config_is_not_replaced_while_another_save_is_at_work(tmp_path: Path) -> None:
+    (tmp_path / CONFIG_FILE).write_text('{"sharded_backend": "of the job before"}')
+    strategy().save(state(1), tmp_path)
+    with claim.Claim.take(LocalStorage(tmp_path)):
+        common_state.save_config(Config("new"), tmp_path)
+    assert json.loads((tmp_path / CONFIG_FILE).read_text()) == {"sharded_backend": "of the job before"}
+    common_state.save_config(Config("new"), tmp_path)
+    assert json.loads((tmp_path / CONFIG_FILE).read_text()) == {"sharded_backend": "new"}
 
 
 def test_jobs_that_race_leave_a_checkpoint_of_one_of_them(tmp_path: Path) -> None:

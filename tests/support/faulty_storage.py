@@ -126,6 +126,10 @@ class FaultyStorage(Storage):
         self.faults.before("publish", name, len(content))
         self.inner.publish(name, content, through=through)
 
+    def publish_new(self, name: str, content: bytes) -> bool:
+        self.faults.before("publish", name, len(content))
+        return self.inner.publish_new(name, content)
+
     def create(self, name: str, content: bytes) -> None:
         self.faults.before("create", _without_id(name), len(content))
         self.inner.create(name, content)
