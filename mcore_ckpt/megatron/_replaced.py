@@ -70,7 +70,7 @@ def _write_through(
         tensor_data = [
             (
                 tensor_write_item(spec.key, getattr(torch, spec.dtype), spec.shape, spec.offsets, spec.sizes),
-                state.tensors[i].cpu(),
+                state.tensors[i].detach().cpu(),
             )
             for i in layout.members[number]
             for spec in (layout.specs[i],)

@@ -15,7 +15,7 @@ import torch
 
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout, TensorSpec
-from mcore_ckpt.layout.shards import is_main_replica, is_sharded_object, leaves, stored_form
+from mcore_ckpt.layout.shards import is_main_replica, is_sharded_tensor, leaves, stored_form
 from mcore_ckpt.layout.torch_classes import dtype_name
 from mcore_ckpt.writing.staging import BucketSource, check_memory
 
@@ -30,7 +30,7 @@ class RankState(NamedTuple):
 
     Attributes:
         specs: its tensors, as the checkpoint will know them.
-        tensors: the same, detached, in the same order.
+        tensors: the same, in the same order; detached, unless they are read by address.
         objects: key and serialized form of its objects; those that share a key are one list.
         shards: of each tensor's shard, what its specification follows from, and that: for the next save to compare.
     """
@@ -85,7 +85,7 @@ def collect(sharded_state_dict: Any, known: list[tuple[tuple[Any, ...], TensorSp
     for leaf in leaves(sharded_state_dict):
         if not is_main_replica(leaf):
             continue
-        if is_sharded_object(leaf):
+        if not is_sharded_tensor(leaf):
             objects.setdefault(leaf.unique_key, []).append(leaf.data)
             continue
         tensor = _own_data(leaf)
@@ -106,6 +106,18 @@ def _where(shard: Any) -> str:
 def _own_data(shard: Any) -> torch.Tensor:
     """The data of a shard as they lie in memory, which is read by address: so it has to be there, all of it."""
     data = shard.data
+    # Most are like this, and there may be tens of thousands; to detach one takes longer than all else here.
+    if (
+        type(data) in _PLAIN
+        and data.is_cpu
+        and data.layout is torch.strided
+        and data.is_contiguous()
+        and not data.is_neg()
+        and not (data.dtype.is_complex and data.is_conj())
+        and (data.storage_offset() + data.numel()) * data.itemsize <= data.untyped_storage().nbytes()
+    ):
+        plain: torch.Tensor = data
+        return plain
     if data is None:
         raise PlanError(f"{_where(shard)}: the shard has no data to save")
     tensor: torch.Tensor = data.detach() if data.requires_grad else data
