@@ -5,5 +5,5 @@ Out: an index (which items, where), payloads located inside their items, the byt
 Must not know: who reads or writes, in which process, or in which order.
 
 Modules: crc, index, item_layout, item_reading, metadata_read, metadata_write, safe_pickle, seal, tensor_pickle,
-zip_records, _constructors, _pickle_machine, _plain_index.
+zip_records, _constructors, _own_index, _own_pickle, _pickle_machine, _plain_index.
 """

@@ -20,8 +20,8 @@ __all__ = [
 ]
 
 
-# These two are named tuples, not dataclasses: there is one of each for every chunk, and a tuple is made in a third of
-# the time of a frozen dataclass.
+# These three are named tuples, not dataclasses: there is one of each for every tensor or chunk, and a tuple is made in
+# a third of the time of a frozen dataclass.
 class StoredItem(NamedTuple):
     """Bytes `[offset, offset + length)` of `file` (relative to the checkpoint), as one `torch.save` container.
 
@@ -44,8 +44,7 @@ class StoredChunk(NamedTuple):
     item: StoredItem
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """A global tensor: dtype without `torch.` (`"bfloat16"`), global shape in elements, stored chunks."""
 
     fqn: str

@@ -14,7 +14,7 @@ import json
 import os
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, cast
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.process import collector_paused
+from mcore_ckpt.format._own_index import OwnIndex, own_index
 from mcore_ckpt.format.index import (
     CheckpointIndex,
     ObjectEntry,
@@ -100,8 +101,9 @@ def parse_index(data: bytes, where: str, *, strict: bool = True) -> CheckpointIn
     file = f"{where}/{METADATA_FILE}"
     with collector_paused():
         data, seal = split_metadata(data, file)  # compares the checksum, before anything is unpickled
-        state = _unpickle(data, file)
-        return _IndexBuilder(where, file, strict, seal).build(state, _PLANS_NAME in data)
+        own = None if seal is None else own_index(data, seal.crcs, _DTYPE_NAMES)
+        state = _unpickle(data if own is None else own.rest, file)
+        return _IndexBuilder(where, file, strict, seal).build(state, _PLANS_NAME in data, own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,6 +407,7 @@ ALLOWED_GLOBALS: dict[tuple[str, str], Any] = {
 _MAX_OFFSET = 2**63 - 1
 _MAX_DIMENSIONS = 64
 _DTYPES = {DtypeName(name): name for name in DTYPE_NAMES}  # stand-in -> one str for all entries
+_DTYPE_NAMES = {name: name for name in DTYPE_NAMES}
 _ZEROS = tuple((0,) * dimensions for dimensions in range(_MAX_DIMENSIONS + 1))
 
 
@@ -453,7 +456,31 @@ class _IndexBuilder:
         self._problems: list[str] = []
         self._safe_names: set[str] = set()
 
-    def build(self, state: MetadataState, has_local_plans: bool) -> CheckpointIndex:
+    def build(self, state: MetadataState, has_local_plans: bool, own: OwnIndex | None = None) -> CheckpointIndex:
+        """The index that `state` describes; its tensors and objects are those of `own`, where there is one."""
+        tensors, objects = self._entries(state) if own is None else self._own_entries(own)
+        return CheckpointIndex(
+            self._path,
+            tensors,
+            objects,
+            planner_data=self._plain(state.planner_data, "planner_data"),
+            mcore_data=self._mcore_data(state.mcore_data),
+            storage_meta=self._storage_meta(state.storage_meta),
+            version=state.version if type(state.version) is str else None,
+            has_local_plans=has_local_plans,
+            problems=tuple(self._problems),
+            seal=self._seal,
+            blocks=self._blocks,
+        )
+
+    def _own_entries(self, own: OwnIndex) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
+        for file in own.files:
+            self._check_file_name("a file", file)
+        if self._seal is not None:
+            self._check_seal(self._seal, own.items)
+        return own.tensors, own.objects
+
+    def _entries(self, state: MetadataState) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
         items = self._items(state.storage_data)
         if type(state.state_dict_metadata) is not dict:
             raise self._wrong("state_dict_metadata", "a dict", state.state_dict_metadata)
@@ -472,19 +499,7 @@ class _IndexBuilder:
                     objects[fqn] = ObjectEntry(fqn, item)
             else:
                 raise self._wrong(f"{fqn!r}", "TensorStorageMetadata or BytesStorageMetadata", entry)
-        return CheckpointIndex(
-            self._path,
-            tensors,
-            objects,
-            planner_data=self._plain(state.planner_data, "planner_data"),
-            mcore_data=self._mcore_data(state.mcore_data),
-            storage_meta=self._storage_meta(state.storage_meta),
-            version=state.version if type(state.version) is str else None,
-            has_local_plans=has_local_plans,
-            problems=tuple(self._problems),
-            seal=self._seal,
-            blocks=self._blocks,
-        )
+        return tensors, objects
 
     def _items(self, storage_data: Any) -> dict[tuple[str, tuple[int, ...] | None], StoredItem]:
         """Where each (fqn, chunk offsets) lies; offsets are None for objects."""
@@ -518,20 +533,18 @@ class _IndexBuilder:
                 else StoredItem(name, offset, length, self._transforms(fqn, transforms), crc)
             )
         if seal is not None:
-            self._check_seal(seal, items)
+            self._check_seal(seal, list(items.values()))
         return items
 
-    def _check_seal(self, seal: MetadataSeal, items: dict[tuple[str, tuple[int, ...] | None], StoredItem]) -> None:
+    def _check_seal(self, seal: MetadataSeal, items: Sequence[StoredItem]) -> None:
         """Hold the seal against the places; keep the running sums by place."""
         if len(items) != len(seal.crcs):
             raise self._wrong("storage_data", "each key and offset once", len(items))
         unsealed = self._safe_names - seal.files.keys()
         if unsealed:
             raise self._wrong("the seal", f"an entry for each file, {min(unsealed)!r} among them", len(seal.files))
-        if seal.block_items:
-            places = list(items.values())
-            for number, sums in seal.running():
-                self._blocks[places[number].file, places[number].offset] = sums
+        for number, sums in seal.running():
+            self._blocks[items[number].file, items[number].offset] = sums
 
     def _tensor(
         self, fqn: str, entry: TensorEntryState, items: dict[tuple[str, tuple[int, ...] | None], StoredItem]

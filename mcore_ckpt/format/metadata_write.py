@@ -27,6 +27,7 @@ from itertools import chain
 from struct import Struct
 from typing import Any
 
+from mcore_ckpt.format._own_pickle import integer, memo_get, named_classes, text
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.seal import MetadataSeal, seal_metadata
@@ -36,59 +37,12 @@ __all__ = ["FORMAT_VERSION", "MetadataEncoder", "encode_metadata"]
 # What torch 2.8 and later write into `Metadata.version`; earlier ones ignore it.
 FORMAT_VERSION = "1.0.0"
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_CLASSES = {
-    "Metadata": _METADATA,
-    "MetadataIndex": _METADATA,
-    "TensorStorageMetadata": _METADATA,
-    "BytesStorageMetadata": _METADATA,
-    "ChunkStorageMetadata": _METADATA,
-    "StorageMeta": _METADATA,
-    "TensorProperties": _METADATA,
-    "_MEM_FORMAT_ENCODING": _METADATA,
-    "_StorageInfo": "torch.distributed.checkpoint.filesystem",
-    "Size": "torch",
-    "_get_layout": "torch.serialization",
-}
-_ATTRIBUTES = (
-    *("fqn", "offset", "index", "properties", "size", "chunks", "offsets", "sizes"),
-    *("relative_path", "length", "transform_descriptors"),
-)
-
-_PACK_INT = Struct("<ci").pack
-_PACK_GET = Struct("<cI").pack
 _PACK_FRAME = Struct("<cQ").pack
-
-
-def _text(value: str) -> bytes:
-    """SHORT_BINUNICODE or BINUNICODE."""
-    data = value.encode("utf-8", "surrogatepass")
-    if len(data) < 256:
-        return b"\x8c" + bytes((len(data),)) + data
-    return b"X" + len(data).to_bytes(4, "little") + data
-
-
-_BYTES = tuple(b"K" + bytes((value,)) for value in range(256))
-
-
-def _integer(value: int) -> bytes:
-    """BININT1, BININT or LONG1."""
-    if 0 <= value < 256:
-        return _BYTES[value]
-    if -(2**31) <= value < 2**31:
-        return _PACK_INT(b"J", value)
-    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8a" + bytes((len(data),)) + data
-
-
-def _get(number: int) -> bytes:
-    """BINGET or LONG_BINGET of a memoized object."""
-    return b"h" + bytes((number,)) if number < 256 else _PACK_GET(b"j", number)
 
 
 def _tuple(values: Iterable[int]) -> bytes:
     """MARK, the ints, TUPLE."""
-    return b"(" + b"".join(map(_integer, values)) + b"t"
+    return b"(" + b"".join(map(integer, values)) + b"t"
 
 
 def _new(class_get: bytes, state: bytes) -> bytes:
@@ -105,7 +59,7 @@ class _Memo:
     def next(self) -> bytes:
         """The GET of what the MEMOIZE that is being emitted stores."""
         self.count += 1
-        return _get(self.count - 1)
+        return memo_get(self.count - 1)
 
 
 def _pickled(value: Any, memo: _Memo) -> bytes:
@@ -142,11 +96,11 @@ class MetadataEncoder:
         # File names are emitted at the end of the names, for each save anew: they may change while nothing else does.
         self._files = list(dict.fromkeys(c.item.file for entry in index.tensors.values() for c in entry.chunks))
         self._file_gets = {name: memo.next() for name in self._files}
-        self._head = self._attributes["Metadata"] + b")\x81}(" + _text("planner_data")
+        self._head = self._attributes["Metadata"] + b")\x81}(" + text("planner_data")
         self._head += _pickled(index.planner_data, memo)
         if index.mcore_data:
-            self._head += _text("mcore_data") + _pickled(index.mcore_data, memo)
-        self._head += _text("state_dict_metadata") + b"}("
+            self._head += text("mcore_data") + _pickled(index.mcore_data, memo)
+        self._head += text("state_dict_metadata") + b"}("
         self._tensor_entries, self._tensor_places = self._emit_tensors(memo, index.tensors.values())
         self._version = index.version or FORMAT_VERSION
         self._memo_count = memo.count
@@ -172,7 +126,7 @@ class MetadataEncoder:
         memo = _Memo()
         memo.count = self._memo_count
         rename = (files or {}).get
-        file_names = b"".join(_text(rename(name, name)) + b"\x940" for name in self._files)
+        file_names = b"".join(text(rename(name, name)) + b"\x940" for name in self._files)
         entries, places = self._emit_objects(memo, objects)
         parts = [
             self._names,
@@ -180,16 +134,16 @@ class MetadataEncoder:
             self._head,
             self._tensor_entries,
             entries,
-            b"u" + _text("storage_data") + b"}(",
+            b"u" + text("storage_data") + b"}(",
             self._tensor_places,
             places,
-            b"u" + _text("storage_meta"),
+            b"u" + text("storage_meta"),
             self._emit_storage_meta(storage_meta),
-            _text("version") + _text(self._version),
+            text("version") + text(self._version),
         ]
         if local_plans is not None:
             # Readers skip the plans by this key, so it is written as the pickler would: memoized, and last.
-            parts.append(_text("all_local_plans") + b"\x94")
+            parts.append(text("all_local_plans") + b"\x94")
             memo.next()
             parts.append(_pickled(list(local_plans), memo))
         parts.append(b"ub.")
@@ -199,21 +153,16 @@ class MetadataEncoder:
 
     def _emit_names(self, memo: _Memo, tensors: Iterable[TensorEntry]) -> bytes:
         """Memoize (and pop) everything that has a name and is used again and again."""
-        parts = []
-        self._attributes: dict[str, bytes] = {}
-        for name, module in _CLASSES.items():
-            parts.append(_text(module) + _text(name) + b"\x93\x940")
-            self._attributes[name] = memo.next()
-        for name in _ATTRIBUTES:
-            parts.append(_text(name) + b"\x940")
-            self._attributes[name] = memo.next()
-        layout = self._attributes["_get_layout"] + _text("torch.strided") + b"\x85R"
+        classes, self._attributes = named_classes()
+        memo.count = len(self._attributes)
+        parts = [classes]
+        layout = self._attributes["_get_layout"] + text("torch.strided") + b"\x85R"
         memory_format = self._attributes["_MEM_FORMAT_ENCODING"] + b"K\x00\x85R"  # contiguous
         self._properties: dict[tuple[str, bool], bytes] = {}
         for dtype, requires_grad in dict.fromkeys((entry.dtype, entry.requires_grad) for entry in tensors):
             parts += [
                 self._attributes["TensorProperties"] + b")\x81(",
-                _text("torch") + _text(dtype) + b"\x93",
+                text("torch") + text(dtype) + b"\x93",
                 layout + (b"\x88" if requires_grad else b"\x89") + memory_format + b"\x89",  # pin_memory is False
                 b"tb\x940",
             ]
@@ -245,16 +194,16 @@ class MetadataEncoder:
             fqn_get = memo.next()
             properties = self._properties[entry.dtype, entry.requires_grad]
             shape = sizes.get(entry.shape) or new_size(entry.shape)
-            entries += (_text(entry.fqn), entry_open, properties, get["size"], shape, get["chunks"], b"](")
+            entries += (text(entry.fqn), entry_open, properties, get["size"], shape, get["chunks"], b"](")
             while len(numbers) < len(entry.chunks):
-                numbers.append(get["index"] + _integer(len(numbers)) + get["offset"])
+                numbers.append(get["index"] + integer(len(numbers)) + get["offset"])
             for number, (offsets, chunk_sizes, item) in zip(numbers, entry.chunks, strict=False):
                 start = sizes.get(offsets) or new_size(offsets)
                 entries += (chunk_open, start, chunk_sizes_get, sizes.get(chunk_sizes) or new_size(chunk_sizes), b"ub")
                 file, offset, length, transforms, _ = item
-                places += (place_open, fqn_get, number, sizes[offsets], placed[file], _integer(offset), length_get)
+                places += (place_open, fqn_get, number, sizes[offsets], placed[file], integer(offset), length_get)
                 places += (
-                    (_integer(length), self._transforms(transforms), b"ub") if transforms else (_integer(length), b"ub")
+                    (integer(length), self._transforms(transforms), b"ub") if transforms else (integer(length), b"ub")
                 )
             entries.append(b"eub")
         return b"".join(entries), b"".join(places)
@@ -262,7 +211,7 @@ class MetadataEncoder:
     def _emit_objects(self, memo: _Memo, objects: Mapping[str, ObjectEntry]) -> tuple[bytes, bytes]:
         get = self._attributes
         bytes_entry = get["BytesStorageMetadata"] + b")\x81"
-        entries = [_text(fqn) + b"\x94" + bytes_entry for fqn in objects]
+        entries = [text(fqn) + b"\x94" + bytes_entry for fqn in objects]
         fqn_gets = [memo.next() for _ in objects]
         file_gets: dict[str, bytes] = {}
         places = []
@@ -278,9 +227,9 @@ class MetadataEncoder:
 
     def _place(self, item: StoredItem, file_gets: Mapping[str, bytes], first_use: bool = False) -> bytes:
         """A `_StorageInfo`; transforms are left out where there are none, as torch does."""
-        file = _text(item.file) + b"\x94" if first_use else file_gets[item.file]
-        length = self._attributes["length"] + _integer(item.length)
-        return self._place_open(file) + _integer(item.offset) + length + self._transforms(item.transforms) + b"ub"
+        file = text(item.file) + b"\x94" if first_use else file_gets[item.file]
+        length = self._attributes["length"] + integer(item.length)
+        return self._place_open(file) + integer(item.offset) + length + self._transforms(item.transforms) + b"ub"
 
     def _place_open(self, file: bytes) -> bytes:
         """A `_StorageInfo` up to its offset."""
@@ -290,7 +239,7 @@ class MetadataEncoder:
     def _transforms(self, names: Sequence[str]) -> bytes:
         if not names:
             return b""
-        return self._attributes["transform_descriptors"] + b"](" + b"".join(map(_text, names)) + b"e"
+        return self._attributes["transform_descriptors"] + b"](" + b"".join(map(text, names)) + b"e"
 
     def _emit_storage_meta(self, fields: Mapping[str, Any] | None) -> bytes:
         if fields is None:
@@ -298,9 +247,9 @@ class MetadataEncoder:
         state = b""
         for name in ("checkpoint_id", "save_id", "load_id"):
             value = fields.get(name)
-            state += _text(name) + (b"N" if value is None else _text(str(value)))
-        modules = b"".join(map(_text, fields.get("modules") or ()))
-        return _new(self._attributes["StorageMeta"], state + _text("modules") + b"](" + modules + b"e")
+            state += text(name) + (b"N" if value is None else text(str(value)))
+        modules = b"".join(map(text, fields.get("modules") or ()))
+        return _new(self._attributes["StorageMeta"], state + text("modules") + b"](" + modules + b"e")
 
 
 def encode_metadata(

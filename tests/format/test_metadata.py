@@ -203,7 +203,7 @@ def test_encodes_mcore_data_where_there_is_some() -> None:
 
 def test_encodes_names_of_any_length_and_script() -> None:
     for name in ("x" * 255, "x" * 256, "ключ.权重", "a\ud800b", ""):
-        tensors = {name: dataclasses.replace(SAMPLE.tensors["step"], fqn=name)}
+        tensors = {name: SAMPLE.tensors["step"]._replace(fqn=name)}
         content = encode_metadata(CheckpointIndex("ckpt", tensors, {}))
         assert list(parse_index(content, "ckpt").tensors) == [name]
         assert list(pickle.loads(content).state_dict_metadata) == [name]
@@ -231,7 +231,7 @@ def test_from_dcp_names_what_has_no_place() -> None:
 
 
 def test_dtype_that_torch_lacks_is_named() -> None:
-    entry = dataclasses.replace(SAMPLE.tensors["step"], dtype="float3_e1m1")
+    entry = SAMPLE.tensors["step"]._replace(dtype="float3_e1m1")
     with pytest.raises(CorruptCheckpointError, match=r"'step' is stored as float3_e1m1"):
         to_dcp_metadata(CheckpointIndex("ckpt", {"step": entry}, {}))
 

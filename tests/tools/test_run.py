@@ -200,7 +200,7 @@ def test_a_link_below_a_checkpoint_is_not_followed(run: Path, tmp_path: Path) ->
     index = read_index(own)
     entry = index.tensors["output_layer.weight"]
     chunks = tuple(chunk._replace(item=chunk.item._replace(file="sub/__0_0.distcp")) for chunk in entry.chunks)
-    misled = replace(index, tensors={entry.fqn: replace(entry, chunks=chunks)}, objects={})
+    misled = replace(index, tensors={entry.fqn: entry._replace(chunks=chunks)}, objects={})
     (own / ".metadata").write_bytes(encode_metadata(misled))
     prune_run(run, keep_last=1, remove=True)
     assert (other / "__0_0.distcp").read_bytes() == b"precious"

@@ -1,0 +1,140 @@
+"""Indexes of our own are read off their bytes: to the same as by the unpickler, or not at all."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from typing import Any
+
+import pytest
+
+from mcore_ckpt.core.errors import CheckpointError
+from mcore_ckpt.format import metadata_read
+from mcore_ckpt.format._own_index import own_index
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.metadata_read import DTYPE_NAMES, parse_index
+from mcore_ckpt.format.metadata_write import MetadataEncoder
+from mcore_ckpt.format.seal import MetadataSeal, SealedFile, seal_metadata, split_metadata
+
+SAVE_ID = bytes(range(16))
+DTYPES = {name: name for name in DTYPE_NAMES}
+
+
+def sample(tensors: int = 300, objects: int = 20) -> dict[str, Any]:
+    """What a save holds: shapes that are made and referred to, tensors of several chunks, numbers of every length."""
+    entries, at, number = {}, 0, 0
+
+    def item() -> StoredItem:
+        nonlocal at, number
+        length = 700 + number % 3 * 2**33
+        at, number = at + length, number + 1
+        return StoredItem(f"__{number % 2}_0.distcp", at - length, length, (), number)
+
+    for n in range(tensors):
+        rows, columns = 2 * (n % 7), n % 40 if n < tensors // 2 else 3
+        shapes = {0: (), 1: (columns,), 2: (rows, columns), 3: (2**40, 2, n)}
+        shape = shapes[n % 4]
+        chunks = [StoredChunk((0,) * len(shape), shape, item())]
+        if n % 4 == 2 and rows > 2:
+            half = (rows // 2, columns)
+            chunks = [StoredChunk((start, 0), half, item()) for start in (0, rows // 2)]
+        dtype = ("float32", "bfloat16")[n % 2]
+        entries[f"layer.{n}" + "x" * (n % 90)] = TensorEntry(
+            f"layer.{n}" + "x" * (n % 90), dtype, shape, tuple(chunks), n % 5 == 0
+        )
+    found = {f"object.{n}/shard_0_1": ObjectEntry(f"object.{n}/shard_0_1", item()) for n in range(objects)}
+    return {"tensors": entries, "objects": found}
+
+
+def encoded(parts: dict[str, Any], plans: list[Any] | None = None) -> bytes:
+    tensors, objects = parts["tensors"], parts["objects"]
+    items = [chunk.item for entry in tensors.values() for chunk in entry.chunks]
+    items += [entry.item for entry in objects.values()]
+    seal = MetadataSeal(
+        SAVE_ID,
+        {item.file: SealedFile(2**62, 5, SAVE_ID) for item in items},
+        array("I", [item.crc32 for item in items]),
+        array("Q", [1]),
+        array("I", [2]),
+        array("I", [7, 8]),
+    )
+    encoder = MetadataEncoder(CheckpointIndex("", tensors, {}))
+    return encoder.encode(objects, storage_meta={"save_id": SAVE_ID.hex()}, local_plans=plans, seal=seal)
+
+
+def is_own(data: bytes) -> bool:
+    pickle, seal = split_metadata(data, "a")
+    assert seal is not None
+    return own_index(pickle, seal.crcs, DTYPES) is not None
+
+
+def unpickled(data: bytes, monkeypatch: pytest.MonkeyPatch) -> CheckpointIndex:
+    with monkeypatch.context() as patch:
+        patch.setattr(metadata_read, "own_index", lambda *_: None)
+        return parse_index(data, "a")
+
+
+@pytest.mark.parametrize("counts", [(300, 20), (0, 3), (3, 0), (0, 0), (1, 1)])
+@pytest.mark.parametrize("plans", [None, [{"a plan": [1, 2]}]])
+def test_it_is_what_the_unpickler_makes(
+    counts: tuple[int, int], plans: list[Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = sample(*counts)
+    if not sum(counts):
+        data = seal_metadata(
+            MetadataEncoder(CheckpointIndex("", {}, {})).encode({}, local_plans=plans),
+            MetadataSeal(SAVE_ID, {}, array("I")),
+        )
+    else:
+        data = encoded(parts, plans)
+    assert is_own(data)
+    index = parse_index(data, "a")
+    assert index == unpickled(data, monkeypatch)
+    assert list(index.tensors.items()) == list(parts["tensors"].items())
+    assert list(index.objects.items()) == list(parts["objects"].items())
+    assert index.has_local_plans == (plans is not None)
+
+
+def test_keys_that_cannot_be_read_off_are_unpickled() -> None:
+    # In UTF-8 the one holds the byte of MEMOIZE, the other has its length in four bytes.
+    for key in ("\u0414", "k" * 300):
+        item = StoredItem("__0_0.distcp", 0, 700, (), 1)
+        entry = TensorEntry(key, "float32", (2,), (StoredChunk((0,), (2,), item),))
+        parts = {"tensors": {key: entry}, "objects": {"o": ObjectEntry("o", item._replace(offset=800))}}
+        data = encoded(parts)
+        assert not is_own(data)
+        assert parse_index(data, "a").tensors == {key: entry}
+
+
+def test_changed_bytes_are_read_as_the_unpickler_reads_them_or_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(5)
+    pickle, seal = split_metadata(encoded(sample(60, 6)), "a")
+    assert seal is not None
+    taken = 0
+    for _ in range(500):
+        changed = bytearray(pickle)
+        for _ in range(chance.choice((1, 1, 2))):
+            at = chance.randrange(11, len(changed))
+            kind = chance.random()
+            if kind < 0.5:
+                changed[at] = chance.choice(
+                    (chance.randrange(256), changed[at] ^ 1, changed[chance.randrange(len(changed))])
+                )
+            elif kind < 0.75:
+                del changed[at : at + chance.choice((1, 2, 40))]
+            else:
+                start = chance.randrange(11, len(changed))
+                changed[at:at] = changed[start : start + chance.choice((2, 7, 60))]
+        changed[3:11] = (len(changed) - 11).to_bytes(8, "little")
+        data = seal_metadata(bytes(changed), seal)
+        if not is_own(data):
+            continue
+        taken += 1
+        try:
+            expected = unpickled(data, monkeypatch)
+        except CheckpointError:
+            with pytest.raises(CheckpointError):
+                parse_index(data, "a")
+        else:
+            assert parse_index(data, "a") == expected
+    assert taken > 50
