@@ -44,7 +44,7 @@ test-slow: $(INSTALLED)  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
 
 test-flips: $(INSTALLED)  ## bits flipped, files cut, swapped and taken from another save, 10,000 times; ARGS="--flips N --seed S"
-	$(BIN)/python -W ignore -m tests.format.flips $(ARGS)
+	$(BIN)/python -W ignore -m tests.format.flips --write docs/reliability.md $(ARGS)
 
 test-matrix: $(INSTALLED)  ## every supported megatron-core version (needs Python 3.12 beside the usual one)
 	scripts/test_matrix.sh $(ARGS)

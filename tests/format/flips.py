@@ -36,6 +36,7 @@ import select
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -113,6 +114,19 @@ class Tally:
         """How many trials had one of these outcomes."""
         return sum(count for (_, _, outcome), count in self.counts.items() if outcome in outcomes)
 
+    def summary(self) -> str:
+        """Rows of checkpoint and kind of damage, columns of outcomes: for people to read."""
+        counts: Counter[tuple[str, str, str]] = Counter()
+        for (subject, file, outcome), count in self.counts.items():
+            counts[subject, file.rpartition(", ")[2], outcome] += count
+        seen = [outcome for outcome in OUTCOMES if outcome not in ("FOREIGN", "DIED") or self.of(outcome)]
+        lines = ["| checkpoint | damage | trials | " + " | ".join(seen) + " |", "|---|---|---|" + "---|" * len(seen)]
+        for subject, damage in sorted({(subject, damage) for subject, damage, _ in counts}):
+            cells = [counts[subject, damage, outcome] for outcome in seen]
+            lines.append(f"| {subject} | {damage} | {sum(cells)} | " + " | ".join(str(n or "") for n in cells) + " |")
+        lines.append(f"| all | | {self.trials} | " + " | ".join(str(self.of(outcome)) for outcome in seen) + " |")
+        return "\n".join(lines)
+
     def table(self) -> str:
         """Rows of checkpoint and file, columns of outcomes."""
         rows = sorted({(subject, file) for subject, file, _ in self.counts})
@@ -175,7 +189,37 @@ def make_subjects(scratch: Path) -> list[Subject]:
         for when, seed in (("before", 1), ("now", 2)):
             write(scratch / kind / when, seed)
         found.append(Subject(kind, scratch / kind / "now", scratch / kind / "before"))
+    for who, python in itertools.product(("ours", "stock"), _interpreters()):
+        version = _megatron_version(python)
+        if version is None:
+            continue
+        kind = f"{who} megatron {version}"
+        for when, seed in (("before", 1), ("now", 2)):
+            command = [
+                python,
+                "-W",
+                "ignore",
+                "-m",
+                "tests.format.megatron_save",
+                who,
+                str(scratch / kind / when),
+                str(seed),
+            ]
+            subprocess.run(command, check=True, capture_output=True, timeout=300)
+        found.append(Subject(kind, scratch / kind / "now", scratch / kind / "before"))
     return found
+
+
+def _interpreters() -> list[str]:
+    """This one, and that of the environment with a newer Megatron-Core, if it is there (`make test`)."""
+    other = Path(sys.prefix).with_name(".venv312") / "bin" / "python"
+    return [sys.executable, *([str(other)] if other.exists() else [])]
+
+
+def _megatron_version(python: str) -> str | None:
+    asked = "from importlib.metadata import version; print(version('megatron-core'))"
+    told = subprocess.run([python, "-c", asked], check=False, capture_output=True, text=True, timeout=60)
+    return told.stdout.strip() or None
 
 
 def _import_safetensors(target: Path, seed: int) -> None:
@@ -409,17 +453,37 @@ def run(flips: int, seed: int, scratch: Path, *, cuts: bool = True, say: Callabl
     return tally
 
 
+def write_page(page: Path, tally: Tally, seed: int) -> None:
+    """Put the results between `<!-- flips -->` and `<!-- end of flips -->`."""
+    flips = sum(count for (_, file, _), count in tally.counts.items() if file.endswith(", flipped"))
+    bad = tally.of("FOREIGN", "DIED")
+    told = (
+        f"{tally.trials} trials, {flips} of them flipped bits, seed {seed}, torch {torch.__version__}; "
+        f"{len(tally.unexpected)} came out as they must not, {bad} ended in an exception of somebody else, a crash, at "
+        f"the deadline ({DEADLINE_S:.0f} s) or at the limit of memory ({MEMORY_BYTES >> 30} GiB).\n\n"
+    )
+    text = page.read_text()
+    before, mark, rest = text.partition("<!-- flips -->\n")
+    _, end, after = rest.partition("<!-- end of flips -->")
+    if not mark or not end:
+        raise SystemExit(f"{page}: expected the marks <!-- flips --> and <!-- end of flips -->")
+    page.write_text(f"{before}{mark}\n{told}{tally.summary()}\n\n{end}{after}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 1 if anything came out that must not."""
     parser = argparse.ArgumentParser(description="Damage checkpoints of every kind, and count what comes of it.")
     parser.add_argument("--flips", type=int, default=10_000, help="random bits (10000)")
     parser.add_argument("--seed", type=int, default=0, help="of the random bits (0)")
+    parser.add_argument("--write", metavar="PAGE", type=Path, help="put the table between its marks in this page")
     parser.add_argument("--no-cuts", action="store_true", help="leave out cutting files at every boundary")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="flips-") as scratch:
         tally = run(chosen.flips, chosen.seed, Path(scratch), cuts=not chosen.no_cuts)
     print(f"\n{tally.trials} trials, seed {chosen.seed}\n\n{tally.table()}\n")
+    if chosen.write is not None:
+        write_page(chosen.write, tally, chosen.seed)
     for example in tally.examples[:40]:
         print(example)
     if len(tally.examples) > 40:
