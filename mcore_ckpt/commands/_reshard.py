@@ -53,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Outcome:
     """Reshard, or show what would be done."""
     from mcore_ckpt.convert.reshard import plan_reshard, reshard
-    from mcore_ckpt.format.metadata_read import TRACKER_FILE, read_index
+    from mcore_ckpt.format.metadata_read import MAX_TRACKER_BYTES, TRACKER_FILE, read_index, read_small_file
+    from mcore_ckpt.storage.local import LocalStorage
     from mcore_ckpt.tools.inspection import checkpoint_directory
 
     options = _options(arguments)
@@ -68,7 +69,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
         tracker = Path(arguments.source) / TRACKER_FILE
         copy = Path(arguments.target) / TRACKER_FILE
         if not copy.exists():
-            copy.write_bytes(tracker.read_bytes())
+            content = read_small_file(tracker.parent, tracker.name, MAX_TRACKER_BYTES, follow_links=True)
+            LocalStorage(copy.parent).publish(copy.name, content)
     guesses = f", {report.guesses} of them by a guess (see --dry-run)" if report.guesses else ""
     text = (
         f"{report.target}: {report.layout}, {report.tensors} tensors{guesses} in {report.chunks} chunks, "

@@ -27,6 +27,8 @@ from mcore_ckpt.core.errors import ChecksumError, OptionError, SaveError
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import TensorEntry
 from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes
+from mcore_ckpt.format.metadata_read import read_small_file
+from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.dtype_cast import cast_floats
 from mcore_ckpt.tools.payloads import PayloadSource, StoredPayload, StoredPayloads
 from mcore_ckpt.tools.regrid import Walk
@@ -37,6 +39,8 @@ __all__ = ["JOURNAL_FILE", "Journal", "check_chunks", "chunk_sources", "copy_all
 
 JOURNAL_FILE = ".reshard_journal"
 _VERSION = 2
+# A line for each gibibyte or so, of some bytes for each tensor and MiB.
+_MAX_JOURNAL_BYTES: Final = 1024**3
 _SYNC_BYTES: Final = 1024**3
 _MIN_BUFFER_BYTES: Final = 256 * 1024
 _MAX_BUFFER_BYTES: Final = 8 * 1024 * 1024
@@ -77,7 +81,7 @@ class Journal:
         self._lock = threading.Lock()
         path = directory / JOURNAL_FILE
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise SaveError(f"{path}: cannot be opened: {error.strerror}") from error
         try:
@@ -91,7 +95,7 @@ class Journal:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise SaveError(f"{path.parent}: another reshard is writing there; wait for it, or end it") from error
-        content = path.read_bytes()
+        content = read_small_file(path.parent, path.name, _MAX_JOURNAL_BYTES)
         whole = content[: content.rfind(b"\n") + 1]
         try:
             lines = [json.loads(line) for line in whole.splitlines()]
@@ -457,9 +461,9 @@ class _Worker:
         stream.write(template.head)
         at = stream.position
         stream.seek(at + payload.nbytes)
-        source = str(Path(self._run.payloads.index.path) / payload.file)
-        file = stream.file
-        streams.writes.submit(lambda: copy_file_bytes(source, payload.offset, file, at, payload.nbytes))
+        source, file = self._run.payloads.storage, stream.file
+        assert isinstance(source, LocalStorage)
+        streams.writes.submit(lambda: copy_file_bytes(source, payload.file, payload.offset, file, at, payload.nbytes))
         stream.write(_tail(template, payload.crc32 or 0))
 
 
@@ -477,19 +481,24 @@ def _tail(template: TensorTemplate, value: int) -> bytes:
     return bytes(tail)
 
 
-def copy_file_bytes(source: str, start: int, target: TargetFile, at: int, nbytes: int) -> None:
-    """Let the kernel copy bytes from file to file; by reading and writing where it cannot. Raises `SaveError`."""
+def copy_file_bytes(source: LocalStorage, name: str, start: int, target: TargetFile, at: int, nbytes: int) -> None:
+    """Let the kernel copy bytes from file to file; by reading and writing where it cannot.
+
+    Raises:
+        SaveError: it fails.
+        CorruptCheckpointError: the source is no regular file of its own (any more).
+    """
     try:
-        _copy_file_bytes(source, start, target, at, nbytes)
+        _copy_file_bytes(source, name, start, target, at, nbytes)
     except OSError as error:
         raise SaveError(
-            f"copying bytes [{start}, {start + nbytes}) of {source} to byte {at} of {target.path} failed: "
+            f"copying bytes [{start}, {start + nbytes}) of {source.path(name)} to byte {at} of {target.path} failed: "
             f"{error.strerror or error}; check space and devices, and run the command again"
         ) from error
 
 
-def _copy_file_bytes(source: str, start: int, target: TargetFile, at: int, nbytes: int) -> None:
-    fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+def _copy_file_bytes(source: LocalStorage, name: str, start: int, target: TargetFile, at: int, nbytes: int) -> None:
+    fd = source.open_descriptor(name)
     try:
         done = 0
         while done < nbytes:
@@ -502,7 +511,7 @@ def _copy_file_bytes(source: str, start: int, target: TargetFile, at: int, nbyte
             if got == 0:
                 piece = os.pread(fd, min(nbytes - done, _MAX_BUFFER_BYTES), start + done)
                 if not piece:
-                    raise OSError(errno.EIO, f"{source} ended at byte {start + done}")
+                    raise OSError(errno.EIO, f"{source.path(name)} ended at byte {start + done}")
                 target.write(at + done, memoryview(piece))
                 got = len(piece)
             done += got

@@ -42,7 +42,14 @@ from mcore_ckpt.directory.common_file import bind_common_file, read_common_file
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, parse_index
+from mcore_ckpt.format.metadata_read import (
+    COMMON_FILE,
+    CONFIG_FILE,
+    MAX_CONFIG_BYTES,
+    METADATA_FILE,
+    parse_index,
+    read_small_file,
+)
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, SealedFile, seal_metadata
 from mcore_ckpt.load.fetch import in_parallel
@@ -420,7 +427,7 @@ def carry_sidecars(index: CheckpointIndex, sidecars: Iterable[str], partial: Pat
         check_file(LocalStorage(source), common)
         storage.publish(COMMON_FILE, content)
     if (source / CONFIG_FILE).exists():
-        storage.publish(CONFIG_FILE, LocalStorage(source).read(CONFIG_FILE))
+        storage.publish(CONFIG_FILE, read_small_file(source, CONFIG_FILE, MAX_CONFIG_BYTES))
 
 
 def _carry_file(source: Path, name: str, target: Path) -> None:

@@ -19,6 +19,7 @@ __all__ = ["PartitionRule", "RenameRule", "parse_partition_rules", "parse_rename
 _Rule = TypeVar("_Rule")
 
 _DROP = "-"
+_MAX_RULES_BYTES = 16 * 1024 * 1024
 
 
 class RenameRule(NamedTuple):
@@ -42,7 +43,11 @@ def rules_in(
     if not isinstance(given, str | os.PathLike):
         return tuple(given)
     try:
-        return tuple(parse(Path(given).read_text(encoding="utf-8"), os.fspath(given)))
+        with Path(given).open("rb") as file:
+            content = file.read(_MAX_RULES_BYTES + 1)
+        if len(content) > _MAX_RULES_BYTES:
+            raise OptionError(f"{os.fspath(given)}: no file of rules has more than {_MAX_RULES_BYTES} bytes")
+        return tuple(parse(content.decode("utf-8"), os.fspath(given)))
     except UnicodeDecodeError as error:
         raise OptionError(f"{os.fspath(given)}: not a text file: {error}") from error
 

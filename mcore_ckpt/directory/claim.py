@@ -58,6 +58,8 @@ _WATCHED_BEATS: Final = 3
 # What a marker without an owner's name may be: half written, where the file system has no hard links.
 _UNREADABLE_S: Final = 2.0
 _LONGEST_LEASE_S: Final = 3600.0
+# A marker names the files of the checkpoint that is replaced: a million of them at most.
+_MAX_TICKET_BYTES: Final = 64 * 1024 * 1024
 _MISSED_S: Final = 0.5
 _ATTEMPTS: Final = 1000
 _RETRY_S: Final = 0.01
@@ -427,7 +429,7 @@ def _next(owner: Owner) -> str:
 def _read(storage: Storage, name: str) -> bytes | None:
     try:
         with storage.open_reader(name, direct="off") as reader:
-            return reader.read(0, reader.size_bytes)
+            return reader.read(0, min(reader.size_bytes, _MAX_TICKET_BYTES))
     except CheckpointNotFoundError:
         return None
 

@@ -31,11 +31,13 @@ from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
     INCOMPLETE_MARKER,
+    MAX_CONFIG_BYTES,
     METADATA_FILE,
     TRACKER_FILE,
     encode_config,
     read_config,
     read_index,
+    read_small_file,
 )
 from mcore_ckpt.storage.local import LocalStorage
 
@@ -285,7 +287,7 @@ def is_megatrons(directory: Path) -> tuple[bool, str | None]:
         config = read_config(directory)
         if config is None:
             return False, None
-        fields = json.loads((directory / CONFIG_FILE).read_bytes())
+        fields = json.loads(read_small_file(directory, CONFIG_FILE, MAX_CONFIG_BYTES))
     except (LoadError, OSError, ValueError) as error:
         return True, str(error)
     known = json.loads(encode_config())

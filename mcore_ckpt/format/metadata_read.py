@@ -41,6 +41,7 @@ __all__ = [
     "CONFIG_FILE",
     "DTYPE_NAMES",
     "INCOMPLETE_MARKER",
+    "MAX_CONFIG_BYTES",
     "MAX_METADATA_BYTES",
     "MAX_TRACKER_BYTES",
     "METADATA_FILE",
@@ -75,7 +76,7 @@ INCOMPLETE_MARKER = ".mcore_ckpt_incomplete"
 
 # The index of 1,024 ranks with 1,000 items each, plans included, is 0.43 GB; ten times that is no index any more.
 MAX_METADATA_BYTES = 4 * 1024**3
-_MAX_CONFIG_BYTES = 1024 * 1024
+MAX_CONFIG_BYTES = 1024 * 1024
 
 
 def read_index(path: str | Path, *, strict: bool = True) -> CheckpointIndex:
@@ -124,7 +125,7 @@ def read_config(path: str | Path) -> CheckpointConfig | None:
     """
     directory = local_path(path)
     try:
-        text = read_small_file(directory, CONFIG_FILE, _MAX_CONFIG_BYTES)
+        text = read_small_file(directory, CONFIG_FILE, MAX_CONFIG_BYTES)
     except CheckpointNotFoundError:
         return None
     try:

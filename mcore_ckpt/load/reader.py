@@ -254,10 +254,26 @@ class FileSystemReader(StorageReader):
 
     def _hand_over_objects(self, objects: dict[str, list[ReadItem]], planner: LoadPlanner) -> None:
         for entry, content in self._object_contents(self._object_entry(fqn) for fqn in objects):
-            # The planner may unpickle without restraint, as DCP's own does: the pickle is tried here first.
-            self._unpickled(entry.fqn, content)
+            given = content if self.options.run_code_from_checkpoint else self._saved_anew(entry.fqn, content)
             for read_item in objects[entry.fqn]:
-                planner.load_bytes(read_item, io.BytesIO(content))
+                planner.load_bytes(read_item, io.BytesIO(given))
+
+    def _saved_anew(self, fqn: str, content: bytes) -> bytes:
+        """An object in bytes of our own, for a planner that unpickles without restraint, as DCP's own does.
+
+        The stored bytes are never shown to it: what was tried here need not be what it finds in them. torch looks for
+        the archive at the other end, takes names of records whatever their case, and runs TorchScript.
+        """
+        found = self._unpickled(fqn, content)
+        saved = io.BytesIO()
+        try:
+            torch.save(found, saved)
+        except Exception as error:
+            raise LoadError(
+                f"{fqn} in {self.path}: was read, but cannot be handed to the load planner ({type(error).__name__}: "
+                f"{error!s:.200}); read it with `open_checkpoint({str(self.path)!r}).objects`"
+            ) from error
+        return saved.getvalue()
 
     def _batches(self, tensors: list[ReadItem], batch_bytes: int | None) -> Iterator[list[ReadItem]]:
         """Read items in order of the files, cut where their destinations take more than `batch_bytes` together."""

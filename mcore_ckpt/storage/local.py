@@ -431,14 +431,28 @@ class LocalStorage(Storage):
         except OSError as error:
             raise _open_error(self.path(name), error) from error
 
+    def open_descriptor(self, name: str) -> int:
+        """A descriptor of a regular file, for reading; the caller closes it. Raises as `open_regular`."""
+        return open_regular(self.root, name, follow_links=self._follow_links)
+
     def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
         try:
             return LocalReader(self.root, check_name(name), direct, self._bounce, follow_links=self._follow_links)
         except OSError as error:
             raise _open_error(self.path(name), error) from error
 
-    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+    def _own(self, name: str) -> str:
+        """The path of a name that is going to be written or removed: links in folders of its own lead elsewhere."""
         path = self.path(name)
+        folder = os.path.dirname(name)
+        while folder and not self._follow_links:
+            if os.path.islink(os.path.join(self.root, folder)):
+                raise SaveError(f"{path}: lies behind the symbolic link {folder!r}; nothing is changed there")
+            folder = os.path.dirname(folder)
+        return path
+
+    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+        path = self._own(name)
         try:
             if "/" in name:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -447,7 +461,7 @@ class LocalStorage(Storage):
             raise _save_error("creating the file", path, error) from error
 
     def publish(self, name: str, content: bytes, *, through: str | None = None) -> None:
-        path = self.path(name)
+        path = self._own(name)
         try:
             _replace_durably(path, content, None if through is None else self.path(through))
         except OSError as error:
@@ -461,7 +475,7 @@ class LocalStorage(Storage):
             raise _save_error("publishing it", path, error) from error
 
     def create(self, name: str, content: bytes) -> None:
-        path = self.path(name)
+        path = self._own(name)
         try:
             _write_new(path, content)
         except OSError as error:
@@ -505,12 +519,12 @@ class LocalStorage(Storage):
 
     def rename(self, source: str, destination: str) -> None:
         try:
-            os.replace(self.path(source), self.path(destination))
+            os.replace(self._own(source), self._own(destination))
         except OSError as error:
             raise _save_error(f"renaming it to {destination}", self.path(source), error) from error
 
     def delete(self, name: str, missing_ok: bool = True) -> None:
-        path = self.path(name)
+        path = self._own(name)
         try:
             os.unlink(path)
         except FileNotFoundError as error:

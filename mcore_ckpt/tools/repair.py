@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import BinaryIO
 
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
@@ -24,7 +25,7 @@ from mcore_ckpt.format.seal import FOOTER_BYTES
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.file_seals import check_seal, read_table
 from mcore_ckpt.storage.base import Storage
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.local import LocalStorage, open_regular
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
 from mcore_ckpt.tools.verify import ItemCheck, Problem, VerifyReport, check_item, verify_checkpoint
@@ -165,12 +166,8 @@ def _mend_seals(problems: tuple[Problem, ...], directory: Path, copy: Path, inde
         name = problem.file
         if name is None or index.seal is None or problem.kind != "file" or name not in index.seal.files:
             continue
-        path = directory / name
-        end = _end_of_file(name, copy, index) if path.is_file() else None
-        if end is not None:
-            start, content = end
-            _write(path, start, content)
-            os.truncate(path, start + len(content))
+        end = _end_of_file(name, copy, index)
+        if end is not None and _write(directory, name, *end, is_end=True):
             mended.append(name)
     return list(dict.fromkeys(mended))
 
@@ -193,26 +190,37 @@ def _replace_files(problems: tuple[Problem, ...], directory: Path, copy: Path, i
             LocalStorage(directory).publish(problem.file, content)
             repaired.append(problem.file)
             continue
-        source, target = copy / problem.file, directory / problem.file
-        if (
-            source.is_file()
-            and not target.exists()
-            and (index.seal is None or problem.file not in index.seal.files or _end_of_file(problem.file, copy, index))
-        ):
-            temporary = target.with_name(f".{target.name}.repair")
-            _copy_file(source, temporary)
-            temporary.replace(target)
-            LocalStorage(directory).sync_directory()
-            repaired.append(problem.file)
+        sealed = index.seal is not None and problem.file in index.seal.files
+        if os.path.lexists(directory / problem.file) or (sealed and not _end_of_file(problem.file, copy, index)):
+            continue
+        try:
+            given = open_regular(copy, problem.file)
+        except (CorruptCheckpointError, OSError):
+            continue
+        with os.fdopen(given, "rb") as reading:
+            _put_file(directory, problem.file, reading)
+        repaired.append(problem.file)
     return repaired
 
 
-def _copy_file(source: Path, target: Path) -> None:
-    with source.open("rb") as reading, target.open("wb") as writing:
-        while piece := reading.read(_WINDOW_BYTES):
-            writing.write(piece)
-        writing.flush()
-        os.fsync(writing.fileno())
+def _put_file(directory: Path, name: str, content: BinaryIO) -> None:
+    """A new file, whole and durable or not at all; whatever lies under its temporary name goes."""
+    storage = LocalStorage(directory)
+    folder, _, last = name.rpartition("/")
+    temporary = f"{folder}/.{last}.repair" if folder else f".{last}.repair"
+    storage.delete(temporary)
+    writing = storage.open_writer(temporary)
+    try:
+        at = 0
+        while piece := content.read(_WINDOW_BYTES):
+            writing.write(at, memoryview(piece))
+            at += len(piece)
+        writing.finish(at)
+    except BaseException:
+        writing.abort()
+        raise
+    storage.rename(temporary, name)
+    storage.sync_directory()
 
 
 def _is_same_save(
@@ -277,16 +285,14 @@ def _mend(check: ItemCheck, directory: Path, payloads: StoredPayloads, same_save
     """Put one item back; False if the copy does not have it, or cannot prove that it is the same."""
     content = _same_item(check, payloads)
     if content is not None and (same_save or _carries_sums_of(check, directory, payloads)):
-        _write(directory / check.item.file, check.item.offset, content)
-        return True
+        return _write(directory, check.item.file, check.item.offset, content)
     if check.entry is None or check.chunk is None:
         return False
     found = _same_elements(check, check.entry, check.chunk, LocalStorage(directory), payloads)
     if found is None:
         return False
     offset, elements = found
-    _write(directory / check.item.file, offset, elements)
-    return True
+    return _write(directory, check.item.file, offset, elements)
 
 
 def _carries_sums_of(check: ItemCheck, directory: Path, payloads: StoredPayloads) -> bool:
@@ -344,9 +350,17 @@ def _same_elements(
     return item.offset + located.payload_offset, bytes(elements)
 
 
-def _write(path: Path, offset: int, content: bytes) -> None:
-    with path.open("r+b") as file:
+def _write(directory: Path, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
+    """Put bytes into a file, durably, and cut it behind them if they are its end; False if it is no file of its own."""
+    try:
+        fd = open_regular(directory, name, os.O_RDWR)
+    except (CorruptCheckpointError, FileNotFoundError):
+        return False
+    with os.fdopen(fd, "r+b") as file:
         file.seek(offset)
         file.write(content)
+        if is_end:
+            file.truncate()
         file.flush()
         os.fsync(file.fileno())
+    return True
