@@ -16,7 +16,8 @@ import shutil
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -66,6 +67,7 @@ __all__ = [
     "build_target",
     "carry_sidecars",
     "check_all",
+    "claim_partial",
     "partial_directory",
     "refuse_target",
     "sidecar_files",
@@ -103,13 +105,17 @@ class Built:
 
 def refuse_target(source: Path, target: Path) -> None:
     """Raise unless `target` is free, and not inside the source."""
+    _refuse_existing(target)
+    here, there = source.resolve(), target.resolve()
+    if here == there or here in there.parents:
+        raise OptionError(f"{target}: lies inside the source {source}, which is never written to")
+
+
+def _refuse_existing(target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointExistsError(
             f"{target}: there is something already, and nothing is ever overwritten: choose another name"
         )
-    here, there = source.resolve(), target.resolve()
-    if here == there or here in there.parents:
-        raise OptionError(f"{target}: lies inside the source {source}, which is never written to")
 
 
 def partial_directory(target: Path) -> Path:
@@ -142,15 +148,33 @@ def build_target(
         SaveError: the target cannot be written; what is done is kept for the next run.
     """
     content = encode_metadata(plan.index)
+    with claim_partial(target) as claim:
+        if options.restart:
+            _empty(partial_directory(target))
+        return _build(payloads, plan, target, options, claim, content, carry=carry, progress=progress)
+
+
+@contextmanager
+def claim_partial(target: Path) -> Iterator[Claim]:
+    """Make the temporary directory of a target, and claim it, so that nobody else makes that target meanwhile.
+
+    Raises:
+        CheckpointExistsError: there is something at `target`; somebody else may have finished it just now.
+        SaveError: somebody else is making it, or the directory cannot be made.
+    """
     partial = partial_directory(target)
     try:
         partial.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SaveError(f"{partial}: the directory cannot be made: {error.strerror}") from error
-    with Claim.take(LocalStorage(partial)) as claim:
-        if options.restart:
-            _empty(partial)
-        return _build(payloads, plan, target, options, claim, content, carry=carry, progress=progress)
+    try:
+        claim = Claim.take(LocalStorage(partial))
+    except SaveError:
+        _refuse_existing(target)  # who has held the directory has given it that name
+        raise
+    with claim:
+        _refuse_existing(target)
+        yield claim
 
 
 def _build(
@@ -235,7 +259,8 @@ def _seal_files(plan: ReshardPlan, payloads: StoredPayloads, partial: Path, jour
 
 
 def _empty(partial: Path) -> None:
-    """Remove what an earlier run has left."""
+    """Remove what an earlier run has left; first of all what would make it look like a checkpoint."""
+    (partial / METADATA_FILE).unlink(missing_ok=True)
     for path in partial.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -448,8 +473,11 @@ def _publish(claim: Claim, partial: Path, target: Path, content: bytes) -> None:
     claim.check()
     storage.publish(METADATA_FILE, content, through=claim.publish_ticket)
     storage.delete(JOURNAL_FILE)
+    if not claim.is_still_held():
+        claim.check()  # raises: whoever has taken over is at work there
     appear(partial, target)
     claim.moved_to(LocalStorage(target))
+    claim.release()  # with the marker: what a run that is gone has left has been taken up
 
 
 def appear(partial: Path, target: Path) -> None:

@@ -1,7 +1,8 @@
 """A checkpoint in the formats of others: safetensors or torch files, sharded by size, or a plain DCP checkpoint.
 
 Files and their index are named as the Hugging Face libraries name them (`model-00001-of-00004.safetensors`,
-`model.safetensors.index.json`). Everything is written to `DIR.partial`, which is renamed when it is complete.
+`model.safetensors.index.json`). Everything is written below `DIR.partial`, to a directory that is renamed when it is
+complete.
 """
 
 from __future__ import annotations
@@ -10,22 +11,22 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from mcore_ckpt.convert._file_stream import Streams, StreamSink, TargetFile, WriteBehind
+from mcore_ckpt.convert._new_directory import new_directory
 from mcore_ckpt.convert._partition import Partitioner
 from mcore_ckpt.convert._reshard_copy import check_chunks, chunk_sources
-from mcore_ckpt.convert._reshard_target import BuildOptions, appear, build_target, partial_directory, refuse_target
+from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, refuse_target
 from mcore_ckpt.convert._safetensors_files import safetensors_header
 from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan, target_dtype
 from mcore_ckpt.convert.rules import RenameRule, parse_rename_rules, rename_keys, rules_in
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress
-from mcore_ckpt.core.errors import OptionError, SaveError
+from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, parse_object_key
 from mcore_ckpt.format.item_layout import element_bytes
@@ -121,40 +122,25 @@ def export_checkpoint(
     with StoredPayloads(index) as payloads:
         if to == "dcp":
             return _export_dcp(payloads, directory, names, dtype, progress)
-        partial = _make_partial(directory)
         shards = _shards(exported, max_shard_bytes)
         total = sum(tensor.nbytes for tensor in exported)
-        with Progress("export", total, shown=progress) as bar:
-            write = _write_safetensors if to == "safetensors" else _write_torch
-            files = [
-                write(payloads, partial, _file_name(to, n, len(shards)), shard, bar.advance)
-                for n, shard in enumerate(shards, 1)
-            ]
-        if len(files) > 1:
-            _write_weight_map(partial, to, files, shards, total)
-    LocalStorage(partial).sync_directory()
-    appear(partial, directory)
+        with new_directory(directory, _is_exported) as folder:
+            with Progress("export", total, shown=progress) as bar:
+                write = _write_safetensors if to == "safetensors" else _write_torch
+                files = [
+                    write(payloads, folder, _file_name(to, n, len(shards)), shard, bar.advance)
+                    for n, shard in enumerate(shards, 1)
+                ]
+            if len(files) > 1:
+                _write_weight_map(folder, to, files, shards, total)
     return ExportReport(
         str(directory), to, tuple(files), len(exported), total, len(index.objects), tuple(index.objects)
     )
 
 
-def _make_partial(target: Path) -> Path:
-    """An empty temporary directory; what an earlier export has left in it is removed, what anybody else has is not."""
-    partial = partial_directory(target)
-    if partial.exists():
-        foreign = [path.name for path in partial.iterdir() if not _EXPORTED_FILE.fullmatch(path.name)]
-        if foreign:
-            raise OptionError(
-                f"{partial}: holds {min(foreign)}, which no export has left there (an unfinished reshard?); finish or "
-                "remove that, or export to another name"
-            )
-        shutil.rmtree(partial)
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise SaveError(f"{partial}: the directory cannot be made: {error.strerror}") from error
-    return partial
+def _is_exported(name: str) -> bool:
+    """Whether a file is one that an export of an older version may have left, when it was killed."""
+    return _EXPORTED_FILE.fullmatch(name) is not None
 
 
 def _shards(tensors: Sequence[_Exported], limit: int) -> list[list[_Exported]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import struct
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +17,21 @@ import torch
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.convert.export import Format, export_checkpoint
 from mcore_ckpt.convert.import_ import import_checkpoint
+from mcore_ckpt.convert.reshard import reshard_checkpoint
 from mcore_ckpt.convert.reshard_plan import TargetLayout
 from mcore_ckpt.convert.rules import parse_rename_rules, rename_keys
 from mcore_ckpt.core.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     ChecksumError,
     CorruptCheckpointError,
     OptionError,
+    SaveError,
     UnsafePickleError,
 )
+from mcore_ckpt.directory.claim import Owner, is_claim_file
 from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
 from tests.support.stored_layouts import flip_byte
@@ -382,3 +390,128 @@ class TestNothingIsLost:
 class _Evil:
     def __reduce__(self) -> tuple[Any, ...]:
         return print, ("never",)
+
+
+MAKERS: dict[str, Callable[[Path, Path], object]] = {
+    "safetensors": lambda source, target: export_checkpoint(source, target, max_shard_bytes=20_000),
+    "torch": lambda source, target: export_checkpoint(source, target, to="torch"),
+    "dcp": lambda source, target: export_checkpoint(source, target, to="dcp"),
+    "import": import_checkpoint,
+    "reshard": lambda source, target: reshard_checkpoint(source, target, tp=1, pp=1),
+}
+
+
+class TestTwoAtOnce:
+    """Two commands that make one target: one of them makes it whole, the other one says why it does not."""
+
+    @staticmethod
+    def beside(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> list[object]:
+        """Do `work` in the middle of what is run next, once; the list then holds what it returned."""
+        returned: list[object] = []
+        original = StoredPayloads.locate
+        calls = iter(range(10**6))
+
+        def locate(self: StoredPayloads, *arguments: Any) -> Any:
+            if next(calls) == 5:
+                returned.append(work())
+            return original(self, *arguments)
+
+        monkeypatch.setattr(StoredPayloads, "locate", locate)
+        return returned
+
+    @pytest.mark.parametrize("kind", MAKERS)
+    def test_the_second_is_refused(
+        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    ) -> None:
+        refused = []
+
+        def second() -> None:
+            for maker in MAKERS.values():
+                with pytest.raises(SaveError) as caught:
+                    maker(checkpoint, tmp_path / "t")
+                refused.append(str(caught.value))
+
+        self.beside(monkeypatch, second)
+        MAKERS[kind](checkpoint, tmp_path / "t")
+        assert len(refused) == len(MAKERS)
+        MAKERS[kind](checkpoint, tmp_path / "alone")
+        assert names_in(tmp_path / "t") == names_in(tmp_path / "alone")
+        if kind in ("import", "reshard", "dcp"):
+            assert verify_checkpoint(tmp_path / "t").whole
+        else:
+            import_checkpoint(tmp_path / "t", tmp_path / "back")
+            assert_same(read_all(tmp_path / "back"), model_tensors())
+        assert not (tmp_path / "t.partial").exists()
+
+    @pytest.mark.parametrize("kind", MAKERS)
+    def test_one_that_was_taken_for_gone_and_goes_on_harms_nothing(
+        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    ) -> None:
+        """It is held up for longer than its lease; meanwhile the same command is run again, and ends."""
+
+        def second() -> dict[str, bytes]:
+            with monkeypatch.context() as patched:
+                patched.setattr(Owner, "process_state", lambda self: "gone")
+                patched.setattr(fcntl, "flock", lambda *_: None)  # which holds on one host only
+                MAKERS[kind](checkpoint, tmp_path / "t")
+            return contents(tmp_path / "t")
+
+        made = self.beside(monkeypatch, second)
+        with pytest.raises((SaveError, CheckpointExistsError)):
+            MAKERS[kind](checkpoint, tmp_path / "t")
+        assert contents(tmp_path / "t") == made[0]
+        assert not any(is_claim_file(name) for name in made[0])  # type: ignore[attr-defined]
+
+    def test_one_that_was_taken_for_gone_gives_no_name_to_what_the_other_one_has_begun(
+        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The other one is still at it when the first one is done."""
+        proceed, begun, failures = threading.Event(), threading.Event(), list[BaseException]()
+        located = StoredPayloads.locate
+
+        def other() -> None:
+            try:
+                MAKERS["safetensors"](checkpoint, tmp_path / "t")
+            except BaseException as error:  # noqa: BLE001  (whatever it is, the test has to show it)
+                failures.append(error)
+
+        thread = threading.Thread(target=other, daemon=True)
+
+        def locate(self: StoredPayloads, *arguments: Any) -> Any:
+            if threading.current_thread() is thread and len(list(tmp_path.rglob("*.safetensors"))) > 1:
+                begun.set()
+                assert proceed.wait(60)
+            return located(self, *arguments)
+
+        def second() -> None:
+            thread.start()
+            assert begun.wait(60)
+
+        monkeypatch.setattr(StoredPayloads, "locate", locate)
+        self.beside(monkeypatch, second)
+        monkeypatch.setattr(Owner, "process_state", lambda self: "gone")
+        with pytest.raises(SaveError):
+            MAKERS["safetensors"](checkpoint, tmp_path / "t")
+        assert not (tmp_path / "t").exists()
+        proceed.set()
+        thread.join(60)
+        assert not failures
+        import_checkpoint(tmp_path / "t", tmp_path / "back")
+        assert_same(read_all(tmp_path / "back"), model_tensors())
+
+    def test_what_a_killed_export_has_left_goes(self, checkpoint: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "t.partial" / "0123456789abcdef"
+        folder.mkdir(parents=True)
+        (folder / "model-00001-of-00002.safetensors").write_bytes(b"half")
+        MAKERS["safetensors"](checkpoint, tmp_path / "t")
+        assert not (tmp_path / "t.partial").exists()
+        import_checkpoint(tmp_path / "t", tmp_path / "back")
+        assert_same(read_all(tmp_path / "back"), model_tensors())
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}

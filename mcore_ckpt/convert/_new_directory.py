@@ -1,0 +1,88 @@
+"""A directory of files that appears under its name when all of them are written, whoever else wants that name.
+
+For what is made in one go and holds no `.metadata`, by which it could be told that it is not whole. The work is done in
+`TARGET.partial/ID`, where ID is that of a claim of `TARGET.partial`: nobody else ever writes there. Who takes the
+claim over, since its holder is gone or was thought to be, gives the folder another name before anything in it is
+removed. A holder that goes on all the same has nothing left to write to, and nothing to give the target's name to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mcore_ckpt.convert._reshard_target import appear, claim_partial
+from mcore_ckpt.core.errors import OptionError, SaveError
+from mcore_ckpt.directory.claim import Claim, is_claim_file
+from mcore_ckpt.storage.local import LocalStorage
+
+__all__ = ["new_directory"]
+
+_FOLDER = re.compile(r"[0-9a-f]{16}(?:\.gone\d*)?")
+
+
+@contextmanager
+def new_directory(target: Path, is_left_over: Callable[[str], bool]) -> Iterator[Path]:
+    """An empty directory to write into, which becomes `target` on leaving the block, and is removed on an error.
+
+    Args:
+        target: it must not exist, or be empty.
+        is_left_over: whether a file of this name, which lies in the temporary directory, is one that an earlier run
+            has left. Those are removed.
+
+    Raises:
+        OptionError: there is something else in the temporary directory.
+        CheckpointExistsError: there is something at `target`.
+        SaveError: somebody else is making `target`, or has taken over from here; or it cannot be written.
+    """
+    with claim_partial(target) as claim:
+        partial = Path(claim.storage.location)
+        folder = partial / claim.owner.save_id
+        try:
+            _clear(partial, folder.name, is_left_over)
+            folder.mkdir()
+        except OSError as error:
+            raise SaveError(f"{folder}: the directory cannot be made: {error.strerror or error}") from error
+        try:
+            yield folder
+            LocalStorage(folder).sync_directory()
+            claim.check()
+            appear(folder, target)
+        except SaveError:
+            claim.check()  # says better what has happened, if the folder was taken away
+            raise
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            _let_go(claim, partial)
+
+
+def _clear(partial: Path, own: str, is_left_over: Callable[[str], bool]) -> None:
+    """Remove what earlier runs have left; what anybody else has is not."""
+    names = [path.name for path in partial.iterdir() if not is_claim_file(path.name) and path.name != own]
+    foreign = [name for name in names if not (is_left_over(name) or _FOLDER.fullmatch(name))]
+    if foreign:
+        raise OptionError(
+            f"{partial}: holds {min(foreign)}, which no export has left there (an unfinished reshard?); finish or "
+            "remove that, or export to another name"
+        )
+    for number, name in enumerate(names):
+        path = partial / name
+        if path.is_dir() and not path.is_symlink():
+            # In one step, so that whoever has made it finds either all of it or nothing.
+            gone = partial / f"{own}.gone{number}"
+            path.rename(gone)
+            shutil.rmtree(gone)
+        else:
+            path.unlink()
+
+
+def _let_go(claim: Claim, partial: Path) -> None:
+    """Nothing is left that the next run would have to find by the claim's marker."""
+    with contextlib.suppress(SaveError, OSError):
+        claim.release()
+    with contextlib.suppress(OSError):
+        partial.rmdir()
