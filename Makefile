@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # What mkdocs-material says at each start of another generator of sites.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help venv demo test test-quick test-long test-slow test-flips test-matrix rooms docs dist lint format bench bench-tools clean
+.PHONY: help venv demo test test-quick test-long test-slow test-flips test-crash test-matrix rooms docs dist lint format bench bench-tools clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -45,6 +45,9 @@ test-slow: $(INSTALLED)  ## the tests that take minutes
 
 test-flips: $(INSTALLED)  ## bits flipped, files cut, swapped and taken from another save, 10,000 times; ARGS="--flips N --seed S"
 	$(BIN)/python -W ignore -m tests.format.flips --write docs/reliability.md $(ARGS)
+
+test-crash: $(INSTALLED)  ## 60 kills of async saves, 200 races of two jobs; ARGS="--kills N --races N --seed S"
+	$(BIN)/python -W ignore -m tests.save.kills_and_races $(ARGS)
 
 test-matrix: $(INSTALLED)  ## every supported megatron-core version (needs Python 3.12 beside the usual one)
 	scripts/test_matrix.sh $(ARGS)

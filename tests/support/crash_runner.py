@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing import ShardedTensor
 from torch.distributed.checkpoint import CheckpointException
 
 import mcore_ckpt
@@ -38,6 +38,7 @@ from mcore_ckpt import AsyncCallsQueue, FileSystemReader, FileSystemWriterAsync,
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.storage.local import LocalStorage
 from tests.support.faulty_storage import Faults, FaultyStorage, How
+from tests.support.seeded_state import sharded_state_dict, tensors
 
 OPTIONS = SaveOptions(window_bytes=64 * 1024, thread_count=2, progress=False)
 _MODULES = (
@@ -48,31 +49,6 @@ _MODULES = (
 )
 _SAVED, _REFUSED = 0, 3
 _ABSENT, _BROKEN = 100, 101  # exit codes of a look; below them, the seed that was found
-
-
-# What is saved
-
-
-def tensors(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "large": torch.randn(300, 200, generator=generator),
-        "medium": torch.randn(100, 100, generator=generator).to(torch.bfloat16),
-        **{f"small.{k}": torch.randn(k + 1, generator=generator) for k in range(5)},
-    }
-
-
-def sharded_state_dict(seed: int) -> dict[str, Any]:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    state: dict[str, Any] = {
-        key: ShardedTensor.from_rank_offsets(key, tensor, replica_id=rank) for key, tensor in tensors(seed).items()
-    }
-    part = tensors(seed)["large"].chunk(world)[rank]
-    state["large"] = ShardedTensor.from_rank_offsets("large", part, (0, rank, world))
-    # Objects of another length each time: they must not move the tensors.
-    state["object"] = ShardedObject("object", {"seed": seed, "text": "x" * (100 * seed)}, (1,), (0,), rank)
-    state["iteration"] = seed  # the common state
-    return state
 
 
 # The three ways of saving and of looking

@@ -5,7 +5,7 @@
 After each kill the directory has to hold the old checkpoint or the new one, whole; all trainers that still live have to
 know within seconds, and no process may be left. The next round saves over what the last one left. As in `crash_runner`,
 this process imports Megatron once and forks the trainers, one for each rank, for each save. Whom and when it strikes
-follows from the arguments alone.
+follows from the arguments alone. `tests.save.kills_and_races` does the same with a seed, and asks stock Megatron, too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,7 +36,7 @@ _SAVED, _REFUSED, _PUBLISHED, _BROKEN = 0, 3, 4, 101
 _KNOWS_WITHIN_S = 5.0
 _GONE_WITHIN_S = 1.0
 _SEEDS = (1, 2, 3)  # those that `crash_runner.look` recognizes
-_WAYS: dict[str, dict[str, Any]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "in_line": {},
     "persistent": {"writer": "persistent"},
     "fork": {"writer": "fork"},
@@ -45,7 +46,7 @@ _WAYS: dict[str, dict[str, Any]] = {
 _WRITING_SHARE = {"persistent": 0.6, "fork": 0.1, "cow": 0.1}
 
 
-def _start_save(way: str, seed: int, directory: Path, ranks: int, struck: str) -> list[int]:
+def start_save(way: str, seed: int, directory: Path, ranks: int, struck: str) -> list[int]:
     """Fork trainers that save; their process ids, by rank, once they have found each other."""
     sys.stdout.flush()
     meeting = tempfile.mkdtemp(prefix="mcore-ckpt-kills-")
@@ -68,7 +69,7 @@ def _start_save(way: str, seed: int, directory: Path, ranks: int, struck: str) -
 def _save(way: str, seed: int, directory: Path, rank: int, ranks: int, store: str, ready: int, struck: str) -> NoReturn:
     code = _BROKEN
     try:
-        crash_runner.OPTIONS = replace(crash_runner.OPTIONS, **_WAYS[way])
+        crash_runner.OPTIONS = replace(crash_runner.OPTIONS, **WAYS[way])
         dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
         os.write(ready, b".")
         os.close(ready)
@@ -111,7 +112,7 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def _wait(pids: list[int], within_s: float) -> dict[int, tuple[int | None, float]]:
+def wait_for(pids: list[int], within_s: float) -> dict[int, tuple[int | None, float]]:
     """Of each child its exit code, None if it had to be killed at the deadline, and how long it took, in seconds."""
     began_s = time.monotonic()
     ended: dict[int, tuple[int | None, float]] = {}
@@ -130,7 +131,7 @@ def _wait(pids: list[int], within_s: float) -> dict[int, tuple[int | None, float
 
 
 def _save_whole(way: str, seed: int, directory: Path, ranks: int) -> bool:
-    ended = _wait(_start_save(way, seed, directory, ranks, "nobody"), 120)
+    ended = wait_for(start_save(way, seed, directory, ranks, "nobody"), 120)
     return all(code == _SAVED for code, _ in ended.values())
 
 
@@ -142,7 +143,7 @@ def _strike(
 
     Writers are struck so long after they appeared.
     """
-    trainers = _start_save(way, seed, directory, ranks, victim)
+    trainers = start_save(way, seed, directory, ranks, victim)
     trainer = trainers[rank]
     until_s = time.monotonic() + after_s
     writers: set[int] = set()
@@ -162,7 +163,7 @@ def _strike(
             os.kill(trainer, signal.SIGKILL)
         for writer in writers if victim == "writer" else ():
             os.kill(writer, signal.SIGKILL)
-    ended = _wait(trainers, 60.0)
+    ended = wait_for(trainers, 60.0)
     codes = {code for code, _ in ended.values()}
     knew_s = max((took_s for code, took_s in ended.values() if code in (_REFUSED, _PUBLISHED)), default=0.0)
     if None in codes:
@@ -183,14 +184,39 @@ def _strike(
     raise AssertionError(f"the trainers ended with {ended}")
 
 
-def run(victim: str, way: str, rounds: int, directory: Path, ranks: int = 1) -> None:
+def run(
+    victim: str,
+    way: str,
+    rounds: int,
+    directory: Path,
+    ranks: int = 1,
+    *,
+    seed: str | None = None,
+    every_kill_hits: bool = False,
+    judge: Callable[[Path, int, int], str] | None = None,
+) -> Counter[str]:
     """Kill again and again, and look each time.
+
+    Args:
+        victim: `"trainer"` or `"writer"`.
+        way: of saving, see `WAYS`.
+        rounds: how often.
+        directory: to save into.
+        ranks: how many trainers.
+        seed: whom and when it strikes; None: it follows from the other arguments.
+        every_kill_hits: a save that has ended before the kill came is not counted as a round.
+        judge: is given the directory after each kill, the checkpoint that it holds, and the one before; says what to
+            count besides.
+
+    Returns:
+        What came of the rounds.
 
     Raises:
         AssertionError: at the first thing that must not be.
     """
     scenario = crash_runner.SCENARIOS["async-error-replace"]
-    seed = f"{victim} {way} {rounds}" + (f" {ranks}" if ranks > 1 else "")
+    if seed is None:
+        seed = f"{victim} {way} {rounds}" + (f" {ranks}" if ranks > 1 else "")
     generator = random.Random(seed)
     directory.parent.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
@@ -200,10 +226,11 @@ def run(victim: str, way: str, rounds: int, directory: Path, ranks: int = 1) -> 
     shared_memory = set(Path("/dev/shm").iterdir())
     current = _SEEDS[0]
     tally: Counter[str] = Counter()
-    number = 0
+    number = hits = 0
     slowest_s = 0.0
     # A fast machine may finish every save before the kill: then there are more rounds, with earlier moments.
-    while number < rounds or (all(name.startswith("saved") for name in tally) and number < 20 * rounds):
+    wanted = rounds if every_kill_hits else 1
+    while (number < rounds or hits < wanted) and number < 20 * rounds:
         number += 1
         new = current % len(_SEEDS) + 1
         began_s = time.monotonic()
@@ -213,7 +240,9 @@ def run(victim: str, way: str, rounds: int, directory: Path, ranks: int = 1) -> 
         if outcome == "saved":  # keeps the moments inside a save, also when the machine becomes faster or slower
             whole_s = min(0.7 * whole_s + 0.3 * (time.monotonic() - began_s), 0.8 * whole_s)
         found = crash_runner.look(scenario, directory)
-        tally[f"{outcome}, {'new' if found == new else 'old'} checkpoint"] += 1
+        hits += outcome != "saved"
+        more = judge(directory, found, current) if judge is not None else ""
+        tally[f"{outcome}, {'new' if found == new else 'old'} checkpoint{more}"] += 1
         allowed = {"saved": {new}, "refused": {current}, "killed": {current, new}, "killed late": {new}}[outcome]
         if found not in allowed:
             raise AssertionError(
@@ -231,8 +260,9 @@ def run(victim: str, way: str, rounds: int, directory: Path, ranks: int = 1) -> 
         raise AssertionError(f"{sorted(rest)} is still there after a save")
     if left := set(Path("/dev/shm").iterdir()) - shared_memory:
         print(f"new in /dev/shm, by whomever: {left}")
-    if not tally or all(name.startswith("saved") for name in tally):
-        raise AssertionError("no kill hit a save")
+    if hits < wanted:
+        raise AssertionError(f"{hits} kills hit a save in {number} rounds; wanted {wanted}")
+    return tally
 
 
 def main(rounds: int, directory: Path, pairs: list[str]) -> int:

@@ -1,0 +1,605 @@
+"""Errors and losses of the file system, one at each of its changes, under saves of 2 and 4 ranks and under the tools.
+
+After each: what was there loads bit for bit, what is new is whole or refused; by this package, by stock Megatron-Core
+in a process without this package, and by stock DCP. All ranks say the same, nobody hangs, and the next try works. See
+`fuse_memory`, `checkpoint_reader` and `standing_ranks`. What one rank does is in `test_other_file_systems`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+
+pytest.importorskip("megatron.core.dist_checkpointing", reason="the saves are those of Megatron's sharded state")
+
+from mcore_ckpt.convert.export import export_checkpoint
+from mcore_ckpt.convert.import_ import import_checkpoint
+from mcore_ckpt.convert.reshard import reshard_checkpoint
+from mcore_ckpt.core.errors import CheckpointError
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
+from mcore_ckpt.tools.repair import repair_checkpoint
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support import seeded_state
+from tests.support.checkpoint_reader import MIX, CheckpointReader, Found, reader
+from tests.support.fuse_memory import FuseMount, Misbehaviour, Variant, fuse_works, mounted, write_tree
+from tests.support.gloo_ranks import RankOutcome
+from tests.support.standing_ranks import StandingRanks, standing_ranks
+
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(1800)]
+
+_STICKY = (errno.ENOSPC, errno.EDQUOT)  # what is full stays full
+
+
+# --- who is asked -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Both processes that load."""
+
+    ours: CheckpointReader
+    stock: CheckpointReader
+
+    def look(self, directory: Path, *, tensors_only: bool = False) -> tuple[Found, Found]:
+        """What a directory holds, by ours and by stock."""
+        for process in (self.ours, self.stock):
+            process.ask(directory, tensors_only=tensors_only)
+        return self.ours.answer(), self.stock.answer()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fuse(tmp_path_factory: pytest.TempPathFactory) -> None:
+    why_not = fuse_works(tmp_path_factory.mktemp("probe"))
+    if why_not is not None:
+        pytest.skip(why_not)
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[FuseMount]:
+    with mounted(tmp_path / "mount") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def readers(_fuse: None) -> Iterator[Readers]:
+    with reader("ours") as ours, reader("stock") as stock:
+        yield Readers(ours, stock)
+
+
+@pytest.fixture(scope="module")
+def rank_sets(_fuse: None) -> Iterator[Callable[[int], StandingRanks]]:
+    """Ranks by their number, started when they are first asked for."""
+    started: dict[int, StandingRanks] = {}
+    with contextlib.ExitStack() as stack:
+
+        def of(world: int) -> StandingRanks:
+            if world not in started:
+                started[world] = stack.enter_context(standing_ranks(world))
+                assert all(outcome.ok for outcome in started[world].call(_prepare, within_s=120.0))
+            return started[world]
+
+        yield of
+
+
+def look(readers: Readers, directory: Path, old: int | None, new: int, what: str) -> tuple[int | None, bool]:
+    """What a directory holds: `old`, `new` or None, none; and whether stock reads the new tensors beside the old common
+    state, as it does between two renames: a pending common state is there then, which this package reads.
+
+    Raises:
+        AssertionError: it is anything else, or the readers do not agree.
+    """
+    ours, stock = readers.look(directory)
+    told = f"{what}: ours {ours}, stock {stock}"
+    assert ours.whole in (old, new, None), told
+    assert ours.whole is not None or ours.refused, told
+    for found in (ours, stock):
+        # Without Megatron's own metadata.json, which comes last, a published checkpoint is one for DCP alone.
+        assert found.plain == ours.whole or (found.plain == new and ours.whole is None), told
+    between = stock.new_beside_old == (new, old) and ours.whole == new and any(directory.glob("common.pt.*.pending"))
+    assert between or stock.whole == ours.whole, told
+    return ours.whole, between
+
+
+# --- saves ------------------------------------------------------------------------------------------------------------
+
+
+def _prepare(rank: int) -> None:
+    import mcore_ckpt
+    from tests.support import crash_runner  # noqa: F401
+
+    mcore_ckpt.install()
+
+
+def _save(rank: int, seed: int, directory: Path, way: str) -> None:
+    from tests.support import crash_runner, kill_runner
+
+    crash_runner.OPTIONS = replace(crash_runner.OPTIONS, **kill_runner.WAYS[way])
+    save = crash_runner.save_in_line if way == "in_line" else crash_runner.save_asynchronously
+    save(seed, directory)
+
+
+def save(ranks: StandingRanks, seed: int, directory: Path, way: str) -> list[RankOutcome]:
+    """One save; whatever becomes of it becomes of it on all ranks, and is an error of this package."""
+    outcomes = ranks.call(_save, seed, directory, way)
+    assert len({outcome.ok for outcome in outcomes}) == 1, [outcome.error_text for outcome in outcomes]
+    for outcome in outcomes:
+        assert outcome.ok or isinstance(outcome.error, CheckpointError), outcome.error_text
+    return outcomes
+
+
+def save_well(ranks: StandingRanks, seed: int, directory: Path, way: str) -> None:
+    (outcome, *_) = save(ranks, seed, directory, way)
+    assert outcome.ok, outcome.error_text
+
+
+def litter(directory: Path) -> set[str]:
+    """What is left of saves that are over."""
+    return {file.name for file in directory.iterdir() if file.name.startswith(INCOMPLETE_MARKER) or ".pt." in file.name}
+
+
+def check_errors_of_saves(
+    ranks: StandingRanks, mount: FuseMount, readers: Readers, way: str, code: int, *, exists: bool, step: int = 1
+) -> None:
+    """Answer a save's changes with an error, one after the other."""
+    probe = mount.path / "probe"
+    probe.mkdir()
+    if exists:
+        save_well(ranks, 1, probe, way)
+    mount.behave(Misbehaviour())
+    save_well(ranks, 2, probe, way)
+    changes = mount.changes()
+    assert len(changes) > 20
+    sticky = code in _STICKY
+    directory, old = probe, 2
+    refused = between = 0
+    for number in range(0, len(changes), step):
+        if not exists:
+            directory = mount.path / str(number)
+            directory.mkdir()
+        before = old if exists else None
+        new, after = old % 3 + 1, (old + 1) % 3 + 1
+        mount.behave(Misbehaviour(error_at=number, code=code, sticky=sticky))
+        outcome, *_ = save(ranks, new, directory, way)
+        mount.behave(Misbehaviour())
+        what = f"{errno.errorcode[code]} at change {number} of {len(changes)} ({changes[number]}): {outcome.error_text}"
+        found, in_between = look(readers, directory, before, new, what)
+        if outcome.ok:
+            assert found == new, what
+        else:
+            # Where nothing can be written any more, what was published before the error cannot be taken back; nor can
+            # it where only Megatron's metadata.json was not to be written.
+            published = sticky or "metadata.json" in str(outcome.error)
+            assert found in ((before, new) if published else (before,)), what
+            refused += 1
+        between += in_between
+        save_well(ranks, after, directory, way)
+        stock = readers.stock.look(directory)
+        assert stock.whole == stock.plain == after, f"{what}: then {stock} after the next save"
+        assert not litter(directory), f"{what}: {litter(directory)} is left after the next save"
+        old = after
+        if not exists:
+            shutil.rmtree(directory)
+    assert refused > len(changes) / step / 4
+    # Only the rename of the common state can leave that, and what comes between the two renames.
+    assert between <= (6 if sticky else 1)
+
+
+def test_an_error_harms_no_save_of_two_ranks(
+    mount: FuseMount, readers: Readers, rank_sets: Callable[[int], StandingRanks]
+) -> None:
+    check_errors_of_saves(rank_sets(2), mount, readers, "persistent", errno.EIO, exists=True, step=11)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("world", "way", "code", "exists", "step"),
+    [
+        (2, "in_line", errno.ENOSPC, True, 2),
+        (2, "fork", errno.ESTALE, False, 3),
+        (4, "persistent", errno.EIO, True, 3),
+        (4, "in_line", errno.EDQUOT, False, 4),
+    ],
+    ids=lambda given: errno.errorcode.get(given, given) if type(given) is int and given > 4 else str(given),
+)
+def test_errors_harm_no_save_of_many_ranks(
+    world: int,
+    way: str,
+    code: int,
+    exists: bool,
+    step: int,
+    mount: FuseMount,
+    readers: Readers,
+    rank_sets: Callable[[int], StandingRanks],
+) -> None:
+    check_errors_of_saves(rank_sets(world), mount, readers, way, code, exists=exists, step=step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exists", [True, False], ids=["replacing", "new"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE], ids=errno.errorcode.get)
+@pytest.mark.parametrize("way", ["in_line", "persistent", "fork"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_no_error_at_any_moment_harms_a_save_of_many_ranks(
+    world: int,
+    way: str,
+    code: int,
+    exists: bool,
+    mount: FuseMount,
+    readers: Readers,
+    rank_sets: Callable[[int], StandingRanks],
+) -> None:
+    check_errors_of_saves(rank_sets(world), mount, readers, way, code, exists=exists)
+
+
+ODDITIES = {
+    "short writes": Misbehaviour(short_writes=True),
+    "no O_DIRECT": Misbehaviour(no_direct=True),
+    "no hard links": Misbehaviour(no_links=True),
+    "listings of an hour ago": Misbehaviour(lag_s=3600.0),
+    "listings of a moment ago": Misbehaviour(lag_s=0.3),
+}
+
+
+def check_oddities(ranks: StandingRanks, mount: FuseMount, readers: Readers, way: str) -> None:
+    """New and replacing saves where the file system cannot do what others do."""
+    for name, behaviour in ODDITIES.items():
+        directory = mount.path / name.replace(" ", "-")
+        directory.mkdir()
+        mount.behave(behaviour)
+        for seed in (1, 2, 3):
+            save_well(ranks, seed, directory, way)
+            mount.behave(Misbehaviour())
+            assert look(readers, directory, None, seed, name) == (seed, False)
+            if not behaviour.lag_s:
+                assert not litter(directory), name
+            mount.behave(behaviour)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("world", "way"), [(2, "in_line"), (2, "persistent"), (4, "fork"), (4, "persistent")])
+def test_what_the_file_system_cannot_do_many_ranks_do_without(
+    world: int, way: str, mount: FuseMount, readers: Readers, rank_sets: Callable[[int], StandingRanks]
+) -> None:
+    check_oddities(rank_sets(world), mount, readers, way)
+
+
+# --- kills and losses of power ----------------------------------------------------------------------------------------
+
+
+def check_each_moment(
+    mount: FuseMount, target: str, work: Callable[[], object], judge: Callable[[Path, str], Any], scratch: Path
+) -> list[tuple[Variant, Any]]:
+    """Judge what would be left after a kill and after a loss of power at each moment of some work; what was found, in
+    order.
+
+    Args:
+        mount: where it works.
+        target: the directory that is looked at, below the mount.
+        work: what is recorded.
+        judge: is given a copy of the target as it would be, and what moment that is.
+        scratch: for the copies.
+    """
+    fd = os.open(mount.path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+    mount.record()
+    work()
+    changes = mount.changes()
+    seen: dict[int, Any] = {}
+    found: list[tuple[Variant, Any]] = []
+    for number, trees in enumerate(mount.snapshots()):
+        what = f"after {number} of {len(changes)} changes ({changes[number - 1] if number else 'none'})"
+        for variant, tree in trees.items():
+            there = {name: content for name, content in tree.items() if name.startswith(f"{target}/")}
+            key = hash(frozenset((name, content) for name, content in there.items() if INCOMPLETE_MARKER not in name))
+            if key not in seen:
+                place = scratch / f"{number}-{variant}"
+                write_tree(there, place)
+                seen[key] = judge(place / target, f"{what}, {variant}")
+                shutil.rmtree(place)
+            found.append((variant, seen[key]))
+    return found
+
+
+def check_never_gone_again(found: list[tuple[Variant, Any]], new: Any) -> None:
+    """What has appeared stays; and it has appeared when all is done."""
+    for variant in ("crash", "synced", "names"):
+        values = [value for other, value in found if other == variant]
+        assert values[-1] == new, f"{variant}: when all was done, it is {values[-1]}"
+        assert all(value == new for value in values[values.index(new) :]), f"{variant}: gone again"
+
+
+def check_moments_of_save(
+    ranks: StandingRanks, mount: FuseMount, readers: Readers, way: str, scratch: Path, *, exists: bool
+) -> None:
+    """Kill, or lose the power, at each moment of a save of all ranks."""
+    directory = mount.path / "c"
+    directory.mkdir()
+    if exists:
+        save_well(ranks, 1, directory, way)
+    between: set[str] = set()
+
+    def judge(there: Path, what: str) -> int | None:
+        found, in_between = look(readers, there, 1 if exists else None, 2, what)
+        if in_between:
+            between.add(what)
+        return found
+
+    found = check_each_moment(mount, "c", lambda: save_well(ranks, 2, directory, way), judge, scratch)
+    assert {value for _, value in found} == {1 if exists else None, 2}
+    check_never_gone_again(found, 2)
+    assert exists or not between, f"a new checkpoint has no common state that is pending: {between}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("world", "way", "exists"), [(1, "in_line", True), (2, "in_line", False), (2, "persistent", True)]
+)
+def test_neither_kill_nor_loss_of_power_harms_a_save_of_many_ranks(
+    world: int,
+    way: str,
+    exists: bool,
+    mount: FuseMount,
+    readers: Readers,
+    rank_sets: Callable[[int], StandingRanks],
+    tmp_path: Path,
+) -> None:
+    check_moments_of_save(rank_sets(world), mount, readers, way, tmp_path / "moments", exists=exists)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exists", [True, False], ids=["replacing", "new"])
+@pytest.mark.parametrize("way", ["in_line", "persistent", "fork"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_neither_kill_nor_loss_of_power_harms_any_save(
+    world: int,
+    way: str,
+    exists: bool,
+    mount: FuseMount,
+    readers: Readers,
+    rank_sets: Callable[[int], StandingRanks],
+    tmp_path: Path,
+) -> None:
+    check_moments_of_save(rank_sets(world), mount, readers, way, tmp_path / "moments", exists=exists)
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+def _damage(source: Path, directory: Path) -> None:
+    shutil.copytree(source, directory)
+    data = max(directory.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    with data.open("r+b") as stream:
+        stream.seek(data.stat().st_size // 2)
+        stream.write(b"\xff" * 8)
+    for place in (*directory.iterdir(), directory, directory.parent):
+        fd = os.open(place, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+def _nothing(source: Path, directory: Path) -> None:
+    pass
+
+
+def _repair(source: Path, directory: Path) -> None:
+    assert repair_checkpoint(verify_checkpoint(directory), source).whole
+
+
+def _exported_safetensors(directory: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    dtypes = {"F32": torch.float32, "BF16": torch.bfloat16}
+    for file in directory.glob("*.safetensors"):
+        content = file.read_bytes()
+        start = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:start])
+        header.pop("__metadata__", None)
+        for key, told in header.items():
+            first, last = told["data_offsets"]
+            payload = bytearray(content[start + first : start + last])
+            found[key] = torch.frombuffer(payload, dtype=dtypes[told["dtype"]]).reshape(told["shape"])
+    return found
+
+
+def _exported_torch(directory: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in directory.glob("*.bin"):
+        found.update(torch.load(file, weights_only=True))
+    return found
+
+
+def _exported_dcp(directory: Path) -> dict[str, torch.Tensor]:
+    found = {key: torch.zeros_like(value) for key, value in seeded_state.tensors(1).items()}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
+    return found
+
+
+_LOADS = {"safetensors": _exported_safetensors, "torch": _exported_torch, "dcp": _exported_dcp}
+_EXPORT_SHARD_BYTES = 200_000  # two files, and the list of what is in which
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One way of making a checkpoint of another.
+
+    Attributes:
+        work: is given the source and the target.
+        before: makes what is there before, given both.
+        exported: in which format of others the target is; empty: it is a checkpoint.
+        tensors_only: it has neither objects nor a common state.
+        mends: the target is damaged before, which stock does not notice.
+    """
+
+    work: Callable[[Path, Path], object]
+    before: Callable[[Path, Path], None] = _nothing
+    exported: str = ""
+    tensors_only: bool = False
+    mends: bool = False
+
+
+def _export(to: Any) -> Callable[[Path, Path], object]:
+    return lambda source, target: export_checkpoint(source, target, to=to, max_shard_bytes=_EXPORT_SHARD_BYTES)
+
+
+TOOLS = {
+    "reshard": Tool(lambda source, target: reshard_checkpoint(source, target, tp=2, pp=1)),
+    "import": Tool(lambda source, target: import_checkpoint(source, target), tensors_only=True),
+    "export to safetensors": Tool(_export("safetensors"), exported="safetensors"),
+    "export to torch": Tool(_export("torch"), exported="torch"),
+    "export to DCP": Tool(_export("dcp"), exported="dcp"),
+    "repair": Tool(_repair, before=_damage, mends=True),
+}
+
+
+def _use(rank: int, name: str, source: Path, target: Path) -> None:
+    TOOLS[name].work(source, target)
+
+
+def look_at_target(tool: Tool, readers: Readers, directory: Path, what: str) -> int | None:
+    """2: it is whole; None: there is nothing, or it is refused. Raises `AssertionError` for anything else."""
+    if tool.exported:
+        if not directory.exists() or not any(directory.iterdir()):
+            return None
+        loaded = _LOADS[tool.exported](directory)
+        wanted = seeded_state.tensors(2)
+        assert loaded.keys() == wanted.keys(), f"{what}: {sorted(loaded)}"
+        assert all(torch.equal(loaded[key], value) for key, value in wanted.items()), what
+        return 2
+    ours, stock = readers.look(directory, tensors_only=tool.tensors_only)
+    told = f"{what}: ours {ours}, stock {stock}"
+    assert ours.whole in (2, None), told
+    assert ours.plain == ours.whole or tool.mends, told
+    if not tool.mends or ours.whole == 2:
+        assert stock.whole == stock.plain == ours.whole, told
+    assert ours.whole != MIX
+    return ours.whole
+
+
+def content_of(directory: Path) -> dict[str, str]:
+    """Each file's name, and a sum of what is in it."""
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in directory.iterdir()}
+
+
+def use(ranks: StandingRanks, name: str, source: Path, target: Path) -> RankOutcome:
+    """One use of a tool, in a process of its own; it succeeds, or raises what it may."""
+    (outcome,) = ranks.call(_use, name, source, target, only=0)
+    assert outcome.ok or isinstance(outcome.error, (CheckpointError, OSError)), outcome.error_text
+    return outcome
+
+
+def check_errors_of_tool(
+    name: str, ranks: StandingRanks, mount: FuseMount, readers: Readers, code: int, *, step: int = 1
+) -> None:
+    """Answer a tool's changes with an error, one after the other."""
+    tool, source = TOOLS[name], mount.path / "source"
+    source.mkdir()
+    save_well(ranks, 2, source, "in_line")
+    given = content_of(source)
+    probe = mount.path / "probe" / "c"
+    probe.parent.mkdir()
+    tool.before(source, probe)
+    mount.behave(Misbehaviour())
+    assert use(ranks, name, source, probe).ok
+    changes = mount.changes()
+    assert len(changes) >= 8
+    sticky = code in _STICKY
+    refused = 0
+    for number in range(0, len(changes), step):
+        directory = mount.path / str(number) / "c"
+        directory.parent.mkdir()
+        tool.before(source, directory)
+        mount.behave(Misbehaviour(error_at=number, code=code, sticky=sticky))
+        outcome = use(ranks, name, source, directory)
+        mount.behave(Misbehaviour())
+        what = f"{name}, {errno.errorcode[code]} at change {number} of {len(changes)} ({changes[number]})"
+        what += f": {outcome.error_text}"
+        assert content_of(source) == given, f"{what}: the source has changed"
+        found = look_at_target(tool, readers, directory, what)
+        assert found == 2 or not outcome.ok, what
+        refused += not outcome.ok
+        if found is None:
+            # Again, in the same place.
+            again = use(ranks, name, source, directory)
+            assert again.ok, f"{what}: then {again.error_text}"
+            assert look_at_target(tool, readers, directory, what) == 2
+            assert not litter(directory), f"{what}: {litter(directory)} is left after the next try"
+            assert {file.name for file in directory.parent.iterdir()} == {"c"}, what
+        shutil.rmtree(directory.parent)
+    assert refused > len(changes) / step / 4
+
+
+@pytest.mark.parametrize(("name", "step"), [("reshard", 13), ("repair", 5)])
+def test_an_error_harms_no_tool(
+    name: str, step: int, mount: FuseMount, readers: Readers, rank_sets: Callable[[int], StandingRanks]
+) -> None:
+    check_errors_of_tool(name, rank_sets(2), mount, readers, errno.EIO, step=step)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", TOOLS)
+def test_errors_harm_no_tool(
+    name: str, code: int, mount: FuseMount, readers: Readers, rank_sets: Callable[[int], StandingRanks]
+) -> None:
+    check_errors_of_tool(name, rank_sets(2), mount, readers, code, step=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", TOOLS)
+def test_no_error_at_any_moment_harms_a_tool(
+    name: str, code: int, mount: FuseMount, readers: Readers, rank_sets: Callable[[int], StandingRanks]
+) -> None:
+    check_errors_of_tool(name, rank_sets(2), mount, readers, code)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TOOLS)
+def test_what_the_file_system_cannot_do_tools_do_without(
+    name: str, mount: FuseMount, readers: Readers, rank_sets: Callable[[int], StandingRanks]
+) -> None:
+    tool, source, ranks = TOOLS[name], mount.path / "source", rank_sets(2)
+    source.mkdir()
+    save_well(ranks, 2, source, "in_line")
+    for oddity, behaviour in ODDITIES.items():
+        directory = mount.path / oddity.replace(" ", "-") / "c"
+        directory.parent.mkdir()
+        tool.before(source, directory)
+        mount.behave(behaviour)
+        outcome = use(ranks, name, source, directory)
+        mount.behave(Misbehaviour())
+        assert outcome.ok, f"{oddity}: {outcome.error_text}"
+        assert look_at_target(tool, readers, directory, oddity) == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TOOLS)
+def test_neither_kill_nor_loss_of_power_harms_what_a_tool_makes(
+    name: str, mount: FuseMount, readers: Readers, rank_sets: Callable[[int], StandingRanks], tmp_path: Path
+) -> None:
+    tool, source, ranks = TOOLS[name], mount.path / "source", rank_sets(2)
+    source.mkdir()
+    save_well(ranks, 2, source, "in_line")
+    directory = mount.path / "c"
+    tool.before(source, directory)
+    found = check_each_moment(
+        mount,
+        "c",
+        lambda: use(ranks, name, source, directory),
+        lambda there, what: look_at_target(tool, readers, there, what),
+        tmp_path / "moments",
+    )
+    assert {value for _, value in found} == {None, 2}
+    check_never_gone_again(found, 2)
