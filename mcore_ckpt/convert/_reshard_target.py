@@ -444,7 +444,10 @@ def _not_carried(path: Path, is_link: bool, is_folder: bool) -> CorruptCheckpoin
 def carry_sidecars(index: CheckpointIndex, sidecars: Iterable[str], partial: Path) -> None:
     """Copy what lies beside the data and stays valid: common state, `metadata.json`, and `sidecar_files`."""
     source, storage = Path(index.path), LocalStorage(partial)
-    common = common_file_in_force([path.name for path in source.iterdir()], index)
+    names = [path.name for path in source.iterdir()]
+    if COMMON_FILE not in names and (source / COMMON_FILE).exists():
+        names.append(COMMON_FILE)  # the listing of a network file system may lag behind
+    common = common_file_in_force(names, index)
     for name in sidecars:
         _carry_file(source, name, partial / name)
     if common is not None:

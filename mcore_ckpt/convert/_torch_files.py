@@ -187,8 +187,15 @@ def _lay_out(path: Path, scratch: Path, tensors: Sequence[tuple[str, torch.dtype
             else torch.empty(0, dtype=torch.uint8)
         )
         content[name] = flat.view(dtype).view(shape)
-    with torch.serialization.skip_data():
-        torch.save(content, path)
+    try:
+        with torch.serialization.skip_data():
+            torch.save(content, path)
+    except RuntimeError as error:
+        # Its writer says so of whatever the file system answers, a full disk or an I/O error alike.
+        raise SaveError(
+            f"{path}: torch could not write the file: {error}; look for a full disk (df) or a failing device (dmesg), "
+            "then export again"
+        ) from error
 
 
 def _places(fd: int, path: Path) -> dict[str, tuple[int, int, int]]:

@@ -27,7 +27,7 @@ pytest.importorskip("megatron.core.dist_checkpointing", reason="the saves are th
 from mcore_ckpt.convert.export import export_checkpoint
 from mcore_ckpt.convert.import_ import import_checkpoint
 from mcore_ckpt.convert.reshard import reshard_checkpoint
-from mcore_ckpt.core.errors import CheckpointError
+from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
@@ -85,7 +85,7 @@ def rank_sets(_fuse: None) -> Iterator[Callable[[int], StandingRanks]]:
     with contextlib.ExitStack() as stack:
 
         def of(world: int) -> StandingRanks:
-            if world not in started:
+            if world not in started or started[world].ended:
                 started[world] = stack.enter_context(standing_ranks(world))
                 assert all(outcome.ok for outcome in started[world].call(_prepare, within_s=120.0))
             return started[world]
@@ -395,7 +395,9 @@ def _nothing(source: Path, directory: Path) -> None:
 
 
 def _repair(source: Path, directory: Path) -> None:
-    assert repair_checkpoint(verify_checkpoint(directory), source).whole
+    report = repair_checkpoint(verify_checkpoint(directory), source)
+    if not report.whole:
+        raise CorruptCheckpointError(f"{directory}: {report.problems}")
 
 
 def _exported_safetensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -580,8 +582,15 @@ def test_what_the_file_system_cannot_do_tools_do_without(
         mount.behave(behaviour)
         outcome = use(ranks, name, source, directory)
         mount.behave(Misbehaviour())
-        assert outcome.ok, f"{oddity}: {outcome.error_text}"
-        assert look_at_target(tool, readers, directory, oddity) == 2
+        what = f"{oddity}: {outcome.error_text}"
+        found = look_at_target(tool, readers, directory, what)
+        if behaviour.lag_s and not outcome.ok:  # what it lists is not there yet, and it says so
+            assert found in (None, 2), what
+            if found == 2:
+                continue
+            assert use(ranks, name, source, directory).ok, what
+            found = look_at_target(tool, readers, directory, what)
+        assert found == 2, what
 
 
 @pytest.mark.long

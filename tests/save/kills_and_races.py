@@ -285,7 +285,8 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     seed = given.seed if given.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", flush=True)
-    logging.getLogger("megatron").setLevel(logging.ERROR)  # it warns of each directory that is not empty
+    for chatty in ("megatron", "mcore_ckpt"):  # they tell of each directory that is not empty, or taken over
+        logging.getLogger(chatty).setLevel(logging.ERROR)
     mcore_ckpt.install()
     began_s = time.monotonic()
     try:

@@ -39,10 +39,12 @@ class StandingRanks:
 
     Attributes:
         world_size: how many they are.
+        ended: one has hung or died, and all have been killed.
     """
 
     def __init__(self, connections: list[Connection], pids: list[int], stacks: Path) -> None:
         self.world_size = len(connections)
+        self.ended = False
         self._connections = connections
         self._pids = pids
         self._stacks = stacks
@@ -87,6 +89,7 @@ class StandingRanks:
         return [outcomes[rank] for rank in called]
 
     def _end(self) -> None:
+        self.ended = True
         for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
