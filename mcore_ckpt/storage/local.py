@@ -523,6 +523,24 @@ class LocalStorage(Storage):
         except OSError as error:
             raise _save_error(f"renaming it to {destination}", self.path(source), error) from error
 
+    def rename_new(self, source: str, destination: str) -> bool:
+        """As `rename`, unless there is a file of that name already; durable on return.
+
+        Returns:
+            False if the name is taken; `source` is still there then.
+
+        Raises:
+            SaveError: the name cannot be given.
+        """
+        path = self._own(destination)
+        try:
+            done = _rename_new(self._own(source), path)
+            if done:
+                _sync_directory(os.path.dirname(path))
+        except OSError as error:
+            raise _save_error(f"giving {source} this name", path, error) from error
+        return done
+
     def delete(self, name: str, missing_ok: bool = True) -> None:
         path = self._own(name)
         try:
@@ -671,20 +689,29 @@ def _make_durably(path: str, content: bytes) -> bool:
     temporary = os.path.join(directory, f".{base}.{secrets.token_hex(8)}.tmp")
     _write_new(temporary, content)
     try:
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
+        if not _rename_new(temporary, path):
             return False
-        except OSError as error:
-            if error.errno not in _NO_HARD_LINKS:
-                raise
-            if os.path.lexists(path):
-                return False
-            os.replace(temporary, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
     _sync_directory(directory)
+    return True
+
+
+def _rename_new(source: str, path: str) -> bool:
+    """Give a file another name; False if that is taken."""
+    try:
+        os.link(source, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        if os.path.lexists(path):
+            return False
+        os.replace(source, path)
+    else:
+        os.unlink(source)
     return True
 
 

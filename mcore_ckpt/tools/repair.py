@@ -4,6 +4,8 @@ Nothing is believed for coming from the copy: bytes of another iteration would m
 items and files are put back only from a copy of the same save, and only if their own checksums hold there; from any
 other copy, whatever its sharding, bytes that have the very checksums that the damaged item still carries. They are
 written in place, made durable, and the checkpoint is verified again.
+
+A repair that ends early has put nothing in force that was not judged before, and can be repeated.
 """
 
 from __future__ import annotations
@@ -13,14 +15,21 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mcore_ckpt.core.console import Progress
-from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.directory.claim import Claim
 from mcore_ckpt.directory.commit import index_files
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_reading import locate_tensor, verify_records
-from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index
+from mcore_ckpt.format.metadata_read import (
+    COMMON_FILE,
+    MAX_METADATA_BYTES,
+    METADATA_FILE,
+    parse_index,
+    read_index,
+    read_small_file,
+)
 from mcore_ckpt.format.seal import FOOTER_BYTES
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.file_seals import check_seal, read_table
@@ -28,7 +37,7 @@ from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.local import LocalStorage, open_regular
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
-from mcore_ckpt.tools.verify import ItemCheck, Problem, VerifyReport, check_item, verify_checkpoint
+from mcore_ckpt.tools.verify import ItemCheck, Problem, VerifyReport, check_item, verify_checkpoint, verify_index
 
 __all__ = ["repair_checkpoint"]
 
@@ -56,11 +65,107 @@ def repair_checkpoint(
         SaveError: a save, or another repair, holds the damaged checkpoint's directory.
         OSError: the damaged checkpoint cannot be written.
     """
-    with Claim.take(LocalStorage(report.path)):
-        return _repair(report, Path(report.path), checkpoint_directory(other), progress)
+    with Claim.take(LocalStorage(report.path), common_ahead=True) as claim:
+        return _repair(report, _Damaged(Path(report.path), claim), checkpoint_directory(other), progress)
 
 
-def _repair(report: VerifyReport, directory: Path, copy: Path, progress: bool | None) -> VerifyReport:
+class _Damaged:
+    """The checkpoint that is being mended. All that is written there is written here, by leave of the claim.
+
+    What stands for the whole checkpoint (`.metadata`, the common state) is replaced through the claim's tickets, which
+    whoever takes the directory over takes away. A file that is missing gets its name only if nobody has made one
+    meanwhile. And a data file that is written to in place is one of the damaged checkpoint: no other save uses its
+    name.
+
+    Args:
+        path: the checkpoint's directory.
+        claim: of it.
+    """
+
+    def __init__(self, path: Path, claim: Claim) -> None:
+        self.path = path
+        self.storage = LocalStorage(path)
+        self._claim = claim
+
+    def check_held(self) -> None:
+        """Raise `SaveError` if the directory is somebody else's by now."""
+        if not self._claim.is_still_held():
+            self._claim.check()
+
+    def publish_index(self, content: bytes) -> None:
+        """Put an index in force; once."""
+        self._publish(METADATA_FILE, content, self._claim.publish_ticket)
+
+    def publish_common(self, name: str, content: bytes) -> bool:
+        """Put a common state in force; False if that was done before."""
+        self.check_held()
+        if self.storage.version(self._claim.common_ticket) is None:
+            self.check_held()
+            return False
+        self._publish(name, content, self._claim.common_ticket)
+        return True
+
+    def _publish(self, name: str, content: bytes, ticket: str) -> None:
+        self.check_held()
+        try:
+            self.storage.publish(name, content, through=ticket)
+        except SaveError:
+            self.check_held()  # says better what has happened, if the directory was lost between the two
+            raise
+
+    def put_file(self, name: str, content: BinaryIO) -> bool:
+        """Make a file that is missing, whole and durable or not at all; False if there is one by now."""
+        self.check_held()
+        folder, _, last = name.rpartition("/")
+        begins = f"{folder}/.{last}." if folder else f".{last}."
+        for left in self.storage.list():
+            # By a repair that was killed, or was thought to be: it cannot give its file the name any more.
+            if left.startswith(begins) and left.endswith("repair"):
+                self.storage.delete(left)
+        temporary = f"{begins}{self._claim.owner.save_id}.repair"
+        writing = self.storage.open_writer(temporary)
+        try:
+            at = 0
+            while piece := content.read(_WINDOW_BYTES):
+                writing.write(at, memoryview(piece))
+                at += len(piece)
+            writing.finish(at)
+            self.check_held()
+            if self.storage.rename_new(temporary, name):
+                return True
+        except SaveError:
+            writing.abort()
+            self.check_held()  # says better what has happened, if the directory was lost meanwhile
+            raise
+        except BaseException:
+            writing.abort()
+            raise
+        self.storage.delete(temporary)
+        return False
+
+    def write(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
+        """Put bytes into a file, durably, and cut it behind them if they are its end.
+
+        Returns:
+            False if it is no file of the directory's own.
+        """
+        self.check_held()
+        try:
+            fd = open_regular(self.path, name, os.O_RDWR)
+        except (CorruptCheckpointError, FileNotFoundError):
+            return False
+        with os.fdopen(fd, "r+b") as file:
+            file.seek(offset)
+            file.write(content)
+            if is_end:
+                file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
+        return True
+
+
+def _repair(report: VerifyReport, damaged: _Damaged, copy: Path, progress: bool | None) -> VerifyReport:
+    directory = damaged.path
     repaired: list[str] = []
     good_index = read_index(copy)
     index_is_ours = True
@@ -69,7 +174,7 @@ def _repair(report: VerifyReport, directory: Path, copy: Path, progress: bool | 
         try:
             index = read_index(directory)
         except CorruptCheckpointError:
-            report = _take_index(directory, copy, progress)
+            report = _take_index(damaged, copy, progress)
             repaired.append(METADATA_FILE)
             index = read_index(directory)
             index_is_ours = False
@@ -78,7 +183,7 @@ def _repair(report: VerifyReport, directory: Path, copy: Path, progress: bool | 
     with StoredPayloads(good_index) as payloads, Progress("repair", _damaged_bytes(report), shown=progress) as bar:
         same_save = _is_same_save(index if index_is_ours else None, _checks(index), directory, payloads)
         if same_save:
-            repaired += _replace_files(report.problems, directory, copy, index)
+            repaired += _replace_files(report.problems, damaged, copy, index)
         checks = _checks(index)
         for problem in report.problems:
             if problem.fqn is None or problem.file is None or problem.offset is None:
@@ -87,13 +192,14 @@ def _repair(report: VerifyReport, directory: Path, copy: Path, progress: bool | 
                 continue
             check = checks.get((problem.fqn, problem.file, problem.offset))
             if check is None:
-                if same_save and _mend_file(problem, directory, copy):
+                if same_save and _mend_file(problem, damaged, copy):
                     repaired.append(problem.file)
-            elif _mend(check, directory, payloads, same_save):
+            elif _mend(check, damaged, payloads, same_save):
                 repaired.append(check.where)
             bar.advance(problem.length or 0)
-    repaired += _mend_seals(report.problems, directory, copy, index)
+    repaired += _mend_seals(report.problems, damaged, copy, index)
     again = verify_checkpoint(directory, progress=progress)
+    damaged.check_held()  # otherwise it was another save's checkpoint that was verified
     still_wrong = {problem.message for problem in again.problems}
     return VerifyReport(
         again.path,
@@ -107,27 +213,29 @@ def _repair(report: VerifyReport, directory: Path, copy: Path, progress: bool | 
     )
 
 
-def _take_index(directory: Path, copy: Path, progress: bool | None) -> VerifyReport:
+def _take_index(damaged: _Damaged, copy: Path, progress: bool | None) -> VerifyReport:
     """Replace a damaged index by the copy's, if that describes the files here: a resharded copy's does not.
 
+    It is judged before it is put in force: until then, a repair that ends early has changed nothing.
+
     Raises:
-        CorruptCheckpointError: it does not; the damaged one is in its place again.
+        CorruptCheckpointError: it does not.
+        SaveError: the directory has been lost to another save meanwhile.
     """
-    storage = LocalStorage(directory)
-    damaged = storage.read(METADATA_FILE)
-    storage.publish(METADATA_FILE, LocalStorage(copy).read(METADATA_FILE))
-    report = verify_checkpoint(directory, progress=progress)
+    content = read_small_file(copy, METADATA_FILE, MAX_METADATA_BYTES)
+    index = parse_index(content, str(damaged.path), strict=False)
+    report = verify_index(index, progress=progress)
     wrong = sum(problem.kind in ("item", "structure") for problem in report.problems)
-    files = index_files(read_index(copy)) & set(storage.list())
+    files = index_files(index) & set(damaged.storage.list())
     strangers = {problem.file for problem in report.problems if problem.kind == "file"} & files
     if len(strangers) * 2 > len(files):
         wrong = 2 * report.items + 1
     if wrong * 2 > report.items:
-        storage.publish(METADATA_FILE, damaged)
         raise CorruptCheckpointError(
-            f"{copy}: its index does not describe the files of {directory}: {wrong} items are not where it says. Take "
-            "a copy under the same sharding; nothing was changed"
+            f"{copy}: its index does not describe the files of {damaged.path}: {wrong} items are not where it says. "
+            "Take a copy under the same sharding; nothing was changed"
         )
+    damaged.publish_index(content)
     return report
 
 
@@ -159,7 +267,7 @@ def _end_of_file(name: str, copy: Path, index: CheckpointIndex) -> tuple[int, by
         return None
 
 
-def _mend_seals(problems: tuple[Problem, ...], directory: Path, copy: Path, index: CheckpointIndex) -> list[str]:
+def _mend_seals(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path, index: CheckpointIndex) -> list[str]:
     """Ends of files, and lengths, come back from a copy whose file is the very same by what `.metadata` says of it."""
     mended = []
     for problem in problems:
@@ -167,12 +275,12 @@ def _mend_seals(problems: tuple[Problem, ...], directory: Path, copy: Path, inde
         if name is None or index.seal is None or problem.kind != "file" or name not in index.seal.files:
             continue
         end = _end_of_file(name, copy, index)
-        if end is not None and _write(directory, name, *end, is_end=True):
+        if end is not None and damaged.write(name, *end, is_end=True):
             mended.append(name)
     return list(dict.fromkeys(mended))
 
 
-def _replace_files(problems: tuple[Problem, ...], directory: Path, copy: Path, index: CheckpointIndex) -> list[str]:
+def _replace_files(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path, index: CheckpointIndex) -> list[str]:
     """Files that are missing altogether come back whole; their items are verified afterwards like all others. So does
     a common state that is not the one of the save, if the copy's is.
 
@@ -187,40 +295,20 @@ def _replace_files(problems: tuple[Problem, ...], directory: Path, copy: Path, i
                 content = read_common_file(LocalStorage(copy), COMMON_FILE, index.seal)
             except LoadError:
                 continue
-            LocalStorage(directory).publish(problem.file, content)
-            repaired.append(problem.file)
+            if damaged.publish_common(problem.file, content):
+                repaired.append(problem.file)
             continue
         sealed = index.seal is not None and problem.file in index.seal.files
-        if os.path.lexists(directory / problem.file) or (sealed and not _end_of_file(problem.file, copy, index)):
+        if os.path.lexists(damaged.path / problem.file) or (sealed and not _end_of_file(problem.file, copy, index)):
             continue
         try:
             given = open_regular(copy, problem.file)
         except (CorruptCheckpointError, OSError):
             continue
         with os.fdopen(given, "rb") as reading:
-            _put_file(directory, problem.file, reading)
-        repaired.append(problem.file)
+            if damaged.put_file(problem.file, reading):
+                repaired.append(problem.file)
     return repaired
-
-
-def _put_file(directory: Path, name: str, content: BinaryIO) -> None:
-    """A new file, whole and durable or not at all; whatever lies under its temporary name goes."""
-    storage = LocalStorage(directory)
-    folder, _, last = name.rpartition("/")
-    temporary = f"{folder}/.{last}.repair" if folder else f".{last}.repair"
-    storage.delete(temporary)
-    writing = storage.open_writer(temporary)
-    try:
-        at = 0
-        while piece := content.read(_WINDOW_BYTES):
-            writing.write(at, memoryview(piece))
-            at += len(piece)
-        writing.finish(at)
-    except BaseException:
-        writing.abort()
-        raise
-    storage.rename(temporary, name)
-    storage.sync_directory()
 
 
 def _is_same_save(
@@ -229,7 +317,10 @@ def _is_same_save(
     directory: Path,
     payloads: StoredPayloads,
 ) -> bool:
-    """Whether the copy is one of the very same save: by the id that DCP gives each, else by checksums.
+    """Whether the copy is one of the very same save: by the id that DCP gives each, and by checksums.
+
+    What a sealed index says of its save, the files say, too. Any other may have been taken from this very copy, by a
+    repair that ended early: then its id says nothing of the files.
 
     Args:
         index: of the damaged checkpoint; None if it was taken from the copy, so that its id says nothing.
@@ -239,8 +330,9 @@ def _is_same_save(
     """
     own = ((index.storage_meta if index else None) or {}).get("save_id")
     theirs = (payloads.index.storage_meta or {}).get("save_id")
-    if own and theirs:
-        return bool(own == theirs)
+    same_id = bool(own and own == theirs)
+    if own and theirs and (not same_id or (index is not None and index.seal is not None)):
+        return same_id
     # Large tensors are weights and moments: those of two iterations differ, and so do their checksums.
     equal = different = 0
     for check in sorted(checks.values(), key=lambda check: check.item.length, reverse=True):
@@ -252,7 +344,7 @@ def _is_same_save(
             equal, different = equal + (mine == other), different + (mine != other)
         if equal + different == _COMPARED_ITEMS:
             break
-    return equal > different
+    return equal > different or (same_id and not different)
 
 
 def _sums(directory: Path, item: StoredItem, where: str) -> list[tuple[str, int, int | None]]:
@@ -266,7 +358,7 @@ def _sums(directory: Path, item: StoredItem, where: str) -> list[tuple[str, int,
         return []
 
 
-def _mend_file(problem: Problem, directory: Path, copy: Path) -> bool:
+def _mend_file(problem: Problem, damaged: _Damaged, copy: Path) -> bool:
     """Put back a file that is one item by itself, the common state's, if the copy's is sound."""
     assert problem.file is not None
     try:
@@ -276,23 +368,31 @@ def _mend_file(problem: Problem, directory: Path, copy: Path) -> bool:
             sound = check_item(check, reader, memoryview(content))
     except LoadError:
         return False
-    if sound:
-        LocalStorage(directory).publish(problem.file, content)
-    return bool(sound)
+    return bool(sound) and damaged.publish_common(problem.file, content)
 
 
-def _mend(check: ItemCheck, directory: Path, payloads: StoredPayloads, same_save: bool) -> bool:
+def _mend(check: ItemCheck, damaged: _Damaged, payloads: StoredPayloads, same_save: bool) -> bool:
     """Put one item back; False if the copy does not have it, or cannot prove that it is the same."""
     content = _same_item(check, payloads)
-    if content is not None and (same_save or _carries_sums_of(check, directory, payloads)):
-        return _write(directory, check.item.file, check.item.offset, content)
-    if check.entry is None or check.chunk is None:
+    if content is not None and same_save:
+        return damaged.write(check.item.file, check.item.offset, content)
+    # The elements alone first: what the item states of them stays, by which a repair that is killed can be repeated.
+    if check.entry is not None and check.chunk is not None:
+        found = _same_elements(check, check.entry, check.chunk, damaged.storage, payloads)
+        if found is not None and damaged.write(check.item.file, *found) and _is_sound(check, damaged.storage):
+            return True
+    if content is not None and _carries_sums_of(check, damaged.path, payloads):
+        return damaged.write(check.item.file, check.item.offset, content)
+    return False
+
+
+def _is_sound(check: ItemCheck, storage: Storage) -> bool:
+    try:
+        with storage.open_reader(check.item.file) as reader:
+            check_item(check, reader)
+    except LoadError:
         return False
-    found = _same_elements(check, check.entry, check.chunk, LocalStorage(directory), payloads)
-    if found is None:
-        return False
-    offset, elements = found
-    return _write(directory, check.item.file, offset, elements)
+    return True
 
 
 def _carries_sums_of(check: ItemCheck, directory: Path, payloads: StoredPayloads) -> bool:
@@ -348,19 +448,3 @@ def _same_elements(
     if crc32(elements) != located.crc32:
         return None
     return item.offset + located.payload_offset, bytes(elements)
-
-
-def _write(directory: Path, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
-    """Put bytes into a file, durably, and cut it behind them if they are its end; False if it is no file of its own."""
-    try:
-        fd = open_regular(directory, name, os.O_RDWR)
-    except (CorruptCheckpointError, FileNotFoundError):
-        return False
-    with os.fdopen(fd, "r+b") as file:
-        file.seek(offset)
-        file.write(content)
-        if is_end:
-            file.truncate()
-        file.flush()
-        os.fsync(file.fileno())
-    return True

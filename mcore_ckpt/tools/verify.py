@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -40,7 +40,7 @@ from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.inspection import checkpoint_directory
 
-__all__ = ["ItemCheck", "Problem", "VerifyReport", "check_file", "check_item", "verify_checkpoint"]
+__all__ = ["ItemCheck", "Problem", "VerifyReport", "check_file", "check_item", "verify_checkpoint", "verify_index"]
 
 _WINDOW_BYTES = 8 * 1024 * 1024
 _MAX_GAP_BYTES = 256 * 1024
@@ -130,6 +130,12 @@ def verify_checkpoint(path: str | os.PathLike[str], *, workers: int = 2, progres
     except CorruptCheckpointError as error:
         problem = Problem("index", str(error), file=METADATA_FILE)
         return VerifyReport(str(directory), (problem,), 0, 0, 0, time.monotonic() - started)
+    return replace(verify_index(index, workers=workers, progress=progress), seconds=time.monotonic() - started)
+
+
+def verify_index(index: CheckpointIndex, *, workers: int = 2, progress: bool | None = False) -> VerifyReport:
+    """As `verify_checkpoint`, of an index that need not be the one in force: the files are those in its path."""
+    started, directory = time.monotonic(), Path(index.path)
     problems = [Problem("index", text, file=METADATA_FILE) for text in index.problems]
     megatron, flaw = is_megatrons(directory)
     if flaw:

@@ -196,6 +196,17 @@ def _damaged(path: Path) -> None:
         os.close(fd)
 
 
+def _without_index(path: Path) -> None:
+    """As `_damaged`; `.metadata` is damaged, too, and a file is missing."""
+    _damaged(path)
+    with (path / "c" / ".metadata").open("r+b") as stream:
+        stream.seek(100)
+        stream.write(b"\xff" * 8)
+        stream.flush()
+        os.fsync(stream.fileno())
+    min((path / "c").glob("*.distcp"), key=lambda file: file.stat().st_size).unlink()
+
+
 def _reshard(path: Path) -> None:
     reshard_checkpoint(path / "source", path / "c", tp=2, pp=1)
 
@@ -224,6 +235,7 @@ QUICK = {
     "reshard": Case(_source, _reshard, "c", _REFUSED, 2.0),
     "import": Case(_source, lambda path: import_checkpoint(path / "source", path / "c"), "c", _REFUSED, 2.0),
     "repair": Case(_damaged, _repair, "c", _REFUSED, 2.0, by_stock=False),
+    "repair of an index": Case(_without_index, _repair, "c", _REFUSED, 2.0, by_stock=False),
     "removal": Case(_with_more, lambda path: remove_tensors(path / "c", "extra"), "c", 2.0, 2.0),
 }
 MORE = {

@@ -1,0 +1,158 @@
+"""A repair that is interrupted, killed or held up: nothing is in force that was not judged, nobody's save is lost."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mcore_ckpt.core.errors import CorruptCheckpointError, SaveError
+from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.directory.claim import Owner, is_claim_file
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.tools import repair
+from mcore_ckpt.tools.repair import repair_checkpoint
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.model_like import assert_same, model_tensors, read_all, write_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+MISSING = "__0_1.distcp"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    write_model(tmp_path / "ckpt")
+    return tmp_path / "ckpt"
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(checkpoint, tmp_path / "copy")
+
+
+def save(path: Path, value: float) -> None:
+    tensors = {"w": torch.full((1000,), value), "m": torch.full((1000,), value)}
+    dcp.save(tensors, storage_writer=FileSystemWriterAsync(path), no_dist=True)
+
+
+def value_of(path: Path) -> float:
+    tensors = {"w": torch.zeros(1000), "m": torch.zeros(1000)}
+    dcp.load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
+    (value,) = set(torch.cat([*tensors.values()]).tolist())
+    return float(value)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if not is_claim_file(path.name)}
+
+
+def damage_index(directory: Path) -> None:
+    content = bytearray((directory / ".metadata").read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    (directory / ".metadata").write_bytes(content)
+
+
+def damage_common(directory: Path) -> None:
+    (directory / "common.pt").write_bytes((directory / "common.pt").read_bytes()[:200])
+
+
+def damage_item(directory: Path) -> None:
+    item = read_index(directory).tensors["output_layer.weight"].chunks[0].item
+    with (directory / item.file).open("r+b") as stream:
+        stream.seek(item.offset + item.length // 2)
+        stream.write(b"\xff" * 8)
+
+
+def test_a_copy_that_does_not_fit_is_never_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user takes the wrong iteration, notices it, and stops the repair; the right one mends it afterwards."""
+    damaged, right, wrong = tmp_path / "damaged", tmp_path / "right", tmp_path / "wrong"
+    save(wrong, 1.0)
+    save(damaged, 2.0)
+    shutil.copytree(damaged, right)
+    damage_index(damaged)
+    before = contents(damaged)
+    report = verify_checkpoint(damaged)
+
+    def stopped(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        for name in ("verify_checkpoint", "verify_index"):
+            patched.setattr(repair, name, stopped, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            repair_checkpoint(report, wrong)
+    assert contents(damaged) == before
+    with pytest.raises(CorruptCheckpointError, match="does not describe the files"):
+        repair_checkpoint(report, wrong)
+    assert contents(damaged) == before
+    assert repair_checkpoint(report, right).whole
+    assert value_of(damaged) == 2.0
+
+
+def test_an_index_that_came_from_the_copy_does_not_make_it_the_same_save(checkpoint: Path, tmp_path: Path) -> None:
+    """Another iteration under the same layout, without seals: its index fits, and nothing else of it is taken; neither
+    is it when the repair is repeated, though the ids of the two are the same by then."""
+    other = tmp_path / "other"
+    write_model(other, tensors=model_tensors(seed=9))
+    (other / ".metadata").write_bytes(encode_metadata(read_index(other), storage_meta={"save_id": "other"}))
+    damage_index(checkpoint)
+    (checkpoint / MISSING).unlink()
+    for _ in range(2):
+        report = repair_checkpoint(verify_checkpoint(checkpoint), other)
+        assert not report.whole
+        assert not (checkpoint / MISSING).exists()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [damage_index, damage_common, damage_item, lambda directory: (directory / MISSING).unlink()],
+    ids=["index", "common state", "item", "file"],
+)
+def test_a_repair_that_was_taken_for_gone_changes_nothing_of_the_save_after_it(
+    checkpoint: Path, copy: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object]
+) -> None:
+    damage(checkpoint)
+    after: list[dict[str, bytes]] = []
+
+    def another_job() -> None:
+        if not after:
+            with monkeypatch.context() as patched:
+                patched.setattr(Owner, "process_state", lambda self: "gone")
+                save(checkpoint, 2.0)
+            after.append(contents(checkpoint))
+
+    take_index, is_same_save = repair._take_index, repair._is_same_save
+
+    def late_index(*arguments: Any) -> Any:
+        another_job()
+        return take_index(*arguments)
+
+    def late_items(*arguments: Any) -> Any:
+        same = is_same_save(*arguments)
+        another_job()
+        return same
+
+    monkeypatch.setattr(repair, "_take_index", late_index)
+    monkeypatch.setattr(repair, "_is_same_save", late_items)
+    with pytest.raises(SaveError, match="has lost the directory"):
+        repair_checkpoint(verify_checkpoint(checkpoint), copy)
+    assert contents(checkpoint) == after[0]
+    assert value_of(checkpoint) == 2.0
+
+
+def test_what_a_killed_repair_has_left_goes(checkpoint: Path, copy: Path) -> None:
+    (checkpoint / MISSING).unlink()
+    (checkpoint / f".{MISSING}.0123456789abcdef.repair").write_bytes(b"half")
+    report = repair_checkpoint(verify_checkpoint(checkpoint), copy)
+    assert report.whole
+    assert report.repaired == (MISSING,)
+    assert contents(checkpoint) == contents(copy)
+    assert_same(read_all(checkpoint), model_tensors())
