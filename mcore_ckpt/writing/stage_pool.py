@@ -140,12 +140,13 @@ class Stage:
     def pin(self) -> None:
         """Register the memory with CUDA, so that device copies run at full speed and beside computation.
 
-        Where that is refused, copies are slower and correct all the same.
+        Where that is refused, or the device is another one, copies are slower and correct all the same.
         """
-        if self._pinned or self._memory is None:
+        cuda = torch.get_device_module("cuda")
+        if self._pinned or self._memory is None or not cuda.is_available():
             return
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime = cuda.cudart()
         status = int(runtime.cudaHostRegister(address, self.capacity_bytes, 0))
         self._pinned = status == 0
         if not self._pinned:
@@ -165,8 +166,7 @@ class Stage:
             return
         if self._pinned:
             address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            runtime.cudaHostUnregister(address)
+            torch.get_device_module("cuda").cudart().cudaHostUnregister(address)
             self._pinned = False
         # Views that a caller still holds keep the mapping alive until they go; it is not reused.
         self._memory = None

@@ -6,8 +6,8 @@ of the file, so the writer needs no layout but the places of checksums.
 
 What lies on a device is copied by `DeviceCopies`, beside what the trainer computes. Each device has one side stream. It
 first waits for what the trainer has queued on its current stream, which belongs to the state that is saved; then come
-the copies, an event behind each. Waiting goes from event to event, so it ends with the last copy and never waits for
-the device as a whole, nor does it keep a core busy.
+the copies, and an event behind the last of each fill. Waiting is for that event, so it ends with the last copy and
+never waits for the device as a whole, nor does it keep a core busy.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import ctypes
 import re
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from mcore_ckpt.core.boxes import flat_boxes
 from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.format.crc import crc32
@@ -131,54 +133,69 @@ def _mappings_not_inherited() -> tuple[list[int], list[int]]:
 
 
 # The side stream of each device, for the saves of this process.
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+_streams: dict[torch.device, Any] = {}
 
 
 class DeviceCopies:
-    """Copies in progress of one snapshot."""
+    """Copies in progress of one snapshot.
+
+    Speaks to the device by way of `torch.get_device_module`, whose streams and events are those of `torch.cuda` by
+    name for every accelerator that has them; from others copies are made one by one, and are complete at once.
+    """
 
     def __init__(self) -> None:
         self._in_order: set[torch.device] = set()
-        # The tensor is kept until its copy is done: whatever interrupts the save, its memory must not be given away.
-        self._pending: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        # Kept until their copies are done: whatever interrupts the save, their memory must not be given away.
+        self._pending: dict[torch.device, list[torch.Tensor]] = {}
         # An event belongs to the device that it was first recorded on.
-        self._idle: dict[torch.device, list[torch.cuda.Event]] = {}
+        self._events: dict[torch.device, Any] = {}
 
     def copy(self, tensor: torch.Tensor, source: Callable[[], torch.Tensor], target: torch.Tensor) -> None:
         """Queue a copy; it is complete after `wait`.
 
         Args:
-            tensor: on a CUDA device.
+            tensor: on a device.
             source: makes the bytes to copy, on the same device; called on the side stream, so that what makes them
                 contiguous is queued there, too.
             target: host memory of as many bytes; asynchronous where that is registered with the device.
         """
-        stream = self._stream(tensor.device)
-        idle = self._idle.setdefault(tensor.device, [])
-        event = idle.pop() if idle else torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
+        runtime = torch.get_device_module(tensor.device)
+        if not hasattr(runtime, "Stream"):
+            target.copy_(source())
+            return
+        stream = self._stream(runtime, tensor.device)
+        self._pending.setdefault(tensor.device, []).append(tensor)
+        with runtime.stream(stream):
             target.copy_(source(), non_blocking=True)
-            event.record(stream)
-        self._pending.append((event, tensor))
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+    def _stream(self, runtime: Any, device: torch.device) -> Any:
         stream = _streams.get(device)
         if stream is None:
-            stream = _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = _streams[device] = runtime.Stream(device)
         if device not in self._in_order:
-            stream.wait_stream(torch.cuda.current_stream(device))
+            stream.wait_stream(runtime.current_stream(device))
             self._in_order.add(device)
         return stream
 
     def wait(self) -> None:
-        """Wait for the copies queued so far, one after the other, and for nothing else on the device."""
+        """Wait for the copies queued so far, by one event of each device, and for nothing else on the device."""
         while self._pending:
-            event, tensor = self._pending[0]
+            device = next(iter(self._pending))
+            event = self._events.get(device)
+            if event is None:
+                event = self._events[device] = _new_event(torch.get_device_module(device))
+            event.record(_streams[device])
             event.synchronize()
-            self._pending.popleft()
-            self._idle[tensor.device].append(event)
+            del self._pending[device]
         # What the trainer queues from now on belongs to the state of a later snapshot.
         self._in_order.clear()
+
+
+def _new_event(runtime: Any) -> Any:
+    try:
+        return runtime.Event(blocking=True)  # a trainer's core must not spin
+    except TypeError:
+        return runtime.Event()
 
 
 def _wait_for_copies_to_host(tensors: Sequence[torch.Tensor]) -> None:
@@ -199,6 +216,9 @@ _ZEROS = bytes(4096)
 # Writing a shorter payload by a system call costs more than the few pages that it saves from being cleared.
 _LEAST_WRITTEN_BYTES = 16 * 1024
 
+# Of a tensor that is not contiguous, this much is put in order at a time.
+_PIECE_BYTES = 32 * 1024 * 1024
+
 _Write = Callable[[int, int, int], None]
 
 
@@ -209,7 +229,6 @@ class _Payloads:
         self._tensors = tensors
         # 0 marks a tensor whose bytes cannot be copied from where it lies as they are.
         self.pointers = [t.data_ptr() if t.is_cpu and t.is_contiguous() else 0 for t in tensors]
-        self._flat: tuple[int, torch.Tensor] | None = None
         self._device_copies = DeviceCopies()
         # In place of copying host memory: called with the addresses of target and source, and a number of bytes.
         self.write: _Write | None = None
@@ -229,30 +248,66 @@ class _Payloads:
             self._move(address, pointer + start, stop - start)
             return
         tensor = self._tensors[index]
-        if tensor.device.type == "cpu":
-            source = self._contiguous_bytes(index).data_ptr()
-            if not source:
-                raise SaveError(f"tensor {index} of a file: its memory was given back (a storage of 0 bytes)")
-            self._move(address, source + start, stop - start)
+        if not tensor.is_cpu:
+            for at, source in _contiguous_pieces(tensor, start, stop):
+                memory = (ctypes.c_char * source.nbytes).from_address(address + at - start)
+                self._device_copies.copy(tensor, source.bytes, torch.frombuffer(memory, dtype=torch.uint8))
             return
-        memory = (ctypes.c_char * (stop - start)).from_address(address)
-        target = torch.frombuffer(memory, dtype=torch.uint8)
-        if tensor.device.type == "cuda":
-            self._device_copies.copy(tensor, lambda: self._contiguous_bytes(index)[start:stop], target)
-        else:
-            target.copy_(self._contiguous_bytes(index)[start:stop])
-
-    def _contiguous_bytes(self, index: int) -> torch.Tensor:
-        """Tensor `index` as contiguous bytes; only the last one is kept, so that one tensor is doubled at most."""
-        if self._flat is None or self._flat[0] != index:
-            self._flat = None
-            tensor = self._tensors[index].contiguous()
-            self._flat = (index, tensor.view(-1).view(torch.uint8))
-        return self._flat[1]
+        if not tensor.data_ptr():
+            raise SaveError(f"tensor {index} of a file: its memory was given back (a storage of 0 bytes)")
+        for at, source in _contiguous_pieces(tensor, start, stop):
+            in_order = source.bytes()
+            self._move(address + at - start, in_order.data_ptr(), in_order.nbytes)
 
     def wait(self) -> None:
         """Wait for the device copies queued so far, and for nothing else on the device."""
         self._device_copies.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Bytes [start, stop) of a box of a tensor, in row-major order.
+
+    Attributes:
+        part: the box, as a view of the tensor.
+    """
+
+    part: torch.Tensor
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    def bytes(self) -> torch.Tensor:
+        """As a flat uint8 tensor on the tensor's device: a view, or a copy where the tensor is not contiguous."""
+        in_order = self.part.contiguous()
+        # Not `view(-1)`: of a single element that keeps the stride, whatever it is, and is no view as bytes then.
+        flat = in_order.as_strided((in_order.numel(),), (1,)).view(torch.uint8)
+        return flat.narrow(0, self.start, self.nbytes)
+
+
+def _contiguous_pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[tuple[int, _Piece]]:
+    """Cut bytes [start, stop) of a tensor's row-major form into pieces, each with the byte at which it begins.
+
+    What is not contiguous is copied before it can be copied on; pieces bound the memory that this takes.
+    """
+    if tensor.is_contiguous():
+        yield start, _Piece(tensor, start, stop)
+        return
+    size = tensor.itemsize
+    step = max(1, _PIECE_BYTES // size)
+    for low in range(start // size, -(-stop // size), step):
+        at = low
+        for box in flat_boxes(tensor.shape, low, min(low + step, -(-stop // size))):
+            part = tensor
+            for dim, (offset, extent) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                part = part.narrow(dim, offset, extent)
+            count = part.numel()
+            first, last = max(start, at * size), min(stop, (at + count) * size)
+            yield first, _Piece(part, first - at * size, last - at * size)
+            at += count
 
 
 class BucketSource:

@@ -1,120 +1,148 @@
-"""In which order a snapshot asks a device for what; the device is a recorder, since there may be none here."""
+"""Snapshots of tensors on a device, which is simulated, since there may be none here: it does everything late."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from mcore_ckpt import SaveOptions
+from mcore_ckpt.layout.buckets import lay_out
+from mcore_ckpt.save._async_save import start_writing
+from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.writing import staging
-from mcore_ckpt.writing.staging import DeviceCopies
+from mcore_ckpt.writing.stage_pool import Stage
+from mcore_ckpt.writing.staging import BucketSource, DeviceCopies
+from tests.support.simulated_device import OnDevice, SimulatedDevices, simulated_devices
+from tests.support.tensor_specs import specs_of
+
+__all__ = ["simulated_devices"]
+
+COUNT = 1000
 
 
-class Recorder:
-    """Stands in for `torch.cuda`: writes down what is asked of streams and events."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.events = 0
-        recorder = self
-
-        class Stream:
-            def __init__(self, _: object) -> None:
-                recorder.calls.append("new stream")
-
-            def wait_stream(self, other: str) -> None:
-                recorder.calls.append(f"side waits for {other}")
-
-        class Event:
-            def __init__(self, *, blocking: bool) -> None:
-                assert blocking, "a trainer's core must not spin"
-                self.number = recorder.events
-                recorder.events += 1
-
-            def record(self, _: Stream) -> None:
-                recorder.calls.append(f"record {self.number}")
-
-            def synchronize(self) -> None:
-                recorder.calls.append(f"wait {self.number}")
-
-        self.Stream, self.Event = Stream, Event
-
-    def current_stream(self, _: object) -> str:
-        return "trainer"
-
-    @contextmanager
-    def stream(self, _: object) -> Any:
-        self.calls.append("on side")
-        yield
-        self.calls.append("off side")
+def values(number: float) -> torch.Tensor:
+    return torch.arange(COUNT, dtype=torch.float32) + number * COUNT
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    recorder = Recorder()
-    for name in ("Stream", "Event", "current_stream", "stream"):
-        monkeypatch.setattr(torch.cuda, name, getattr(recorder, name))
-    monkeypatch.setattr(staging, "_streams", {})
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("waited for the whole device"))
-    return recorder
+def source_of(*tensors: torch.Tensor) -> BucketSource:
+    return BucketSource(lay_out("__0_0.distcp", specs_of(tensors), 0), tensors, [], [])
 
 
-def copy(copies: DeviceCopies, value: float, target: torch.Tensor, cuda: Recorder) -> None:
-    tensor = torch.full_like(target, value)
-
-    def source() -> torch.Tensor:
-        cuda.calls.append("gather")
-        return tensor
-
-    copies.copy(tensor, source, target)
-
-
-def test_each_tensor_has_an_event_and_the_trainers_work_comes_first(cuda: Recorder) -> None:
-    copies, targets = DeviceCopies(), [torch.zeros(3) for _ in range(2)]
-    for number, target in enumerate(targets):
-        copy(copies, number + 1.0, target, cuda)
-    copies.wait()
-    assert cuda.calls == [
-        *["new stream", "side waits for trainer", "on side", "gather", "record 0", "off side"],
-        *["on side", "gather", "record 1", "off side"],
-        *["wait 0", "wait 1"],
+def payloads(source: BucketSource, content: bytes | memoryview) -> list[torch.Tensor]:
+    image = source.layout.image
+    return [
+        torch.frombuffer(bytearray(content[start : start + length]), dtype=torch.float32)
+        for start, length in zip(image.payload_offsets, image.payload_lengths, strict=True)
     ]
-    assert [target.tolist() for target in targets] == [[1.0] * 3, [2.0] * 3]
 
 
-def test_the_next_snapshot_waits_for_the_trainer_anew_and_makes_no_new_events(cuda: Recorder) -> None:
-    copies, target = DeviceCopies(), torch.zeros(1)
-    copy(copies, 1.0, target, cuda)
-    copies.wait()
-    cuda.calls.clear()
-    copy(copies, 2.0, target, cuda)
-    copies.wait()
-    copies.wait()
-    assert cuda.calls == ["side waits for trainer", "on side", "gather", "record 0", "off side", "wait 0"]
-    assert cuda.events == 1
+def staged(source: BucketSource, laid_out: bool = False) -> list[torch.Tensor]:
+    stage = Stage()
+    view = stage.reserve(source.layout.image.size_bytes)
+    source.fill_stage(view, laid_out=laid_out)
+    found = payloads(source, view)
+    del view
+    stage.close()
+    return found
 
 
-class _OnDevice:
-    """Stands in for a tensor of that device."""
-
-    def __init__(self, index: int) -> None:
-        self.device = torch.device("cuda", index)
-
-
-def test_an_event_is_used_again_on_its_own_device_only(cuda: Recorder) -> None:
-    copies, target = DeviceCopies(), torch.zeros(1)
-    for index in (0, 1, 0, 1):
-        copies.copy(_OnDevice(index), lambda: torch.ones(1), target)  # type: ignore[arg-type]
-        copies.wait()
-    events = [int(call.split()[1]) for call in cuda.calls if call.startswith("record")]
-    assert events == [0, 1, 0, 1]
+@pytest.mark.parametrize("laid_out", [False, True])
+def test_copies_are_complete_when_the_stage_is_filled(simulated_devices: SimulatedDevices, laid_out: bool) -> None:
+    tensors = [OnDevice(values(i), index=i % 2) for i in range(50)]
+    found = staged(source_of(*tensors), laid_out)
+    assert all(torch.equal(mine, values(i)) for i, mine in enumerate(found))
+    assert simulated_devices.events == 2, "one for each device"
 
 
-def test_all_sources_of_a_device_share_its_side_stream(cuda: Recorder) -> None:
+def test_what_the_trainer_queued_before_is_in_and_what_it_queues_later_is_not(
+    simulated_devices: SimulatedDevices, tmp_path: Path
+) -> None:
+    tensor = OnDevice(values(0))
+    for step in range(1, 4):
+        tensor.fill_(float(step))
+        source = source_of(tensor)
+        (tmp_path / str(step)).mkdir()
+        save = start_writing(LocalStorage(tmp_path / str(step)), [source], SaveOptions(), "test")
+        tensor.fill_(-1.0)
+        simulated_devices.finish()
+        save.results()
+        (found,) = payloads(source, (tmp_path / str(step) / "__0_0.distcp").read_bytes())
+        assert (found == step).all(), step
+
+
+def test_what_is_not_contiguous_is_put_in_order_a_piece_at_a_time(
+    simulated_devices: SimulatedDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_PIECE_BYTES", 400)
+    base = torch.randn(37, 41, 11)
+    views = [base.permute(2, 0, 1), base[3:30, ::2, 1:9], base[:, :, 4], base[5].t(), base[:1].expand(6, 41, 11)]
+    on_device = [OnDevice(view) for view in views]
+    for tensors in (views, on_device):
+        found = staged(source_of(*tensors))
+        for mine, expected in zip(found, views, strict=True):
+            assert torch.equal(mine, expected.contiguous().view(-1))
+    assert 0 < simulated_devices.largest_bytes <= 400
+
+
+def test_windows_hold_any_part_of_it(simulated_devices: SimulatedDevices, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_PIECE_BYTES", 1000)
+    turned = torch.randn(60, 70).t()
+    for tensor in (turned, OnDevice(turned)):
+        source = source_of(tensor)
+        size = source.layout.image.size_bytes
+        content = bytearray(size)
+        for start in range(0, size, 4096):
+            stop = min(size, start + 4096)
+            source.fill(start, stop, memoryview(content)[start:stop])
+        (found,) = payloads(source, content)
+        assert torch.equal(found, turned.contiguous().view(-1))
+
+
+def test_an_error_waits_for_what_is_under_way(simulated_devices: SimulatedDevices) -> None:
+    copies, target = DeviceCopies(), torch.zeros(COUNT)
+    tensors = [OnDevice(values(1)), OnDevice(values(2))]
+    source = source_of(*tensors)
+    done: list[Any] = []
+
+    def failing(tensor: torch.Tensor, make: Any, to: torch.Tensor) -> None:
+        if done:
+            raise RuntimeError("as the test wants it")
+        done.append(to)
+        copies.copy(tensor, make, to)
+
+    payloads_of = source._payloads
+    payloads_of._device_copies = type("Failing", (), {"copy": staticmethod(failing), "wait": copies.wait})()  # type: ignore[assignment]
+    stage = Stage()
+    view = stage.reserve(source.layout.image.size_bytes)
+    with pytest.raises(RuntimeError, match="as the test wants it"):
+        source.fill_stage(view, laid_out=False)
+    assert torch.equal(done[0].view(torch.float32), values(1)), "it is there, and cannot land in what comes next"
+    done.clear()
+    del view, target
+    stage.close()
+
+
+def test_all_saves_share_one_side_stream_of_each_device(simulated_devices: SimulatedDevices) -> None:
     for _ in range(3):
-        copies = DeviceCopies()
-        copy(copies, 1.0, torch.zeros(1), cuda)
-        copies.wait()
-    assert cuda.calls.count("new stream") == 1
+        staged(source_of(OnDevice(values(1))))
+    assert len(staging._streams) == 1
+
+
+def test_a_device_without_streams_is_copied_from_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda _: object())
+    copies, target = DeviceCopies(), torch.zeros(COUNT)
+    copies.copy(values(1), lambda: values(1), target)
+    assert torch.equal(target, values(1))
+    copies.wait()
+
+
+def test_a_source_that_is_filled_again_waits_for_the_trainer_anew(simulated_devices: SimulatedDevices) -> None:
+    tensor = OnDevice(values(0))
+    source = source_of(tensor)
+    for step in (1.0, 2.0):
+        tensor.fill_(step)
+        (found,) = staged(source)
+        assert (found == step).all()
