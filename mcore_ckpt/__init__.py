@@ -15,6 +15,11 @@ from mcore_ckpt.core.options import LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
     from mcore_ckpt.convert.export import ExportReport, export_checkpoint
+    from mcore_ckpt.convert.huggingface import (
+        HuggingFaceReport,
+        export_huggingface,
+        import_huggingface,
+    )
     from mcore_ckpt.convert.import_ import ImportReport, import_checkpoint
     from mcore_ckpt.convert.reshard import ReshardReport, reshard_checkpoint
     from mcore_ckpt.dcp.planners import MCoreLoadPlanner, MCoreSavePlanner
@@ -42,6 +47,7 @@ _HOME = {
     "ExportReport": "convert.export",
     "FileSystemReader": "load.reader",
     "FileSystemWriterAsync": "dcp.writer",
+    "HuggingFaceReport": "convert.huggingface",
     "ImportReport": "convert.import_",
     "LazyTensor": "tools.checkpoint",
     "MCoreLoadPlanner": "dcp.planners",
@@ -54,8 +60,10 @@ _HOME = {
     "VerifyReport": "tools.verify",
     "diff_checkpoints": "tools.diff",
     "export_checkpoint": "convert.export",
+    "export_huggingface": "convert.huggingface",
     "get_strategy": "megatron.registry",
     "import_checkpoint": "convert.import_",
+    "import_huggingface": "convert.huggingface",
     "install": "megatron.install",
     "list_run": "tools.run",
     "load_sharded_optimizer_state": "megatron.optimizer_state",
@@ -77,6 +85,7 @@ __all__ = [
     "ExportReport",
     "FileSystemReader",
     "FileSystemWriterAsync",
+    "HuggingFaceReport",
     "ImportReport",
     "LazyTensor",
     "LoadOptions",
@@ -92,8 +101,10 @@ __all__ = [
     "__version__",
     "diff_checkpoints",
     "export_checkpoint",
+    "export_huggingface",
     "get_strategy",
     "import_checkpoint",
+    "import_huggingface",
     "install",
     "list_run",
     "load_sharded_optimizer_state",

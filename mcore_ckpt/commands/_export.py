@@ -1,11 +1,12 @@
-"""`mcore-ckpt export`: a checkpoint as safetensors, torch files or a plain DCP checkpoint."""
+"""`mcore-ckpt export`: a checkpoint as a Hugging Face model, safetensors, torch files or a plain DCP checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 
-from mcore_ckpt.commands._shell import Outcome, few, parse_size
+from mcore_ckpt.commands._shell import Outcome, few, key_plan_outcome, parse_size
 from mcore_ckpt.core.console import human_bytes
+from mcore_ckpt.core.errors import OptionError
 
 __all__ = ["add_arguments", "run"]
 
@@ -17,21 +18,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("directory", metavar="DIR", help="directory to make; must not exist yet")
     parser.add_argument(
-        "--to", choices=["safetensors", "torch", "dcp"], default="safetensors", help="format (safetensors)"
+        "--to",
+        choices=["safetensors", "torch", "dcp", "hf"],
+        default="safetensors",
+        help="format (safetensors); hf: a model that transformers loads, by its architecture",
     )
     parser.add_argument("--max-shard-size", metavar="SIZE", help="largest file, e.g. 2G (5G)")
     parser.add_argument("--rename", metavar="RULES", help="file of lines: key pattern, replacement or `-` to drop")
     parser.add_argument("--only", metavar="PATTERN", help="keys that match (shell pattern, or a part of the key)")
     parser.add_argument("--drop", choices=["optimizer"], help="leave the optimizer's state out")
     parser.add_argument("--dtype", metavar="TYPE", help="convert the model's floating-point tensors: bf16, fp16, fp32")
+    model = parser.add_argument_group("with --to hf")
+    model.add_argument("--arch", metavar="FAMILY", help="the model's family (auto: as arguments or config.json say)")
+    model.add_argument(
+        "--hf-config", metavar="DIR", help="take config.json from here, and tokenizer files; checked against shapes"
+    )
+    model.add_argument("--dry-run", action="store_true", help="show each key's source and transform; write nothing")
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Export."""
+    if arguments.to == "hf":
+        return _run_hf(arguments)
+    if arguments.arch or arguments.hf_config or arguments.dry_run:
+        raise OptionError("--arch, --hf-config and --dry-run need --to hf: other formats know no models")
     from mcore_ckpt.convert.export import export_checkpoint
     from mcore_ckpt.tools.dtype_cast import floating_dtype
 
-    sizes = {} if arguments.max_shard_size is None else {"max_shard_bytes": parse_size(arguments.max_shard_size)}
     report = export_checkpoint(
         arguments.checkpoint,
         arguments.directory,
@@ -41,7 +54,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         drop_optimizer=arguments.drop == "optimizer",
         dtype=floating_dtype(arguments.dtype, "--dtype"),
         progress=False if arguments.quiet else None,
-        **sizes,
+        **_max_shard_bytes(arguments),
     )
     text = (
         f"{report.target}: {report.tensors} tensors, {human_bytes(report.payload_bytes)} in {len(report.files)} files"
@@ -51,3 +64,32 @@ def run(arguments: argparse.Namespace) -> Outcome:
             f"; {report.left_out} objects have no place in this format and were left out: {few(report.left_out_keys)}"
         )
     return Outcome(report, text)
+
+
+def _max_shard_bytes(arguments: argparse.Namespace) -> dict[str, int]:
+    return {} if arguments.max_shard_size is None else {"max_shard_bytes": parse_size(arguments.max_shard_size)}
+
+
+def _run_hf(arguments: argparse.Namespace) -> Outcome:
+    from mcore_ckpt.convert.huggingface import HuggingFaceOptions, export_model, plan_export
+    from mcore_ckpt.tools.dtype_cast import floating_dtype
+
+    if arguments.rename or arguments.only:
+        raise OptionError("--rename and --only do not go with --to hf: a model has all of its family's keys, so named")
+    options = HuggingFaceOptions(
+        arguments.arch or "auto",
+        arguments.hf_config,
+        floating_dtype(arguments.dtype, "--dtype"),
+        **_max_shard_bytes(arguments),
+    )
+    if arguments.dry_run:
+        return key_plan_outcome(plan_export(arguments.checkpoint, options), to_megatron=False)
+    report = export_model(
+        arguments.checkpoint, arguments.directory, options, progress=False if arguments.quiet else None
+    )
+    text = (
+        f"{report.target}: {report.family}, {report.tensors} tensors, {human_bytes(report.payload_bytes)} in "
+        f"{len(report.files)} files"
+    )
+    text += f"; left out: {few(report.left_out)}" if report.left_out else ""
+    return Outcome(report, "\n".join([text, *(f"note: {note}" for note in report.notes)]))

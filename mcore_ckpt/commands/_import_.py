@@ -1,11 +1,12 @@
-"""`mcore-ckpt import`: safetensors, torch files or a DCP checkpoint as a `torch_dist` checkpoint."""
+"""`mcore-ckpt import`: a Hugging Face model, safetensors, torch files or a DCP checkpoint as `torch_dist`."""
 
 from __future__ import annotations
 
 import argparse
 
-from mcore_ckpt.commands._shell import MIN_MEMORY_BYTES, Outcome, few, parse_size
+from mcore_ckpt.commands._shell import MIN_MEMORY_BYTES, Outcome, few, key_plan_outcome, parse_size
 from mcore_ckpt.core.console import human_bytes
+from mcore_ckpt.core.errors import OptionError
 
 __all__ = ["add_arguments", "run"]
 
@@ -16,6 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source", metavar="SRC", help="directory of safetensors or torch files, one file, or a DCP checkpoint"
     )
     parser.add_argument("target", metavar="DST", help="directory to make; must not exist yet")
+    parser.add_argument(
+        "--from",
+        dest="source_kind",
+        choices=["files", "hf"],
+        default="files",
+        help="what SRC is: tensors under their own keys (files), or a Hugging Face model, to become Megatron's (hf)",
+    )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor parallel size (1)")
     parser.add_argument("--pp", type=int, default=1, metavar="M", help="pipeline parallel size (1)")
     parser.add_argument("--ep", type=int, default=1, metavar="K", help="expert parallel size (1)")
@@ -28,10 +36,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify", action=argparse.BooleanOptionalAction, default=True, help="prove DST against SRC by checksum (on)"
     )
+    model = parser.add_argument_group("with --from hf")
+    model.add_argument("--arch", metavar="FAMILY", help="the model's family (auto: as config.json says)")
+    model.add_argument("--etp", type=int, metavar="N", help="expert tensor parallel size (as --tp)")
+    model.add_argument(
+        "--transformer-impl",
+        choices=["transformer_engine", "local"],
+        help="of the launch that is going to load it (transformer_engine)",
+    )
+    model.add_argument(
+        "--numbered-layers", action="store_true", help="a tensor for each layer, where Megatron stacks layers"
+    )
+    model.add_argument(
+        "--make-vocab-size-divisible-by", type=int, metavar="N", help="as that argument of the launch (128)"
+    )
+    model.add_argument("--dry-run", action="store_true", help="show each key's source and transform; write nothing")
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Import."""
+    if arguments.source_kind == "hf":
+        return _run_hf(arguments)
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in (
+            *("arch", "etp", "transformer_impl", "numbered_layers", "make_vocab_size_divisible_by", "dry_run"),
+        )
+        if getattr(arguments, name)
+    ]
+    if given:
+        raise OptionError(f"{', '.join(given)}: needs --from hf")
     from mcore_ckpt.convert.import_ import import_checkpoint
     from mcore_ckpt.tools.dtype_cast import floating_dtype
 
@@ -54,3 +88,36 @@ def run(arguments: argparse.Namespace) -> Outcome:
     if report.left_out:
         text += f"; {report.left_out} entries that are no tensors were left out: {few(report.left_out_keys)}"
     return Outcome(report, text)
+
+
+def _run_hf(arguments: argparse.Namespace) -> Outcome:
+    from mcore_ckpt.convert.huggingface import MegatronOptions, import_model, plan_import
+    from mcore_ckpt.tools.dtype_cast import floating_dtype
+
+    given = [f"--{name}" for name in ("rename", "rules", "common") if getattr(arguments, name)]
+    if given:
+        raise OptionError(f"{', '.join(given)}: not with --from hf, where the model's family says all of that")
+    multiple = arguments.make_vocab_size_divisible_by
+    options = MegatronOptions(
+        arguments.tp,
+        arguments.pp,
+        arguments.ep,
+        arguments.etp,
+        arch=arguments.arch or "auto",
+        dtype=floating_dtype(arguments.dtype, "--dtype"),
+        transformer_impl=arguments.transformer_impl or "transformer_engine",
+        numbered_layers=arguments.numbered_layers,
+        vocabulary_multiple=128 if multiple is None else multiple,
+        workers=max(1, arguments.workers),
+        verify=arguments.verify,
+        memory_bytes=parse_size(arguments.memory, at_least=MIN_MEMORY_BYTES),
+    )
+    if arguments.dry_run:
+        return key_plan_outcome(plan_import(arguments.source, options), to_megatron=True)
+    report = import_model(arguments.source, arguments.target, options, progress=False if arguments.quiet else None)
+    text = (
+        f"{report.target}: {report.family} for {options.layout}, {report.tensors} tensors, "
+        f"{human_bytes(report.payload_bytes)} in {len(report.files)} files"
+    )
+    text += f"; left out: {few(report.left_out)}" if report.left_out else ""
+    return Outcome(report, "\n".join([text, *(f"note: {note}" for note in report.notes)]))

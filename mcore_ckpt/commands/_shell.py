@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from mcore_ckpt.convert.huggingface import HuggingFacePlan
 
 __all__ = [
     "DIFFERS",
@@ -17,6 +20,7 @@ __all__ = [
     "Outcome",
     "few",
     "human_age",
+    "key_plan_outcome",
     "numbers",
     "parse_size",
     "table",
@@ -95,3 +99,21 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Ite
         return "  ".join(parts).rstrip()
 
     return "\n".join(line(row) for row in [list(header), ["-" * width for width in widths], *cells])
+
+
+def key_plan_outcome(plan: HuggingFacePlan, *, to_megatron: bool) -> Outcome:
+    """A conversion by architecture, key by key: source, transform, target."""
+    rows = []
+    for key in plan.keys:
+        pair = (key.hf, key.megatron) if to_megatron else (key.megatron, key.hf)
+        rows.append((pair[0], key.transform, pair[1], numbers(key.shape), key.dtype))
+    lines = [
+        table(("source", "transform", "target", "shape at Hugging Face", "dtype"), rows),
+        "",
+        f"{plan.family}: {len(plan.keys)} keys"
+        + (f", {plan.objects} empty objects that its layers ask for" if plan.objects else "")
+        + "; nothing was written",
+        *(f"left out: {key}" for key in plan.left_out),
+        *(f"note: {note}" for note in plan.notes),
+    ]
+    return Outcome(plan, "\n".join(lines))

@@ -29,8 +29,11 @@ _COMMANDS = {
     "inspect": ("inspect", "what a checkpoint holds: summary, tensors, files, items, objects, HTML report"),
     "verify": ("verify", "check structure and every record's checksum; repair from another copy"),
     "diff": ("diff", "compare two checkpoints, whatever their sharding"),
-    "export": ("export", "write safetensors, a torch file or a plain DCP checkpoint"),
-    "import": ("import_", "make a torch_dist checkpoint of safetensors, a torch file or a DCP checkpoint"),
+    "export": ("export", "write a Hugging Face model, safetensors, a torch file or a plain DCP checkpoint"),
+    "import": (
+        "import_",
+        "make a torch_dist checkpoint of a Hugging Face model, safetensors, torch files or DCP",
+    ),
     "cat": ("cat", "show or extract one tensor or object"),
     "list": ("list", "the checkpoints of a run: which are whole, how large, how old, in which layout"),
     "prune": ("prune", "let go of a run's old checkpoints"),

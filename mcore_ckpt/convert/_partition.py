@@ -100,6 +100,7 @@ class Partitioner:
         rules: from `rules.parse_partition_rules`; the first that matches wins.
         arguments: Megatron's arguments as stored, `{}` if there are none.
         exact_like: take the chunks of `like` over as they are.
+        chunks_tell: whether the chunks of the source are those of ranks; of a view they are not.
     """
 
     def __init__(
@@ -110,12 +111,14 @@ class Partitioner:
         rules: Iterable[PartitionRule] = (),
         arguments: Mapping[str, Any] | None = None,
         exact_like: bool = False,
+        chunks_tell: bool = True,
     ) -> None:
         self._index = index
         self._like = like
         self._rules = tuple(rules)
         self._arguments = arguments or {}
         self._exact_like = exact_like
+        self._chunks_tell = chunks_tell
         self._source_sizes = {expert: _group_size(index, expert) for expert in (False, True)}
         self._like_sizes = {expert: _group_size(like, expert) if like else None for expert in (False, True)}
         self._decided: dict[str, Partition] = {}
@@ -144,7 +147,7 @@ class Partitioner:
         parameter = self._index.tensors.get(key)
         if key != fqn and parameter is not None and parameter.shape == entry.shape:
             return self.decide(key)
-        found = self._from_grid(entry, self._source_sizes[expert], expert, "grid")
+        found = self._from_grid(entry, self._source_sizes[expert], expert, "grid") if self._chunks_tell else None
         return found if found is not None else self._from_table(entry, expert)
 
     def _from_like(self, entry: TensorEntry, expert: bool) -> Partition | None:

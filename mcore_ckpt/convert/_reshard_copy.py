@@ -35,7 +35,7 @@ from mcore_ckpt.tools.regrid import Walk
 from mcore_ckpt.tools.tilings import Block
 from mcore_ckpt.tools.verify import ItemCheck, check_item
 
-__all__ = ["JOURNAL_FILE", "Journal", "check_chunks", "chunk_sources", "copy_all", "expected_crcs"]
+__all__ = ["JOURNAL_FILE", "CastSource", "Journal", "check_chunks", "chunk_sources", "copy_all", "expected_crcs"]
 
 JOURNAL_FILE = ".reshard_journal"
 _VERSION = 2

@@ -55,7 +55,7 @@ from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, SealedFile, seal_metadata
 from mcore_ckpt.load.fetch import in_parallel
 from mcore_ckpt.storage.local import LocalStorage, open_regular
-from mcore_ckpt.tools.payloads import PayloadSource, StoredPayloads
+from mcore_ckpt.tools.payloads import MADE_HERE, PayloadSource, StoredPayloads
 from mcore_ckpt.tools.regrid import CrcSink, Walk
 from mcore_ckpt.tools.tilings import blocks
 from mcore_ckpt.tools.verify import check_file
@@ -272,12 +272,15 @@ def _fingerprint(payloads: StoredPayloads, plan: ReshardPlan, content: bytes) ->
     """Of everything that the bytes of the target depend on: its layout, and the files that they come from."""
     index, directory = payloads.index, Path(payloads.index.path)
     files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
-    files |= {entry.item.file for entry in index.objects.values()}
+    files |= {entry.item.file for entry in index.objects.values()} - {MADE_HERE}
     found: dict[str, Any] = {
         "source": str(directory.resolve()),
         "target": hashlib.sha256(content).hexdigest(),
         "keys": [[move.entry.fqn, move.target_fqn] for moves in plan.work for move in moves],
     }
+    recipe = "\n".join(payloads.recipe())
+    if recipe:
+        found["recipe"] = hashlib.sha256(recipe.encode()).hexdigest()
     for file in sorted(files):
         try:
             stat = (directory / file).stat()

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.load.item_decoding import ItemDecoder
 
 __all__ = [
+    "MADE_HERE",
     "PayloadSource",
     "StoredPayload",
     "StoredPayloads",
@@ -46,6 +47,9 @@ __all__ = [
     "check_tiled",
     "read_box",
 ]
+
+MADE_HERE = "(made here)"
+"""Stands for the file of what lies in none: objects and elements that are made up on the way."""
 
 _MAX_LOCATED = 4096
 _WINDOW_BYTES = 4 * 1024 * 1024
@@ -165,6 +169,13 @@ class StoredPayloads:
         tensor = torch.empty(chunk.sizes, dtype=dtype).copy_(decoder.tensor(entry.fqn, chunk, dtype, reason))
         content = tensor.reshape(-1).view(torch.uint8).numpy().data
         return StoredPayload(where, chunk.item.file, 0, len(content), None, content)
+
+    def was_read(self, entry: TensorEntry, chunk: StoredChunk, value: int) -> None:
+        """Told the CRC-32 of a chunk that was read as a whole: what stores no sum of its own may add them up."""
+
+    def recipe(self) -> Iterable[str]:
+        """What the elements depend on, beside the index and its files."""
+        return ()
 
     def close(self) -> None:
         """Close the files."""

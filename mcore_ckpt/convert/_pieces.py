@@ -1,0 +1,347 @@
+"""Tensors put together from boxes of stored tensors, without copying any: a view of a checkpoint under other keys.
+
+A piece of a view is a stored chunk, or the part of one that a box shares with it; where that part is one run of bytes,
+as rows of a matrix are, it is read from where it lies. So whatever takes an index and payloads (a reshard, an export)
+takes a view as well. Elements that are wanted the other way round are transposed in memory, chunk by chunk, and rows
+that nothing stands for are zeros.
+
+Each stored chunk is read once, in parts; `check_rest` then has seen all of it and compares its checksum.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mcore_ckpt.core.boxes import Box, covers, intersect, relative, runs
+from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
+from mcore_ckpt.format.crc import crc32, crc32_combine
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.load.stored_items import chunk_name
+from mcore_ckpt.storage.base import RangeReader
+from mcore_ckpt.tools.dtype_cast import carrier
+from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads
+
+__all__ = ["PiecePayloads", "Source", "Wanted", "view_of"]
+
+_WINDOW_BYTES = 4 * 1024 * 1024
+
+
+class Source(NamedTuple):
+    """Where a box of a wanted tensor comes from.
+
+    Attributes:
+        box: of the wanted tensor.
+        key: the stored tensor; None for zeros.
+        stored_box: of the stored tensor; its sizes are those of `box`, but for leading axes of one element.
+        transposed: the last two axes are exchanged.
+    """
+
+    box: Box
+    key: str | None
+    stored_box: Box | None = None
+    transposed: bool = False
+
+
+class Wanted(NamedTuple):
+    """A tensor of the view: its shape, and the boxes that it is made of."""
+
+    shape: tuple[int, ...]
+    sources: Sequence[Source]
+
+
+class _Piece(NamedTuple):
+    """A part of a stored chunk, in coordinates of the chunk; without an entry: zeros."""
+
+    entry: TensorEntry | None
+    chunk: StoredChunk | None
+    part: Box
+    transposed: bool
+
+
+_Places = dict[tuple[str, tuple[int, ...]], _Piece]
+
+
+def view_of(
+    base: CheckpointIndex, wanted: Mapping[str, Wanted], objects: Mapping[str, bytes] | None = None
+) -> tuple[CheckpointIndex, _Places, bytes]:
+    """An index of the wanted tensors, where each of their chunks lies, and the contents of objects made here.
+
+    Args:
+        base: what is stored.
+        wanted: tensors by key.
+        objects: contents of objects by full key, each an archive of `torch.save`.
+
+    Raises:
+        OptionError: a wanted tensor is made of tensors of several dtypes.
+        CorruptCheckpointError: what is stored does not hold all of what is wanted.
+    """
+    chunks_of = _ChunksByLead(base)
+    tensors: dict[str, TensorEntry] = {}
+    places: _Places = {}
+    for key, tensor in wanted.items():
+        dtypes = {base.tensors[source.key].dtype for source in tensor.sources if source.key is not None}
+        if len(dtypes) != 1:
+            names = sorted({source.key for source in tensor.sources if source.key is not None})
+            raise OptionError(
+                f"{key} is made of {', '.join(names[:4])}, which are stored as {', '.join(sorted(dtypes))}; expected "
+                "one dtype for all of them"
+            )
+        (dtype,) = dtypes
+        found: list[StoredChunk] = []
+        for source in tensor.sources:
+            for box, piece in _pieces(base, chunks_of, source):
+                nbytes = math.prod(box.sizes) * element_bytes(dtype)
+                chunk = StoredChunk(box.offsets, box.sizes, _item(piece, found, nbytes))
+                places[key, box.offsets] = piece
+                found.append(chunk)
+        found = _named_zeros(found)
+        problem = covers(tensor.shape, [Box(chunk.offsets, chunk.sizes) for chunk in found])
+        if problem and math.prod(tensor.shape):
+            raise CorruptCheckpointError(f"{key}: what {base.path} stores does not make it up: {problem}")
+        tensors[key] = TensorEntry(key, dtype, tensor.shape, tuple(found))
+    made = b""
+    entries: dict[str, ObjectEntry] = {}
+    starts: dict[bytes, int] = {}
+    for key, content in (objects or {}).items():
+        if content not in starts:
+            starts[content] = len(made)
+            made += content
+        entries[key] = ObjectEntry(key, StoredItem(MADE_HERE, starts[content], len(content)))
+    return CheckpointIndex(base.path, tensors, entries), places, made
+
+
+class _ChunksByLead:
+    """The chunks of stored tensors that a box may share elements with, found by their leading axes of one element."""
+
+    def __init__(self, base: CheckpointIndex) -> None:
+        self._base = base
+        self._known: dict[str, tuple[int, dict[tuple[int, ...], list[StoredChunk]]]] = {}
+
+    def around(self, key: str, box: Box) -> list[StoredChunk]:
+        if key not in self._known:
+            entry = self._base.tensors[key]
+            lead = 0
+            while lead < len(entry.shape) and all(chunk.sizes[lead] == 1 for chunk in entry.chunks):
+                lead += 1
+            by_lead: dict[tuple[int, ...], list[StoredChunk]] = {}
+            for chunk in entry.chunks:
+                by_lead.setdefault(chunk.offsets[:lead], []).append(chunk)
+            self._known[key] = lead, by_lead
+        lead, by_lead = self._known[key]
+        if all(size == 1 for size in box.sizes[:lead]):
+            return by_lead.get(box.offsets[:lead], [])
+        return [chunk for chunks in by_lead.values() for chunk in chunks]
+
+
+def _pieces(base: CheckpointIndex, chunks_of: _ChunksByLead, source: Source) -> Iterable[tuple[Box, _Piece]]:
+    if source.key is None or source.stored_box is None:
+        yield source.box, _Piece(None, None, source.box, False)
+        return
+    entry = base.tensors[source.key]
+    axes = min(len(source.box.sizes), len(source.stored_box.sizes))  # those that are more than one element long
+    order = list(range(axes))
+    if source.transposed:
+        order[-2:] = order[:-3:-1]
+    for chunk in chunks_of.around(source.key, source.stored_box):
+        shared = intersect(Box(chunk.offsets, chunk.sizes), source.stored_box)
+        if shared is None:
+            continue
+        inside = relative(shared, source.stored_box.offsets)
+        shift = inside.offsets[len(inside.offsets) - axes :]
+        sizes = inside.sizes[len(inside.sizes) - axes :]
+        lead = len(source.box.sizes) - axes
+        offsets = tuple(start + shift[axis] for start, axis in zip(source.box.offsets[lead:], order, strict=True))
+        box = Box(
+            (*source.box.offsets[:lead], *offsets),
+            (*source.box.sizes[:lead], *(sizes[axis] for axis in order)),
+        )
+        yield box, _Piece(entry, chunk, relative(shared, chunk.offsets), source.transposed)
+
+
+def _item(piece: _Piece, before: Sequence[StoredChunk], nbytes: int) -> StoredItem:
+    """What stands for a piece in an index: near where it lies, so that what is sorted by place is read in order."""
+    if piece.chunk is None or piece.entry is None:
+        return StoredItem(MADE_HERE, 0, nbytes)
+    item = piece.chunk.item
+    first = runs(piece.chunk.sizes, piece.part, element_bytes(piece.entry.dtype)).first_byte
+    return StoredItem(item.file, item.offset + first, nbytes)
+
+
+def _named_zeros(chunks: list[StoredChunk]) -> list[StoredChunk]:
+    """Zeros lie in no file; in an index they follow what they fill up."""
+    real = next((chunk.item for chunk in chunks if chunk.item.file != MADE_HERE), None)
+    if real is None:
+        return chunks
+    return [
+        chunk if chunk.item.file != MADE_HERE else chunk._replace(item=StoredItem(real.file, real.offset, 0))
+        for chunk in chunks
+    ]
+
+
+class PiecePayloads(StoredPayloads):
+    """Payloads of a view; a context manager, which closes those that it is made of.
+
+    Args:
+        base: payloads of what is stored.
+        wanted, objects: as for `view_of`.
+    """
+
+    def __init__(
+        self, base: StoredPayloads, wanted: Mapping[str, Wanted], objects: Mapping[str, bytes] | None = None
+    ) -> None:
+        index, self._places, made = view_of(base.index, wanted, objects)
+        super().__init__(index, base.storage)
+        self._base = base
+        self.files = _FilesAndMade(base, made)  # type: ignore[assignment]
+        self._turned: tuple[tuple[str, StoredChunk], np.ndarray[Any, Any]] | None = None
+        self._turning = threading.Lock()
+        self._seen: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
+        self._payload_of: dict[tuple[str, int], StoredPayload] = {}
+        self._seeing = threading.Lock()
+
+    def recipe(self) -> Iterable[str]:
+        """What else the bytes of the view depend on, for telling one view from another."""
+        for (key, offsets), piece in self._places.items():
+            if piece.chunk is not None:
+                yield f"{key} {offsets} {piece.chunk.item[:2]} {piece.part} {piece.transposed}"
+
+    def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
+        piece = self._places[entry.fqn, chunk.offsets]
+        nbytes = math.prod(chunk.sizes) * element_bytes(entry.dtype)
+        where = chunk_name(entry.fqn, chunk)
+        if piece.entry is None or piece.chunk is None:
+            return StoredPayload(where, chunk.item.file, 0, nbytes, None, bytes(nbytes))
+        stored = self._base.locate(piece.entry, piece.chunk)
+        elem_bytes = element_bytes(piece.entry.dtype)
+        run = runs(piece.chunk.sizes, piece.part, elem_bytes)
+        if piece.transposed or len(run) > 1:
+            return StoredPayload(where, stored.file, 0, nbytes, None, self._gathered(piece, stored, elem_bytes))
+        first, last = run.first_byte, run.first_byte + nbytes
+        if stored.decoded is not None:
+            return StoredPayload(where, stored.file, 0, nbytes, None, memoryview(stored.decoded)[first:last])
+        crc = stored.crc32 if nbytes == stored.nbytes else None
+        return StoredPayload(where, stored.file, stored.offset + first, nbytes, crc)
+
+    def _gathered(self, piece: _Piece, stored: StoredPayload, elem_bytes: int) -> memoryview:
+        """A part that is no run of bytes, or is wanted the other way round, in memory of its own."""
+        assert piece.entry is not None
+        assert piece.chunk is not None
+        with self._turning:
+            key = piece.entry.fqn, piece.chunk
+            if self._turned is None or self._turned[0] != key:
+                memory = memoryview(bytearray(stored.nbytes))
+                self._base.read_into(stored, 0, memory)
+                if stored.crc32 is not None and crc32(memory) != stored.crc32:
+                    raise _damaged(stored, crc32(memory))
+                whole = np.frombuffer(memory, carrier(elem_bytes)).reshape(piece.chunk.sizes)
+                self._turned = key, whole
+            whole = self._turned[1]
+        cut = whole[tuple(slice(at, at + size) for at, size in zip(piece.part.offsets, piece.part.sizes, strict=True))]
+        if piece.transposed:
+            cut = cut.swapaxes(-1, -2)
+        return memoryview(np.ascontiguousarray(cut).reshape(-1).view(np.uint8).data)
+
+    def was_read(self, entry: TensorEntry, chunk: StoredChunk, value: int) -> None:
+        """Note the CRC-32 of a piece as it was read; raise `ChecksumError` if its stored chunk turns out damaged."""
+        piece = self._places[entry.fqn, chunk.offsets]
+        if piece.entry is None or piece.chunk is None or piece.transposed:
+            return
+        run = runs(piece.chunk.sizes, piece.part, element_bytes(piece.entry.dtype))
+        stored = self._base.locate(piece.entry, piece.chunk)
+        if stored.crc32 is None or len(run) != 1:
+            return
+        item = piece.chunk.item
+        key = item.file, item.offset
+        with self._seeing:
+            seen = self._seen.setdefault(key, [])
+            seen.append((run.first_byte, run.run_bytes, value))
+            if sum(nbytes for _, nbytes, _ in seen) < stored.nbytes:
+                self._payload_of[key] = stored
+                return
+            del self._seen[key]
+            self._payload_of.pop(key, None)
+        _compare(stored, seen)
+
+    def check_rest(self) -> None:
+        """Read what nobody wanted of chunks that were read in part, and compare their checksums.
+
+        Raises:
+            ChecksumError: one is damaged.
+        """
+        for key, seen in self._seen.items():
+            stored = self._payload_of[key]
+            at = 0
+            for start, nbytes, _ in [*sorted(seen), (stored.nbytes, 0, 0)]:
+                if start > at:
+                    seen.append((at, start - at, self._sum(stored, at, start)))
+                at = start + nbytes
+            _compare(stored, seen)
+        self._seen.clear()
+
+    def _sum(self, stored: StoredPayload, start: int, stop: int) -> int:
+        value = 0
+        window = memoryview(bytearray(min(_WINDOW_BYTES, stop - start)))
+        while start < stop:
+            view = window[: min(len(window), stop - start)]
+            self._base.read_into(stored, start, view)
+            value = crc32(view, value)
+            start += len(view)
+        return value
+
+    def close(self) -> None:
+        """Close the files."""
+        self._base.close()
+
+
+def _compare(stored: StoredPayload, seen: list[tuple[int, int, int]]) -> None:
+    value = 0
+    for _, nbytes, part in sorted(seen):
+        value = crc32_combine(value, part, nbytes)
+    if value != stored.crc32:
+        raise _damaged(stored, value)
+
+
+def _damaged(stored: StoredPayload, value: int) -> ChecksumError:
+    return ChecksumError(
+        f"{stored.where}: the source is damaged: its elements have CRC-32 {value:#010x}, expected "
+        f"{stored.crc32:#010x}. Run `mcore-ckpt verify` on it, and take a sound copy"
+    )
+
+
+class _FilesAndMade:
+    """Files of the base, and beside them one that is nowhere: the objects that are made here."""
+
+    def __init__(self, base: StoredPayloads, made: bytes) -> None:
+        self._base = base
+        self._made = _MadeReader(made)
+
+    def reader(self, name: str) -> AbstractContextManager[RangeReader]:
+        """As `OpenFiles.reader`."""
+        return nullcontext(self._made) if name == MADE_HERE else self._base.files.reader(name)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._base.files.close()
+
+
+class _MadeReader(RangeReader):
+    """Bytes in memory as a file."""
+
+    def __init__(self, content: bytes) -> None:
+        self.name, self.size_bytes, self._content = MADE_HERE, len(content), content
+
+    def read_into(self, offset: int, view: memoryview, arrived: Any = None) -> None:
+        self.check_range(offset, len(view))
+        view[:] = self._content[offset : offset + len(view)]
+        if arrived is not None:
+            arrived(view)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,140 @@
+"""GPT-2: learned positions, biases everywhere, a tied embedding; weights are stored inputs before outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.families._settings import count, expect, number, setting
+from mcore_ckpt.families.table import Family, Model, Part, Row
+
+__all__ = ["GPT2"]
+
+_HERE = "decoder.layers.{layer}."
+_THERE = "transformer.h.{layer}."
+
+_ROWS = (
+    Row("embedding.word_embeddings.weight", (Part("transformer.wte.weight", ("vocab", "hidden")),), "vocabulary"),
+    Row("embedding.position_embeddings.weight", (Part("transformer.wpe.weight", ("positions", "hidden")),)),
+    Row("decoder.final_layernorm.weight", (Part("transformer.ln_f.weight", ("hidden",)),)),
+    Row("decoder.final_layernorm.bias", (Part("transformer.ln_f.bias", ("hidden",)),)),
+    Row("output_layer.weight", (Part("lm_head.weight", ("vocab", "hidden")),), "vocabulary", when=("untied",)),
+    Row(f"{_HERE}self_attention.linear_qkv.layer_norm_weight", (Part(f"{_THERE}ln_1.weight", ("hidden",)),)),
+    Row(f"{_HERE}self_attention.linear_qkv.layer_norm_bias", (Part(f"{_THERE}ln_1.bias", ("hidden",)),)),
+    Row(
+        f"{_HERE}self_attention.linear_qkv.weight",
+        (Part(f"{_THERE}attn.c_attn.weight", ("hidden", "qkv")),),
+        "joined qkv transposed",
+    ),
+    Row(f"{_HERE}self_attention.linear_qkv.bias", (Part(f"{_THERE}attn.c_attn.bias", ("qkv",)),), "joined qkv"),
+    Row(
+        f"{_HERE}self_attention.linear_proj.weight",
+        (Part(f"{_THERE}attn.c_proj.weight", ("hidden", "hidden")),),
+        "transposed",
+    ),
+    Row(f"{_HERE}self_attention.linear_proj.bias", (Part(f"{_THERE}attn.c_proj.bias", ("hidden",)),)),
+    Row(f"{_HERE}mlp.linear_fc1.layer_norm_weight", (Part(f"{_THERE}ln_2.weight", ("hidden",)),)),
+    Row(f"{_HERE}mlp.linear_fc1.layer_norm_bias", (Part(f"{_THERE}ln_2.bias", ("hidden",)),)),
+    Row(f"{_HERE}mlp.linear_fc1.weight", (Part(f"{_THERE}mlp.c_fc.weight", ("hidden", "ffn")),), "transposed"),
+    Row(f"{_HERE}mlp.linear_fc1.bias", (Part(f"{_THERE}mlp.c_fc.bias", ("ffn",)),)),
+    Row(f"{_HERE}mlp.linear_fc2.weight", (Part(f"{_THERE}mlp.c_proj.weight", ("ffn", "hidden")),), "transposed"),
+    Row(f"{_HERE}mlp.linear_fc2.bias", (Part(f"{_THERE}mlp.c_proj.bias", ("hidden",)),)),
+)
+
+
+def _model(config: Mapping[str, Any]) -> Model:
+    hidden, heads = count(config, "n_embd"), count(config, "n_head")
+    if hidden % heads:
+        raise OptionError(f"n_embd={hidden}: expected a multiple of n_head={heads}")
+    sizes = {
+        "vocab": count(config, "vocab_size"),
+        "positions": count(config, "n_positions"),
+        "hidden": hidden,
+        "qkv": 3 * hidden,
+        "ffn": count(config, "n_inner", 4 * hidden),
+    }
+    holds = frozenset() if config.get("tie_word_embeddings", True) else frozenset({"untied"})
+    return Model(count(config, "n_layer"), sizes, heads, heads, hidden // heads, holds=holds)
+
+
+def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    expect(config, "activation_function", "gelu_new", "gelu_pytorch_tanh")
+    expect(config, "scale_attn_weights", True)
+    expect(config, "scale_attn_by_inverse_layer_idx", False)
+    expect(config, "add_cross_attention", False)
+    model = _model(config)
+    epsilon = number(config, "layer_norm_epsilon", 1e-5)
+    return {
+        "num_layers": model.layers,
+        "hidden_size": model.sizes["hidden"],
+        "ffn_hidden_size": model.sizes["ffn"],
+        "num_attention_heads": model.heads,
+        "group_query_attention": False,
+        "num_query_groups": 1,
+        "kv_channels": model.head_dim,
+        "max_position_embeddings": model.sizes["positions"],
+        "seq_length": model.sizes["positions"],
+        "position_embedding_type": "learned_absolute",
+        "add_position_embedding": True,
+        "use_rotary_position_embeddings": False,
+        "normalization": "LayerNorm",
+        "norm_epsilon": epsilon,
+        "layernorm_epsilon": epsilon,
+        "apply_layernorm_1p": False,
+        "apply_query_key_layer_scaling": False,
+        "add_bias_linear": True,
+        "add_qkv_bias": False,
+        "qk_layernorm": False,
+        "squared_relu": False,
+        "swiglu": False,
+        "untie_embeddings_and_output_weights": "untied" in model.holds,
+        "attention_dropout": number(config, "attn_pdrop", 0.1),
+        "hidden_dropout": number(config, "resid_pdrop", 0.1),
+        "vocab_size": model.sizes["vocab"],
+    }
+
+
+def _config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    hidden, heads = count(arguments, "hidden_size"), count(arguments, "num_attention_heads")
+    if arguments.get("group_query_attention") or count(arguments, "kv_channels", hidden // heads) * heads != hidden:
+        raise OptionError("the stored arguments ask for attention that GPT-2 has not: grouped, or wider than the model")
+    if arguments.get("apply_layernorm_1p") or arguments.get("squared_relu"):
+        raise OptionError("the stored arguments apply_layernorm_1p and squared_relu: GPT-2 has no such layers")
+    return {
+        "vocab_size": vocabulary,
+        "n_positions": count(arguments, "max_position_embeddings"),
+        "n_embd": hidden,
+        "n_layer": count(arguments, "num_layers"),
+        "n_head": heads,
+        "n_inner": count(arguments, "ffn_hidden_size"),
+        # What Megatron has fused of it is the approximation.
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": setting(arguments, "norm_epsilon", "layernorm_epsilon", default=1e-5),
+        "attn_pdrop": number(arguments, "attention_dropout", 0.1),
+        "resid_pdrop": number(arguments, "hidden_dropout", 0.1),
+        "embd_pdrop": number(arguments, "hidden_dropout", 0.1),
+        "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights"),
+    }
+
+
+def _recognizes(arguments: Mapping[str, Any]) -> bool:
+    return (
+        arguments.get("normalization") == "LayerNorm"
+        and arguments.get("position_embedding_type") == "learned_absolute"
+        and not any(arguments.get(name) for name in ("swiglu", "num_experts", "multi_latent_attention", "qk_layernorm"))
+    )
+
+
+GPT2 = Family(
+    name="gpt2",
+    model_types=("gpt2",),
+    architecture="GPT2LMHeadModel",
+    rows=_ROWS,
+    model=_model,
+    arguments=_arguments,
+    config=_config,
+    recognizes=_recognizes,
+    derived=(r"^(?:transformer\.)?h\.\d+\.attn\.(?:masked_)?bias$",),
+    optional_prefix="transformer.",
+)

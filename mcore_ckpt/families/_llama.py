@@ -1,0 +1,39 @@
+"""Llama 2 and 3: grouped attention, gated MLP, rotary embedding with or without Llama 3's scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt.families._rows import ATTENTION, DENSE_MLP, EMBEDDING
+from mcore_ckpt.families._settings import decoder_arguments, decoder_config, decoder_model, expect, is_plain_decoder
+from mcore_ckpt.families.table import Family
+
+__all__ = ["LLAMA"]
+
+
+def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    expect(config, "attention_bias", False)
+    expect(config, "mlp_bias", False)
+    return decoder_arguments(config)
+
+
+def _config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    return decoder_config(arguments, vocabulary, attention_bias=False, mlp_bias=False)
+
+
+def _recognizes(arguments: Mapping[str, Any]) -> bool:
+    return is_plain_decoder(arguments)
+
+
+LLAMA = Family(
+    name="llama",
+    model_types=("llama",),
+    architecture="LlamaForCausalLM",
+    rows=(*EMBEDDING, *ATTENTION, *DENSE_MLP),
+    model=decoder_model,
+    arguments=_arguments,
+    config=_config,
+    recognizes=_recognizes,
+    derived=(r"\.rotary_emb\.inv_freq$",),
+)

@@ -1,0 +1,43 @@
+"""Mistral: as Llama, and attention may be limited to a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt.families._rows import ATTENTION, DENSE_MLP, EMBEDDING
+from mcore_ckpt.families._settings import (
+    decoder_arguments,
+    decoder_config,
+    decoder_model,
+    is_plain_decoder,
+    window_arguments,
+    window_config,
+)
+from mcore_ckpt.families.table import Family
+
+__all__ = ["MISTRAL"]
+
+
+def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    return decoder_arguments(config, **window_arguments(config))
+
+
+def _config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    return decoder_config(arguments, vocabulary, **window_config(arguments))
+
+
+def _recognizes(arguments: Mapping[str, Any]) -> bool:
+    return is_plain_decoder(arguments, "window_size")
+
+
+MISTRAL = Family(
+    name="mistral",
+    model_types=("mistral",),
+    architecture="MistralForCausalLM",
+    rows=(*EMBEDDING, *ATTENTION, *DENSE_MLP),
+    model=decoder_model,
+    arguments=_arguments,
+    config=_config,
+    recognizes=_recognizes,
+)

@@ -1,0 +1,61 @@
+"""Mixtral: Mistral's attention, and in each layer experts instead of an MLP; `w1` is the gate, `w3` goes through it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt.families._rows import ATTENTION, EMBEDDING, gated_experts
+from mcore_ckpt.families._settings import (
+    check_router,
+    count,
+    decoder_arguments,
+    decoder_config,
+    decoder_model,
+    expert_arguments,
+    is_plain_decoder,
+    window_arguments,
+    window_config,
+)
+from mcore_ckpt.families.table import Family, Model
+
+__all__ = ["MIXTRAL"]
+
+
+def _model(config: Mapping[str, Any]) -> Model:
+    experts = count(config, "num_local_experts")
+    sizes = {"experts": experts, "expert ffn": count(config, "intermediate_size")}
+    layers = count(config, "num_hidden_layers")
+    return decoder_model(config, sizes=sizes, experts=experts, expert_layers=(True,) * layers)
+
+
+def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    return decoder_arguments(config, **window_arguments(config), **expert_arguments(config, _model(config)))
+
+
+def _config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    check_router(arguments, moe_router_pre_softmax=False, moe_layer_freq=1)
+    return decoder_config(
+        arguments,
+        vocabulary,
+        **window_config(arguments),
+        intermediate_size=count(arguments, "moe_ffn_hidden_size", count(arguments, "ffn_hidden_size")),
+        num_local_experts=count(arguments, "num_experts"),
+        num_experts_per_tok=count(arguments, "moe_router_topk"),
+    )
+
+
+def _recognizes(arguments: Mapping[str, Any]) -> bool:
+    return is_plain_decoder(arguments, "num_experts", may_have=("window_size",))
+
+
+MIXTRAL = Family(
+    name="mixtral",
+    model_types=("mixtral",),
+    architecture="MixtralForCausalLM",
+    rows=(*EMBEDDING, *ATTENTION, *gated_experts("block_sparse_moe", "w1", "w3", "w2")),
+    model=_model,
+    arguments=_arguments,
+    config=_config,
+    recognizes=_recognizes,
+)

@@ -1,0 +1,69 @@
+"""Qwen2 and Qwen2.5, which have biases of queries, keys and values, and Qwen3, which has norms of queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt.families._rows import ATTENTION, DENSE_MLP, EMBEDDING, QK_NORM, QKV_BIAS
+from mcore_ckpt.families._settings import (
+    decoder_arguments,
+    decoder_config,
+    decoder_model,
+    expect,
+    is_plain_decoder,
+)
+from mcore_ckpt.families.table import Family
+
+__all__ = ["QWEN2", "QWEN3"]
+
+
+def _qwen2_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    expect(config, "use_sliding_window", False)
+    return decoder_arguments(config, add_qkv_bias=True)
+
+
+def _qwen2_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    return decoder_config(arguments, vocabulary, use_sliding_window=False)
+
+
+def _is_qwen2(arguments: Mapping[str, Any]) -> bool:
+    return is_plain_decoder(arguments, "add_qkv_bias")
+
+
+QWEN2 = Family(
+    name="qwen2",
+    model_types=("qwen2",),
+    architecture="Qwen2ForCausalLM",
+    rows=(*EMBEDDING, *ATTENTION, *QKV_BIAS, *DENSE_MLP),
+    model=decoder_model,
+    arguments=_qwen2_arguments,
+    config=_qwen2_config,
+    recognizes=_is_qwen2,
+)
+
+
+def _qwen3_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    expect(config, "use_sliding_window", False)
+    expect(config, "attention_bias", False)
+    return decoder_arguments(config, qk_layernorm=True)
+
+
+def _qwen3_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    return decoder_config(arguments, vocabulary, use_sliding_window=False, attention_bias=False)
+
+
+def _is_qwen3(arguments: Mapping[str, Any]) -> bool:
+    return is_plain_decoder(arguments, "qk_layernorm")
+
+
+QWEN3 = Family(
+    name="qwen3",
+    model_types=("qwen3",),
+    architecture="Qwen3ForCausalLM",
+    rows=(*EMBEDDING, *ATTENTION, *QK_NORM, *DENSE_MLP),
+    model=decoder_model,
+    arguments=_qwen3_arguments,
+    config=_qwen3_config,
+    recognizes=_is_qwen3,
+)

@@ -1,0 +1,161 @@
+"""Qwen2-MoE, which has shared experts behind a gate, and Qwen3-MoE, which has none; layers may have an MLP instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.families._rows import ATTENTION, DENSE_MLP, EMBEDDING, QK_NORM, QKV_BIAS, gated_experts
+from mcore_ckpt.families._settings import (
+    check_router,
+    count,
+    decoder_arguments,
+    decoder_config,
+    decoder_model,
+    expect,
+    expert_arguments,
+    expert_layers_of,
+    is_plain_decoder,
+)
+from mcore_ckpt.families.table import Family, Model, Part, Row
+
+__all__ = ["QWEN2_MOE", "QWEN3_MOE"]
+
+_HERE = "decoder.layers.{layer}.mlp."
+_THERE = "model.layers.{layer}.mlp."
+
+_SHARED_EXPERT = (
+    Row(
+        f"{_HERE}shared_experts.linear_fc1.weight",
+        (
+            Part(f"{_THERE}shared_expert.gate_proj.weight", ("shared ffn", "hidden")),
+            Part(f"{_THERE}shared_expert.up_proj.weight", ("shared ffn", "hidden")),
+        ),
+        "halves",
+        when=("expert layer",),
+    ),
+    Row(
+        f"{_HERE}shared_experts.linear_fc2.weight",
+        (Part(f"{_THERE}shared_expert.down_proj.weight", ("hidden", "shared ffn")),),
+        when=("expert layer",),
+    ),
+    Row(
+        f"{_HERE}shared_experts.gate_weight",
+        (Part(f"{_THERE}shared_expert_gate.weight", (1, "hidden")),),
+        when=("expert layer",),
+    ),
+)
+
+
+def _expert_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    layers, step = count(config, "num_hidden_layers"), count(config, "decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or layers > 100_000:
+        raise OptionError(f"mlp_only_layers={dense!r:.80}: expected a list of layers, of {layers}")
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+
+
+def _model(config: Mapping[str, Any], **sizes: int) -> Model:
+    experts = count(config, "num_experts", config.get("num_local_experts"))
+    sizes = {"experts": experts, "expert ffn": count(config, "moe_intermediate_size"), **sizes}
+    return decoder_model(config, sizes=sizes, experts=experts, expert_layers=_expert_layers(config))
+
+
+def _qwen2_model(config: Mapping[str, Any]) -> Model:
+    return _model(config, **{"shared ffn": count(config, "shared_expert_intermediate_size")})
+
+
+def _router(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without being normalized among the chosen, weights are those among all: the softmax comes before the choice."""
+    return {"moe_router_pre_softmax": not config.get("norm_topk_prob", False)}
+
+
+def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a `config.json` for the experts."""
+    check_router(arguments)
+    experts, layers = count(arguments, "num_experts"), expert_layers_of(arguments)
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": count(arguments, "moe_router_topk"),
+        "moe_intermediate_size": count(arguments, "moe_ffn_hidden_size", count(arguments, "ffn_hidden_size")),
+        "norm_topk_prob": not arguments.get("moe_router_pre_softmax"),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, has_experts in enumerate(layers) if not has_experts],
+        "use_sliding_window": False,
+    }
+
+
+def _qwen2_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    expect(config, "use_sliding_window", False)
+    expect(config, "qkv_bias", True)
+    model = _qwen2_model(config)
+    return decoder_arguments(
+        config,
+        add_qkv_bias=True,
+        moe_shared_expert_intermediate_size=model.sizes["shared ffn"],
+        moe_shared_expert_gate=True,
+        **expert_arguments(config, model, **_router(config)),
+    )
+
+
+def _qwen2_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    shared = count(arguments, "moe_shared_expert_intermediate_size")
+    return decoder_config(
+        arguments, vocabulary, **_fields(arguments), shared_expert_intermediate_size=shared, qkv_bias=True
+    )
+
+
+def _is_qwen2_moe(arguments: Mapping[str, Any]) -> bool:
+    return is_plain_decoder(arguments, "num_experts", "add_qkv_bias", "moe_shared_expert_gate")
+
+
+def _is_qwen3_moe(arguments: Mapping[str, Any]) -> bool:
+    return is_plain_decoder(arguments, "num_experts", "qk_layernorm")
+
+
+QWEN2_MOE = Family(
+    name="qwen2-moe",
+    model_types=("qwen2_moe",),
+    architecture="Qwen2MoeForCausalLM",
+    rows=(
+        *EMBEDDING,
+        *ATTENTION,
+        *QKV_BIAS,
+        *DENSE_MLP,
+        *gated_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+        *_SHARED_EXPERT,
+    ),
+    model=_qwen2_model,
+    arguments=_qwen2_arguments,
+    config=_qwen2_config,
+    recognizes=_is_qwen2_moe,
+)
+
+
+def _qwen3_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    expect(config, "use_sliding_window", False)
+    expect(config, "attention_bias", False)
+    return decoder_arguments(config, qk_layernorm=True, **expert_arguments(config, _model(config), **_router(config)))
+
+
+def _qwen3_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    return decoder_config(arguments, vocabulary, **_fields(arguments), attention_bias=False)
+
+
+QWEN3_MOE = Family(
+    name="qwen3-moe",
+    model_types=("qwen3_moe",),
+    architecture="Qwen3MoeForCausalLM",
+    rows=(
+        *EMBEDDING,
+        *ATTENTION,
+        *QK_NORM,
+        *DENSE_MLP,
+        *gated_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    ),
+    model=_model,
+    arguments=_qwen3_arguments,
+    config=_qwen3_config,
+    recognizes=_is_qwen3_moe,
+)

@@ -1,0 +1,410 @@
+"""What a family of models is: a table of parameters, and a table of settings. A family is data; this gives it meaning.
+
+    FAMILY = Family(
+        name="llama",
+        model_types=("llama",),
+        architecture="LlamaForCausalLM",
+        rows=(*EMBEDDING, *ATTENTION, *GATED_MLP),
+        ...
+    )
+
+A row names a parameter of Megatron-Core, the tensors of Hugging Face that it is made of, and how. `how` is the name of
+a transform: it says which box of which part is which box of the parameter, and nothing else, so that every row can be
+read in both directions. Keys have `{layer}` and `{expert}` in them; shapes are words, sizes that a model has by name.
+
+`relate` unfolds a table for one model: every tensor on both sides with its shape, and the links between them. It proves
+that links cover each tensor exactly once, on either side, before anybody moves a byte.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from mcore_ckpt.core.boxes import Box, covers
+from mcore_ckpt.core.errors import OptionError
+
+__all__ = [
+    "Family",
+    "Implementation",
+    "Link",
+    "Model",
+    "Naming",
+    "Part",
+    "Relation",
+    "Row",
+    "extra_state_keys",
+    "relate",
+]
+
+Implementation = Literal["local", "transformer_engine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of Hugging Face.
+
+    Attributes:
+        key: with `{layer}` and `{expert}` where there is one for each.
+        shape: names of sizes, or numbers, one for each axis.
+    """
+
+    key: str
+    shape: tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A parameter of Megatron-Core, and what it is made of.
+
+    Attributes:
+        megatron: its key; of layers and experts, as if they were numbered.
+        parts: the tensors of Hugging Face, in the order in which the transform wants them.
+        how: name of the transform.
+        when: words, all of which have to hold of the model or of the layer.
+        engine: the key that Transformer Engine's layers have, where it is another.
+    """
+
+    megatron: str
+    parts: tuple[Part, ...]
+    how: str = "same"
+    when: tuple[str, ...] = ()
+    engine: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model of a family: what its `config.json` says, as far as shapes hang on it.
+
+    Attributes:
+        layers: how many.
+        sizes: by name, in elements: `hidden`, `ffn`, `vocab`, `q`, `kv`, ...
+        heads, groups, head_dim: of attention.
+        experts: for each layer that has some; 0 for a dense model.
+        expert_layers: for each layer, whether its MLP is one of experts.
+        holds: words that hold of the model, for the rows' `when`.
+    """
+
+    layers: int
+    sizes: Mapping[str, int]
+    heads: int
+    groups: int
+    head_dim: int
+    experts: int = 0
+    expert_layers: tuple[bool, ...] = ()
+    holds: frozenset[str] = frozenset()
+
+    def shape(self, names: Sequence[str | int]) -> tuple[int, ...]:
+        """A shape in elements."""
+        return tuple(name if isinstance(name, int) else self.sizes[name] for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of models.
+
+    Attributes:
+        name: as people give it to `--arch`.
+        model_types: what `config.json` calls it.
+        architecture: the class that `transformers` loads it with.
+        rows: the table of parameters.
+        model: what a `config.json` says about shapes.
+        arguments: Megatron's arguments for a `config.json`; raises `OptionError` for what Megatron-Core has not.
+        config: a `config.json` for Megatron's arguments, the vocabulary's size given; raises `OptionError` likewise.
+        recognizes: whether arguments are of this family; of several that do, the first in the registry is taken.
+        derived: regular expressions of keys that hold nothing of their own: buffers that are computed, or layers that
+            this family's models are loaded without.
+        optional_prefix: of keys that some checkpoints of the family leave out.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    architecture: str
+    rows: tuple[Row, ...]
+    model: Callable[[Mapping[str, Any]], Model]
+    arguments: Callable[[Mapping[str, Any]], dict[str, Any]]
+    config: Callable[[Mapping[str, Any], int], dict[str, Any]]
+    recognizes: Callable[[Mapping[str, Any]], bool]
+    derived: tuple[str, ...] = ()
+    optional_prefix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How a checkpoint of Megatron-Core names what its layers hold.
+
+    Attributes:
+        implementation: of the layers: Megatron's own, or Transformer Engine's.
+        stacked_layers: one tensor holds a parameter of all layers, along its first axis; otherwise keys have numbers.
+        stacked_experts: likewise for experts, along the next axis.
+        halves_apart: the halves of a gated layer are two tensors, `weight_w` and `weight_v`.
+    """
+
+    implementation: Implementation = "local"
+    stacked_layers: bool = True
+    stacked_experts: bool = True
+    halves_apart: bool = False
+
+    def place(
+        self, key: str, model: Model, layer: int | None, expert: int | None
+    ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """The stored key of a row's key, and index and size of each axis that counts layers or experts."""
+        index: tuple[int, ...] = ()
+        sizes: tuple[int, ...] = ()
+        if layer is not None:
+            if self.stacked_layers:
+                key, index, sizes = key.replace("{layer}.", ""), (layer,), (model.layers,)
+            else:
+                key = key.replace("{layer}", str(layer))
+        if expert is not None:
+            if self.stacked_experts:
+                key, index, sizes = key.replace("{expert}.", ""), (*index, expert), (*sizes, model.experts)
+            else:
+                key = key.replace("{expert}", str(expert))
+        return key, index, sizes
+
+
+class Link(NamedTuple):
+    """Elements that are the same on both sides: a box of each, of equal sizes but for leading axes of one element.
+
+    Attributes:
+        transposed: the last two axes of one are those of the other, exchanged.
+        how: the transform that gave it.
+    """
+
+    megatron: str
+    megatron_box: Box
+    hf: str
+    hf_box: Box
+    transposed: bool
+    how: str
+
+
+@dataclass(slots=True)
+class Relation:
+    """A table unfolded for one model.
+
+    Attributes:
+        megatron, hf: shape of each tensor, by key.
+        links: in the order of the rows.
+        padding: rows of Megatron's tensors that nothing stands for.
+    """
+
+    megatron: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    hf: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    links: list[Link] = field(default_factory=list)
+    padding: dict[str, Box] = field(default_factory=dict)
+
+
+_MOST_INSTANCES = 1_000_000
+
+# Part, box of the parameter, box of the part, whether transposed.
+_Piece = tuple[int, Box, Box, bool]
+_Shape = tuple[int, ...]
+_Transform = Callable[[Model, Sequence[_Shape]], tuple[_Shape, list[_Piece]]]
+
+
+def _whole(shape: _Shape) -> Box:
+    return Box((0,) * len(shape), shape)
+
+
+def _rows(shape: _Shape, start: int, count: int) -> Box:
+    """Rows `[start, start + count)` of a tensor."""
+    return Box((start, *(0,) * (len(shape) - 1)), (count, *shape[1:]))
+
+
+def _same(model: Model, shapes: Sequence[_Shape]) -> tuple[_Shape, list[_Piece]]:
+    """The one part is the parameter."""
+    (shape,) = shapes
+    return shape, [(0, _whole(shape), _whole(shape), False)]
+
+
+def _transposed(model: Model, shapes: Sequence[_Shape]) -> tuple[_Shape, list[_Piece]]:
+    """The one part is stored the other way round: inputs before outputs."""
+    ((inputs, outputs),) = shapes
+    return (outputs, inputs), [(0, _whole((outputs, inputs)), _whole((inputs, outputs)), True)]
+
+
+def _halves(model: Model, shapes: Sequence[_Shape]) -> tuple[_Shape, list[_Piece]]:
+    """Parts follow one another along the first axis: the gate, then what it lets through."""
+    pieces: list[_Piece] = []
+    start = 0
+    for number, shape in enumerate(shapes):
+        pieces.append((number, _rows(shape, start, shape[0]), _whole(shape), False))
+        start += shape[0]
+    return (start, *shapes[0][1:]), pieces
+
+
+def _group_rows(model: Model) -> Iterator[tuple[int, int, int, int]]:
+    """Of grouped queries, keys and values: which (0, 1, 2), first row there, first row in the parameter, rows."""
+    queries, row = model.heads // model.groups * model.head_dim, 0
+    for group in range(model.groups):
+        for which, rows in enumerate((queries, model.head_dim, model.head_dim)):
+            yield which, group * rows, row, rows
+            row += rows
+
+
+def _qkv(model: Model, shapes: Sequence[_Shape]) -> tuple[_Shape, list[_Piece]]:
+    """Group by group: the queries of the group, its key, its value."""
+    inner = shapes[0][1:]
+    total = (sum(shape[0] for shape in shapes), *inner)
+    pieces: list[_Piece] = [
+        (which, _rows(total, row, rows), _rows(shapes[which], first, rows), False)
+        for which, first, row, rows in _group_rows(model)
+    ]
+    return total, pieces
+
+
+def _joined_qkv(model: Model, shapes: Sequence[_Shape]) -> tuple[_Shape, list[_Piece]]:
+    """As `grouped qkv`, of one part that has all queries, then all keys, then all values."""
+    (shape,) = shapes
+    starts = (0, model.heads * model.head_dim, (model.heads + model.groups) * model.head_dim)
+    pieces: list[_Piece] = [
+        (0, _rows(shape, row, rows), _rows(shape, starts[which] + first, rows), False)
+        for which, first, row, rows in _group_rows(model)
+    ]
+    return shape, pieces
+
+
+def _joined_qkv_transposed(model: Model, shapes: Sequence[_Shape]) -> tuple[_Shape, list[_Piece]]:
+    """As `joined qkv`, stored the other way round."""
+    ((inputs, outputs),) = shapes
+    total, pieces = _joined_qkv(model, [(outputs, inputs)])
+    turned: list[_Piece] = [
+        (0, mine, Box((0, theirs.offsets[0]), (inputs, theirs.sizes[0])), True) for _, mine, theirs, _ in pieces
+    ]
+    return total, turned
+
+
+_TRANSFORMS: dict[str, _Transform] = {
+    "same": _same,
+    "vocabulary": _same,  # and Megatron's has rows behind it, up to a number that divides among its ranks
+    "transposed": _transposed,
+    "halves": _halves,
+    "grouped qkv": _qkv,
+    "joined qkv": _joined_qkv,
+    "joined qkv transposed": _joined_qkv_transposed,
+}
+
+
+def relate(family: Family, model: Model, naming: Naming, padded_vocabulary: int) -> Relation:
+    """Unfold a family's table for one model.
+
+    Args:
+        family: whose table.
+        model: the sizes.
+        naming: of the checkpoint.
+        padded_vocabulary: rows that Megatron's embedding has.
+
+    Raises:
+        OptionError: the sizes contradict one another, or the table leaves elements of a tensor out.
+    """
+    instances = model.layers * max(1, model.experts)
+    if instances > _MOST_INSTANCES or model.heads > _MOST_INSTANCES:
+        raise OptionError(
+            f"{model.layers} layers of {model.experts} experts and {model.heads} heads: no model has that many"
+        )
+    if model.groups < 1 or model.heads % model.groups:
+        raise OptionError(f"{model.heads} attention heads cannot be divided into {model.groups} groups")
+    if padded_vocabulary < model.sizes["vocab"]:
+        raise OptionError(
+            f"Megatron's embedding has {padded_vocabulary} rows, fewer than the vocabulary of {model.sizes['vocab']}"
+        )
+    if naming.stacked_layers and len(set(model.expert_layers)) > 1:
+        raise OptionError("layers with experts and layers without cannot be stacked in one tensor")
+    relation = Relation()
+    for row in family.rows:
+        for layer, expert in _instances(row, model):
+            _add(relation, row, model, naming, padded_vocabulary, layer, expert)
+    _prove_complete(relation)
+    return relation
+
+
+def _instances(row: Row, model: Model) -> Iterator[tuple[int | None, int | None]]:
+    """Layer and expert of each parameter that a row stands for."""
+    if "{layer}" not in row.megatron:
+        if set(row.when) <= model.holds:
+            yield None, None
+        return
+    for layer in range(model.layers):
+        kind = "expert layer" if model.expert_layers and model.expert_layers[layer] else "dense layer"
+        if set(row.when) <= {*model.holds, kind}:
+            for expert in range(model.experts) if "{expert}" in row.megatron else (None,):
+                yield layer, expert
+
+
+def _add(
+    relation: Relation,
+    row: Row,
+    model: Model,
+    naming: Naming,
+    padded_vocabulary: int,
+    layer: int | None,
+    expert: int | None,
+) -> None:
+    template = row.engine if row.engine and naming.implementation == "transformer_engine" else row.megatron
+    key, index, counts = naming.place(template, model, layer, expert)
+    keys = [part.key.format(layer=layer, expert=expert) for part in row.parts]
+    shapes = [model.shape(part.shape) for part in row.parts]
+    own, pieces = _TRANSFORMS[row.how](model, shapes)
+    for hf_key, shape in zip(keys, shapes, strict=True):
+        relation.hf[hf_key] = shape
+    apart = naming.halves_apart and row.how == "halves"
+    if row.how == "vocabulary":
+        if padded_vocabulary > own[0]:
+            relation.padding[key] = _rows(own, own[0], padded_vocabulary - own[0])
+        own = (padded_vocabulary, *own[1:])
+    for number, mine, theirs, transposed in pieces:
+        stored, shape, box = key, own, mine
+        if apart:
+            stored, shape = f"{key}_{'wv'[number]}", shapes[number]
+            box = _whole(shape)
+        relation.megatron[stored] = (*counts, *shape)
+        lead = Box((*index, *box.offsets), (*(1,) * len(index), *box.sizes))
+        relation.links.append(Link(stored, lead, keys[number], theirs, transposed, row.how))
+
+
+def _prove_complete(relation: Relation) -> None:
+    """Each element of each tensor, on either side, is in exactly one link (or padding)."""
+    mine: dict[str, list[Box]] = {key: [box] for key, box in relation.padding.items()}
+    theirs: dict[str, list[Box]] = {}
+    for link in relation.links:
+        mine.setdefault(link.megatron, []).append(link.megatron_box)
+        theirs.setdefault(link.hf, []).append(link.hf_box)
+    for shapes, found, side in ((relation.megatron, mine, "Megatron"), (relation.hf, theirs, "Hugging Face")):
+        for key, shape in shapes.items():
+            problem = covers(shape, found.get(key, []))
+            if problem and math.prod(shape):
+                raise OptionError(f"{key} ({side}, {list(shape)}): the family's table does not cover it: {problem}")
+
+
+def extra_state_keys(
+    family: Family, model: Model, naming: Naming
+) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """The `_extra_state` objects that Megatron's layers ask for: key, offset and shape in shards.
+
+    Linear layers of either implementation have one each; of Transformer Engine's also the norms and the core of
+    attention. What they hold without FP8 is nothing; stock's load misses them all the same.
+    """
+    found: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+    engine = naming.implementation == "transformer_engine"
+
+    def add(owner: str, layer: int | None, expert: int | None) -> None:
+        key, index, counts = naming.place(f"{owner}._extra_state", model, layer, expert)
+        found[key, index or (0,)] = counts or (1,)
+
+    for row in family.rows:
+        template = row.engine if row.engine and engine else row.megatron
+        owner, _, leaf = template.rpartition(".")
+        name = owner.rpartition(".")[2]
+        linear = name.startswith("linear_") and leaf == "weight"
+        norm = engine and name.endswith(("layernorm", "norm")) and leaf == "weight"
+        if linear or norm:
+            for layer, expert in _instances(row, model):
+                add(owner, layer, expert)
+    if engine:
+        for layer in range(model.layers):
+            add("decoder.layers.{layer}.self_attention.core_attention", layer, None)
+    return [(key, index, counts) for (key, index), counts in found.items()]

@@ -1,0 +1,408 @@
+"""Hugging Face models to `torch_dist` and back without `transformers` or Megatron: keys, bytes, refusals."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.convert._safetensors_files import safetensors_header
+from mcore_ckpt.convert.huggingface import (
+    HuggingFaceOptions,
+    MegatronOptions,
+    export_huggingface,
+    import_huggingface,
+    plan_export,
+    plan_import,
+)
+from mcore_ckpt.convert.reshard import reshard_checkpoint
+from mcore_ckpt.core.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ChecksumError,
+    CorruptCheckpointError,
+    OptionError,
+)
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.tools.checkpoint import open_checkpoint
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.convert.test_exchange import read_by_definition
+from tests.support.model_like import assert_same, read_all
+
+HIDDEN, FFN, HEADS, GROUPS, HEAD, LAYERS, VOCABULARY = 16, 24, 4, 2, 8, 2, 50
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "head_dim": HEAD,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+
+
+def model_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    found = {"model.embed_tokens.weight": make(VOCABULARY, HIDDEN), "lm_head.weight": make(VOCABULARY, HIDDEN)}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        found |= {
+            f"{prefix}.input_layernorm.weight": make(HIDDEN),
+            f"{prefix}.self_attn.q_proj.weight": make(HEADS * HEAD, HIDDEN),
+            f"{prefix}.self_attn.k_proj.weight": make(GROUPS * HEAD, HIDDEN),
+            f"{prefix}.self_attn.v_proj.weight": make(GROUPS * HEAD, HIDDEN),
+            f"{prefix}.self_attn.o_proj.weight": make(HIDDEN, HEADS * HEAD),
+            f"{prefix}.post_attention_layernorm.weight": make(HIDDEN),
+            f"{prefix}.mlp.gate_proj.weight": make(FFN, HIDDEN),
+            f"{prefix}.mlp.up_proj.weight": make(FFN, HIDDEN),
+            f"{prefix}.mlp.down_proj.weight": make(HIDDEN, FFN),
+        }
+    return found | {"model.norm.weight": make(HIDDEN)}
+
+
+def write_hf(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any] = CONFIG) -> Path:
+    directory.mkdir(parents=True)
+    names = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+    header, _ = safetensors_header(
+        [(key, names[tensor.dtype], tuple(tensor.shape)) for key, tensor in tensors.items()], {"format": "pt"}
+    )
+    content = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values()]
+    (directory / "model.safetensors").write_bytes(header + b"".join(content))
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hf(tmp_path_factory.mktemp("hf") / "llama", model_tensors())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("ckpt") / "llama"
+    import_huggingface(model, target, tp=2, pp=2)
+    return target
+
+
+def test_each_parameter_is_where_megatron_wants_it(model: Path, checkpoint: Path) -> None:
+    """By the definition of Megatron's layouts, written down once more with torch."""
+    given, found = model_tensors(), read_all(checkpoint)
+    per_group = HEADS // GROUPS * HEAD
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        q, k, v = (given[f"{prefix}.self_attn.{name}_proj.weight"] for name in "qkv")
+        parts = []
+        for group in range(GROUPS):
+            parts += [q[group * per_group : (group + 1) * per_group], *(x[group * HEAD :][:HEAD] for x in (k, v))]
+        assert torch.equal(found["decoder.layers.self_attention.linear_qkv.weight"][layer], torch.cat(parts))
+        gate, up = given[f"{prefix}.mlp.gate_proj.weight"], given[f"{prefix}.mlp.up_proj.weight"]
+        assert torch.equal(found["decoder.layers.mlp.linear_fc1.weight"][layer], torch.cat([gate, up]))
+        down = given[f"{prefix}.mlp.down_proj.weight"]
+        assert torch.equal(found["decoder.layers.mlp.linear_fc2.weight"][layer], down)
+    embedding = found["embedding.word_embeddings.weight"]
+    assert embedding.shape == (256, HIDDEN)  # a multiple of 128 for each of two ranks
+    assert torch.equal(embedding[:VOCABULARY], given["model.embed_tokens.weight"])
+    assert not embedding[VOCABULARY:].any()
+    index = read_index(checkpoint)
+    assert {chunk.sizes for chunk in index.tensors["decoder.layers.mlp.linear_fc1.weight"].chunks} == {(1, 12, HIDDEN)}
+    assert verify_checkpoint(checkpoint).whole
+    assert json.loads((checkpoint / "metadata.json").read_bytes())["sharded_backend"] == "torch_dist"
+
+
+def test_what_a_launch_asks_for_is_there(checkpoint: Path) -> None:
+    with open_checkpoint(checkpoint) as opened:
+        assert opened["decoder.layers.self_attention.linear_qkv._extra_state/shard_1_2"] in (None, [None])
+    common = torch.load(checkpoint / "common.pt", weights_only=False)
+    arguments = common["args"]
+    assert isinstance(arguments, Namespace)
+    assert (arguments.num_layers, arguments.num_query_groups, arguments.kv_channels) == (LAYERS, GROUPS, HEAD)
+    assert (arguments.vocab_size, arguments.padded_vocab_size, arguments.bf16) == (VOCABULARY, 256, True)
+    assert (common["iteration"], common["checkpoint_version"]) == (0, 3.0)
+    objects = {key.partition("/")[0].rpartition("decoder.")[2] for key in read_index(checkpoint).objects}
+    assert objects == {
+        "final_layernorm._extra_state",
+        *(f"layers.self_attention.{name}._extra_state" for name in ("linear_qkv", "linear_proj", "core_attention")),
+        *(f"layers.mlp.{name}._extra_state" for name in ("linear_fc1", "linear_fc2")),
+    }
+
+
+@pytest.mark.parametrize("config", [True, False])
+def test_the_same_model_comes_back(model: Path, checkpoint: Path, tmp_path: Path, config: bool) -> None:
+    beside = model if config else None
+    report = export_huggingface(checkpoint, tmp_path / "back", hf_config=beside, max_shard_bytes=3000)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in report.files:
+        tensors |= read_by_definition(tmp_path / "back" / file)
+    assert_same(tensors, model_tensors())
+    written = json.loads((tmp_path / "back" / "config.json").read_bytes())
+    assert {name: written[name] for name in CONFIG} == CONFIG
+    assert written["torch_dtype"] == "bfloat16"
+    assert written["architectures"] == ["LlamaForCausalLM"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back"]
+    assert (tmp_path / "back" / "generation_config.json").exists()
+    assert report.notes == report.left_out == ()
+
+
+def test_layers_with_numbers_and_other_layouts(model: Path, tmp_path: Path) -> None:
+    import_huggingface(model, tmp_path / "n", tp=4, numbered_layers=True)
+    keys = read_index(tmp_path / "n").tensors
+    assert "decoder.layers.1.mlp.linear_fc1.weight" in keys
+    reshard_checkpoint(tmp_path / "n", tmp_path / "r", tp=1, pp=2)
+    export_huggingface(tmp_path / "r", tmp_path / "e")
+    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
+
+
+def test_dtype_is_converted_both_ways(model: Path, tmp_path: Path) -> None:
+    import_huggingface(model, tmp_path / "m", dtype="float32")
+    assert read_index(tmp_path / "m").tensors["output_layer.weight"].dtype == "float32"
+    export_huggingface(tmp_path / "m", tmp_path / "e", dtype="bfloat16")
+    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
+
+
+def test_torch_files_and_a_tied_copy(tmp_path: Path) -> None:
+    source, tensors = tmp_path / "m", model_tensors()
+    source.mkdir()
+    torch.save({**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, source / "pytorch_model.bin")
+    (source / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": True}))
+    report = import_huggingface(source, tmp_path / "c")
+    assert [line.split()[0] for line in report.left_out] == [
+        "lm_head.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    ]
+    export_huggingface(tmp_path / "c", tmp_path / "e")
+    del tensors["lm_head.weight"]
+    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), tensors)
+
+
+def test_gpt2_is_turned_round_and_may_lack_its_prefix(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20, "n_positions": 8}
+    shapes = {
+        "wte.weight": (20, 16),
+        "wpe.weight": (8, 16),
+        "ln_f.weight": (16,),
+        "ln_f.bias": (16,),
+        "h.0.attn.c_attn.weight": (16, 48),
+        "h.0.attn.c_attn.bias": (48,),
+        "h.0.attn.c_proj.weight": (16, 16),
+        "h.0.attn.c_proj.bias": (16,),
+        "h.0.attn.bias": (1, 1, 8, 8),
+        "h.0.mlp.c_fc.weight": (16, 64),
+        "h.0.mlp.c_fc.bias": (64,),
+        "h.0.mlp.c_proj.weight": (64, 16),
+        "h.0.mlp.c_proj.bias": (16,),
+        **{f"h.0.ln_{n}.{leaf}": (16,) for n in (1, 2) for leaf in ("weight", "bias")},
+    }
+    tensors = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+    import_huggingface(write_hf(tmp_path / "m", tensors, config), tmp_path / "c", tp=2)
+    qkv = read_all(tmp_path / "c")["decoder.layers.self_attention.linear_qkv.weight"][0]
+    q, k, v = tensors["h.0.attn.c_attn.weight"].T.split(16)
+    assert torch.equal(qkv, torch.cat([q[:8], k[:8], v[:8], q[8:], k[8:], v[8:]]))
+    export_huggingface(tmp_path / "c", tmp_path / "e")
+    del tensors["h.0.attn.bias"]
+    back = read_by_definition(tmp_path / "e" / "model.safetensors")
+    assert_same(back, {f"transformer.{key}": tensor for key, tensor in tensors.items()})
+
+
+def test_keys_and_shapes_that_are_not_the_familys_are_named(model: Path, tmp_path: Path) -> None:
+    tensors = model_tensors()
+    extra = write_hf(tmp_path / "extra", {**tensors, "model.layers.1.adapter.weight": torch.ones(2)})
+    with pytest.raises(OptionError, match=r"no row .* covers, the first model\.layers\.1\.adapter\.weight"):
+        import_huggingface(extra, tmp_path / "c")
+    missing = dict(tensors)
+    del missing["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(OptionError, match=r"not stored, the first model\.layers\.1\.mlp\.up_proj\.weight"):
+        import_huggingface(write_hf(tmp_path / "missing", missing), tmp_path / "c")
+    shape = {**tensors, "model.norm.weight": torch.ones(HIDDEN + 1).bfloat16()}
+    with pytest.raises(OptionError, match=r"model\.norm\.weight has the shape \[17\], expected \[16\]"):
+        import_huggingface(write_hf(tmp_path / "shape", shape), tmp_path / "c")
+    mixed = {**tensors, "model.layers.0.self_attn.k_proj.weight": torch.ones(GROUPS * HEAD, HIDDEN)}
+    with pytest.raises(OptionError, match=r"linear_qkv.weight is made of .* bfloat16, float32"):
+        import_huggingface(write_hf(tmp_path / "mixed", mixed), tmp_path / "c")
+    assert not list(tmp_path.glob("c*"))
+
+
+def test_an_export_accounts_for_every_tensor(model: Path, tmp_path: Path) -> None:
+    from mcore_ckpt.convert.export import export_checkpoint
+    from mcore_ckpt.convert.import_ import import_checkpoint
+
+    import_huggingface(model, tmp_path / "c")
+    export_checkpoint(tmp_path / "c", tmp_path / "files")
+    stored = read_by_definition(tmp_path / "files" / "model.safetensors")
+
+    def again(name: str, tensors: dict[str, torch.Tensor]) -> Path:
+        source = write_hf(tmp_path / f"{name}-files", tensors)
+        (source / "config.json").unlink()
+        import_checkpoint(source, tmp_path / name, common=tmp_path / "c" / "common.pt")
+        return tmp_path / name
+
+    extra = again("extra", {**stored, "decoder.layers.mlp.adapter.weight": torch.ones(2, 3)})
+    with pytest.raises(OptionError, match=r"covers, the first decoder\.layers\.mlp\.adapter\.weight"):
+        export_huggingface(extra, tmp_path / "e")
+    less = dict(stored)
+    del less["decoder.final_layernorm.weight"]
+    with pytest.raises(OptionError, match=r"not stored, the first decoder\.final_layernorm\.weight"):
+        export_huggingface(again("less", less), tmp_path / "e")
+    optimizer = {**stored, "optimizer.state.exp_avg.output_layer.weight": torch.ones(128, HIDDEN)}
+    report = export_huggingface(again("trained", optimizer), tmp_path / "e")
+    assert report.left_out == ("1 keys of the optimizer's state",)
+    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
+
+
+def test_a_configuration_of_another_model_is_refused(model: Path, checkpoint: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({**CONFIG, "intermediate_size": FFN + 1}))
+    with pytest.raises(OptionError, match=r"linear_fc1.weight has the shape \[2, 48, 16\], expected \[2, 50, 16\]"):
+        export_huggingface(checkpoint, tmp_path / "e", hf_config=other)
+    # Of the same shapes, and yet another: heads of half the size.
+    halved = {**CONFIG, "num_attention_heads": 2 * HEADS, "num_key_value_heads": 2 * GROUPS, "head_dim": HEAD // 2}
+    (other / "config.json").write_text(json.dumps(halved))
+    with pytest.raises(OptionError, match="num_attention_heads is 4"):
+        export_huggingface(checkpoint, tmp_path / "e", hf_config=other)
+    with pytest.raises(CheckpointNotFoundError, match=r"config\.json"):
+        export_huggingface(checkpoint, tmp_path / "e", hf_config=tmp_path)
+    (other / "config.json").write_text("[1]")
+    with pytest.raises(CorruptCheckpointError, match="settings by name"):
+        export_huggingface(checkpoint, tmp_path / "e", hf_config=other)
+
+
+def test_tokenizer_files_come_along(model: Path, checkpoint: Path, tmp_path: Path) -> None:
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    for name in ("tokenizer.json", "generation_config.json", "notes.txt"):
+        (beside / name).write_text(name)
+    (beside / "config.json").write_bytes((model / "config.json").read_bytes())
+    export_huggingface(checkpoint, tmp_path / "e", hf_config=beside)
+    names = {path.name for path in (tmp_path / "e").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert (tmp_path / "e" / "generation_config.json").read_text() == "generation_config.json"
+
+
+@pytest.mark.parametrize("where", ["middle of the queries", "padding of the embedding"])
+def test_a_damaged_byte_is_noticed_though_chunks_are_read_in_parts(
+    checkpoint: Path, tmp_path: Path, where: str
+) -> None:
+    import shutil
+
+    from mcore_ckpt.tools.payloads import StoredPayloads
+
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    index = read_index(copy)
+    queries = where.startswith("middle")
+    key = "decoder.layers.self_attention.linear_qkv.weight" if queries else "embedding.word_embeddings.weight"
+    entry = index.tensors[key]
+    with StoredPayloads(index) as payloads:
+        # The second rank's rows of the embedding are padding only, and the end of the first one's.
+        payload = payloads.locate(entry, entry.chunks[0])
+    with open(copy / payload.file, "r+b") as file:
+        file.seek(payload.offset + (payload.nbytes // 3 if queries else payload.nbytes - 1))
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(ChecksumError, match=key.replace(".", r"\.")):
+        export_huggingface(copy, tmp_path / "e")
+    assert not (tmp_path / "e").exists()
+
+
+def test_nothing_is_overwritten_and_a_named_target_gets_a_tracker(
+    model: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointExistsError):
+        import_huggingface(model, checkpoint)
+    with pytest.raises(CheckpointExistsError):
+        export_huggingface(checkpoint, model)
+    import_huggingface(model, tmp_path / "run" / "release")
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    import_huggingface(model, tmp_path / "other" / "iter_0000000")
+    assert (tmp_path / "other" / "latest_checkpointed_iteration.txt").read_text() == "0"
+    export_huggingface(tmp_path / "run" / "release", tmp_path / "e")
+    import_huggingface(model, tmp_path / "plain")
+    assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
+
+
+def test_an_interrupted_import_goes_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mcore_ckpt.convert import _reshard_target
+
+    def full(*_: object) -> None:
+        raise OSError("no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_reshard_target, "_publish", full)
+        with pytest.raises(OSError, match="no space"):
+            import_huggingface(model, tmp_path / "c")
+    assert (tmp_path / "c.partial").exists()
+    # Of a model with other heads in the same shapes, nothing that lies there is of any use.
+    halved = {**CONFIG, "num_attention_heads": 2 * HEADS, "num_key_value_heads": 2 * GROUPS, "head_dim": HEAD // 2}
+    kept = (model / "config.json").read_bytes()
+    try:
+        (model / "config.json").write_text(json.dumps(halved))
+        with pytest.raises(OptionError, match="another source, layout or set of options"):
+            import_huggingface(model, tmp_path / "c")
+    finally:
+        (model / "config.json").write_bytes(kept)
+    import_huggingface(model, tmp_path / "c")
+    export_huggingface(tmp_path / "c", tmp_path / "e")
+    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
+
+
+def test_a_dry_run_lists_every_key(model: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert {key.hf for key in plan_import(model, MegatronOptions()).keys} == model_tensors().keys()
+    assert {key.hf for key in plan_export(checkpoint, HuggingFaceOptions()).keys} == model_tensors().keys()
+    assert main(["import", str(model), "unused", "--from", "hf", "--tp", "2", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert all(key in text for key in model_tensors())
+    assert "grouped qkv" in text
+    assert "decoder.layers.self_attention.linear_qkv.weight[1]" in text
+    assert "nothing was written" in text
+    assert main(["export", str(checkpoint), "unused", "--to", "hf", "--dry-run", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["family"] == "llama"
+    assert len(document["keys"]) == len(model_tensors())
+    assert not Path("unused").exists()
+
+
+def test_the_commands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = str(tmp_path / "c")
+    assert main(["import", str(model), target, "--from", "hf", "--tp", "2", "--transformer-impl", "local", "-q"]) == 0
+    assert "llama for TP 2 PP 1" in capsys.readouterr().out
+    assert main(["export", target, str(tmp_path / "e"), "--to", "hf", "-q"]) == 0
+    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
+    for words in (
+        ["export", target, str(tmp_path / "x"), "--to", "hf", "--arch", "gpt2"],
+        ["export", target, str(tmp_path / "x"), "--to", "hf", "--only", "norm"],
+        ["export", target, str(tmp_path / "x"), "--arch", "llama"],
+        ["import", str(model), str(tmp_path / "x"), "--from", "hf", "--common", "common.pt"],
+        ["import", str(model), str(tmp_path / "x"), "--numbered-layers"],
+        ["import", str(model), str(tmp_path / "x"), "--from", "hf", "--arch", "bert"],
+        ["import", str(model), str(tmp_path / "x"), "--from", "hf", "--tp", "0"],
+    ):
+        assert main(words) == 2, words
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_the_vocabulary_is_as_stored_where_nothing_tells_it(model: Path, tmp_path: Path) -> None:
+    import_huggingface(model, tmp_path / "c")
+    common = torch.load(tmp_path / "c" / "common.pt", weights_only=False)
+    common["args"].vocab_size = None
+    torch.save(common, tmp_path / "c" / "common.pt")
+    assert main(["verify", "--accept-common-state", str(tmp_path / "c"), "-q"]) == 0
+    report = export_huggingface(tmp_path / "c", tmp_path / "e")
+    assert "128 rows" in report.notes[0]
+    assert read_by_definition(tmp_path / "e" / "model.safetensors")["lm_head.weight"].shape == (128, HIDDEN)
+    export_huggingface(tmp_path / "c", tmp_path / "k", hf_config=model)
+    assert_same(read_by_definition(tmp_path / "k" / "model.safetensors"), model_tensors())

@@ -1,0 +1,142 @@
+"""Hugging Face models through a checkpoint of Megatron-Core and back: the same logits, then the same bits.
+
+Random small models of `transformers` are imported, loaded into real Megatron models on one and two ranks (strictly, by
+stock and by our strategy) and run; what Megatron saves is exported, and run by `transformers`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_ckpt.convert.huggingface import (
+    export_huggingface,
+    import_huggingface,
+)
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.gloo_ranks import run_ranks
+from tests.support.hf_models import SMALL, HfCase, hf_logits, make_hf_model, weights
+from tests.support.hf_ranks import load_and_run, save_and_run
+from tests.support.models import Parallel
+
+pytest.importorskip("transformers", reason="transformers makes the models: pip install 'mcore-ckpt[dev]'")
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]  # the processes have their own, shorter deadline
+DEADLINE_S = 400
+VOCABULARY = SMALL["vocab_size"]
+# Of the largest logit: what rounding in another order makes of float32.
+TOLERANCE = 1e-5
+
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+CASES = [
+    HfCase("llama", "LlamaConfig", SMALL),
+    HfCase("llama-tied-scaled", "LlamaConfig", {**SMALL, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    HfCase("mistral", "MistralConfig", {**SMALL, "sliding_window": 8, "head_dim": 16}),
+    HfCase("qwen2", "Qwen2Config", {**SMALL, "tie_word_embeddings": True}),
+    HfCase("qwen3", "Qwen3Config", {**SMALL, "head_dim": 16}),
+    HfCase(
+        "gpt2", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 64}
+    ),
+    HfCase("mixtral", "MixtralConfig", {**SMALL, "num_local_experts": 4}),
+    HfCase("qwen2-moe", "Qwen2MoeConfig", {**SMALL, **EXPERTS, "shared_expert_intermediate_size": 24}),
+    HfCase("qwen3-moe", "Qwen3MoeConfig", {**SMALL, **EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    HfCase("qwen3-moe-dense-layer", "Qwen3MoeConfig", {**SMALL, **EXPERTS, "mlp_only_layers": [0]}),
+]
+LAYOUTS = [Parallel(), Parallel(tensor=2), Parallel(pipeline=2), Parallel(expert=2)]
+
+
+def layouts_of(case: HfCase) -> list[Parallel]:
+    return [layout for layout in LAYOUTS if layout.expert == 1 or "Moe" in case.config or "Mixtral" in case.config]
+
+
+def imported(case: HfCase, layout: Parallel, root: Path) -> Path:
+    return root / case.name / f"tp{layout.tensor}-pp{layout.pipeline}-ep{layout.expert}"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of each case in `CASE/hf`, and its checkpoints of each layout beside it."""
+    root = tmp_path_factory.mktemp("models")
+    for case in CASES:
+        make_hf_model(case, root / case.name / "hf")
+        for layout in layouts_of(case):
+            report = import_huggingface(
+                root / case.name / "hf",
+                imported(case, layout, root),
+                tp=layout.tensor,
+                pp=layout.pipeline,
+                ep=layout.expert,
+                etp=1,
+                transformer_impl="local",
+            )
+            assert case.name.startswith(report.family)
+    return root
+
+
+def test_megatron_computes_the_same_logits(models: Path) -> None:
+    expected = {case.name: hf_logits(models / case.name / "hf", VOCABULARY) for case in CASES}
+    for world in (1, 2):
+        jobs = {
+            (case.name, str(layout)): (imported(case, layout, models), layout)
+            for case in CASES
+            for layout in layouts_of(case)
+            if max(layout.tensor * layout.pipeline, layout.expert) == world
+        }
+        for found in run_ranks(load_and_run, world, jobs, VOCABULARY, deadline_s=DEADLINE_S):
+            for (name, layout, strategy), logits in found.items():
+                scale = expected[name].abs().max()
+                assert scale > 1
+                difference = (logits - expected[name]).abs().max() / scale
+                assert difference < TOLERANCE, f"{name} {layout} {strategy}: {difference}"
+                jobs.pop((name, layout), None)
+        assert not jobs
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_same_bits_come_back(models: Path, tmp_path: Path, case: HfCase) -> None:
+    original = weights(models / case.name / "hf")
+    for number, layout in enumerate(layouts_of(case)):
+        checkpoint = imported(case, layout, models)
+        assert verify_checkpoint(checkpoint).whole
+        for config in (None, str(models / case.name / "hf")):
+            target = tmp_path / f"{number}{'-config' if config else ''}"
+            export_huggingface(checkpoint, target, hf_config=config, max_shard_bytes=60_000)
+            back = weights(target)
+            assert back.keys() == original.keys()
+            assert all(torch.equal(back[key], tensor) for key, tensor in original.items())
+    assert torch.equal(hf_logits(tmp_path / "0", VOCABULARY), hf_logits(models / case.name / "hf", VOCABULARY))
+
+
+def test_what_megatron_saves_computes_the_same_in_transformers(models: Path, tmp_path: Path) -> None:
+    """Weights that Megatron has made, saved by stock Megatron-Core from two ranks, in each naming that it has."""
+    jobs = {}
+    for case in CASES:
+        layout = Parallel(tensor=2) if "moe" not in case.name else Parallel(pipeline=2)
+        for naming in ("default", "numbered"):
+            jobs[case.name, naming] = (
+                imported(case, layouts_of(case)[0], models),
+                layout,
+                tmp_path / case.name / naming,
+            )
+    for _, _, target in jobs.values():
+        target.mkdir(parents=True)
+    computed = run_ranks(save_and_run, 2, jobs, VOCABULARY, deadline_s=DEADLINE_S)
+    expected = {key: logits for found in computed for key, logits in found.items()}
+    assert expected.keys() == jobs.keys()
+    for (name, naming), (_, _, checkpoint) in jobs.items():
+        target = tmp_path / name / f"{naming}-hf"
+        export_huggingface(checkpoint, target)
+        logits = hf_logits(target, VOCABULARY)
+        wanted = expected[name, naming]
+        difference = (logits - wanted).abs().max() / wanted.abs().max()
+        assert difference < TOLERANCE, f"{name} {naming}: {difference}"

@@ -1,0 +1,59 @@
+"""What the ranks of the Hugging Face tests do; each function runs in processes of its own (see gloo_ranks)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.support.cpu_megatron import pretend_cuda
+from tests.support.hf_models import build_from_arguments, megatron_logits, run_model
+from tests.support.models import Parallel
+from tests.support.shared_groups import share_groups
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["load_and_run", "save_and_run"]
+
+
+def load_and_run(
+    rank: int, jobs: dict[tuple[str, str], tuple[Path, Parallel]], vocabulary: int
+) -> dict[tuple[str, str, str], torch.Tensor]:
+    """Logits of each checkpoint, loaded by stock and by us, on ranks that have them; by name, layout and strategy."""
+    pretend_cuda()
+    share_groups()
+    from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
+
+    found: dict[tuple[str, str, str], torch.Tensor] = {}
+    for (name, layout), (checkpoint, parallel) in jobs.items():
+        for strategy in (None, TorchDistLoadStrategy()):
+            logits = megatron_logits(checkpoint, parallel, vocabulary, strategy)
+            if logits is not None:
+                found[name, layout, "stock" if strategy is None else "ours"] = logits
+    return found
+
+
+def save_and_run(
+    rank: int, jobs: dict[tuple[str, str], tuple[Path, Parallel, Path]], vocabulary: int
+) -> dict[tuple[str, str], torch.Tensor]:
+    """Save a new, random model for the arguments of each checkpoint with stock Megatron-Core; its logits."""
+    pretend_cuda()
+    share_groups()
+    import torch
+    from megatron.core import dist_checkpointing
+
+    found: dict[tuple[str, str], torch.Tensor] = {}
+    for (name, naming), (arguments_from, parallel, target) in jobs.items():
+        common = dist_checkpointing.load_common_state_dict(str(arguments_from))
+        model = build_from_arguments(common["args"], parallel)
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                parameter.mul_(5.0 if "norm" not in key else 1.0)
+        numbered = naming == "numbered"
+        metadata: dict[str, Any] = {"non_homogeneous_layers": numbered, "singleton_local_shards": numbered}
+        state = {"model": model.sharded_state_dict(metadata=metadata), "args": common["args"], "iteration": 3}
+        dist_checkpointing.save(state, str(target))
+        logits = run_model(model, common["args"], vocabulary)
+        if logits is not None:
+            found[name, naming] = logits
+    return found
