@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.format.seal import NO_SAVE_ID, SealedFile
+from mcore_ckpt.format.seal import NO_SAVE_ID, SealedFile, shown_id
 from mcore_ckpt.layout.buckets import FILE_SUFFIX, TensorSpec, lay_out_file, place_objects, split_buckets
 from mcore_ckpt.layout.file_image import ImageResult
 from mcore_ckpt.layout.torch_classes import dtype_name
@@ -283,7 +283,7 @@ def write_buckets(
     """
     if not buckets:
         return []
-    storage = LocalStorage(Path(buckets[0].path).parent)
+    storage = LocalStorage(Path(buckets[0].path).parent).marked(shown_id(buckets[0].save_id))
     prepared = [_prepare(bucket, extensions) for bucket in buckets]
     written = write_in_line(storage, [source for source, _ in prepared], options)
     return [

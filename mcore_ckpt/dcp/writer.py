@@ -49,7 +49,17 @@ from mcore_ckpt.dcp.bucket_writer import (
     sums_of,
     write_buckets,
 )
-from mcore_ckpt.directory.commit import Target, abandon, check_files, claim_late, open_target, publish
+from mcore_ckpt.directory.commit import (
+    Target,
+    abandon,
+    check_files,
+    claim_late,
+    metadata_of_rank,
+    open_part,
+    open_target,
+    publish,
+    publish_part,
+)
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, SealedFile, seal_metadata, shown_id
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
@@ -89,8 +99,8 @@ def compare_items(planned: Counter[MetadataIndex], written: Counter[MetadataInde
 
 _DCP_VERSION = "1.0.0"
 
-# The writers of this process that have claimed a directory last, by its location.
-_unfinished: weakref.WeakValueDictionary[str, FileSystemWriterAsync] = weakref.WeakValueDictionary()
+# The writers of this process that have claimed a directory last, or a rank's part of it, by location and rank.
+_unfinished: weakref.WeakValueDictionary[tuple[str, int | None], FileSystemWriterAsync] = weakref.WeakValueDictionary()
 
 
 class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
@@ -151,8 +161,9 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self.extensions = tuple(_extensions or ())
         self.write_buckets: list[WriteBucket] | None = None
         self.results_queue: ResultFile | None = None
-        self._rank: int | None = None
-        self._use_collectives = True
+        # Of a save that makes a checkpoint of this rank alone; None: the ranks save together.
+        self._alone: int | None = None
+        self._is_coordinator = False
         self._staged: Any = None
         self._set_path(path)
 
@@ -191,50 +202,64 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """DCP says who this rank is; `use_collectives=False` makes each rank a checkpoint of its own."""
-        self._rank = kwargs.get("rank")
-        self._use_collectives = kwargs.get("use_collectives", True)
+        self._is_coordinator = is_coordinator
+        self._alone = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
 
     def storage_meta(self) -> StorageMeta:
         """DCP's note of which save this is."""
         return StorageMeta(checkpoint_id=str(self.path), save_id=shown_id(self._save_id))
 
     def _metadata_name(self) -> str:
-        return METADATA_FILE if self._use_collectives or self._rank is None else f"__{self._rank}{METADATA_FILE}"
+        return METADATA_FILE if self._alone is None else metadata_of_rank(self._alone)
 
     # -- planning ------------------------------------------------------------------------------------------------
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the directory, and refuse if there is a checkpoint and it may not be replaced.
+        """Claim the directory, before anything is written; refuse if there is a checkpoint that may not be replaced.
+
+        The coordinator does so for all ranks. One that saves alone claims its own part.
 
         Raises:
             CheckpointExistsError: see `overwrite`.
+            SaveError: another save holds the directory.
         """
         self._storage.ensure_directory()
         if self.options.on_existing == "error" and self._storage.exists(self._metadata_name()):
             raise CheckpointExistsError(f"{self.path}: there is a checkpoint already, and overwrite=False")
-        if not self._use_collectives and self._rank is not None:
-            send_prefix(self._own_prefix(self._rank))
-            return dataclasses.replace(plan, storage_data=sent_prefix())
-        send_prefix(None)
-        return plan
+        if self._alone is None:
+            if self._is_coordinator:
+                self._open()
+            send_prefix(None)
+            return plan
+        target = self._open()
+        send_prefix(DataFilePrefix(f"__{self._alone}_", target.first_file, self._save_id))
+        return dataclasses.replace(plan, storage_data=sent_prefix())
+
+    def _open(self) -> Target:
+        """Claim the directory, or this rank's part of it."""
+        place = (self._storage.location, self._alone)
+        earlier = _unfinished.get(place)
+        if earlier is not None:
+            earlier.give_up_if_over()
+        self._given_up = False
+        if self._alone is None:
+            self._target = open_target(self._storage, self.options)
+        else:
+            self._target = open_part(self._storage, self._alone)
+        self._save_id = self._target.save_id
+        self._thread = threading.current_thread()
+        _unfinished[place] = self
+        return self._target
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator: choose file names that no file has yet, and remember what must be written."""
         # A planner that caches plans sends none where nothing has changed: then the metadata tells.
         cached = not all(getattr(plan, "usable", True) for plan in plans)
         self._planned = None if cached else Counter(item.index for plan in plans for item in plan.items)
-        if not self._use_collectives:
+        if self._alone is not None:
             return plans
-        location = self._storage.location
-        earlier = _unfinished.get(location)
-        if earlier is not None and earlier is not self:
-            earlier.give_up_if_over()
-        self._given_up = False
-        self._target = open_target(self._storage, self.options)
-        self._save_id = self._target.save_id
-        self._thread = threading.current_thread()
-        _unfinished[location] = self
-        prefixes = [DataFilePrefix(f"__{rank}_", self._target.first_file, self._save_id) for rank in range(len(plans))]
+        target = self._target or self._open()
+        prefixes = [DataFilePrefix(f"__{rank}_", target.first_file, self._save_id) for rank in range(len(plans))]
         send_prefix(prefixes[0])  # without process groups, no plan is sent
         return [dataclasses.replace(plan, storage_data=prefix) for plan, prefix in zip(plans, prefixes, strict=True)]
 
@@ -438,10 +463,6 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             seal = dataclasses.replace(seal, files={**seal.files, **_common_file(self._target)})
         if seal is not None and len(seal.crcs) == len(metadata.storage_data):
             content = seal_metadata(content, seal)
-        if not self._use_collectives:
-            self._storage.sync_directory()
-            self._storage.publish(self._metadata_name(), content)
-            return
         ends: dict[str, int] = {}
         for place in (result.storage_data for result in written):
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -449,14 +470,19 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         target = self._target if self._target is not None else self._target_found_late(written)
         self._target = target
         try:
-            publish(self._storage, target, content, has_common_state=False)
+            if self._alone is not None:
+                publish_part(self._storage, target, self._alone, content)
+            else:
+                publish(self._storage, target, content, has_common_state=False)
         except BaseException:
             self._give_up()
             raise
         self._target = self._planned = self._thread = None
 
     def _target_found_late(self, written: list[WriteResult]) -> Target:
-        """The directory as it is after the writing, when no coordinator looked at it before."""
+        """The directory as it is after the writing, when nobody looked at it before."""
+        if self._alone is not None:
+            return open_part(self._storage, self._alone)
         return claim_late(self._storage, {result.storage_data.relative_path for result in written})
 
     # -- dcp.async_save ------------------------------------------------------------------------------------------

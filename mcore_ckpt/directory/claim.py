@@ -7,6 +7,7 @@ A save has an id, and claims the directory before it writes anything else. Its c
     .mcore_ckpt_incomplete.ID.publish     becomes `.metadata` when the save is published
     .mcore_ckpt_incomplete.ID.common      becomes the common state, where that is written ahead of all else
     .mcore_ckpt_incomplete.ID.next        the ticket of who takes over from the save ID, while that goes on
+    .mcore_ckpt_incomplete.rank-R         the marker of a save that has a part of the directory: see below
 
 **Claiming** is linking the ticket to the marker's name, which succeeds for one of all who try at once.
 
@@ -22,6 +23,11 @@ within is taken over from in the same way, so the holder is the end of the chain
 **A holder that was only thought to be gone** (it was stopped, or cut off) can do no harm when it goes on: its heartbeat
 finds no ticket, and it can publish neither a common state nor a checkpoint, since what would become those files has
 been deleted. File names are never used twice, see `commit`.
+
+**A part of a directory** is what one rank needs that saves a checkpoint of its own there, and knows nothing of the
+others (DCP without collectives). It has a marker of its own, so that several ranks can be at work, and no rank twice.
+Parts and the whole exclude each other: each makes its own marker first, and then looks for the other's. So of two that
+meet, one at least sees the other, and is refused; both may be.
 """
 
 from __future__ import annotations
@@ -46,7 +52,7 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.storage.base import Storage
 
-__all__ = ["Claim", "Owner", "claimants", "holders", "is_claim_file", "seems_gone"]
+__all__ = ["Claim", "Owner", "claimants", "holders", "holders_of_parts", "is_claim_file", "seems_gone"]
 
 _logger = logging.getLogger(__name__)
 
@@ -65,6 +71,9 @@ _ATTEMPTS: Final = 1000
 _RETRY_S: Final = 0.01
 _PREFIX: Final = INCOMPLETE_MARKER + "."
 _SAVE_ID: Final = re.compile(r"[0-9a-f]{16}")
+_PART_MARKER: Final = re.compile(re.escape(_PREFIX) + r"rank-(\d{1,9})")
+# How long a save of a part, which has met one of the whole, may take to step back.
+_STEPS_BACK_S: Final = 0.3
 _CLAIM_FILE: Final = re.compile(re.escape(_PREFIX) + r"([0-9a-f]{16})(\.publish|\.common|\.next|\.marker)?$")
 
 # Claims that this process holds, by save id; one that nobody refers to any more is not held.
@@ -210,6 +219,7 @@ class _Life:
     """What a claim and its thread share: where it is, the process that it is of, whether it has ended, and how."""
 
     storage: Storage
+    marker: str
     pid: int = field(default_factory=os.getpid)
     ended: threading.Event = field(default_factory=threading.Event)
     released: bool = False
@@ -226,10 +236,10 @@ class Claim:
         after: those that are gone whom it was taken over from.
     """
 
-    def __init__(self, storage: Storage, owner: Owner, after: Iterable[Owner] = ()) -> None:
+    def __init__(self, storage: Storage, owner: Owner, after: Iterable[Owner], part: int | None) -> None:
         self.owner = owner
         self.after = tuple(after)
-        self._life = _Life(storage)
+        self._life = _Life(storage, _marker(part))
         _held[owner.save_id] = self
         # A claim that is forgotten is let go, in the thread: a device that hangs must not hold up whoever forgets it.
         forgotten = weakref.finalize(self, self._life.ended.set)
@@ -238,16 +248,24 @@ class Claim:
         thread.start()
 
     @classmethod
-    def take(cls, storage: Storage, noted: Mapping[str, Any] | None = None, *, common_ahead: bool = False) -> Claim:
+    def take(
+        cls,
+        storage: Storage,
+        noted: Mapping[str, Any] | None = None,
+        *,
+        common_ahead: bool = False,
+        part: int | None = None,
+    ) -> Claim:
         """Claim a directory, which must exist; waits until it is known whether a holder elsewhere is gone.
 
         Args:
             storage: the directory.
             noted: what the marker is to say besides, in JSON's types; by default, what it says already.
             common_ahead: the common state is going to be written, through `common_ticket`.
+            part: the rank whose part it is; None for all of the directory.
 
         Raises:
-            SaveError: another save holds it; the message says whose.
+            SaveError: another save holds it, or a part of it; the message says whose.
             OSError, LoadError: the directory cannot be read or written.
         """
         if noted is None:
@@ -258,12 +276,21 @@ class Claim:
             storage.create(_publish_ticket(owner), b"")
             if common_ahead:
                 storage.create(_common_ticket(owner), b"")  # before the claim: who takes over finds it to delete
-            after = _take(storage, owner)
+            after = _take(storage, owner, part)
+            try:
+                after += _exclude(storage, owner, part)
+            except BaseException:
+                _release(storage, owner, _marker(part), remove_marker=not after)
+                raise
         except BaseException:
             files = (_ticket(owner), _publish_ticket(owner), _common_ticket(owner), _ticket(owner) + ".marker")
             _delete_quietly(storage, *files)
             raise
-        return cls(storage, owner, after)
+        try:
+            return cls(storage, owner, after, part)
+        except BaseException:  # no thread is to be had, as when the interpreter ends
+            _release(storage, owner, _marker(part), remove_marker=not after)
+            raise
 
     @property
     def is_held(self) -> bool:
@@ -303,7 +330,7 @@ class Claim:
     def check(self) -> None:
         """Raise `SaveError` if the directory is not this save's any more."""
         if not self.is_ours():
-            now = holders(self.storage)
+            now = _chain(self.storage, self._life.marker)
             raise SaveError(
                 f"{self.storage}: this save ({self.owner}) has lost the directory, "
                 + (f"which {now[-1]} has taken over" if now and now[-1].host else "and nobody holds it now")
@@ -341,7 +368,7 @@ class Claim:
         self._life.released = True
         self._life.ended.set()
         _held.pop(self.owner.save_id, None)
-        _release(self.storage, self.owner, remove_marker=remove_marker)
+        _release(self.storage, self.owner, self._life.marker, remove_marker=remove_marker)
 
 
 def holders(storage: Storage) -> list[Owner]:
@@ -349,8 +376,26 @@ def holders(storage: Storage) -> list[Owner]:
 
     The last may be gone, too: that is for `Claim.take` to find out.
     """
+    return _chain(storage, INCOMPLETE_MARKER)
+
+
+def holders_of_parts(storage: Storage, names: Iterable[str]) -> list[Owner]:
+    """As `holders`, of all parts of a directory.
+
+    Args:
+        storage: the directory.
+        names: of its files.
+    """
+    return [owner for name in names if _PART_MARKER.fullmatch(name) for owner in _chain(storage, name)]
+
+
+def _marker(part: int | None) -> str:
+    return INCOMPLETE_MARKER if part is None else f"{_PREFIX}rank-{part}"
+
+
+def _chain(storage: Storage, marker: str) -> list[Owner]:
     found: list[Owner] = []
-    name = INCOMPLETE_MARKER
+    name = marker
     while len(found) < _ATTEMPTS:
         content = _read(storage, name)
         if content is None:
@@ -434,25 +479,56 @@ def _read(storage: Storage, name: str) -> bytes | None:
         return None
 
 
-def _take(storage: Storage, owner: Owner) -> list[Owner]:
+def _take(storage: Storage, owner: Owner, part: int | None) -> list[Owner]:
+    marker = _marker(part)
     for _ in range(_ATTEMPTS):
-        chain = holders(storage)
+        chain = _chain(storage, marker)
         if not chain:
-            if storage.link(_ticket(owner), INCOMPLETE_MARKER):
+            if storage.link(_ticket(owner), marker):
                 return []
         else:
-            _wait_until_gone(storage, chain[-1], owner)
-            if after := _take_over(storage, chain[-1], owner):
+            _wait_until_gone(storage, chain[-1], owner, marker)
+            if after := _take_over(storage, chain[-1], owner, marker):
                 return after
         time.sleep(_RETRY_S * secrets.randbelow(10) / 10)  # those that met here do not meet again
     raise SaveError(f"{storage}: the directory could not be claimed in {_ATTEMPTS} attempts: others claim it, too")
 
 
-def _take_over(storage: Storage, gone: Owner, owner: Owner) -> list[Owner]:
+def _exclude(storage: Storage, owner: Owner, part: int | None) -> list[Owner]:
+    """Who has the whole makes sure that nobody has a part, and the other way round; returns whom it has replaced.
+
+    Raises:
+        SaveError: somebody has it.
+    """
+    if part is not None:
+        whole = holders(storage)
+        if whole:
+            _wait_until_gone(storage, whole[-1], owner, INCOMPLETE_MARKER)
+        return []  # what is left of one that is gone is for the next save of the whole to find
+    replaced: list[Owner] = []
+    for marker in filter(_PART_MARKER.fullmatch, storage.list()):
+        until_s = time.monotonic() + _STEPS_BACK_S
+        while chain := _chain(storage, marker):
+            try:
+                _wait_until_gone(storage, chain[-1], owner, marker)
+            except SaveError:
+                if time.monotonic() >= until_s:
+                    raise
+                time.sleep(_RETRY_S)
+                continue
+            for each in chain:
+                for name in (_publish_ticket(each), _ticket(each), _next(each), _ticket(each) + ".marker"):
+                    storage.delete(name)
+            storage.delete(marker)
+            replaced += chain
+    return replaced
+
+
+def _take_over(storage: Storage, gone: Owner, owner: Owner, marker: str) -> list[Owner]:
     """Become the holder after one that is gone; returns all that are gone, or none if somebody else did."""
     if not storage.link(_ticket(owner), _next(gone)):
         return []
-    chain = holders(storage)
+    chain = _chain(storage, marker)
     ids = [each.save_id for each in chain]
     if owner.save_id not in ids:
         # Somebody else had taken over, and tidied up, before the link was made: nothing leads to it.
@@ -465,7 +541,7 @@ def _take_over(storage: Storage, gone: Owner, owner: Owner) -> list[Owner]:
         for name in (_publish_ticket(each), _common_ticket(each), _ticket(each), _ticket(each) + ".marker"):
             storage.delete(name)
     storage.link(_ticket(owner), _ticket(owner) + ".marker")
-    storage.rename(_ticket(owner) + ".marker", INCOMPLETE_MARKER)
+    storage.rename(_ticket(owner) + ".marker", marker)
     for each in chain[:-1]:
         storage.delete(_next(each))
     if gone.host:
@@ -473,14 +549,14 @@ def _take_over(storage: Storage, gone: Owner, owner: Owner) -> list[Owner]:
     return chain[:-1]
 
 
-def _wait_until_gone(storage: Storage, holder: Owner, owner: Owner) -> None:
+def _wait_until_gone(storage: Storage, holder: Owner, owner: Owner, marker: str) -> None:
     """Return when the holder is known to be gone.
 
     Raises:
         SaveError: it is not.
     """
     if not holder.host:
-        _wait_for_content(storage, holder)
+        _wait_for_content(storage, holder, marker)
         return
     seen = storage.version(_ticket(holder))
     state = holder.process_state()
@@ -520,14 +596,14 @@ def _wait_until_gone(storage: Storage, holder: Owner, owner: Owner) -> None:
             raise _in_use(storage, holder, "which renews its claim")
 
 
-def _wait_for_content(storage: Storage, holder: Owner) -> None:
+def _wait_for_content(storage: Storage, holder: Owner, marker: str) -> None:
     """Give somebody who has just made the marker the time to write it. One that an older version wrote is sound."""
     if holder.noted is not None:
         return
     until_s = time.monotonic() + _UNREADABLE_S
     while time.monotonic() < until_s:
         time.sleep(_RETRY_S * 5)
-        now = holders(storage)
+        now = _chain(storage, marker)
         if not now or now[-1].save_id != holder.save_id:
             return
 
@@ -553,15 +629,15 @@ def _renew(owner: Owner, life: _Life) -> None:
             return
     if not life.released and life.pid == os.getpid():
         with contextlib.suppress(SaveError, LoadError, OSError):
-            _release(life.storage, owner, remove_marker=False)
+            _release(life.storage, owner, life.marker, remove_marker=False)
 
 
-def _release(storage: Storage, owner: Owner, *, remove_marker: bool) -> None:
+def _release(storage: Storage, owner: Owner, marker: str, *, remove_marker: bool) -> None:
     try:
         if remove_marker:
-            content = _read(storage, INCOMPLETE_MARKER)
+            content = _read(storage, marker)
             if content is not None and Owner.decode(content).save_id == owner.save_id:
-                storage.delete(INCOMPLETE_MARKER)
+                storage.delete(marker)
     finally:
         # Last: as long as the ticket is there, nobody else claims the directory.
         try:

@@ -17,9 +17,14 @@ the new one whole:
    marker. A crash before the end of this step is mended by the next save; a reader meanwhile looks up which common
    state is in force with `common_file_in_force`.
 
-Only files named by the old `.metadata`, and those a failed save of ours left, are ever removed: other programs keep
-files in the same directory. Whether there is a `.metadata`, and which, is asked of the file itself: a listing of a
-network file system may lag behind. If it is there and cannot be read, nothing is removed.
+Other programs keep files in the same directory, and may use the same names. So only these are ever removed: files that
+the old index named and no index in force names; and those that a save which is gone has certainly made, by their seal,
+or, of one that is half written, by its mark (`Storage.marked`). Whether there is a `.metadata`, and which, is asked of
+the file itself: a listing of a network file system may lag behind. If it is there and cannot be read, nothing is
+removed.
+
+A rank that saves a checkpoint of its own (DCP without collectives) does the same with its part of the directory, whose
+index is `__<rank>.metadata`: `open_part`, `publish_part`.
 """
 
 from __future__ import annotations
@@ -39,11 +44,11 @@ from typing import Any, NoReturn
 
 from mcore_ckpt.core.errors import CheckpointExistsError, CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.directory.claim import Claim, holders, is_claim_file, seems_gone
+from mcore_ckpt.directory.claim import Claim, holders, holders_of_parts, is_claim_file, seems_gone
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, parse_index
-from mcore_ckpt.format.seal import FOOTER_BYTES, SAVE_ID_BYTES, decode_footer
+from mcore_ckpt.format.seal import FOOTER_BYTES, SAVE_ID_BYTES, decode_footer, shown_id
 from mcore_ckpt.storage.base import FileVersion, Storage
 
 __all__ = [
@@ -57,8 +62,11 @@ __all__ = [
     "give_back",
     "index_files",
     "is_in_force",
+    "metadata_of_rank",
+    "open_part",
     "open_target",
     "publish",
+    "publish_part",
     "reserve",
     "settle",
     "write_common",
@@ -81,9 +89,12 @@ _CLAIM_ID_BYTES = 8
 _FILES_APPEAR_WITHIN_S = 10.0
 _FIRST_PERIOD_S = 0.05
 _LOOKERS = 16
+_RENAMES = 5
 # From the number of a save that is gone, a save that follows keeps this distance: more files than a rank ever has.
 _DISTANCE = 2**20
 _LOOKS = 20
+# So many saves that are gone are remembered, until a save has come to its end and has removed what they left.
+_REMEMBERED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +106,7 @@ class Target:
         old_files: files that only the checkpoint being replaced needs.
         replaces: there is a checkpoint that is being replaced.
         claim: by which the directory belongs to this save.
-        sweep_from: data files from this number on, and below `first_file`, are of saves that are gone; None: of no one.
+        gone: ids of saves that are gone, of which files may be left.
         common: the common state that was written ahead of all else, as it was then; None if none was.
         common_sum: length in bytes and CRC-32 of that.
         nonce: 8 bytes.
@@ -105,7 +116,7 @@ class Target:
     old_files: tuple[str, ...]
     replaces: bool
     claim: Claim
-    sweep_from: int | None = None
+    gone: frozenset[str] = frozenset()
     common: FileVersion | None = None
     common_sum: tuple[int, int] | None = None
     nonce: bytes = field(default_factory=partial(secrets.token_bytes, SAVE_ID_BYTES - _CLAIM_ID_BYTES))
@@ -281,6 +292,79 @@ def _is_still_published(storage: Storage) -> bool:
     return published is None or storage.version(METADATA_FILE) == published
 
 
+def metadata_of_rank(rank: int) -> str:
+    """Name of the index of a checkpoint that one rank has saved alone."""
+    return f"__{rank}{METADATA_FILE}"
+
+
+def open_part(storage: Storage, rank: int) -> Target:
+    """Claim a rank's part of a directory, for a checkpoint of its own, and look at it.
+
+    Raises:
+        SaveError: another save holds that part, or the whole directory, or it cannot be made or written.
+    """
+    storage.ensure_directory()
+    claim = Claim.take(storage, {"rank": rank}, part=rank)
+    try:
+        storage.sync_directory()
+        gone = frozenset(owner.save_id for owner in claim.after)
+        if gone:
+            _sweep(storage, [name for name in storage.list() if _is_of_rank(name, rank)], gone)
+        seen = _look(storage)
+        old = _index_of_rank(storage, rank)
+        old_files = index_files(old) if old is not None else set()
+        named = [*seen.names, *old_files, *(index_files(seen.index) if seen.index is not None else ())]
+        numbers = [_file_number(name) for name in named if _is_of_rank(name, rank)]
+        first_file = max((number for number in numbers if number is not None), default=-1) + 1
+        told = [_number(owner.noted or {}, "first_file") or 0 for owner in holders(storage)]
+        if gone or told:
+            first_file = (max([first_file, *told]) // _DISTANCE + 1) * _DISTANCE
+        replaces = storage.version(metadata_of_rank(rank)) is not None
+        return Target(first_file, tuple(sorted(old_files)), replaces, claim, gone)
+    except BaseException:
+        claim.release(remove_marker=not claim.after)
+        raise
+
+
+def publish_part(storage: Storage, target: Target, rank: int, metadata: bytes) -> None:
+    """Make a rank's own checkpoint the one that its part of the directory holds. All its data files must be durable.
+
+    Raises:
+        SaveError: it cannot be written, or the part has been taken over; nothing is published.
+    """
+    storage.sync_directory()
+    if not target.replaces:
+        storage.sync_parents()
+    target.claim.check()
+    storage.publish(metadata_of_rank(rank), metadata, through=target.claim.publish_ticket)
+    try:
+        needed = _look(storage).needed
+        for name in target.old_files:
+            if needed is not None and name not in needed:
+                storage.delete(name)
+        target.claim.release()
+    except Exception as error:  # noqa: BLE001  (as in `publish`)
+        _logger.warning("%s: the checkpoint is published, but not everything old could be removed: %s", storage, error)
+        with contextlib.suppress(SaveError, LoadError, OSError):
+            target.claim.release(remove_marker=False)
+
+
+def _is_of_rank(name: str, rank: int) -> bool:
+    match = _DATA_FILE.search(name)
+    return match is not None and "/" not in name and int(match.group(1)) == rank
+
+
+def _index_of_rank(storage: Storage, rank: int) -> CheckpointIndex | None:
+    name = metadata_of_rank(rank)
+    try:
+        return parse_index(storage.read(name), f"{storage}/{name}")
+    except CheckpointNotFoundError:
+        return None
+    except LoadError as error:
+        _logger.warning("%s: %s cannot be read, its files stay: %s", storage, name, error)
+        return None
+
+
 def claim_late(storage: Storage, written: Collection[str]) -> Target:
     """Claim a directory into which these data files were written before anybody had claimed it.
 
@@ -346,11 +430,22 @@ class _Look:
         return max(highest + 1, int(self.metadata is not None))
 
     @property
-    def sweep_from(self) -> int | None:
-        told = [_number(told, name) for told in self.gone.values() for name in ("first_file", "sweep_from")]
+    def gone_ids(self) -> frozenset[str]:
+        """Ids of the saves that are gone, also of those that a save has noted which is gone itself."""
+        noted = [name for told in self.gone.values() for name in _names(told, "gone")]
+        return frozenset([*self.gone, *noted][:_REMEMBERED])
+
+    @property
+    def needed(self) -> set[str] | None:
+        """Files that some index in force names; None if nobody knows."""
         if self.of_ranks is None or (self.metadata is not None and self.index is None):
-            return None  # nobody knows what it needs
-        return min((number for number in told if number is not None), default=None)
+            return None
+        return (index_files(self.index) if self.index is not None else set()) | self.of_ranks
+
+
+def _names(told: Mapping[str, Any], name: str) -> list[str]:
+    value = told.get(name)
+    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
 
 
 def _number(told: Mapping[str, Any], name: str) -> int | None:
@@ -364,7 +459,7 @@ def _claim(storage: Storage, *, common_ahead: bool = False) -> Target:
     for _ in range(_LOOKS):
         seen = _look(storage)
         old_files = tuple(sorted(seen.replaced))
-        noted = {"first_file": seen.first_file, "sweep_from": seen.sweep_from, "replaces": list(old_files)}
+        noted = {"first_file": seen.first_file, "gone": sorted(seen.gone_ids), "replaces": list(old_files)}
         claim = Claim.take(storage, noted, common_ahead=common_ahead)
         try:
             names = storage.list()
@@ -373,7 +468,7 @@ def _claim(storage: Storage, *, common_ahead: bool = False) -> Target:
                 storage.sync_directory()
                 claim.sweep(names)
                 _clean_up_after_failed_save(storage, seen)
-                return Target(seen.first_file, old_files, seen.metadata is not None, claim, seen.sweep_from)
+                return Target(seen.first_file, old_files, seen.metadata is not None, claim, seen.gone_ids)
         except BaseException:
             claim.release(remove_marker=not claim.after)
             raise
@@ -388,9 +483,10 @@ def _restless(storage: Storage) -> SaveError:
 def _look(storage: Storage) -> _Look:
     metadata = storage.version(METADATA_FILE)
     index = None if metadata is None else _old_index(storage)
-    gone = {holder.save_id: holder.noted or {} for holder in holders(storage)}
-    names = _own_names(storage.list())
-    return _Look(names, metadata, index, _files_of_ranks(storage, names), gone)
+    names = storage.list()
+    gone = {holder.save_id: holder.noted or {} for holder in [*holders(storage), *holders_of_parts(storage, names)]}
+    names = _own_names(names)
+    return _Look(tuple(names), metadata, index, _files_of_ranks(storage, names), gone)
 
 
 def _files_of_ranks(storage: Storage, names: Iterable[str]) -> frozenset[str] | None:
@@ -408,8 +504,8 @@ def _files_of_ranks(storage: Storage, names: Iterable[str]) -> frozenset[str] | 
     return frozenset(found)
 
 
-def _own_names(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(name for name in names if not is_claim_file(name))
+def _own_names(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not is_claim_file(name)]
 
 
 def _is_unchanged(storage: Storage, names: Iterable[str], seen: _Look) -> bool:
@@ -442,7 +538,8 @@ def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_sta
     try:
         storage.publish(METADATA_FILE, metadata, through=target.claim.publish_ticket)
     except SaveError:
-        target.claim.check()  # says better what has happened, if the directory was lost between the two
+        if not target.claim.is_still_held():
+            target.claim.check()  # says better what has happened, if the directory was lost between the two
         raise
     with contextlib.suppress(LoadError):
         if (published := storage.version(METADATA_FILE)) is not None:
@@ -465,22 +562,30 @@ def _tidy_up(storage: Storage, target: Target, has_common_state: bool) -> None:
         storage.delete(COMMON_FILE)
         storage.delete(pending)
     elif storage.version(pending) is not None:
-        storage.rename(pending, COMMON_FILE)
+        _rename_for_sure(storage, pending, COMMON_FILE)
     names = storage.list()
     if _INTEGRITY_FILE in names:
         # Megatron sums up the files after the save: what is there now are the sums of another checkpoint.
         storage.delete(_INTEGRITY_FILE)
     for name in target.old_files:
         storage.delete(name)
-    of_ranks = _files_of_ranks(storage, names) if target.sweep_from is not None else None
-    if target.sweep_from is not None and of_ranks is not None:
+    if target.gone:
         # Written since the directory was claimed, by processes of a save that was taken for gone.
-        for name in names:
-            number = None if "/" in name else _file_number(name)
-            if number is not None and target.sweep_from <= number < target.first_file and name not in of_ranks:
-                storage.delete(name)
+        _sweep(storage, names, target.gone)
     target.claim.release()
     storage.sync_directory()
+
+
+def _rename_for_sure(storage: Storage, source: str, name: str) -> None:
+    """Rename; an error of a moment must not leave stock readers the old common state beside the new `.metadata`."""
+    for _ in range(_RENAMES - 1):
+        try:
+            storage.rename(source, name)
+            return
+        except SaveError as error:
+            _logger.warning("%s: %s; it is tried again", storage, error)
+            time.sleep(_FIRST_PERIOD_S)
+    storage.rename(source, name)
 
 
 def check_files(storage: Storage, planned: Iterable[tuple[str, int]], *, at_least: bool = False) -> None:
@@ -541,38 +646,51 @@ def is_in_force(storage: Storage, files: Iterable[str]) -> bool:
     return any(name.encode("utf-8", "surrogatepass") in content for name in files)
 
 
-def discard(storage: Storage, files: Iterable[str], save_id: bytes, *, half_written: bool = True) -> None:
+def discard(storage: Storage, files: Iterable[str], save_id: bytes) -> None:
     """Remove the data files that a failed save has written, as far as that is still possible.
 
-    Savers that know of no claims may have given the planned names to files of theirs. So a file goes if its seal is
-    this save's; and without a seal, if the checkpoint in force does not need it.
+    Savers that know of no claims may have given the planned names to files of theirs; those stay.
 
     Args:
         storage: the checkpoint's directory.
         files: the names planned.
         save_id: of the save; 16 bytes.
-        half_written: files without a seal may be what the save has left. Not so where it met a file of somebody else:
-            what it had made itself, it has removed itself.
     """
     try:
         for name in files:
-            found = _save_of(storage, name)
-            if found == save_id or (found is None and half_written and not is_in_force(storage, [name])):
+            if _save_of(storage, name) == shown_id(save_id):
                 storage.delete(name)
     except (SaveError, OSError) as error:
         _logger.warning("%s: could not remove the files of a failed save: %s", storage, error)
 
 
-def _save_of(storage: Storage, name: str) -> bytes | None:
-    """Id of the save that has written a data file, by its seal; None if it has none, or is not there."""
+def _save_of(storage: Storage, name: str) -> str | None:
+    """Id of the save that has made a data file: by its seal, or, if it is half written, its mark; None if unknown."""
     try:
         with storage.open_reader(name, direct="off") as reader:
-            if reader.size_bytes < FOOTER_BYTES:
-                return None
-            footer = decode_footer(reader.read(reader.size_bytes - FOOTER_BYTES, FOOTER_BYTES), reader.name)
+            size = reader.size_bytes
+            end = reader.read(size - FOOTER_BYTES, FOOTER_BYTES) if size >= FOOTER_BYTES else b""
+            footer = decode_footer(end, reader.name)
     except LoadError:
-        return None
-    return None if footer is None else footer.save_id
+        footer = None
+    return storage.mark_of(name) if footer is None else shown_id(footer.save_id)
+
+
+def _sweep(storage: Storage, names: Iterable[str], gone: Collection[str]) -> None:
+    """Remove data files that saves have made which are gone, and that no index names.
+
+    Args:
+        storage: the checkpoint's directory, which is claimed.
+        names: of its files.
+        gone: ids of the claims of those saves.
+    """
+    own = [name for name in names if "/" not in name and _file_number(name) is not None]
+    needed = _look(storage).needed if own else None
+    if needed is None:
+        return
+    for name in own:
+        if name not in needed and (_save_of(storage, name) or "")[: 2 * _CLAIM_ID_BYTES] in gone:
+            storage.delete(name)
 
 
 def abandon(storage: Storage, target: Target, *, others_clean_up: bool = True) -> None:
@@ -635,9 +753,9 @@ def _old_index(storage: Storage) -> CheckpointIndex | None:
 
 def _clean_up_after_failed_save(storage: Storage, seen: _Look) -> None:
     """Finish or undo what saves that are gone have left; nothing that the old `.metadata` names is touched."""
-    if seen.of_ranks is None or (seen.metadata is not None and seen.index is None):
+    needed = seen.needed
+    if needed is None:
         return
-    needed = index_files(seen.index) if seen.index is not None else set()
     if seen.index is not None:
         in_force = common_file_in_force(seen.names, seen.index)
         if in_force is not None and in_force != COMMON_FILE:
@@ -650,13 +768,12 @@ def _clean_up_after_failed_save(storage: Storage, seen: _Look) -> None:
         first_file = _number(told, "first_file")
         if first_file is None:
             continue
-        replaced = told.get("replaces")
         # Otherwise it was killed before it published: the old checkpoint is in force.
-        if isinstance(replaced, list) and any((_file_number(name) or 0) >= first_file for name in needed):
-            garbage.update(name for name in replaced if isinstance(name, str))
+        if seen.index is not None and any((_file_number(name) or 0) >= first_file for name in index_files(seen.index)):
+            garbage.update(_names(told, "replaces"))
     for name in seen.names:
         # A save puts its files into the directory itself. In those below it lie other checkpoints.
-        number = None if "/" in name else _file_number(name)
-        unpublished = number is not None and seen.sweep_from is not None and number >= seen.sweep_from
-        if name not in needed and name not in seen.of_ranks and (unpublished or name in garbage):
+        if "/" in name or name in needed or (_file_number(name) is None and name not in garbage):
+            continue
+        if name in garbage or (_save_of(storage, name) or "")[: 2 * _CLAIM_ID_BYTES] in seen.gone_ids:
             storage.delete(name)

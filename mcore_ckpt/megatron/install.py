@@ -19,7 +19,7 @@ from typing import Any
 
 from mcore_ckpt.core.errors import UnsupportedMegatronError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, unknown_variables
-from mcore_ckpt.core.paths import is_local
+from mcore_ckpt.core.paths import is_local, local_path
 from mcore_ckpt.core.version import __version__
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.commit import give_back
@@ -215,6 +215,8 @@ def _save_or_leave_nothing(stock: Any) -> Any:
     @functools.wraps(stock)
     def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         with MegatronErrors():
+            # The directory that it names now: what is written at the end of an async save must not follow a `chdir`.
+            checkpoint_dir = type(checkpoint_dir)(local_path(checkpoint_dir).absolute())
             storage = LocalStorage(checkpoint_dir)
             before = saves_in_progress()
             try:

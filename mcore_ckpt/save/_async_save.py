@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -32,7 +34,7 @@ from mcore_ckpt.storage.base import ALIGNMENT_BYTES, Storage, align_up
 from mcore_ckpt.writing.forked_call import fork_writer, report_progress
 from mcore_ckpt.writing.persistent_writer import shared_writer
 from mcore_ckpt.writing.stage_pool import StageLease, lease_stage
-from mcore_ckpt.writing.staging import BucketSource, NotInherited, write_in_line
+from mcore_ckpt.writing.staging import BucketSource, NotInherited, refuse_wiped_memory, write_in_line
 from mcore_ckpt.writing.supervised_child import Job
 from mcore_ckpt.writing.writer_job import FileJob, JobResult, Ring, WriterJob, run_job, timed_result
 
@@ -42,6 +44,17 @@ _logger = logging.getLogger(__name__)
 # A ring of fewer windows would make the trainer and the device wait for each other.
 _LEAST_SLOTS = 2
 _told: set[str] = set()
+# Held while a snapshot is taken and handed over: until then, nothing says that its stage is in use, and the writer is
+# one for all threads.
+_handing_over = threading.Lock()
+
+
+def _make_lock_anew() -> None:
+    global _handing_over  # a thread of the process that forked this one may have held it
+    _handing_over = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_make_lock_anew)
 # How often a person who waits sees the bar move.
 _BAR_PERIOD_S = 0.2
 
@@ -214,9 +227,10 @@ def start_writing(
         The save in progress. An error is kept for its `results`, where all ranks hear of it.
     """
     try:
-        if options.stage == "cow":
-            return _fork_cow(storage, sources, options, what, plans, started)
-        return _stage_and_start(storage, sources, options, what, plans, started)
+        with _handing_over:
+            if options.stage == "cow":
+                return _fork_cow(storage, sources, options, what, plans, started)
+            return _stage_and_start(storage, sources, options, what, plans, started)
     except Exception as error:  # noqa: BLE001  (the other ranks are on their way to the commit and have to hear of it)
         wrapped = (
             error if isinstance(error, SaveError) else SaveError(f"{what}: the writing could not be started: {error}")
@@ -247,7 +261,7 @@ def _fork_cow(
     not_inherited = NotInherited(chain.from_iterable(source.tensors for source in sources))
     for source in sources:
         source.copy_what_is(not_inherited)
-    write = partial(write_in_line, storage, sources, options, report_progress)
+    write = partial(_write_inherited, storage, sources, options)
     jobs: list[Job] = []
     try:
         handle = fork_writer(partial(timed_result, write, plans), what, options.write_deadline_s, jobs.append)
@@ -259,6 +273,12 @@ def _fork_cow(
             job.abort()
         raise
     return save
+
+
+def _write_inherited(storage: Storage, sources: Sequence[BucketSource], options: SaveOptions) -> Sequence[ImageResult]:
+    """In the forked child. Looking costs time that grows with the memory, but here it is not training's."""
+    refuse_wiped_memory(sources)
+    return write_in_line(storage, sources, options, report_progress)
 
 
 def _stage_and_start(

@@ -219,17 +219,18 @@ def _write(
 ) -> Writing:
     """Write this rank's files now, or start to: of what goes on beside training, `started` hears before all else."""
     what, options = str(directory.path), request.options
+    storage = directory.storage.marked(shown_id(plan.save_id))
     if request.bucket_writer is not None:
         write = partial(request.bucket_writer, directory.path, plan.layout, plan.placed, state, options, plan.save_id)
         return write_now(write, options, what, plan.unencoded)
     if not request.beside_training:
-        return write_now(partial(write_in_line, directory.storage, sources, options), options, what, plan.unencoded)
+        return write_now(partial(write_in_line, storage, sources, options), options, what, plan.unencoded)
     if group.is_coordinator:
         log_choice(sources, options)
     # One bar on a terminal is enough: the coordinator's.
     options = replace(options, progress=options.progress and group.is_coordinator)
     with collector_paused():
-        return start_writing(directory.storage, sources, options, what, plan.unencoded, started)
+        return start_writing(storage, sources, options, what, plan.unencoded, started)
 
 
 class SaveDirectory:
@@ -323,6 +324,7 @@ class SaveTransaction:
         self._group = group
         self._directory = directory
         self._spans = spans
+        self._pid = os.getpid()
         self._commits = False
         self._publishes = False
         if isinstance(call, Writing):
@@ -423,6 +425,8 @@ class SaveTransaction:
         """The queue gives the save up. Once `commit` has begun, only that knows whether the files may go: a callback
         that fails after the commit, or contact lost in the midst of it, must not take a published checkpoint apart.
         """
+        if self._pid != os.getpid():
+            return  # forked from the trainer, whose save it is
         _begun.discard(self)
         if not self._commits:
             self._commits = True
@@ -438,7 +442,7 @@ class SaveTransaction:
             self._directory.release()
         else:
             met_others = isinstance(self.call, Writing) and _met_a_file(self.call.failure)
-            discard(self._directory.storage, self.plan.files, self.plan.save_id, half_written=not met_others)
+            discard(self._directory.storage, self.plan.files, self.plan.save_id)
             # When the coordinator lets the directory go, other ranks may not have cleaned up, or still be writing.
             self._directory.abandon(others_clean_up=self._group.size == 1 and not met_others)
 

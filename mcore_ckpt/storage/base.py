@@ -225,6 +225,18 @@ class Storage(ABC):
             SaveError: if the file exists, cannot be made, or its space cannot be reserved.
         """
 
+    def marked(self, mark: str) -> Storage:
+        """The same directory; what `open_writer` creates there bears a mark, from its first moment on, in its inode.
+
+        A mark is for telling one's own files from others', nothing more: file systems may have no place for it, and
+        copies may lack it.
+        """
+        return self
+
+    def mark_of(self, name: str) -> str | None:
+        """The mark of a file; None if it has none, as far as can be seen, or is not there."""
+        return None
+
     @abstractmethod
     def publish(self, name: str, content: bytes, *, through: str | None = None) -> None:
         """Make `name` hold `content`, replacing what it held, atomically and durably.

@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.paths import local_path
@@ -364,6 +364,8 @@ _UNSYNCED_WRITES: Final = 2
 # A file system that cannot sync a directory (some FUSE and network ones) answers so; it has no such promise to keep.
 _NO_DIRECTORY_SYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF})
 _FILE_MODE: Final = 0o666  # less the umask, as any open() does
+# The extended attribute that holds the mark of a file.
+_MARK: Final = "user.mcore_ckpt.save"
 
 
 def _save_error(what: str, path: str, error: OSError) -> SaveError:
@@ -388,15 +390,31 @@ class LocalStorage(Storage):
         root: the directory.
         follow_links: read files through symbolic links in it, too, wherever they lead. Not for checkpoints; for what
             others keep as links (the cache of Hugging Face), in a directory that a person has named.
+
+    Attributes:
+        mark: see `marked`; empty for none.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, follow_links: bool = False) -> None:
         self.root = local_path(root)
         self._follow_links = follow_links
         self._bounce = BouncePool()
+        self.mark = ""
 
-    def __reduce__(self) -> tuple[type[LocalStorage], tuple[Path]]:
-        return LocalStorage, (self.root,)  # writer processes get the path; buffers and locks stay here
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remade, (self.root, self.mark)  # writer processes get the path; buffers and locks stay here
+
+    def marked(self, mark: str) -> LocalStorage:
+        same = object.__new__(type(self))  # (copying goes by way of `__reduce__`)
+        same.__dict__.update(self.__dict__)
+        same.mark = mark
+        return same
+
+    def mark_of(self, name: str) -> str | None:
+        try:
+            return os.getxattr(self.path(name), _MARK, follow_symlinks=False).decode("ascii", "replace")
+        except OSError:
+            return None
 
     def __repr__(self) -> str:
         return f"LocalStorage({str(self.root)!r})"
@@ -456,7 +474,7 @@ class LocalStorage(Storage):
         try:
             if "/" in name:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-            return _LocalWriter(path, size_bytes, direct)
+            return _LocalWriter(path, size_bytes, direct, self.mark)
         except OSError as error:
             raise _save_error("creating the file", path, error) from error
 
@@ -574,6 +592,10 @@ class LocalStorage(Storage):
             pass  # a directory that this user may not read was not made by this user
         except OSError as error:
             raise _save_error("syncing the directory that it is in", place, error) from error
+
+
+def _remade(root: Path, mark: str) -> LocalStorage:
+    return LocalStorage(root).marked(mark)
 
 
 def _make_directories(path: str) -> None:
@@ -729,7 +751,7 @@ def _sync_directory(path: str) -> None:
 class _LocalWriter(RangeWriter):
     """A new file. `finish` is for one thread, after the last `write` has returned."""
 
-    def __init__(self, path: str, size_bytes: int | None, direct: DirectIo) -> None:
+    def __init__(self, path: str, size_bytes: int | None, direct: DirectIo, mark: str) -> None:
         self.name = path
         self.direct = False
         self._insist = direct == "on"
@@ -741,6 +763,9 @@ class _LocalWriter(RangeWriter):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)
         self._fd: int | None = fd
         try:
+            if mark:
+                with contextlib.suppress(OSError):
+                    os.setxattr(fd, _MARK, mark.encode("ascii"))
             if direct != "off":
                 self.direct = direct_io.enable(fd)
                 if not self.direct and self._insist:

@@ -39,6 +39,7 @@ __all__ = [
     "DeviceCopies",
     "NotInherited",
     "check_memory",
+    "refuse_wiped_memory",
     "write_in_line",
 ]
 
@@ -74,20 +75,22 @@ class NotInherited:
     what is marked with `MADV_DONTFORK` is not there. The kernel knows of all.
 
     The marks are looked for only if some tensor has memory that torch's allocator has not made: to show them, the
-    kernel goes through every page of the process (0.08 s for 1 GiB of small pages; without, below 1 ms).
+    kernel goes through every page of the process (0.08 s for 1 GiB of small pages; without, below 1 ms). Memory of
+    torch's own that somebody has marked is noticed by the child: `refuse_wiped_memory`.
 
     Args:
         tensors: that are to be written by the child.
+        all_marks: look for the marks whatever the tensors are.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], *, all_marks: bool = False) -> None:
         self._begins, self._ends = _shared_mappings()
-        if any(
-            tensor.is_cpu and not tensor.untyped_storage().resizable() and not self._holds(tensor) for tensor in tensors
+        if all_marks or any(
+            tensor.is_cpu and not tensor.untyped_storage().resizable() and not self.holds(tensor) for tensor in tensors
         ):
             self._begins, self._ends = _mappings_not_inherited()
 
-    def _holds(self, tensor: torch.Tensor) -> bool:
+    def holds(self, tensor: torch.Tensor) -> bool:
         """Whether some of a tensor's storage is such memory."""
         if not tensor.is_cpu or not tensor.data_ptr():
             return False
@@ -98,7 +101,25 @@ class NotInherited:
 
     def copies(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors, with copies in place of those in such memory."""
-        return [tensor.clone() if self._holds(tensor) else tensor for tensor in tensors]
+        return [tensor.clone() if self.holds(tensor) else tensor for tensor in tensors]
+
+
+def refuse_wiped_memory(sources: Iterable[BucketSource]) -> None:
+    """In a forked child that is to write: make sure that the tensors are what they were when it was forked.
+
+    Raises:
+        SaveError: the memory of one is marked with `MADV_WIPEONFORK`, and is all zeros here.
+    """
+    sources = list(sources)
+    marked = NotInherited((), all_marks=True)
+    for source in sources:
+        for number, tensor in enumerate(source.tensors):
+            if marked.holds(tensor):
+                raise SaveError(
+                    f"{source.layout.file_name}: tensor {number} of it, {tuple(tensor.shape)} of {tensor.dtype}, lies "
+                    "in memory that somebody has marked not to be inherited by forked processes (MADV_WIPEONFORK), so "
+                    'that this one has zeros in its place; use stage="copy"'
+                )
 
 
 def _shared_mappings() -> tuple[list[int], list[int]]:

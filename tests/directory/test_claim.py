@@ -397,3 +397,18 @@ def test_a_failed_claim_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(SaveError, match="EIO"):
         Claim.take(LocalStorage(tmp_path))
     assert names(tmp_path) == set()
+
+
+def test_a_claim_for_which_no_thread_is_to_be_had_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is when the interpreter ends."""
+
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            Claim.take(LocalStorage(tmp_path))
+    assert list(tmp_path.iterdir()) == []

@@ -26,7 +26,8 @@ from mcore_ckpt.directory.commit import (
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.format.seal import MetadataSeal, SealedFile, seal_metadata
+from mcore_ckpt.format.seal import FileSealPlan, MetadataSeal, SealedFile, TableColumns, seal_metadata
+from mcore_ckpt.storage import local
 from mcore_ckpt.storage.local import LocalStorage
 from tests.support.faulty_storage import Faults, FaultyStorage
 
@@ -100,7 +101,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_no_rubbish(tmp_path: Path) 
     storage.publish(reserve(storage).common_file, b"two")
     target = open_target(storage, OPTIONS)
     name = data_file_name(0, target.first_file)
-    (tmp_path / name).write_bytes(b"half")
+    write_half(storage, name, target.claim.owner.save_id, target.nonce.hex())
     assert INCOMPLETE_MARKER in names(tmp_path)
     discard(storage, [name], target.save_id)
     abandon(storage, target)
@@ -119,14 +120,93 @@ def test_what_a_killed_save_left_is_removed_by_the_next_and_nothing_else(tmp_pat
     first = save(tmp_path, b"one")
     (tmp_path / "notes.txt").write_text("mine")
     first_file = begin_and_be_killed(tmp_path, b"two")
-    (tmp_path / data_file_name(0, first_file)).write_bytes(b"half")
-    (tmp_path / data_file_name(3, first_file + 1)).write_bytes(b"half")
+    write_half(LocalStorage(tmp_path), data_file_name(0, first_file), holder(tmp_path))
+    write_half(LocalStorage(tmp_path), data_file_name(3, first_file + 1), holder(tmp_path))
     # Killed here. The old checkpoint is in force, its common state too.
     assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == COMMON_FILE
     assert first in names(tmp_path)
     third = save(tmp_path, b"three")
     assert names(tmp_path) == {third, METADATA_FILE, COMMON_FILE, "notes.txt"}
     assert (tmp_path / COMMON_FILE).read_bytes() == b"three"
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_what_others_have_made_stays_whatever_its_name(replaces: bool, tmp_path: Path) -> None:
+    """A save was killed; another saver, that knows of no claims, has put files under names that would be removed."""
+    if replaces:
+        save(tmp_path)
+    first_file = begin_and_be_killed(tmp_path)
+    others = {data_file_name(rank, first_file + rank) for rank in range(3)}
+    sealed_by = FileSealPlan.of(TableColumns("x", (), (), *map(array, "IIQQ"), ())).fill(b"\1" * 16, 164, ())[0]
+    for name, content in zip(sorted(others), (b"", b"by stock DCP", bytes(100) + sealed_by), strict=True):
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / data_file_name(0, first_file)).write_bytes(b"data")
+    for _ in range(2):
+        last = save(tmp_path)
+    assert {file.name for file in tmp_path.glob("*.distcp")} == {last, *others}
+    assert (tmp_path / "below" / data_file_name(0, first_file)).exists()
+
+
+def test_what_a_failed_save_has_planned_and_somebody_else_made_stays(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    target = open_target(storage, OPTIONS)
+    planned = [data_file_name(rank, target.first_file) for rank in range(2)]
+    write_half(storage, planned[0], target.claim.owner.save_id, target.nonce.hex())
+    (tmp_path / planned[1]).write_bytes(b"by stock DCP")
+    discard(storage, planned, target.save_id)
+    abandon(storage, target)
+    assert names(tmp_path) == {planned[1], INCOMPLETE_MARKER}
+
+
+def test_what_a_save_left_that_was_killed_before_another_was_killed_is_removed(tmp_path: Path) -> None:
+    """Its processes may have gone on writing when the second had looked."""
+    first_file = begin_and_be_killed(tmp_path)
+    first = holder(tmp_path)
+    begin_and_be_killed(tmp_path)
+    write_half(LocalStorage(tmp_path), data_file_name(0, first_file), first)
+    last = save(tmp_path)
+    assert {file.name for file in tmp_path.glob("*.distcp")} == {last}
+
+
+def test_an_error_of_a_moment_does_not_leave_stock_a_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, b"one")
+    rename, errors = LocalStorage.rename, [SaveError("for a test")]
+
+    def fails_once(storage: LocalStorage, source: str, destination: str) -> None:
+        if destination == COMMON_FILE and errors:
+            raise errors.pop()
+        rename(storage, source, destination)
+
+    monkeypatch.setattr(LocalStorage, "rename", fails_once)
+    save(tmp_path, b"two")
+    assert (tmp_path / COMMON_FILE).read_bytes() == b"two"
+    assert not errors
+
+
+def test_an_error_right_after_the_publish_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old `.metadata` comes back, and the ticket that has become the new one is gone; the directory is not."""
+    save(tmp_path)
+    sync = local._sync_directory
+
+    def fails(path: str) -> None:
+        if not list(tmp_path.glob("*.publish")):
+            raise OSError(5, os.strerror(5), path)
+        sync(path)
+
+    monkeypatch.setattr(local, "_sync_directory", fails)
+    with pytest.raises(SaveError, match="EIO"):
+        save(tmp_path)
+
+
+def holder(path: Path) -> str:
+    """Id of the save that the marker names."""
+    return str(json.loads((path / INCOMPLETE_MARKER).read_text())["save_id"])
+
+
+def write_half(storage: LocalStorage, name: str, claim_id: str, nonce: str = "0" * 16) -> None:
+    """Begin a data file as a save does, and go no further."""
+    storage.marked(claim_id + nonce).open_writer(name, size_bytes=100)
 
 
 def test_a_crash_right_after_the_publish_is_read_right_and_mended(tmp_path: Path) -> None:

@@ -73,6 +73,28 @@ def test_a_save_that_is_refused_has_not_touched_the_common_state_of_the_one_in_p
     in_child(run)
 
 
+def saved_after_a_change_of_directory(directory: Path) -> None:
+    (directory / "elsewhere").mkdir()
+    (directory / "checkpoint").mkdir()
+    os.chdir(directory)
+    queue = AsyncCallsQueue(options=QUIET)
+    queue.schedule_async_request(dist_checkpointing.save(state(1), "checkpoint", async_sharded_save=True))
+    os.chdir("elsewhere")
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    assert os.listdir() == []
+    assert_holds(directory / "checkpoint", 1)
+    assert not [name for name in os.listdir(directory / "checkpoint") if name.startswith(".mcore_ckpt_incomplete")]
+
+
+def test_a_save_does_not_follow_a_change_of_the_working_directory() -> None:
+    def run() -> None:
+        with launch() as directory:
+            saved_after_a_change_of_directory(directory)
+
+    in_child(run)
+
+
 class _Broken(TorchDistSaveStrategy):
     def save(self, *_: Any, **__: Any) -> None:
         raise RuntimeError("before the sharded part")

@@ -122,6 +122,12 @@ class FaultyStorage(Storage):
         self.faults.before("open_writer", name, size_bytes or 0)
         return _FaultyWriter(self.inner.open_writer(name, size_bytes=size_bytes, direct=direct), name, self.faults)
 
+    def marked(self, mark: str) -> FaultyStorage:
+        return FaultyStorage(self.inner.marked(mark), self.faults)
+
+    def mark_of(self, name: str) -> str | None:
+        return self.inner.mark_of(name)
+
     def publish(self, name: str, content: bytes, *, through: str | None = None) -> None:
         self.faults.before("publish", name, len(content))
         self.inner.publish(name, content, through=through)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mcore_ckpt.core.errors import PlanError
+from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.layout.buckets import lay_out
@@ -112,6 +113,17 @@ def test_copy_on_write_keeps_what_shared_memory_held_at_the_call(
     content = bytearray((checkpoint / "file").read_bytes())
     written = torch.frombuffer(content, dtype=torch.float32, offset=offset, count=_ELEMS)
     assert torch.equal(written, torch.ones(_ELEMS))
+
+
+def test_memory_of_torch_that_is_wiped_in_a_forked_process_is_not_stored_as_zeros(tmp_path: Path) -> None:
+    """Nobody looks for the mark before the fork, which takes time; the child finds it."""
+    tensor = torch.full((4 * 1024 * 1024,), 7.0)
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    if ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(mmap.PAGESIZE * 16), 18) != 0:
+        pytest.skip("this kernel has no such mark")
+    save = start_writing(LocalStorage(tmp_path), [_source(tensor)], _COPY_ON_WRITE, "a save")
+    with pytest.raises(SaveError, match="MADV_WIPEONFORK"):
+        save.results()
 
 
 def test_only_what_is_shared_is_copied_before_a_fork(tmp_path: Path) -> None:
