@@ -5,6 +5,6 @@ Out: filled tensors and objects, every record that was read whole checked.
 Must not know: how checkpoints are written, Megatron's classes.
 
 Modules: checksums, fetch, file_seals, flattened, item_decoding, ranges, read_requests, reader, stored_items,
-_item_locations, _placement, _tensor_reads.
-With torch: flattened, item_decoding, read_requests, reader, _item_locations, _placement, _tensor_reads.
+_item_locations, _placement, _tensor_reads, _whole_items.
+With torch: flattened, item_decoding, read_requests, reader, _item_locations, _placement, _tensor_reads, _whole_items.
 """

@@ -1,6 +1,7 @@
 """Wanted items -> reads -> destination tensors: the middle of a load.
 
-    small items      read whole, many in one span; each is located inside the buffer and copied out
+    small items      read whole, many in one span; each is located inside the buffer and copied out; those that are
+                     wanted as they are, all at once (`_whole_items`)
     large items      located first (head and tail, once per item and reader); then the wanted boxes of the payload are
                      read, straight into the destination where they lie there as in the file, through a buffer otherwise
     all other items  (compressed, transformed, strided) decoded as a whole (`item_decoding`), one at a time
@@ -31,6 +32,7 @@ from mcore_ckpt.format.seal import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._placement import HostBytes, ReadBuffer, Want, alignment_for, memory_at, narrow, place_box
+from mcore_ckpt.load._whole_items import MAX_WHOLE_BYTES, WholeItem, WholeSpan, cut, place, spans_of
 from mcore_ckpt.load.checksums import BlockSums, RecordSum, checksum_error, contiguous_around, whole_blocks
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, in_parallel, naming, padded_range
 from mcore_ckpt.load.item_decoding import ItemDecoder
@@ -40,9 +42,8 @@ from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader
 
 __all__ = ["TensorReads"]
 
-# Below, an item is read whole with its neighbours, and copied out of the buffer: a copy at memory speed costs less than
-# reads of its own for header and payload.
-_PACKED_ITEM_BYTES = 1024 * 1024
+# Below, an item is read whole with its neighbours.
+_PACKED_ITEM_BYTES = MAX_WHOLE_BYTES
 
 # From here on a piece goes straight into its destination rather than through a buffer that it shares with others.
 _DIRECT_PIECE_BYTES = 1024 * 1024
@@ -55,6 +56,10 @@ _MANY_ITEMS = 32
 
 # Rows with gaps between them are read so many bytes at a time: what a core's own cache holds.
 _ROWS_AT_ONCE_BYTES = 512 * 1024
+
+# So much of the page cache is copied out of it at once, where it is looked at more than once: what a core's own cache
+# holds.
+_CACHED_BYTES = 1024 * 1024
 
 # Forms of items that are remembered; each takes 1 to 4 KB.
 _MAX_FORMS = 2048
@@ -122,8 +127,8 @@ class TensorReads:
         self._per_thread = threading.local()
         self._placing = threading.Lock()
 
-    def run(self, items: Sequence[WantedItem]) -> None:
-        """Fill the destinations of `items`, which are in order of file and offset.
+    def run(self, items: Sequence[WantedItem], whole: Sequence[WholeItem] = ()) -> None:
+        """Fill the destinations of `items`, which are in order of file and offset, and of `whole`, in any order.
 
         Raises:
             ChecksumError: a record's bytes are not those that were written.
@@ -131,9 +136,13 @@ class TensorReads:
             LoadError: reading failed.
         """
         self._pinned = any(want.tensor.is_cuda for wanted in items[:64] for want in wanted.wants)
+        window_bytes, max_gap_bytes = self._options.window_bytes, self._options.max_gap_bytes
+        whole_spans, shared = spans_of(whole, window_bytes=window_bytes, max_gap_bytes=max_gap_bytes)
+        if shared:
+            items = _with_shared(items, shared)
         rangeable: list[tuple[WantedItem, bool]] = []
         unlocated: list[WantedItem] = []
-        needed_bytes = 0
+        needed_bytes = sum(row.kind.payload_bytes for span in whole_spans for row in span.rows)
         for wanted in items:
             needed = wanted.needed_bytes
             needed_bytes += needed
@@ -151,13 +160,12 @@ class TensorReads:
             self._unranged.append((wanted, reason))
 
         with self._located.ahead(unlocated, self._files, self._stats, self._threads, decode_later) as located:
-            spans = coalesce(
-                self._extents(rangeable, located),
-                window_bytes=self._options.window_bytes,
-                max_gap_bytes=self._options.max_gap_bytes,
+            extents = self._extents(rangeable, located)
+            spans: Iterator[Span | WholeSpan] = coalesce(
+                extents, window_bytes=window_bytes, max_gap_bytes=max_gap_bytes
             )
             try:
-                in_parallel(spans, self._read_span, self._threads)
+                in_parallel(heapq.merge(spans, whole_spans, key=_position), self._read_span, self._threads)
             finally:
                 self._per_thread = threading.local()  # frees the buffers
         for wanted, reason in self._unranged:
@@ -283,7 +291,10 @@ class TensorReads:
 
     # -------------------------------------------------------------------------------------------- reading and placing
 
-    def _read_span(self, span: Span) -> None:
+    def _read_span(self, span: Span | WholeSpan) -> None:
+        if isinstance(span, WholeSpan):
+            self._read_whole(span)
+            return
         first = span.extents[0]
         owner = first.owner
         try:
@@ -313,6 +324,37 @@ class TensorReads:
                     checked += self._place_packed(buffer, extent.start + shift, owner)
                 else:
                     self._place_piece(buffer, extent.start + shift, owner)
+        self._stats.add(records_checked=checked)
+
+    def _read_whole(self, span: WholeSpan) -> None:
+        """Read items that go where they belong as they are."""
+        try:
+            with self._files.reader(span.file) as reader:
+                reader.check_range(span.start, span.stop - span.start)
+                # What comes out of the page cache is summed and copied while it is in the CPU's.
+                parts = cut(span, _CACHED_BYTES) if reader.is_cached(span.start, span.stop - span.start) else [span]
+        except LoadError as error:
+            raise _naming(error, span.rows[0].wanted()) from error
+        for part in parts:
+            buffer = self._buffer(part.stop - part.start)
+            try:
+                with self._files.reader(span.file) as reader:
+                    start, stop = padded_range(part.start, part.stop, reader.size_bytes)
+                    reader.read_into(start, buffer.view[: stop - start])
+            except LoadError as error:
+                raise _naming(error, part.rows[0].wanted()) from error
+            self._stats.add(reads=1, bytes_read=stop - start)
+            with self._placing:
+                self._place_whole(buffer, part.rows, -start)
+
+    def _place_whole(self, buffer: ReadBuffer, rows: Sequence[WholeItem], shift: int) -> None:
+        verify = self._options.verify_crc
+        if place(rows, buffer.view, buffer.address, shift, verify):
+            self._stats.add(records_checked=len(rows) if verify else 0)
+            return
+        checked = 0
+        for row in rows:  # each by itself: one of them is damaged, or not as this package writes it
+            checked += self._place_packed(buffer, row.offset + shift, row.wanted())
         self._stats.add(records_checked=checked)
 
     def _read_straight(self, reader: RangeReader, span: Span, read: _PieceRead) -> None:
@@ -448,6 +490,21 @@ class TensorReads:
             offset = read.payload_start - read.wanted.item.offset
             raise _damaged(read.wanted, offset, read.record.length, total, read.record.expected)
         self._stats.add(records_checked=1)
+
+
+def _position(span: Span | WholeSpan) -> tuple[str, int]:
+    return span.file, span.start
+
+
+def _with_shared(items: Sequence[WantedItem], shared: Iterable[WholeItem]) -> list[WantedItem]:
+    """All as items that several destinations may want, in order of file and offset."""
+    found = {(wanted.item.file, wanted.item.offset, wanted.fqn): wanted for wanted in items}
+    for row in shared:
+        own = row.wanted()
+        known = found.setdefault((row.file, row.offset, row.fqn), own)
+        if known is not own:
+            known.wants += own.wants
+    return [found[key] for key in sorted(found)]
 
 
 def _address(want: Want, box: Box, elem_bytes: int) -> int:

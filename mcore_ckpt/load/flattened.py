@@ -55,7 +55,19 @@ def read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
     """
     direct: list[ReadRequest] = []
     spread: list[_Wanted] = []
+    whole = reader.whole_items()
+    take, flat_keys = whole.take, reader.index.mcore_data
     for shard in shards:
+        data = shard.data
+        if (
+            data is not None
+            and not shard.prepend_axis_num
+            and not shard.allow_shape_mismatch
+            and getattr(shard, "flattened_range", None) is None
+            and shard.key not in flat_keys
+            and take(shard.key, data, shard.global_offset, shard.local_shape, shard.global_shape)
+        ):
+            continue
         destination(shard)
         own_shape = original_shape(reader.index, shard.key)
         flattened = getattr(shard, "flattened_range", None) is not None
@@ -72,7 +84,7 @@ def read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
         else:
             _check_shape(reader, shard, own_shape)
             spread += [_Wanted(shard.key, own_shape, box, tensor) for box, tensor in _boxes(shard)]
-    reader.read_items(direct)
+    reader.read_items(direct, whole)
     _read_spread(reader, spread)
 
 

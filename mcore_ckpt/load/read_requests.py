@@ -37,6 +37,7 @@ __all__ = [
     "WantedItem",
     "WantedItems",
     "missing_key",
+    "only_chunk",
     "stored_dtype",
     "tensor_entry",
     "want_chunk",
@@ -191,7 +192,7 @@ def _want_all(
         _check_shape(request, entry, index)
         chunks: Sequence[StoredChunk] = entry.chunks
         if len(chunks) <= _FEW_CHUNKS:
-            chunk = _only_chunk(chunks, offsets, sizes)
+            chunk = only_chunk(chunks, offsets, sizes)
             if chunk is not None:
                 want_chunk(wanted, entry, dtype, chunk, _whole_box(sizes), tensor)
                 continue
@@ -204,7 +205,7 @@ def _want_all(
         _want_box(wanted, request, box, entry, dtype, chunks, index)
 
 
-def _only_chunk(chunks: Sequence[StoredChunk], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> StoredChunk | None:
+def only_chunk(chunks: Sequence[StoredChunk], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> StoredChunk | None:
     """The chunk that is just this box, if no other one overlaps it: what a load under the layout of the save wants."""
     found = None
     for chunk in chunks:

@@ -12,7 +12,7 @@ import io
 import math
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._tensor_reads import TensorReads
+from mcore_ckpt.load._whole_items import WholeItem, WholeItems
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
 from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.load.item_decoding import ItemDecoder
@@ -107,7 +108,11 @@ class FileSystemReader(StorageReader):
 
     # ----------------------------------------------------------------------------------------------- boxes and objects
 
-    def read_items(self, requests: Iterable[ReadRequest]) -> None:
+    def whole_items(self) -> WholeItems:
+        """To be filled with what can be read as a whole, for `read_items`."""
+        return WholeItems(self.index, self.options.window_bytes)
+
+    def read_items(self, requests: Iterable[ReadRequest], whole: WholeItems | None = None) -> None:
         """Fill destinations with boxes of global tensors.
 
         Each stored byte is read once, however many destinations want it. Memory beyond the destinations stays within
@@ -115,6 +120,7 @@ class FileSystemReader(StorageReader):
 
         Args:
             requests: boxes and destinations, in any order.
+            whole: what else is to be read.
 
         Raises:
             MissingKeyError, KindMismatchError, ShapeMismatchError, DtypeMismatchError: the checkpoint does not hold
@@ -124,13 +130,13 @@ class FileSystemReader(StorageReader):
             ChecksumError: a record's bytes are not those that were written.
         """
         wanted = wanted_items(requests, self.index, allow_dtype_cast=self.options.allow_dtype_cast)
-        self._read(wanted)
+        self._read(wanted, [] if whole is None else whole.rows)
 
-    def _read(self, wanted: WantedItems) -> None:
+    def _read(self, wanted: WantedItems, whole: Sequence[WholeItem] = ()) -> None:
         files = OpenFiles(self._storage, self.options.direct_io, self._seals)
         try:
             reads = TensorReads(files, self.options, self._located, self.stats, self._decoder, self.index.blocks)
-            reads.run([wanted[key] for key in sorted(wanted)])
+            reads.run([wanted[key] for key in sorted(wanted)], whole)
         except LoadError as error:
             raise naming(error, str(self.path)) from error
         finally:

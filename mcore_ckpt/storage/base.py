@@ -113,6 +113,10 @@ class RangeReader(ABC):
         """
         self.read_into(offset, view)
 
+    def is_cached(self, offset: int, length: int) -> bool:
+        """Whether bytes `[offset, offset + length)` are most likely at hand, so that short reads cost nothing more."""
+        return False
+
     @contextmanager
     def cached(self, offset: int, length: int) -> Iterator[int]:
         """Memory that holds bytes `[offset, offset + length)` already, so that they need not be read to be copied.

@@ -59,6 +59,9 @@ _PIECE_BYTES: Final = 8 * 1024 * 1024
 # Bytes are summed and copied in slices that are still in the CPU's cache when they are looked at again.
 _SLICE_BYTES: Final = 1024 * 1024
 
+# Of what is cached for the most part, the rest is read as well.
+_MOSTLY_CACHED: Final = 0.5
+
 _Arrived = Callable[[memoryview], None]
 
 
@@ -251,6 +254,9 @@ class LocalReader(RangeReader):
                 f"{error.strerror or error} ({code}); check the device and its file system (dmesg)"
             ) from error
 
+    def is_cached(self, offset: int, length: int) -> bool:
+        return self._residency is not None and self._residency.cached_share(offset, length) >= _MOSTLY_CACHED
+
     @contextmanager
     def cached(self, offset: int, length: int) -> Iterator[int]:
         """The page cache itself, mapped; only where all of the range is cached.
@@ -275,7 +281,7 @@ class LocalReader(RangeReader):
             return False
         if self._residency is None:
             return self._insist
-        return nbytes >= _MIN_DIRECT_BYTES and self._residency.cached_share(offset, nbytes) < 0.5
+        return nbytes >= _MIN_DIRECT_BYTES and not self.is_cached(offset, nbytes)
 
     def _read_buffered(self, fd: int, offset: int, view: memoryview, arrived: _Arrived) -> None:
         done = 0

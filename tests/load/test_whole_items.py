@@ -1,0 +1,152 @@
+"""Small items that are wanted as they are: read by the thousand, to the same values and errors as each by itself."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.core.options import LoadOptions, SaveOptions
+from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.load._whole_items import spans_of
+from mcore_ckpt.load.read_requests import ReadRequest
+from mcore_ckpt.load.reader import FileSystemReader
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.complex64)
+SHAPES = ((), (7,), (3, 50), (2, 1, 600), (40, 40))
+
+
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    found = {}
+    for n in range(120):
+        bits = torch.randint(0, 2, (*SHAPES[n % 5], 8), dtype=torch.uint8)
+        dtype = DTYPES[n % 4 if n % 7 else 4]
+        found[f"layer.{n}"] = bits[..., : dtype.itemsize].contiguous().view(dtype)[..., 0].clone()
+    found["layer.60.large"] = torch.randn(700, 1000)  # beyond what is read with its neighbours
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("whole") / "c"
+    dcp.save(
+        state(), storage_writer=FileSystemWriterAsync(directory, options=SaveOptions(thread_count=2)), no_dist=True
+    )
+    return directory
+
+
+def blank(expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
+
+
+def load(directory: Path, into: dict[str, torch.Tensor], *, whole: bool, options: LoadOptions | None = None) -> int:
+    """Fill tensors, by columns or each by itself; returns how many were taken as they are."""
+    reader = FileSystemReader(directory, options or LoadOptions(io_threads=1))
+    items, requests = reader.whole_items(), []
+    for key, tensor in into.items():
+        shape = tuple(tensor.shape)
+        if not whole or not items.take(key, tensor, (0,) * len(shape), shape, shape):
+            requests.append(ReadRequest(key, tensor, (0,) * len(shape), shape))
+    reader.read_items(requests, items)
+    assert reader.stats.bytes_needed == sum(tensor.nbytes for tensor in into.values())
+    assert reader.stats.records_checked == (len(into) if reader.options.verify_crc else 0)
+    return len(items.rows)
+
+
+def outcome(directory: Path, *, whole: bool, options: LoadOptions | None = None) -> str | dict[str, list[int]]:
+    into = blank(state())
+    try:
+        load(directory, into, whole=whole, options=options)
+    except LoadError as error:
+        return f"{type(error).__name__}: {error}"
+    return {key: tensor.reshape(-1).view(torch.uint8).tolist() for key, tensor in into.items() if "large" not in key}
+
+
+@pytest.mark.parametrize("window_bytes", [64 * 1024, 8 * 1024 * 1024])
+def test_they_arrive(saved: Path, window_bytes: int) -> None:
+    expected = state()
+    into = blank(expected)
+    options = LoadOptions(window_bytes=window_bytes, buffer_bytes=32 * 1024 * 1024)
+    assert load(saved, into, whole=True, options=options) == len(expected) - 1
+    for key, tensor in expected.items():
+        assert into[key].reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8)), key
+
+
+def test_others_are_left_to_others(saved: Path) -> None:
+    items = FileSystemReader(saved).whole_items()
+    there = torch.zeros(40, 40, dtype=torch.bool)
+    key = next(key for key, tensor in state().items() if tensor.shape == (40, 40) and tensor.dtype is torch.bool)
+    whole = (0, 0), (40, 40), (40, 40)
+    assert not items.take("nowhere", there, *whole)
+    assert not items.take(key, there.float(), *whole)
+    assert not items.take(key, there.T, *whole)
+    assert not items.take(key, torch.zeros(40, 41, dtype=torch.bool), *whole)
+    assert not items.take(key, there[:39], (0, 0), (39, 40), (40, 40))
+    assert not items.take(key, there, (0, 0), (40, 40), (40, 41))
+    assert not items.take("layer.60.large", torch.zeros(700, 1000), (0, 0), (700, 1000), (700, 1000))
+    assert items.rows == []
+    assert items.take(key, there, *whole)
+
+
+def test_two_destinations_of_one_item_are_both_filled(saved: Path) -> None:
+    expected = state()
+    reader = FileSystemReader(saved)
+    items = reader.whole_items()
+    first, second = blank(expected), blank(expected)
+    for into in (first, second):
+        for key, tensor in into.items():
+            items.take(key, tensor, (0,) * tensor.dim(), tuple(tensor.shape), tuple(tensor.shape))
+    reader.read_items([], items)
+    for into in (first, second):
+        for key in expected.keys() - {"layer.60.large"}:
+            assert into[key].reshape(-1).view(torch.uint8).equal(expected[key].reshape(-1).view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("verify_crc", [True, False])
+def test_what_is_damaged_is_found_and_named_as_each_by_itself(saved: Path, tmp_path: Path, verify_crc: bool) -> None:
+    index = read_index(saved)
+    options = LoadOptions(io_threads=1, verify_crc=verify_crc)
+    chance = random.Random(1)
+    directory = Path(shutil.copytree(saved, tmp_path / "c"))
+    refused = 0
+    for key in chance.sample(sorted(index.tensors.keys() - {"layer.60.large"}), 12):
+        (chunk,) = index.tensors[key].chunks
+        path = directory / chunk.item.file
+        sound = path.read_bytes()
+        for at in {chance.randrange(chunk.item.length), chance.randrange(64), chunk.item.length - 1}:
+            content = bytearray(sound)
+            content[chunk.item.offset + at] ^= 1 << chance.randrange(8)
+            path.write_bytes(content)
+            expected = outcome(directory, whole=False, options=options)
+            assert outcome(directory, whole=True, options=options) == expected
+            if isinstance(expected, str):
+                refused += 1
+                assert key in expected
+        path.write_bytes(sound)
+    assert refused > 10
+
+
+def test_spans_are_those_of_the_planner(saved: Path) -> None:
+    items = FileSystemReader(saved).whole_items()
+    into = blank(state())
+    for key, tensor in into.items():
+        items.take(key, tensor, (0,) * tensor.dim(), tuple(tensor.shape), tuple(tensor.shape))
+    for window_bytes in (1, 5000, 10**7):
+        spans, shared = spans_of(items.rows, window_bytes=window_bytes, max_gap_bytes=10**6)
+        assert not shared
+        found = [row for span in spans for row in span.rows]
+        assert sorted(row.fqn for row in found) == sorted(row.fqn for row in items.rows)
+        assert [(row.file, row.offset) for row in found] == sorted((row.file, row.offset) for row in items.rows)
+        for span in spans:
+            assert len(span.rows) == 1 or span.stop - span.start <= window_bytes
+            assert span.start == span.rows[0].offset
+            assert span.stop == span.rows[-1].offset + span.rows[-1].chunk.item.length
