@@ -59,6 +59,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     lines += [f"only in B: {key}" for key in report.only_in_b]
     lines += [f"object differs: {key}" for key in report.objects_differ]
     lines += [f"common state differs: {key}" for key in report.common_differs]
+    lines += [f"common state cannot be compared: {key}" for key in report.not_compared]
     limit = len(shown) if arguments.all else _SHOWN
     if shown:
         header = ("key", "what", "max abs", "max rel", "differing", "NaN/inf mismatches", "NaNs A/B")
@@ -82,6 +83,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         "objects_differ": report.objects_differ,
         "objects_same": report.objects_same,
         "common_differs": report.common_differs,
+        "not_compared": report.not_compared,
     }
     return Outcome(document, "\n".join(lines).strip("\n"), DONE if report.identical else DIFFERS)
 

@@ -4,6 +4,7 @@ limits.
     loads(data, allowed, where)    an index: every name is replaced by an inert stand-in
     load_object(source, ...)       a stored object or `common.pt`: the classes that checkpoints hold, tensors on the CPU
     read_plain(content, where)     the same to look at: every class is replaced by an inert `Opaque`; without torch
+    read_described(content, where) the same to compare: with the bytes of its tensors
 
 What the machine allows, and its limits, are in `_pickle_machine.py`; which classes a stored object may hold, and with
 which arguments, in `_constructors.py`. `pickle.Unpickler` in C reads an index many times as fast (`_plain_index.py` has
@@ -21,6 +22,7 @@ import threading
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -51,9 +53,11 @@ __all__ = [
     "ALLOWED_OBJECT_CLASSES",
     "Inflation",
     "Opaque",
+    "StoredStorage",
     "Unavailable",
     "load_object",
     "loads",
+    "read_described",
     "read_plain",
     "refuse_zip_bomb",
 ]
@@ -195,7 +199,7 @@ class _Opaques:
             self._known[full_name] = stand_in, inert_maker(stand_in)
         return self._known[full_name]
 
-    def referred(self, reference: Any) -> str:
+    def referred(self, reference: Any) -> Any:
         return "<storage>"
 
 
@@ -234,10 +238,57 @@ def read_plain(content: bytes, where: str, inflation: Inflation | None = None) -
     except LoadError:
         raise
     except Exception as error:  # a damaged archive can fail in any way
-        raise CorruptCheckpointError(
-            f"{where}: not a readable archive of torch.save ({type(error).__name__}: {error!s:.200}); restore it from "
-            "another copy"
-        ) from error
+        raise _unreadable(where, error) from error
+
+
+def _unreadable(where: str, error: Exception) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{where}: not a readable archive of torch.save ({type(error).__name__}: {error!s:.200}); restore it from "
+        "another copy"
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredStorage:
+    """What a stored tensor's elements lie in.
+
+    Attributes:
+        kind: name of the class that the pickle gives it, which says the dtype.
+        content: its bytes.
+    """
+
+    kind: str
+    content: bytes
+
+
+class _Described(_Opaques):
+    """As `_Opaques`; and a `StoredStorage` for each storage, of which all of one record share its bytes."""
+
+    def __init__(self, container: _Container) -> None:
+        super().__init__()
+        self._container = container
+        self._contents: dict[str, bytes] = {}
+
+    def referred(self, reference: Any) -> Any:
+        if type(reference) is not tuple or len(reference) < 3 or reference[0] != "storage":
+            raise WrongArgumentsError("a reference to something else than a storage")
+        kind, key = reference[1:3]
+        if not (isinstance(kind, type) and issubclass(kind, Opaque)) or type(key) is not str:
+            raise WrongArgumentsError("a reference to no storage")
+        if key not in self._contents:
+            self._contents[key] = self._container.read(f"data/{key}")
+        return StoredStorage(kind.name, self._contents[key])
+
+
+def read_described(content: bytes, where: str) -> Any:
+    """As `read_plain`, to compare: with the bytes of all tensors. Raises as that does."""
+    try:
+        container = _Container(content, where, Inflation())
+        return unpickle(container.read("data.pkl"), _Described(container), where)
+    except LoadError:
+        raise
+    except Exception as error:  # a damaged archive can fail in any way
+        raise _unreadable(where, error) from error
 
 
 # ------------------------------------------------------------------------------------------------ containers of objects

@@ -10,7 +10,7 @@ import ctypes
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,18 +19,20 @@ import numpy as np
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress
-from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import verify_records
 from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.safe_pickle import read_described
 from mcore_ckpt.load.fetch import in_parallel
 from mcore_ckpt.load.stored_items import check_apart
+from mcore_ckpt.tools._plain_compare import SIMPLE_KEYS, Verdict, compare
 from mcore_ckpt.tools.dtype_cast import as_numbers
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import key_filter
 from mcore_ckpt.tools.payloads import StoredPayloads, check_elements, check_tiled
-from mcore_ckpt.tools.plain_state import read_plain_state
+from mcore_ckpt.tools.plain_state import StoredState, read_object, stored_common_state, unwrapped
 from mcore_ckpt.tools.tensor_stats import SLAB_BYTES, SlabReader, batches
 from mcore_ckpt.tools.tilings import slabs
 
@@ -100,6 +102,7 @@ class DiffReport:
     objects_differ: by full key.
     common_differs: top-level entries of the common state (iteration, arguments, optimizer settings) that differ, or
         that only one of the two has.
+    not_compared: those of which it cannot be told whether they do.
     """
 
     a: str
@@ -111,12 +114,13 @@ class DiffReport:
     objects_same: int
     read_bytes: int
     common_differs: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = ()
 
     @property
     def identical(self) -> bool:
-        """Keys, shapes, dtypes, values, objects and common state are the same."""
+        """Keys, shapes, dtypes, values, objects and common state are the same, and all of it could be compared."""
         keys = not self.only_in_a and not self.only_in_b and not self.objects_differ and not self.common_differs
-        return keys and all(tensor.same for tensor in self.tensors)
+        return keys and not self.not_compared and all(tensor.same for tensor in self.tensors)
 
 
 def diff_checkpoints(
@@ -145,7 +149,7 @@ def diff_checkpoints(
 
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError: one of them cannot be read.
-        ChecksumError: a tensor differs since one of them is damaged.
+        ChecksumError: a tensor or an object differs since one of them is damaged, or a common state is.
     """
     left, right = read_index(checkpoint_directory(a)), read_index(checkpoint_directory(b))
     for index in (left, right):
@@ -184,6 +188,8 @@ def diff_checkpoints(
         differing = [
             key for key in objects if not _same_object(left.objects[key], payloads_a, right.objects[key], payloads_b)
         ]
+        _check_objects(differing, payloads_a, payloads_b)
+    common_differs, not_compared = ((), ()) if only else _compare_common_states(left, right)
     return DiffReport(
         a=left.path,
         b=right.path,
@@ -193,19 +199,40 @@ def diff_checkpoints(
         objects_differ=tuple(differing),
         objects_same=len(objects) - len(differing),
         read_bytes=read_bytes,
-        common_differs=() if only else _different_entries(read_plain_state(left), read_plain_state(right)),
+        common_differs=common_differs,
+        not_compared=not_compared,
     )
 
 
-def _different_entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, ...]:
-    """Top-level keys under which two common states differ."""
+def _compare_common_states(a: CheckpointIndex, b: CheckpointIndex) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Top-level entries under which two common states differ, and those of which that cannot be told."""
+    left, right = stored_common_state(a), stored_common_state(b)
+    if left is not None and right is not None:
+        if (left.content, left.transforms) == (right.content, right.transforms):
+            return (), ()
+        if left.transforms or right.transforms:
+            return (), ("common_state",)
+    values = [{} if stored is None else _entries(stored) for stored in (left, right)]
     missing = object()
-    keys = dict.fromkeys((*a, *b))
-    return tuple(key for key in keys if not _same_value(a.get(key, missing), b.get(key, missing)))
+    verdicts: dict[str, set[Verdict]] = {}
+    for key in dict.fromkeys((*values[0], *values[1])):
+        mine, other = (value.get(key, missing) for value in values)
+        verdict = "different" if mine is missing or other is missing else compare(mine, other)
+        verdicts.setdefault(key[1], set()).add(verdict)
+    different = tuple(key for key, found in verdicts.items() if "different" in found)
+    return different, tuple(key for key, found in verdicts.items() if "unknown" in found and "different" not in found)
 
 
-def _same_value(a: Any, b: Any) -> bool:
-    return bool(type(a) is type(b) and (a == b or repr(a) == repr(b)))  # a NaN is the same value as itself
+def _entries(stored: StoredState) -> dict[tuple[str, str], Any]:
+    """What lies under each key of a common state, by type and name: 1 is another key than "1"."""
+    if stored.transforms:
+        return {("str", "common_state"): stored.content}
+    value = unwrapped(read_described(stored.content, stored.where))
+    if not isinstance(value, dict):
+        raise CorruptCheckpointError(f"{stored.where}: expected a dict, got {type(value).__name__}")
+    if not all(type(key) in SIMPLE_KEYS for key in value):
+        return {("str", "common_state"): value}
+    return {(type(key).__name__, str(key)): part for key, part in value.items()}
 
 
 def _structure(a: TensorEntry, b: TensorEntry) -> TensorDiff:
@@ -390,6 +417,13 @@ def _check_those_that_differ(
     """
     suspects = [(payloads, key) for key, value in found.items() if not value.identical for payloads in (a, b)]
     in_parallel(suspects, lambda suspect: check_elements(suspect[0], suspect[0].index.tensors[suspect[1]]), workers)
+
+
+def _check_objects(keys: Iterable[str], a: StoredPayloads, b: StoredPayloads) -> None:
+    """As `_check_those_that_differ`, of objects."""
+    for key in keys:
+        for payloads in (a, b):
+            read_object(payloads.index, payloads.index.objects[key])
 
 
 def _sum(parts: list[Difference]) -> Difference:

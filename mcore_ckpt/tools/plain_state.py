@@ -9,16 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.directory.commit import common_file_in_force
 from mcore_ckpt.directory.common_file import read_common_file
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredItem, object_key
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, object_key
 from mcore_ckpt.format.safe_pickle import Opaque, read_plain
+from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
+from mcore_ckpt.load.checksums import check_records, checksum_error
+from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.storage.local import LocalStorage
 
-__all__ = ["plain", "read_plain_object", "read_plain_state"]
+__all__ = [
+    "StoredState",
+    "plain",
+    "read_object",
+    "read_plain_object",
+    "read_plain_state",
+    "stored_common_state",
+    "unwrapped",
+]
 
 _COMMON_OBJECT = object_key("common_state", (0,), (1,))
 
@@ -28,36 +40,90 @@ def read_plain_state(index: CheckpointIndex) -> dict[str, Any]:
 
     Raises:
         CorruptCheckpointError: it is there, and is no archive of `torch.save`, or not the one that was saved.
+        ChecksumError: it is damaged.
     """
+    stored = stored_common_state(index)
+    if stored is None or stored.transforms:
+        return {}
+    return _as_dict(unwrapped(read_plain(stored.content, stored.where)), stored.where)
+
+
+class StoredState(NamedTuple):
+    """The common state as it is stored, all checksums compared.
+
+    Attributes:
+        where: file, or key and file, for messages.
+        content: an archive of `torch.save`, unless it is stored through `transforms`.
+    """
+
+    where: str
+    content: bytes
+    transforms: tuple[str, ...] = ()
+
+
+def stored_common_state(index: CheckpointIndex) -> StoredState | None:
+    """The common state of a checkpoint; None if it has none. Raises as `read_plain_state`."""
     directory = Path(index.path)
     names = [path.name for path in directory.iterdir() if path.is_file()]
     file = common_file_in_force(names, index)
     if file is not None and (directory / file).is_file():
         where = str(directory / file)
-        return _as_dict(read_plain(read_common_file(LocalStorage(directory), file, index.seal), where), where)
+        content = read_common_file(LocalStorage(directory), file, index.seal)
+        _check_records(content, where)
+        return StoredState(where, content)
     entry = index.objects.get(_COMMON_OBJECT)
-    if entry is None or entry.item.transforms:
-        return {}
-    where = f"{entry.fqn} ({entry.item.file})"
-    content = read_plain(_item_bytes(directory, entry.item), where)
-    return _as_dict(content[0] if isinstance(content, list) and content else content, where)
+    if entry is None:
+        return None
+    return StoredState(f"{entry.fqn} ({entry.item.file})", read_object(index, entry), entry.item.transforms)
+
+
+def unwrapped(value: Any) -> Any:
+    """The common state out of what is stored: as an object, it is the only member of a list."""
+    return value[0] if isinstance(value, list) and value else value
 
 
 def read_plain_object(index: CheckpointIndex, entry: ObjectEntry) -> Any:
     """A stored object as plain values, without torch and whatever classes it names; for looking at.
 
     Raises:
-        CorruptCheckpointError: it is no archive of `torch.save`.
+        CorruptCheckpointError: it is no archive of `torch.save`, or its file is not the one that was saved.
+        ChecksumError: it is damaged.
         LoadError: it is stored through a transform.
     """
     where = f"{entry.fqn} ({entry.item.file})"
     if entry.item.transforms:
         raise LoadError(f"{where}: stored through {', '.join(entry.item.transforms)}; open_checkpoint() can read it")
-    return plain(read_plain(_item_bytes(Path(index.path), entry.item), where))
+    return plain(read_plain(read_object(index, entry), where))
 
 
-def _item_bytes(directory: Path, item: StoredItem) -> bytes:
-    return LocalStorage(directory).read(item.file, item.offset, item.length)
+def read_object(index: CheckpointIndex, entry: ObjectEntry) -> bytes:
+    """The bytes of a stored object, checked as a load checks them: the seal of its file, and all checksums.
+
+    Raises:
+        CorruptCheckpointError: the file is not the one that was saved, or the item is no archive of `torch.save`.
+        ChecksumError: it is damaged.
+        LoadError: it cannot be read.
+    """
+    item, where = entry.item, f"{entry.fqn} ({entry.item.file})"
+    with LocalStorage(index.path).open_reader(item.file) as reader:
+        FileSeals(lambda: index).check(item.file, reader)
+        content = reader.read(item.offset, item.length)
+    if item.crc32 is not None and (got := crc32(content)) != item.crc32:
+        raise checksum_error(where, "its bytes have", got, item.crc32)
+    if not item.transforms:
+        _check_records(content, where)
+    return content
+
+
+def _check_records(content: bytes, where: str) -> None:
+    def read(offset: int, length: int) -> bytes:
+        return content[offset : offset + length]
+
+    view = memoryview(content)
+    try:
+        check_records(read, lambda offset, length: crc32(view[offset : offset + length]), len(content), where)
+    except NotRangeable:
+        verify_compressed(read, len(content), where)
 
 
 def _as_dict(value: Any, where: str) -> dict[str, Any]:

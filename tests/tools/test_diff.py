@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.format.item_layout import encode_tensor
-from mcore_ckpt.tools.diff import TensorDiff, diff_checkpoints
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.tools.diff import DiffReport, TensorDiff, diff_checkpoints
 from tests.support.model_like import model_tensors, write_model
 from tests.support.stored_layouts import StoredTensor, flip_byte, write_checkpoint
 
@@ -174,3 +178,111 @@ def test_common_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--only", "*"]) == 0
     (tmp_path / "b" / "common.pt").unlink()
     assert diff_checkpoints(tmp_path / "a", tmp_path / "b").common_differs == ("iteration", "args", "loss")
+
+
+def deep(value: Any, levels: int) -> Any:
+    for _ in range(levels):
+        value = {"x": [value]}
+    return value
+
+
+def shared(value: Any) -> list[Any]:
+    """Lists in one another, of which each is twice in the next: as many paths to `value` as there are atoms."""
+    for _ in range(200):
+        value = [value, value]
+    return [value]
+
+
+class TestValuesOfTheCommonState:
+    """What differs is said, whatever it is; what is the same is the same, however it is stored."""
+
+    @staticmethod
+    def report(tmp_path: Path, a: Any, b: Any) -> DiffReport:
+        for name, value in (("a", a), ("b", b)):
+            write_model(tmp_path / name, tp=1, tensors={KEY: torch.ones(4, 4)})
+            torch.save({"value": value, "other": 1}, tmp_path / name / "common.pt")
+        return diff_checkpoints(tmp_path / "a", tmp_path / "b")
+
+    @pytest.mark.parametrize(
+        ("a", "b"),
+        [
+            (torch.tensor([65536.0]), torch.tensor([1.0])),
+            (torch.arange(16, dtype=torch.uint8), torch.arange(16, dtype=torch.uint8) + 3),
+            (torch.tensor([0.0]), torch.tensor([-0.0])),
+            (torch.ones(2, dtype=torch.uint16), torch.zeros(2, dtype=torch.uint16)),
+            (torch.arange(6.0).reshape(2, 3), torch.arange(6.0).reshape(3, 2).t()),
+            (torch.ones(2), torch.ones(2, dtype=torch.int32)),
+            (torch.ones(2), torch.ones(1, 2)),
+            (torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(2))),
+            (np.arange(4), np.arange(4) * 7),
+            (np.float32(1), np.float32(2)),
+            (b"aaaa", b"bbbb"),
+            (datetime.datetime(2020, 1, 1), datetime.datetime(2026, 1, 1)),  # noqa: DTZ001
+            ({1: "A", "1": "B"}, {1: "OTHER", "1": "B"}),
+            ({1: "A"}, {True: "A"}),
+            ({(1, "x"): 1}, {(1, "x"): 2}),
+            (1, 1.0),
+            ({1, 2}, {1, 3}),
+            (slice(1, 2), slice(1, 3)),
+            (deep(1e-4, 100), deep(3e-4, 100)),
+            ([0] * 1_100_000 + [1], [0] * 1_100_000 + [2]),
+            (shared(1), shared(2)),
+        ],
+        ids=lambda value: type(value).__name__,
+    )
+    def test_it_is_said_that_they_differ(self, tmp_path: Path, a: Any, b: Any) -> None:
+        report = self.report(tmp_path, a, b)
+        assert not report.identical
+        assert report.common_differs + report.not_compared == ("value",)
+
+    @pytest.mark.parametrize(
+        ("a", "b"),
+        [
+            (torch.arange(10.0)[2:5], torch.arange(2.0, 5.0)),
+            (torch.arange(6.0).reshape(2, 3), torch.arange(6.0).reshape(2, 3).t().contiguous().t()),
+            (torch.empty(0, 3), torch.empty(0, 3)),
+            (torch.tensor(float("nan")), torch.tensor(float("nan"))),
+            (float("nan"), float("nan")),
+            ({"x": 1, 2: "y"}, {2: "y", "x": 1}),
+            ({"b", "a", "c"}, {"c", "a", "b"}),
+            ({(1, "x"): 1}, {(1, "x"): 1}),
+            (np.arange(3), np.arange(3)),
+            (datetime.datetime(2020, 1, 1), datetime.datetime(2020, 1, 1)),  # noqa: DTZ001
+            (shared(1), shared(1)),
+        ],
+        ids=lambda value: type(value).__name__,
+    )
+    def test_it_is_said_that_they_are_the_same(self, tmp_path: Path, a: Any, b: Any) -> None:
+        # (another text, by which the files differ)
+        assert self.report(tmp_path, {"it": a, "text": "x"}, {"text": "x", "it": b}).identical
+
+    def test_what_cannot_be_told_is_said(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        report = self.report(tmp_path, torch.zeros(1).expand(10**9), torch.zeros(2)[:1].expand(10**9))
+        assert not report.identical
+        assert (report.common_differs, report.not_compared) == ((), ("value",))
+        assert main(["diff", report.a, report.b]) == 1
+        assert "common state cannot be compared: value" in capsys.readouterr().out
+        wide = [{"it": torch.zeros(1).expand(10**9), "text": "x"}, {"text": "x", "it": torch.zeros(1).expand(10**9)}]
+        assert self.report(tmp_path / "again", *wide).identical
+
+    def test_a_damaged_one_is_no_other_value(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        report = self.report(tmp_path, torch.tensor([65536.0]), torch.tensor([65536.0]))
+        assert report.identical
+        path = tmp_path / "b" / "common.pt"
+        content = bytearray(path.read_bytes())
+        content[content.index(torch.tensor([65536.0]).numpy().tobytes()) + 3] ^= 1
+        path.write_bytes(content)
+        assert main(["diff", report.a, report.b]) == 2
+        assert "common.pt" in capsys.readouterr().err
+
+
+def test_an_object_that_is_damaged_is_no_other_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        write_model(tmp_path / name, tp=1)
+    item = next(iter(read_index(tmp_path / "b").objects.values())).item
+    with (tmp_path / "b" / item.file).open("r+b") as stream:
+        content = stream.read()[item.offset : item.offset + item.length]
+        stream.seek(item.offset + content.index(b"data.pkl") + 100)
+        stream.write(b"\xff")
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    assert item.file in capsys.readouterr().err
