@@ -298,6 +298,7 @@ def test_neither_kill_nor_loss_of_power_harms_on_many_ranks(name: str, mount: Fu
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", sorted(set(ALL) - set(MORE)))
 def test_neither_kill_nor_loss_of_power_harms_in_any_way(name: str, mount: FuseMount, tmp_path: Path) -> None:
     assert check_each_moment(ALL[name], mount, tmp_path / "moments") >= 2
@@ -349,6 +350,7 @@ def test_no_error_at_any_moment_harms(save: Callable[[float, Path], None], code:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("save", [save_sync, save_persistent, save_fork, save_dcp])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE], ids=errno.errorcode.get)
 def test_no_error_of_any_kind_at_any_moment_harms(

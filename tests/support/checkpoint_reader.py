@@ -41,7 +41,8 @@ class Found:
     Attributes:
         tensors: the seed of all tensors and objects, by Megatron's `load`; `MIX`: of none; None: refused.
         common: the seed in the common state; None: refused, or there is none in it.
-        plain: the seed of all tensors, by `torch.distributed.checkpoint.load`; `MIX`; None: refused.
+        plain: the seed of all tensors, by `torch.distributed.checkpoint.load` with the reader of either; `MIX`;
+            None: refused.
         refused: what Megatron's load has raised; empty if nothing.
     """
 
@@ -164,9 +165,12 @@ def _look(who: Who, directory: str, tensors_only: bool) -> Found:
     except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001  (stock raises what it comes across)
         refused = f"{type(error).__name__}: {error}"[:2000]
     plain: int | None = None
+    plain_reader: Any = dcp.FileSystemReader
+    if who == "ours":
+        from mcore_ckpt.load.reader import FileSystemReader as plain_reader  # noqa: N813
     into = {key: torch.zeros_like(value) for key, value in tensors(1).items()}
     try:
-        dcp.load(into, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
+        dcp.load(into, storage_reader=plain_reader(directory), no_dist=True)
         plain = _seed_of(into)
     except (Exception, dcp.CheckpointException):  # noqa: BLE001  (as above)
         plain = None
