@@ -29,6 +29,7 @@ KINDS: Final = {
 }
 _FILLER: Final = "filler"
 _SMALL_BYTES: Final = 16 * 1024
+_ROOM_MIB: Final = 8
 _COPIES: Final = 20
 
 
@@ -60,32 +61,23 @@ class LoopDevice:
         """Take all room but so much, by files; again, with another amount."""
         self.make_room()
         filler = self.path / _FILLER
-        filler.mkdir()
-        small: list[Path] = []
-        # (Files are removed in the end, and none is cut: full, btrfs refuses that.)
-        for size, count in ((_MIB, 10_000), (_SMALL_BYTES, 10_000)):
-            for number in range(count):
-                file = filler / f"{size}-{number}"
-                try:
-                    with file.open("wb") as stream:
-                        stream.write(os.urandom(size))
-                        stream.flush()
-                        os.fsync(stream.fileno())
-                except OSError as error:
-                    if error.errno != errno.ENOSPC:
-                        raise
-                    file.unlink(missing_ok=True)
-                    break
-                if size == _SMALL_BYTES:
-                    small.append(file)
-        os.sync()
-        for file in small[: leave_bytes // _SMALL_BYTES]:
+        filler.mkdir(exist_ok=True)
+        # (Whole files are removed in the end, and none is cut: full, btrfs refuses that.)
+        for size in (_MIB, _SMALL_BYTES):
+            number, is_full = 0, False
+            while not is_full:
+                file, number = filler / f"{size}-{number}", number + 1
+                if not file.exists():
+                    is_full = not _is_written(file, size)
+        for file in sorted(filler.glob(f"{_SMALL_BYTES}-*"))[: leave_bytes // _SMALL_BYTES]:
             file.unlink()
         os.sync()
 
     def make_room(self) -> None:
-        """Undo `fill`."""
-        shutil.rmtree(self.path / _FILLER, ignore_errors=True)
+        """Some MiB of what `fill` has taken."""
+        filler = self.path / _FILLER
+        for file in [*filler.glob(f"{_SMALL_BYTES}-*"), *sorted(filler.glob(f"{_MIB}-*"))[:_ROOM_MIB]]:
+            file.unlink()
         os.sync()
 
     def pull_the_plug(self) -> None:
@@ -105,6 +97,21 @@ class LoopDevice:
         now.replace(self._image)
         before.unlink()
         self.mount()
+
+
+def _is_written(file: Path, size: int) -> bool:
+    """Whether a file has found its place on the disk; there is nothing of it if not."""
+    try:
+        with file.open("wb") as stream:
+            stream.write(os.urandom(size))
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        file.unlink(missing_ok=True)
+        return False
+    return True
 
 
 def _run(command: list[str]) -> None:
