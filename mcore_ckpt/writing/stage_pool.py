@@ -18,7 +18,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -271,6 +271,11 @@ _LEAST_BYTES = 1024 * 1024
 
 _free: list[Stage] = []
 _in_use: list[StageLease] = []
+# Saves may be begun, and ended, in several threads. Never held while the writer is spoken to, which has a lock of its
+# own; of the same thread again, as from a signal handler, it is had at once.
+_changed = threading.Condition()
+# How often a thread that waits for another's copy looks whether that has a job to wait for by now.
+_LOOK_S = 0.02
 
 
 @dataclass(slots=True, eq=False)
@@ -285,6 +290,7 @@ class StageLease:
     stage: Stage
     budget_bytes: int
     _job: Job | None = None
+    _thread: threading.Thread = field(default_factory=threading.current_thread)
 
     def stage_is_used_by(self, job: Job) -> None:
         """From now on the stage is free as soon as this job has ended, whether anybody asks for its result or not.
@@ -301,10 +307,14 @@ class StageLease:
         if self not in _in_use:
             return
         reusable = self._job is None or self._job.memory_is_free()
-        _in_use.remove(self)
-        if reusable:
-            _free.append(self.stage)
-        else:
+        with _changed:
+            if self not in _in_use:  # another thread was first
+                return
+            _in_use.remove(self)
+            if reusable:
+                _free.append(self.stage)
+            _changed.notify_all()
+        if not reusable:
             _drop(self.stage)
 
     def abort(self) -> None:
@@ -319,14 +329,24 @@ class StageLease:
         """Whether the job that reads the stage has ended."""
         return self._job is not None and self._job.poll()
 
+    @property
+    def is_being_filled(self) -> bool:
+        """Whether another thread is about to copy a save into the stage: it has no job yet, and is not abandoned."""
+        return self._job is None and self._thread is not threading.current_thread() and self._thread.is_alive()
+
     def wait(self) -> None:
         """Wait until the job that reads the stage has ended, well or not."""
+        while self in _in_use and self.is_being_filled:
+            with _changed:
+                _changed.wait(_LOOK_S)
         if self._job is not None:
             self._job.wait()
 
 
 def _forget() -> None:
     """In a process forked from the trainer: the memory is shared, so a save there must not take the trainer's."""
+    global _changed
+    _changed = threading.Condition()  # a thread that is not here may hold the other
     _free.clear()
     _in_use.clear()
     for stage in list(_stages):
@@ -361,21 +381,33 @@ def is_busy(nbytes: int, options: SaveOptions) -> bool:
 
 def lease_stage(nbytes: int, options: SaveOptions) -> StageLease:
     """A stage for a save of `nbytes`; waits for saves of this rank that are in the writing and leave it no room."""
-    _collect()
-    while not _has_room(nbytes, options):
-        oldest = _in_use[0]
-        oldest.wait()
-        oldest.give_back()
+    lease = None
+    while lease is None:
+        _collect()
+        dropped: list[Stage] = []
+        with _changed:
+            oldest = None if _has_room(nbytes, options) else _in_use[0]
+            if oldest is None:
+                lease = _lease(nbytes, options, dropped)
+        for stage in dropped:
+            _drop(stage)
+        if oldest is not None:
+            oldest.wait()
+            oldest.give_back()
+    return lease
+
+
+def _lease(nbytes: int, options: SaveOptions, dropped: list[Stage]) -> StageLease:
     budget_bytes = max(_budget_bytes(options) - _taken_bytes(), _LEAST_BYTES)
     _free.sort(key=lambda stage: stage.capacity_bytes)
     stage = _free.pop() if _free else Stage()
     if stage.capacity_bytes > budget_bytes:  # of a time when the budget was larger
-        _drop(stage)
+        dropped.append(stage)
         stage = Stage()
     # Idle stages may keep only what this save leaves of the budget.
     left_bytes = budget_bytes - max(stage.capacity_bytes, min(nbytes, budget_bytes))
     while _free and sum(idle.capacity_bytes for idle in _free) > left_bytes:
-        _drop(_free.pop())
+        dropped.append(_free.pop())
     lease = StageLease(stage, budget_bytes)
     try:
         _in_use.append(lease)

@@ -115,6 +115,50 @@ def test_saves_in_flight_share_the_budget_and_one_that_does_not_fit_waits() -> N
         lease.give_back()
 
 
+def test_a_stage_that_another_thread_is_filling_is_not_had() -> None:
+    options = SaveOptions(staging_budget_bytes=_MIB, max_in_flight=1)
+    first = lease_stage(_MIB, options)
+    second: list[stage_pool.StageLease] = []
+    other = threading.Thread(target=lambda: second.append(lease_stage(_MIB, options)))
+    other.start()
+    other.join(timeout=0.3)
+    assert other.is_alive(), "the first is still being copied to"
+    assert second == []
+    first.give_back()
+    other.join(timeout=30)
+    assert [lease.stage for lease in second] == [first.stage]
+    second[0].give_back()
+
+
+def test_saves_begun_in_two_threads_at_once_are_each_their_own(tmp_path: Path) -> None:
+    wrong: list[Any] = []
+    gate = threading.Barrier(2)
+
+    def saves(number: int) -> None:
+        for turn in range(12):
+            value = float(number * 100 + turn)
+            name = f"{number}-{turn}"
+            (tmp_path / name).mkdir()
+            source = _source(torch.full((300_000,), value))
+            gate.wait(timeout=60)
+            start_writing(LocalStorage(tmp_path / name), [source], SaveOptions(), "test").results()
+            image = source.layout.image
+            content = (tmp_path / name / "__0_0.distcp").read_bytes()
+            at = image.payload_offsets[0]
+            found = torch.frombuffer(bytearray(content), dtype=torch.float32, offset=at, count=300_000)
+            if not (found == value).all():
+                wrong.append((name, found.unique().tolist()[:4]))
+
+    threads = [threading.Thread(target=saves, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive()
+    assert wrong == []
+    assert len(list(tmp_path.glob("*/__0_0.distcp"))) == 24
+
+
 def test_idle_stages_make_room_for_a_larger_one() -> None:
     options = SaveOptions(staging_budget_bytes=10 * _MIB, max_in_flight=2)
     leases = [lease_stage(4 * _MIB, options) for _ in range(2)]
