@@ -34,7 +34,9 @@ __all__ = [
     "exit_with_parent",
     "is_running",
     "kernel_can_watch",
+    "leave_signals_to_parent",
     "lower_priority",
+    "signals_held_back",
     "until_parent_is_gone",
     "wait_readable",
 ]
@@ -51,6 +53,30 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+# What terminals and schedulers send to all processes of a job: to stop it, or as a notice that its time is up.
+_TO_ALL_PROCESSES: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def leave_signals_to_parent() -> None:
+    """In a process that works for another: what is sent to both is that one's to answer, which may still need this one.
+
+    It is watched besides (`exit_with_parent`), and ended by SIGKILL.
+    """
+    for number in _TO_ALL_PROCESSES:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_ALL_PROCESSES)
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """A process that is started within the block gets none of them before it calls `leave_signals_to_parent`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_ALL_PROCESSES)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # Without a pidfd (a kernel before 5.3, a sandbox) a process's end is looked for this often.

@@ -10,14 +10,13 @@ import faulthandler
 import mmap
 import os
 import queue
-import signal
 import socket
 import threading
 import traceback
 from typing import Any
 
 from mcore_ckpt.core.failures import FailureReport, describe
-from mcore_ckpt.core.process import die_with_parent, lower_priority, until_parent_is_gone
+from mcore_ckpt.core.process import die_with_parent, leave_signals_to_parent, lower_priority, until_parent_is_gone
 from mcore_ckpt.layout.file_image import Fill, Window
 from mcore_ckpt.writing._status_page import StatusPage
 from mcore_ckpt.writing._writer_messages import (
@@ -194,10 +193,7 @@ def main(
     if kernel_watches:
         die_with_parent(parent_pid)
     faulthandler.enable(all_threads=False)  # a dump of threads that still run can crash, and hide the first signal
-    # The trainer decides when the writer ends: a Ctrl-C, or a scheduler's SIGTERM to all processes of a job, must not
-    # take away the writer that the trainer's last save needs.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_parent()  # a Ctrl-C, or a scheduler's notice, must not take away what the last save needs
     lower_priority(cpu_priority, io_priority)
     connection = socket.socket(fileno=control_fd)
     status = StatusPage(status_fd)

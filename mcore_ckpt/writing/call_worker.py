@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import pickle
 import queue
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -21,7 +20,13 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 
 from mcore_ckpt.core.failures import describe
-from mcore_ckpt.core.process import exit_text, exit_with_parent, kernel_can_watch, lower_priority
+from mcore_ckpt.core.process import (
+    exit_text,
+    exit_with_parent,
+    kernel_can_watch,
+    leave_signals_to_parent,
+    lower_priority,
+)
 from mcore_ckpt.writing.supervised_child import Job, SupervisedChild
 
 __all__ = ["CallWorker"]
@@ -188,7 +193,7 @@ def _worker_main(
     cpu_priority: int | None,
     io_priority: int | None,
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()
     lower_priority(cpu_priority, io_priority)
     exit_with_parent(parent_pid, kernel_watches)
     if cuda_device is not None:

@@ -13,17 +13,26 @@ import logging
 import multiprocessing
 import os
 import pickle
-import signal
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from multiprocessing import connection as mp_connection
+from multiprocessing import util as mp_util
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.failures import describe
-from mcore_ckpt.core.process import collector_paused, exit_text, exit_with_parent, kernel_can_watch, lower_priority
+from mcore_ckpt.core.process import (
+    collector_paused,
+    exit_text,
+    exit_with_parent,
+    kernel_can_watch,
+    leave_signals_to_parent,
+    lower_priority,
+    signals_held_back,
+)
 from mcore_ckpt.writing._status_page import StatusPage
 from mcore_ckpt.writing.supervised_child import TRAINING_FIRST_NICE, Job, SupervisedChild
 
@@ -138,8 +147,10 @@ class _ForkedChild(SupervisedChild):
                 with contextlib.ExitStack() as on_giving_up:
                     on_giving_up.callback(connection.close)
                     on_giving_up.callback(_kill, process)
-                    with theirs:
+                    with theirs, signals_held_back():
                         _fork(process, what)
+                    if expendable:
+                        _expendable.add(process)
                     if _is_there(connection, deadline_s):
                         child = cls(process, connection, result_fd, status)
                         on_giving_up.pop_all()
@@ -209,6 +220,19 @@ def _fork(process: BaseProcess, what: str) -> None:
         raise SaveError(f"{what}: cannot fork: {error}") from error
 
 
+_expendable: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+
+
+def _kill_expendable() -> None:
+    for process in list(_expendable):
+        if process.is_alive():
+            process.kill()
+
+
+# multiprocessing asks daemons by SIGTERM to end when this process exits, which ours do not hear; this comes before.
+mp_util.Finalize(None, _kill_expendable, exitpriority=10)
+
+
 def _kill(process: BaseProcess) -> None:
     if process.pid is not None:
         process.kill()
@@ -246,8 +270,7 @@ def _run_forked(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what a Ctrl-C ends
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler, if it has one, is not meant for this process
+    leave_signals_to_parent()  # a handler of the trainer's, if it has one, is not meant for this process
     exit_with_parent(parent_pid, kernel_watches)
     # Not before the parent has heard of it does it do anything: one that is late may have been given up.
     try:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
-from mcore_ckpt.core.process import exit_text, kernel_can_watch
+from mcore_ckpt.core.process import exit_text, kernel_can_watch, signals_held_back
 from mcore_ckpt.writing._status_page import StatusPage
 from mcore_ckpt.writing._writer_messages import (
     CANCEL,
@@ -187,7 +187,7 @@ class _WriterChild(SupervisedChild):
             io_priority=io_priority,
         )
         try:
-            with theirs:
+            with theirs, signals_held_back():
                 process = subprocess.Popen(
                     [sys.executable, "-I", "-S", "-X", f"utf8={sys.flags.utf8_mode}", "-c", program],
                     stdin=subprocess.DEVNULL,

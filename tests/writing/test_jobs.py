@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import mmap
+import multiprocessing
 import os
 import random
 import resource
@@ -22,7 +23,7 @@ import pytest
 
 from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
 from mcore_ckpt.layout.file_image import plan_windows
-from mcore_ckpt.writing.forked_call import fork_writer, report_progress
+from mcore_ckpt.writing.forked_call import fork_call, fork_writer, report_progress
 from mcore_ckpt.writing.persistent_writer import PersistentWriter, shared_writer
 from mcore_ckpt.writing.writer_job import Ring
 from tests.support.writer_jobs import MisbehavingStorage, SmallStage, check_file, image, job, misbehave
@@ -143,10 +144,44 @@ def test_the_process_is_bare_and_out_of_the_terminals_reach(writer: PersistentWr
     assert os.getsid(writer.pid) == writer.pid
     status = dict(line.split(":\t", 1) for line in Path(f"/proc/{writer.pid}/status").read_text().splitlines())
     assert int(status["VmRSS"].split()[0]) < 40_000, "kB"
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         os.kill(writer.pid, number)
     time.sleep(0.1)
     assert writer.pid is not None
+
+
+def test_a_signal_to_all_processes_ends_no_writer_that_is_just_starting(stage: SmallStage, tmp_path: Path) -> None:
+    for name, number in (("a", signal.SIGTERM), ("b", signal.SIGUSR1)):
+        writer = PersistentWriter()
+        writer.warm_up(wait=False)
+        assert writer.pid is not None
+        os.kill(writer.pid, number)  # long before its first line
+        assert writer.submit(job(tmp_path, [image(name, 100)]), stage.fd).result().files[0].file_name == name
+        writer.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
+def test_a_signal_to_all_processes_ends_no_forked_writer(number: signal.Signals, tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(number, lambda *_: heard.append(1))
+    go = tmp_path / "go"
+    try:
+        call = fork_call(_write_when_told, (go,), what="test", deadline_s=60.0)
+        (pid,) = [process.pid for process in multiprocessing.active_children() if process.name == "test"]
+        assert pid is not None
+        os.kill(pid, number)
+        os.kill(os.getpid(), number)
+        go.touch()
+        assert call.result() == "written"
+        assert heard == [1], "the trainer's own handler was called, and the child's copy of it was not"
+    finally:
+        signal.signal(number, before)
+
+
+def _write_when_told(go: Path) -> str:
+    while not go.exists():
+        time.sleep(0.01)
+    return "written"
 
 
 def test_close_waits_for_jobs_and_abort_does_not(stage: SmallStage, tmp_path: Path) -> None:
