@@ -680,6 +680,12 @@ def _replace_durably(path: str, content: bytes, through: str | None = None) -> N
     temporary = through or os.path.join(directory, f"{prefix}{secrets.token_hex(8)}.tmp")
     old = os.path.join(directory, f"{prefix}{secrets.token_hex(8)}.tmp")
     flags = os.O_WRONLY | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if through is None else os.O_TRUNC)
+    # What a process has left that died in here: nobody else publishes the same file. Not at the end: who reads the old
+    # common state beside the new `.metadata` waits for this to return.
+    with contextlib.suppress(OSError):
+        for entry in os.listdir(directory or "."):
+            if entry.startswith(prefix) and entry.endswith(".tmp"):
+                os.unlink(os.path.join(directory, entry))
     try:
         fd = os.open(temporary, flags, _FILE_MODE)
         try:
@@ -701,11 +707,9 @@ def _replace_durably(path: str, content: bytes, through: str | None = None) -> N
                 os.unlink(path)
             raise
     finally:
-        # Also what a process that died at this point has left behind: nobody else publishes the same file.
-        with contextlib.suppress(OSError):
-            for entry in os.listdir(directory or "."):
-                if entry.startswith(prefix) and entry.endswith(".tmp"):
-                    os.unlink(os.path.join(directory, entry))
+        for left in {temporary, old} - {through}:
+            with contextlib.suppress(OSError):
+                os.unlink(left)
 
 
 def _make_durably(path: str, content: bytes) -> bool:

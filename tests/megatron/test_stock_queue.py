@@ -106,3 +106,63 @@ def test_a_stock_queue_runs_our_requests(persistent: bool, tmp_path: Path) -> No
         assert "SIGKILL" in refused
     assert not (tmp_path / "99" / ".metadata").exists()
     assert not (tmp_path / "99" / "metadata.json").exists()
+
+
+def _a_writer_in_a_stock_queue(rank: int, base: Path, persistent: bool) -> list[str]:
+    """What is wrong with what Megatron's own queue has let `FileSystemWriterAsync` store; nothing, if it is well."""
+    from tests.support import pretend_main
+
+    sys.modules["__main__"] = pretend_main
+    import torch.distributed.checkpoint as dcp
+    from megatron.core.dist_checkpointing.strategies import async_utils
+
+    from mcore_ckpt import FileSystemWriterAsync
+
+    queue = async_utils.AsyncCallsQueue(persistent)
+    assert "mcore_ckpt" not in type(queue).schedule_async_request.__module__, "it is not Megatron's own"
+    wrong = []
+    try:
+        for step in (1, 2):  # the second finds the worker warm
+            tensors = {
+                "large": torch.full((3_000_000,), float(step)),
+                "transposed": torch.full((300, 400), float(step)).t(),
+                "view": torch.full((1000,), float(step))[::3],
+                "parameter": torch.nn.Parameter(torch.full((50,), float(step))),
+                "half": torch.full((1000,), float(step), dtype=torch.bfloat16),
+            }
+            writer = FileSystemWriterAsync(base / f"{rank}-{step}", options=SaveOptions(progress=False))
+            planner = dcp.DefaultSavePlanner()
+            planner.set_up_planner({**tensors, "object": [step]}, is_coordinator=True)
+            writer.set_up_storage_writer(True)
+            (plan,), metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+            (plan,) = writer.prepare_global_plan([plan])
+            writer.prepare_write_data(planner.finish_plan(plan), planner)
+            save, preload, arguments = writer.get_save_function_and_args()
+
+            def finish(writer: Any = writer, metadata: Any = metadata) -> None:
+                results = writer.retrieve_write_results()
+                assert isinstance(results, list), results
+                writer.finish(metadata, [results])
+
+            places = {key: tensor.data_ptr() for key, tensor in tensors.items()}
+            request = async_utils.AsyncRequest(save, tuple(arguments), [finish], preload_fn=preload)
+            queue.schedule_async_request(request)
+            with torch.no_grad():
+                for key, tensor in tensors.items():
+                    if tensor.is_shared() or tensor.data_ptr() != places[key]:
+                        wrong.append(f"{step}: {key} was moved")
+                    tensor.fill_(7.0)
+            queue.maybe_finalize_async_calls(blocking=True)
+            loaded = {**{key: torch.zeros_like(tensor.detach()) for key, tensor in tensors.items()}, "object": None}
+            dcp.load(loaded, checkpoint_id=base / f"{rank}-{step}", no_dist=True)
+            wrong += [f"{step}: {key} is of another moment" for key in tensors if not (loaded[key] == step).all()]
+            wrong += [] if loaded["object"] == [step] else [f"{step}: {loaded['object']}"]
+    finally:
+        with contextlib.suppress(Exception):
+            queue.close()
+    return wrong
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["forked caller", "persistent caller"])
+def test_a_stock_queue_stores_what_the_writer_was_given_and_moves_nothing(persistent: bool, tmp_path: Path) -> None:
+    assert run_ranks(_a_writer_in_a_stock_queue, 2, tmp_path, persistent, deadline_s=200) == [[], []]
