@@ -119,3 +119,29 @@ def _assert_one_checkpoint_is_there(checkpoints: Path) -> int:
     assert list(checkpoints.glob("iter_*/.metadata")) == [checkpoints / f"iter_{tracked:07d}" / ".metadata"]
     assert_whole(checkpoints / f"iter_{tracked:07d}")
     return tracked
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_a_launch_goes_back_from_a_damaged_checkpoint_if_it_is_told_to(damage: str, tmp_path: Path) -> None:
+    """A file that is too short shows before anything is read; a bit that has changed, when one rank reads it."""
+    variant = Variant("go-back", ("--use-distributed-optimizer",), interval=2)
+    checkpoints = tmp_path / "checkpoints"
+    first = _run(variant, checkpoints, tmp_path / "first")
+    file = max((checkpoints / "iter_0000006").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    if damage == "cut":
+        del content[len(content) // 2 :]
+    else:
+        content[len(content) // 2] ^= 0xFF
+    file.write_bytes(content)
+    longer = ("--train-iters", "7")
+    refused = _run(variant, checkpoints, tmp_path / "refused", arguments=longer, expected_exit=None)
+    assert file.name in refused.log
+    assert not refused.losses
+
+    told = {"MCORE_CKPT_ON_DAMAGED": "go_back"}
+    again = _run(variant, checkpoints, tmp_path / "again", variables=told)
+    assert "THE CHECKPOINT IS DAMAGED" in again.log
+    assert again.losses == {iteration: first.losses[iteration] for iteration in (5, 6)}
+    assert tracked_iteration(checkpoints) == 6
+    assert_whole(checkpoints / "iter_0000006")
