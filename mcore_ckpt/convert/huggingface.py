@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,6 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _NUMBERED_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 _NUMBERED_EXPERT = re.compile(r"\.experts\.experts\.\d+\.")
 _HALF = re.compile(r"\.linear_fc1\.weight_[wv]$")
-_ENGINE = re.compile(r"\.(?:pre_mlp_layernorm|input_layernorm)\.weight$|\.core_attention\._extra_state")
 _ITERATION = re.compile(r"iter_(\d{7,})")
 
 
@@ -329,8 +328,7 @@ def _export_conversion(index: CheckpointIndex, options: HuggingFaceOptions) -> _
     model = family.model(config)
     if options.hf_config is not None:
         _hold_against_arguments(model, arguments, where)
-    naming = _naming_of(index, keys)
-    relation = relate(family, model, naming, padded)
+    naming, relation = _naming_of(index, keys, family, model, padded)
     _compare_tensors(
         {key: index.tensors[key].shape for key in keys}, relation.megatron, f"{family.name}, {where}", index.path
     )
@@ -350,15 +348,23 @@ def _by_hf_key(relation: Relation) -> list[list[Source]]:
     return list(found.values())
 
 
-def _naming_of(index: CheckpointIndex, keys: Iterable[str]) -> Naming:
-    """How a checkpoint names things, from its keys."""
-    every = [*keys, *index.objects]
-    return Naming(
-        implementation="transformer_engine" if any(map(_ENGINE.search, every)) else "local",
-        stacked_layers=not any(map(_NUMBERED_LAYER.search, every)),
-        stacked_experts=not any(map(_NUMBERED_EXPERT.search, every)),
-        halves_apart=any(map(_HALF.search, every)),
+def _naming_of(
+    index: CheckpointIndex, keys: Iterable[str], family: Family, model: Model, padded: int
+) -> tuple[Naming, Relation]:
+    """How a checkpoint names things, from its keys, and the family's table under those names."""
+    found = set(keys)
+    naming = Naming(
+        stacked_layers=not any(map(_NUMBERED_LAYER.search, found)),
+        stacked_experts=not any(map(_NUMBERED_EXPERT.search, found)),
+        halves_apart=any(map(_HALF.search, found)),
     )
+    relation = relate(family, model, naming, padded)
+    if relation.megatron.keys() != found:
+        engine = replace(naming, implementation="transformer_engine")
+        other = relate(family, model, engine, padded)
+        if len(other.megatron.keys() ^ found) < len(relation.megatron.keys() ^ found):
+            return engine, other
+    return naming, relation
 
 
 def _hold_against_arguments(model: Model, arguments: Mapping[str, Any], where: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.families._deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from mcore_ckpt.families._gpt2 import GPT2
 from mcore_ckpt.families._llama import LLAMA
 from mcore_ckpt.families._mistral import MISTRAL
@@ -16,7 +17,18 @@ from mcore_ckpt.families.table import Family
 
 __all__ = ["FAMILIES", "family_named", "family_of_arguments", "family_of_config"]
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT2)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    GPT2,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+)
 """In the order in which arguments are held against them."""
 
 

@@ -38,6 +38,30 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+LATENT = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "num_experts_per_tok": 4,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 CASES = [
     HfCase("llama", "LlamaConfig", SMALL),
     HfCase("llama-tied-scaled", "LlamaConfig", {**SMALL, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
@@ -51,12 +75,28 @@ CASES = [
     HfCase("qwen2-moe", "Qwen2MoeConfig", {**SMALL, **EXPERTS, "shared_expert_intermediate_size": 24}),
     HfCase("qwen3-moe", "Qwen3MoeConfig", {**SMALL, **EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     HfCase("qwen3-moe-dense-layer", "Qwen3MoeConfig", {**SMALL, **EXPERTS, "mlp_only_layers": [0]}),
+    HfCase("deepseek-v2", "DeepseekV2Config", {**LATENT, "q_lora_rank": None}),
+    HfCase(
+        "deepseek-v2-all-experts",
+        "DeepseekV2Config",
+        {
+            **LATENT,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 2.0,
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    HfCase("deepseek-v3", "DeepseekV3Config", {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}),
+    HfCase(
+        "deepseek-v3-whole-queries", "DeepseekV3Config", {**LATENT, "n_group": 1, "topk_group": 1, "q_lora_rank": None}
+    ),
 ]
 LAYOUTS = [Parallel(), Parallel(tensor=2), Parallel(pipeline=2), Parallel(expert=2)]
 
 
 def layouts_of(case: HfCase) -> list[Parallel]:
-    return [layout for layout in LAYOUTS if layout.expert == 1 or "Moe" in case.config or "Mixtral" in case.config]
+    has_experts = any("experts" in name for name in case.settings)
+    return [layout for layout in LAYOUTS if layout.expert == 1 or has_experts]
 
 
 def imported(case: HfCase, layout: Parallel, root: Path) -> Path:
@@ -114,6 +154,12 @@ def test_the_same_bits_come_back(models: Path, tmp_path: Path, case: HfCase) -> 
             back = weights(target)
             assert back.keys() == original.keys()
             assert all(torch.equal(back[key], tensor) for key, tensor in original.items())
+    for numbered in (False, True):  # names of Transformer Engine's layers, which cannot run here
+        checkpoint = tmp_path / f"engine-{numbered}"
+        import_huggingface(models / case.name / "hf", checkpoint, numbered_layers=numbered, tp=2)
+        export_huggingface(checkpoint, tmp_path / f"engine-{numbered}-hf")
+        back = weights(tmp_path / f"engine-{numbered}-hf")
+        assert all(torch.equal(back[key], tensor) for key, tensor in original.items())
     assert torch.equal(hf_logits(tmp_path / "0", VOCABULARY), hf_logits(models / case.name / "hf", VOCABULARY))
 
 
@@ -121,7 +167,7 @@ def test_what_megatron_saves_computes_the_same_in_transformers(models: Path, tmp
     """Weights that Megatron has made, saved by stock Megatron-Core from two ranks, in each naming that it has."""
     jobs = {}
     for case in CASES:
-        layout = Parallel(tensor=2) if "moe" not in case.name else Parallel(pipeline=2)
+        layout = layouts_of(case)[-1] if "qwen3" in case.name else Parallel(tensor=2)
         for naming in ("default", "numbered"):
             jobs[case.name, naming] = (
                 imported(case, layouts_of(case)[0], models),

@@ -6,6 +6,7 @@ stored, with its own layers, on the gloo ranks that there are.
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -205,6 +206,10 @@ def build_from_arguments(arguments: Namespace, parallel: Parallel) -> Any:
         **settings,
     )
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=values["normalization"])
+    if values.get("multi_latent_attention"):
+        _let_latent_attention_run()
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = _latent_core()
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -221,3 +226,27 @@ def build_from_arguments(arguments: Namespace, parallel: Parallel) -> Any:
         rope_scaling_factor=values.get("rope_scaling_factor", 8.0),
         seq_len_interpolation_factor=values.get("rotary_seq_len_interpolation_factor"),
     )
+
+
+def _let_latent_attention_run() -> None:
+    """Latent attention takes a stand-in of Transformer Engine for the real one, and tables of positions for CUDA's."""
+    from megatron.core.transformer import multi_latent_attention
+
+    multi_latent_attention.HAVE_TE = False
+    if not isinstance(multi_latent_attention.YarnRotaryEmbedding, functools.partial):
+        multi_latent_attention.YarnRotaryEmbedding = functools.partial(
+            multi_latent_attention.YarnRotaryEmbedding, use_cpu_initialization=True
+        )
+
+
+def _latent_core() -> Any:
+    """Megatron's own core of attention, taking the sizes that latent attention gives it: it has none for those yet."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class LatentCore(DotProductAttention):  # type: ignore[misc]
+        def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            # It is made twice, at first without the sizes.
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    return LatentCore

@@ -1,0 +1,347 @@
+"""DeepSeek-V2 and V3: latent attention, shared experts, and a first few layers without experts.
+
+Both have the same parameters; V3's router adds a bias to its scores, which are sigmoids. The dimensions that positions
+turn are stored in pairs on either side, so nothing is reordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.families._rows import EMBEDDING, gated_experts
+from mcore_ckpt.families._settings import (
+    count,
+    decoder_arguments,
+    decoder_config,
+    expect,
+    expert_arguments,
+    expert_layers_of,
+    number,
+    setting,
+)
+from mcore_ckpt.families.table import Family, Model, Part, Row
+
+__all__ = ["DEEPSEEK_V2", "DEEPSEEK_V3"]
+
+_HERE = "decoder.layers.{layer}."
+_THERE = "model.layers.{layer}."
+_ATTENTION = f"{_HERE}self_attention."
+
+_LATENT_ATTENTION = (
+    Row(f"{_HERE}input_layernorm.weight", (Part(f"{_THERE}input_layernorm.weight", ("hidden",)),)),
+    Row(
+        f"{_ATTENTION}linear_q_proj.weight",
+        (Part(f"{_THERE}self_attn.q_proj.weight", ("q", "hidden")),),
+        when=("whole queries",),
+    ),
+    Row(
+        f"{_ATTENTION}linear_q_down_proj.weight",
+        (Part(f"{_THERE}self_attn.q_a_proj.weight", ("q rank", "hidden")),),
+        when=("latent queries",),
+    ),
+    Row(
+        f"{_ATTENTION}q_layernorm.weight",
+        (Part(f"{_THERE}self_attn.q_a_layernorm.weight", ("q rank",)),),
+        when=("latent queries",),
+        engine=f"{_ATTENTION}linear_q_up_proj.layer_norm_weight",
+    ),
+    Row(
+        f"{_ATTENTION}linear_q_up_proj.weight",
+        (Part(f"{_THERE}self_attn.q_b_proj.weight", ("q", "q rank")),),
+        when=("latent queries",),
+    ),
+    Row(
+        f"{_ATTENTION}linear_kv_down_proj.weight",
+        (Part(f"{_THERE}self_attn.kv_a_proj_with_mqa.weight", ("kv rank and positions", "hidden")),),
+    ),
+    Row(
+        f"{_ATTENTION}kv_layernorm.weight",
+        (Part(f"{_THERE}self_attn.kv_a_layernorm.weight", ("kv rank",)),),
+        engine=f"{_ATTENTION}linear_kv_up_proj.layer_norm_weight",
+    ),
+    Row(
+        f"{_ATTENTION}linear_kv_up_proj.weight",
+        (Part(f"{_THERE}self_attn.kv_b_proj.weight", ("kv", "kv rank")),),
+    ),
+    Row(f"{_ATTENTION}linear_proj.weight", (Part(f"{_THERE}self_attn.o_proj.weight", ("hidden", "values")),)),
+)
+
+_MLP = (
+    # Megatron's own layers name this norm as it is, where attention is latent.
+    Row(
+        f"{_HERE}pre_mlp_layernorm.weight",
+        (Part(f"{_THERE}post_attention_layernorm.weight", ("hidden",)),),
+        when=("dense layer",),
+        engine=f"{_HERE}mlp.linear_fc1.layer_norm_weight",
+    ),
+    Row(
+        f"{_HERE}pre_mlp_layernorm.weight",
+        (Part(f"{_THERE}post_attention_layernorm.weight", ("hidden",)),),
+        when=("expert layer",),
+    ),
+    Row(
+        f"{_HERE}mlp.linear_fc1.weight",
+        (
+            Part(f"{_THERE}mlp.gate_proj.weight", ("ffn", "hidden")),
+            Part(f"{_THERE}mlp.up_proj.weight", ("ffn", "hidden")),
+        ),
+        "halves",
+        when=("dense layer",),
+    ),
+    Row(
+        f"{_HERE}mlp.linear_fc2.weight",
+        (Part(f"{_THERE}mlp.down_proj.weight", ("hidden", "ffn")),),
+        when=("dense layer",),
+    ),
+    *gated_experts("mlp", "gate_proj", "up_proj", "down_proj")[1:],
+    Row(
+        f"{_HERE}mlp.shared_experts.linear_fc1.weight",
+        (
+            Part(f"{_THERE}mlp.shared_experts.gate_proj.weight", ("shared ffn", "hidden")),
+            Part(f"{_THERE}mlp.shared_experts.up_proj.weight", ("shared ffn", "hidden")),
+        ),
+        "halves",
+        when=("expert layer",),
+    ),
+    Row(
+        f"{_HERE}mlp.shared_experts.linear_fc2.weight",
+        (Part(f"{_THERE}mlp.shared_experts.down_proj.weight", ("hidden", "shared ffn")),),
+        when=("expert layer",),
+    ),
+)
+
+_ROUTER_BIAS = Row(
+    f"{_HERE}mlp.router.expert_bias",
+    (Part(f"{_THERE}mlp.gate.e_score_correction_bias", ("experts",)),),
+    when=("expert layer",),
+)
+
+
+def _model(config: Mapping[str, Any]) -> Model:
+    layers, heads = count(config, "num_hidden_layers"), count(config, "num_attention_heads")
+    nope, positions = count(config, "qk_nope_head_dim"), count(config, "qk_rope_head_dim")
+    values, rank = count(config, "v_head_dim"), count(config, "kv_lora_rank")
+    experts = count(config, "n_routed_experts", config.get("num_local_experts"))
+    first = config.get("first_k_dense_replace", 0)
+    if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= layers <= 100_000:
+        raise OptionError(f"first_k_dense_replace={first!r}: expected a number of layers, of {layers}")
+    inner = count(config, "moe_intermediate_size")
+    sizes = {
+        "vocab": count(config, "vocab_size"),
+        "hidden": count(config, "hidden_size"),
+        "ffn": count(config, "intermediate_size"),
+        "q": heads * (nope + positions),
+        "kv rank": rank,
+        "kv rank and positions": rank + positions,
+        "kv": heads * (nope + values),
+        "values": heads * values,
+        "experts": experts,
+        "expert ffn": inner,
+        "shared ffn": inner * count(config, "n_shared_experts", 1),
+    }
+    holds = set() if config.get("tie_word_embeddings", False) else {"untied"}
+    if config.get("q_lora_rank") is None:
+        holds.add("whole queries")
+    else:
+        holds.add("latent queries")
+        sizes["q rank"] = count(config, "q_lora_rank")
+    expert_layers = tuple(layer >= first for layer in range(layers))
+    return Model(layers, sizes, heads, heads, nope + positions, experts, expert_layers, frozenset(holds))
+
+
+def _rotary_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise OptionError(f"rope_parameters={scaling!r:.80}: expected settings by name")
+    theta = number(scaling, "rope_theta", number(config, "rope_theta", 10000.0))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    base = int(theta) if theta == int(theta) else theta
+    if kind == "default":
+        return {"rotary_base": base, "rope_type": "rope", "rotary_scaling_factor": 1.0}
+    if kind != "yarn":
+        raise OptionError(f"rotary scaling {kind!r}: expected none or 'yarn' for this family")
+    return {
+        "rotary_base": base,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": number(scaling, "factor"),
+        "original_max_position_embeddings": count(scaling, "original_max_position_embeddings"),
+        "beta_fast": number(scaling, "beta_fast", 32),
+        "beta_slow": number(scaling, "beta_slow", 1),
+        "mscale": number(scaling, "mscale"),
+        "mscale_all_dim": number(scaling, "mscale_all_dim"),
+    }
+
+
+def _rotary_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    theta = float(number(arguments, "rotary_base", 10000))
+    kind = setting(arguments, "rope_type", default="yarn")
+    if kind == "rope":
+        return {"rope_theta": theta, "rope_scaling": None}
+    if kind != "yarn":
+        raise OptionError(f"the stored argument rope_type={kind!r:.80}: expected 'rope' or 'yarn'")
+    return {
+        "rope_theta": theta,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "type": "yarn",
+            "factor": number(arguments, "rotary_scaling_factor", 40),
+            "original_max_position_embeddings": count(arguments, "original_max_position_embeddings", 4096),
+            "beta_fast": number(arguments, "beta_fast", 32),
+            "beta_slow": number(arguments, "beta_slow", 1),
+            "mscale": number(arguments, "mscale", 1.0),
+            "mscale_all_dim": number(arguments, "mscale_all_dim", 0.0),
+        },
+    }
+
+
+def _arguments(config: Mapping[str, Any], **router: Any) -> dict[str, Any]:
+    expect(config, "attention_bias", False)
+    expect(config, "mlp_bias", False)
+    model = _model(config)
+    plain = {**config, "num_key_value_heads": None, "head_dim": None, "rope_parameters": None, "rope_scaling": None}
+    return {
+        **decoder_arguments(plain),
+        **_rotary_arguments(config),
+        "qk_layernorm": True,
+        "multi_latent_attention": True,
+        "q_lora_rank": config.get("q_lora_rank"),
+        "kv_lora_rank": model.sizes["kv rank"],
+        "qk_head_dim": count(config, "qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": count(config, "qk_rope_head_dim"),
+        "v_head_dim": count(config, "v_head_dim"),
+        "moe_shared_expert_intermediate_size": model.sizes["shared ffn"],
+        **expert_arguments(config, model, **router),
+        "moe_router_topk_scaling_factor": number(config, "routed_scaling_factor", 1.0),
+    }
+
+
+def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a `config.json` beyond those of any decoder."""
+    if not arguments.get("qk_layernorm"):
+        raise OptionError("the stored arguments have no qk_layernorm: this family has norms of its latent vectors")
+    layers = expert_layers_of(arguments)
+    first = layers.index(True) if True in layers else len(layers)
+    if not all(layers[first:]):
+        raise OptionError("the stored argument moe_layer_freq: in this family all layers behind the first have experts")
+    inner = count(arguments, "moe_ffn_hidden_size", count(arguments, "ffn_hidden_size"))
+    shared = count(arguments, "moe_shared_expert_intermediate_size")
+    if shared % inner or arguments.get("moe_shared_expert_gate"):
+        raise OptionError(f"shared experts of {shared}: expected a multiple of {inner}, and no gate, in this family")
+    heads = count(arguments, "num_attention_heads")
+    return {
+        **_rotary_fields(arguments),
+        "num_key_value_heads": heads,
+        "head_dim": count(arguments, "qk_pos_emb_head_dim"),
+        "q_lora_rank": arguments.get("q_lora_rank"),
+        "kv_lora_rank": count(arguments, "kv_lora_rank"),
+        "qk_nope_head_dim": count(arguments, "qk_head_dim"),
+        "qk_rope_head_dim": count(arguments, "qk_pos_emb_head_dim"),
+        "v_head_dim": count(arguments, "v_head_dim"),
+        "n_routed_experts": count(arguments, "num_experts"),
+        "n_shared_experts": shared // inner,
+        "num_experts_per_tok": count(arguments, "moe_router_topk"),
+        "moe_intermediate_size": inner,
+        "first_k_dense_replace": first,
+        "routed_scaling_factor": number(arguments, "moe_router_topk_scaling_factor", 1.0),
+        "attention_bias": False,
+    }
+
+
+def _v2_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    expect(config, "topk_method", "greedy")
+    return _arguments(config, moe_router_pre_softmax=True)
+
+
+def _v2_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    if not arguments.get("moe_router_pre_softmax") or arguments.get("moe_router_group_topk"):
+        raise OptionError("the stored arguments: DeepSeek-V2's router takes the softmax first, here without groups")
+    if arguments.get("moe_router_enable_expert_bias"):
+        raise OptionError("the stored argument moe_router_enable_expert_bias: DeepSeek-V2's router has no bias")
+    return {
+        **decoder_config(arguments, vocabulary),
+        **_fields(arguments),
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "n_group": None,
+        "topk_group": None,
+    }
+
+
+def _v3_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    expect(config, "norm_topk_prob", True)
+    expect(config, "rope_interleave", True)
+    expect(config, "topk_method", "noaux_tc")
+    groups, chosen, experts = (
+        count(config, "n_group", 1),
+        count(config, "topk_group", 1),
+        count(config, "num_experts_per_tok"),
+    )
+    router: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    if groups > 1:
+        if experts // chosen != 2:
+            raise OptionError(
+                f"num_experts_per_tok={experts}, topk_group={chosen}: Megatron-Core rates a group by its best "
+                f"{experts // chosen} experts, DeepSeek-V3 by its best 2"
+            )
+        router |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+    return _arguments(config, **router)
+
+
+def _v3_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    if not arguments.get("moe_router_enable_expert_bias"):
+        raise OptionError("the stored arguments have no moe_router_enable_expert_bias: DeepSeek-V3's router has a bias")
+    groups = setting(arguments, "moe_router_num_groups", default=1)
+    chosen = setting(arguments, "moe_router_group_topk", default=1)
+    if groups > 1 and count(arguments, "moe_router_topk") // chosen != 2:
+        raise OptionError("the stored argument moe_router_group_topk: DeepSeek-V3 rates a group by its best 2 experts")
+    return {
+        **decoder_config(arguments, vocabulary),
+        **_fields(arguments),
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+        "n_group": groups,
+        "topk_group": chosen,
+    }
+
+
+def _is_latent(arguments: Mapping[str, Any], score_function: str) -> bool:
+    return (
+        bool(arguments.get("multi_latent_attention"))
+        and bool(arguments.get("num_experts"))
+        and setting(arguments, "moe_router_score_function", default="softmax") == score_function
+    )
+
+
+def _is_v2(arguments: Mapping[str, Any]) -> bool:
+    return _is_latent(arguments, "softmax")
+
+
+def _is_v3(arguments: Mapping[str, Any]) -> bool:
+    return _is_latent(arguments, "sigmoid")
+
+
+DEEPSEEK_V2 = Family(
+    name="deepseek-v2",
+    model_types=("deepseek_v2",),
+    architecture="DeepseekV2ForCausalLM",
+    rows=(*EMBEDDING, *_LATENT_ATTENTION, *_MLP),
+    model=_model,
+    arguments=_v2_arguments,
+    config=_v2_config,
+    recognizes=_is_v2,
+)
+
+DEEPSEEK_V3 = Family(
+    name="deepseek-v3",
+    model_types=("deepseek_v3",),
+    architecture="DeepseekV3ForCausalLM",
+    rows=(*EMBEDDING, *_LATENT_ATTENTION, *_MLP, _ROUTER_BIAS),
+    model=_model,
+    arguments=_v3_arguments,
+    config=_v3_config,
+    recognizes=_is_v3,
+    # Layers behind the last one predict further tokens; transformers loads the model without them.
+    derived=(r"^model\.layers\.{layers}\.",),
+)
