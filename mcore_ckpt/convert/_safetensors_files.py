@@ -192,6 +192,8 @@ def _tensor(path: Path, name: str, key: str, fields: Any, first: int, size_bytes
     if len(shape) > _MAX_AXES:
         raise CorruptCheckpointError(f"{path}: {key}: {len(shape)} axes, expected at most {_MAX_AXES}")
     expected = math.prod(shape) * element_bytes(dtype)
+    if 0 in shape and math.prod(filter(None, shape)) >= _MAX_NUMBER:
+        raise CorruptCheckpointError(f"{path}: {key}: expected axes that can be multiplied, got {list(shape)}")
     if stop - start != expected or first + stop > size_bytes:
         raise CorruptCheckpointError(
             f"{path}: {key}: bytes [{start}, {stop}) of the data for {dtype} {list(shape)}, expected {expected} bytes "

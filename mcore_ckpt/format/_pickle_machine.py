@@ -60,6 +60,10 @@ _GROWTH = 8
 _ALLOWANCE = 1024 * 1024
 
 
+# Comparing two texts of so many bytes takes no longer than making a value.
+_CHEAP_TEXT = 256
+
+
 class Budget:
     """What building may take beyond the bytes that are there already: a multiple of them, in bytes or values.
 
@@ -103,6 +107,8 @@ class Budget:
             kind = type(member)
             if kind is tuple or kind is frozenset:
                 weight += heavy.get(id(member), len(member))
+            elif (kind is str or kind is bytes) and len(member) > _CHEAP_TEXT:
+                weight += len(member) // _CHEAP_TEXT
         if weight > length:
             heavy[id(members)] = min(weight, MAX_KEY_VALUES + 1)
             self._kept.append(members)
@@ -117,6 +123,8 @@ class Budget:
         for key in keys:
             kind: Any = type(key)
             if kind is str or kind is bytes:
+                if len(key) > _CHEAP_TEXT:  # it may be compared with another one that is the same
+                    self.charge(len(key) // _CHEAP_TEXT)
                 continue
             if kind is int:
                 if key not in _KEY_INTS:

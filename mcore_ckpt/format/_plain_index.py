@@ -29,6 +29,8 @@ _MAX_WEIGHT = 1024
 _MAX_ITEMS = 255
 # Longer ints, as keys of a dict, may all have one hash.
 _MAX_INT_BYTES = 8
+# Longer texts, as keys of a dict, take long to compare with one that is the same.
+_MAX_TEXT_BYTES = 4096
 # The items of a tuple are looked for in so many stretches of opcodes before it, of at most 200 opcodes each.
 _STRETCHES = 3
 
@@ -155,7 +157,7 @@ class _Look:
         if argument_bytes < 0:
             length_at, at = at, at - argument_bytes
             argument_bytes = int.from_bytes(self._data[length_at:at], "little")
-            if argument_bytes > _MAX_INT_BYTES and self._data[length_at - 1] == 0x8A:
+            if argument_bytes > (_MAX_INT_BYTES if self._data[length_at - 1] == 0x8A else _MAX_TEXT_BYTES):
                 raise IndexError(at)
         at += argument_bytes
         if at > len(self._data):

@@ -11,6 +11,7 @@ chunk costs about ten microseconds in all; where the code is less plain than it 
 from __future__ import annotations
 
 import json
+import math
 import os
 from array import array
 from collections import OrderedDict
@@ -104,7 +105,7 @@ def parse_index(data: bytes, where: str, *, strict: bool = True) -> CheckpointIn
         data, seal = split_metadata(data, file)  # compares the checksum, before anything is unpickled
         own = None if seal is None else own_index(data, seal.crcs, _DTYPE_NAMES)
         state = _unpickle(data if own is None else own.rest, file)
-        return _IndexBuilder(where, file, strict, seal).build(state, _PLANS_NAME in data, own)
+        return _IndexBuilder(where, file, strict, seal, len(data)).build(state, _PLANS_NAME in data, own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,8 +449,9 @@ def _unpickle(data: bytes, file: str) -> MetadataState:
 class _IndexBuilder:
     """Checks the stand-ins of one `.metadata` and makes the index of them."""
 
-    def __init__(self, path: str, file: str, strict: bool, seal: MetadataSeal | None) -> None:
+    def __init__(self, path: str, file: str, strict: bool, seal: MetadataSeal | None, of_bytes: int) -> None:
         self._seal = seal
+        self._chunks_left = of_bytes
         self._blocks: dict[tuple[str, int], array[int]] = {}
         self._path = path
         self._file = file
@@ -557,6 +559,11 @@ class _IndexBuilder:
             raise self._wrong(f"shape of {fqn!r}", f"at most {_MAX_DIMENSIONS} non-negative ints", entry.size)
         if type(entry.chunks) is not list:
             raise self._wrong(f"chunks of {fqn!r}", "a list", entry.chunks)
+        self._chunks_left -= len(entry.chunks)
+        if self._chunks_left < 0:  # one list for many tensors, which would be built out for each of them
+            raise self._wrong(f"chunks of {fqn!r}", "no more of them in all than bytes", len(entry.chunks))
+        if 0 in shape and math.prod(filter(None, shape)) > _MAX_OFFSET:
+            raise self._wrong(f"shape of {fqn!r}", "axes that can be multiplied", shape)
         chunks = []
         zeros = _ZEROS[len(shape)]
         for chunk in entry.chunks:

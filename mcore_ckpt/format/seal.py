@@ -72,8 +72,11 @@ _HEAD: Final = struct.Struct("<8sII16sQQQQ")
 _TRAILER: Final = struct.Struct("<QI8s")
 _TRAILER_UNSUMMED: Final = 12  # CRC-32 and magic
 
-# A table may be this much larger unpacked than its whole file: deflate could make it a thousand times its size.
-_MAX_TABLE_BYTES: Final = 256 * 1024 * 1024
+# What a table may be when it is unpacked: deflate could make it a thousand times its size. Rows that differ in nothing
+# but their place make it forty times as large.
+_MAX_TABLE_BYTES: Final = 1024 * 1024
+_MAX_TABLE_INFLATION: Final = 100
+_MIN_ITEM_BYTES: Final = 64
 
 
 def shown_id(save_id: bytes) -> str:
@@ -398,10 +401,12 @@ def decode_table(data: bytes, footer: FileFooter, where: str) -> FileTable:
     if len(data) != footer.table_bytes or crc32(data) != footer.table_crc32:
         raise whole.wrong(f"it does not have the CRC-32 {footer.table_crc32:#010x} that the footer states")
     places_bytes = 16 * footer.object_count
-    if places_bytes > len(data) or footer.unpacked_bytes > _MAX_TABLE_BYTES + footer.file_bytes:
+    if places_bytes > len(data) or footer.unpacked_bytes > _MAX_TABLE_BYTES + _MAX_TABLE_INFLATION * len(data):
         raise whole.wrong(f"{footer.object_count} objects and {footer.unpacked_bytes} bytes are said to be in it")
     table = _Table(_inflated(whole, whole.bytes(len(data) - places_bytes), footer.unpacked_bytes), where)
     tensors, objects, dtypes = _TABLE_HEAD.unpack(table.bytes(_TABLE_HEAD.size))
+    if (tensors + objects) * _MIN_ITEM_BYTES > footer.file_bytes:
+        raise table.wrong(f"{tensors + objects} items cannot lie in {footer.file_bytes} bytes")
     if objects != footer.object_count:
         raise table.wrong(f"the footer counts {footer.object_count} objects, the table {objects}")
     lengths = table.column("I", 1 + dtypes + tensors + objects)

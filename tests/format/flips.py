@@ -29,6 +29,7 @@ import argparse
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -41,8 +42,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +112,17 @@ class Tally:
         bound = subject.sealed or not file.endswith((", swapped", ", stale"))
         if name in ("FOREIGN", "DIED") or subject.sealed or (name == "WRONG" and bound):
             self.unexpected.append(example)
+
+    @classmethod
+    def of_all(cls, tallies: Iterable[Tally]) -> Tally:
+        """Several together."""
+        whole = cls()
+        for tally in tallies:
+            whole.counts += tally.counts
+            whole.examples += tally.examples
+            whole.unexpected += tally.unexpected
+            whole.trials += tally.trials
+        return whole
 
     def of(self, *outcomes: str) -> int:
         """How many trials had one of these outcomes."""
@@ -362,7 +376,7 @@ class Trials:
     def __init__(self, subject: Subject, scratch: Path, tally: Tally) -> None:
         self._subject = subject
         self._tally = tally
-        self._directory = scratch / "damaged"
+        self._directory = scratch / f"{subject.kind}, damaged"
         shutil.rmtree(self._directory, ignore_errors=True)
         shutil.copytree(subject.directory, self._directory)
         self.files = [path.name for path in _files(subject.directory)]
@@ -435,21 +449,31 @@ def _occurrences(content: bytes, what: bytes) -> Iterator[int]:
         at = content.find(what, at + 1)
 
 
-def run(flips: int, seed: int, scratch: Path, *, cuts: bool = True, say: Callable[[str], object] = print) -> Tally:
-    """All trials: `flips` random bits over all checkpoints in turn, and with `cuts` every boundary."""
-    tally = Tally()
+def run(flips: int, seed: int, scratch: Path, *, cuts: bool = True, workers: int = 1) -> Tally:
+    """All trials: `flips` random bits over all checkpoints, and with `cuts` every boundary; `workers` processes."""
     subjects = make_subjects(scratch)
-    for number, subject in enumerate(subjects):
-        started, before = time.monotonic(), tally.trials
-        trials = Trials(subject, scratch, tally)
-        trials.swap()
-        trials.stale()
-        if cuts:
-            trials.cut()
-        rng = random.Random(f"{seed} {subject.kind}")
-        for _ in range(flips // len(subjects) + (number < flips % len(subjects))):
-            trials.flip(rng)
-        say(f"{subject.kind}: {tally.trials - before} trials in {time.monotonic() - started:.0f} s")
+    shares = [flips // len(subjects) + (number < flips % len(subjects)) for number in range(len(subjects))]
+    tries = [
+        partial(_try, subject, scratch, share, seed, cuts) for subject, share in zip(subjects, shares, strict=True)
+    ]
+    if workers == 1:
+        return Tally.of_all(attempt() for attempt in tries)
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        return Tally.of_all(done.result() for done in [pool.submit(attempt) for attempt in tries])
+
+
+def _try(subject: Subject, scratch: Path, flips: int, seed: int, cuts: bool) -> Tally:
+    """All trials with one checkpoint."""
+    started, tally = time.monotonic(), Tally()
+    trials = Trials(subject, scratch, tally)
+    trials.swap()
+    trials.stale()
+    rng = random.Random(f"{seed} {subject.kind}")
+    for _ in range(flips):
+        trials.flip(rng)
+    if cuts:
+        trials.cut()
+    print(f"{subject.kind}: {tally.trials} trials in {time.monotonic() - started:.0f} s", flush=True)
     return tally
 
 
@@ -475,12 +499,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Damage checkpoints of every kind, and count what comes of it.")
     parser.add_argument("--flips", type=int, default=10_000, help="random bits (10000)")
     parser.add_argument("--seed", type=int, default=0, help="of the random bits (0)")
+    parser.add_argument("--workers", type=int, default=2, help="processes (2)")
     parser.add_argument("--write", metavar="PAGE", type=Path, help="put the table between its marks in this page")
     parser.add_argument("--no-cuts", action="store_true", help="leave out cutting files at every boundary")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="flips-") as scratch:
-        tally = run(chosen.flips, chosen.seed, Path(scratch), cuts=not chosen.no_cuts)
+        tally = run(chosen.flips, chosen.seed, Path(scratch), cuts=not chosen.no_cuts, workers=chosen.workers)
     print(f"\n{tally.trials} trials, seed {chosen.seed}\n\n{tally.table()}\n")
     if chosen.write is not None:
         write_page(chosen.write, tally, chosen.seed)

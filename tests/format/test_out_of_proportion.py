@@ -1,0 +1,128 @@
+"""A few bytes that would take much: each case takes time and memory in proportion to its bytes, or is refused."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import zlib
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.convert._safetensors_files import read_safetensors
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.format._plain_index import plainly_built
+from mcore_ckpt.format.metadata_read import parse_index, read_index
+from mcore_ckpt.format.seal import FOOTER_BYTES, FileSealPlan, TableColumns, decode_footer, decode_table
+from mcore_ckpt.tools.verify import verify_checkpoint
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+
+def index_of(count: int, shape: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> bytes:
+    """Tensors that share their chunks."""
+    entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), chunks)
+    place, offsets = _StorageInfo("__0_0.distcp", 0, 10), torch.Size([0] * len(shape))
+    places = {MetadataIndex(f"k{n}", offsets): place for n in range(count)}
+    return pickle.dumps(Metadata({f"k{n}": entry for n in range(count)}, None, places))
+
+
+def test_chunks_that_many_tensors_share_are_not_built_out_for_each() -> None:
+    chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))] * 3000
+    with pytest.raises(CorruptCheckpointError, match="no more of them in all than bytes"):
+        parse_index(index_of(3000, (1,), chunks), "ckpt")
+
+
+@pytest.mark.parametrize("shape", [(2**40, 2**40, 0), (2**62, 4, 0), (0, 2**63 - 1, 2)])
+def test_a_shape_without_elements_that_cannot_be_multiplied_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    offsets = torch.Size([0] * len(shape))
+    with pytest.raises(CorruptCheckpointError, match="axes that can be multiplied"):
+        parse_index(index_of(1, shape, [ChunkStorageMetadata(offsets, torch.Size(shape))]), "ckpt")
+    header = f'{{"a": {{"dtype": "F32", "shape": {list(shape)}, "data_offsets": [0, 0]}}}}'.encode()
+    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(CorruptCheckpointError, match="axes that can be multiplied"):
+        read_safetensors(tmp_path, "m.safetensors")
+
+
+def equal_long_texts(size: int, key: Callable[[bytes], bytes]) -> bytes:
+    """Two equal texts, set as a key of one dict again and again."""
+    text = b"X" + struct.pack("<I", size) + b"a" * size
+    made = [text + key(b"") + b"\x94" + b"0" for _ in range(2)]
+    numbers = (b"h\x00N", b"h\x01N")
+    return b"\x80\x04" + b"".join(made) + b"}" + numbers[0] + b"s(" + numbers[1] * 200_000 + b"u."
+
+
+@pytest.mark.parametrize("key", [lambda _: b"", lambda _: b"\x85"], ids=["texts", "tuples of them"])
+def test_equal_long_texts_as_keys_are_not_compared_without_end(key: Callable[[bytes], bytes]) -> None:
+    content = equal_long_texts(200_000, key)
+    assert not plainly_built(content)
+    with pytest.raises(LoadError, match=r"build more than|values in it"):
+        parse_index(content, "ckpt")
+
+
+def test_long_keys_are_no_reason_to_be_slow() -> None:
+    for size in (100, 127, 128, 255, 256, 1000, 4000):
+        entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([1]), [])
+        key = "k" * size
+        metadata = Metadata(
+            {f"{key}.{n}": entry for n in range(3)}, {f"{key}.{n}": (f"{key}.{n}", n) for n in range(3)}, {}
+        )
+        assert plainly_built(pickle.dumps(metadata))
+
+
+def test_a_table_is_not_inflated_beyond_what_its_file_can_hold() -> None:
+    rows = 500_000
+    names = [b"__0_0.distcp", b"d"]
+    parts = [struct.pack("<III", rows, 0, 1), struct.pack("<II", *map(len, names)), bytes(12 * rows), bytes(16 * rows)]
+    table = b"".join((*parts, *names))
+    packed = zlib.compress(table, 9)
+    end, _ = FileSealPlan(packed, len(table), 0).fill(b"x" * 16, 128 + len(packed) + FOOTER_BYTES, [])
+    footer = decode_footer(end[-FOOTER_BYTES:], "file")
+    assert footer is not None
+    with pytest.raises(CorruptCheckpointError, match="are said to be in it"):
+        decode_table(end[:-FOOTER_BYTES], footer, "file")
+
+
+def test_a_table_of_more_items_than_fit_is_refused() -> None:
+    numbers = array("Q", range(300))
+    columns = TableColumns(
+        "f", ["float32"], ["k"] * 100, array("I", [0] * 100), array("I", [0] * 100), array("Q"), numbers[:200], []
+    )
+    end, _ = FileSealPlan.of(columns).fill(b"x" * 16, 6399, [])
+    footer = decode_footer(end[-FOOTER_BYTES:], "file")
+    assert footer is not None
+    with pytest.raises(CorruptCheckpointError, match="100 items cannot lie in 6399 bytes"):
+        decode_table(end[:-FOOTER_BYTES], footer, "file")
+
+
+def test_an_object_is_shown_only_if_it_is_what_was_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        state = {"lr": [name, 0.5], "t": torch.ones(3)}
+        dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path / name), no_dist=True)
+    assert main(["cat", str(tmp_path / "a"), "lr"]) == 0
+    item = read_index(tmp_path / "a").objects["lr"].item
+    file = tmp_path / "a" / item.file
+    sound = bytearray(file.read_bytes())
+    damaged = sound.copy()
+    damaged[item.offset + item.length // 2] ^= 1
+    file.write_bytes(damaged)
+    assert main(["cat", str(tmp_path / "a"), "lr"]) == 2
+    assert "CRC-32" in capsys.readouterr().err
+    file.write_bytes((tmp_path / "b" / item.file).read_bytes())
+    assert main(["cat", str(tmp_path / "a"), "lr"]) == 2
+    assert "two saves were mixed" in capsys.readouterr().err
+    assert not verify_checkpoint(tmp_path / "a").whole
