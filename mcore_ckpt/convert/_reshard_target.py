@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -68,8 +68,11 @@ __all__ = [
     "carry_sidecars",
     "check_all",
     "claim_partial",
+    "file_states",
     "partial_directory",
+    "refuse_changed",
     "refuse_target",
+    "replaced_error",
     "sidecar_files",
 ]
 
@@ -146,6 +149,7 @@ def build_target(
         ChecksumError, CorruptCheckpointError: a damaged source, or a target that is not what was written.
         OptionError: the temporary directory belongs to another plan.
         SaveError: the target cannot be written; what is done is kept for the next run.
+        LoadError: the source cannot be read, or another program has changed its files meanwhile.
     """
     content = encode_metadata(plan.index)
     with claim_partial(target) as claim:
@@ -191,6 +195,7 @@ def _build(
     """Build `target` in its temporary directory, which is claimed."""
     partial = partial_directory(target)
     total = sum(move.payload_bytes for moves in plan.work for move in moves)
+    seen = file_states(payloads.index)
     with Journal(partial, _fingerprint(payloads, plan, content)) as journal:
         resumed = bool(journal.done)
         if not resumed:
@@ -220,6 +225,7 @@ def _build(
                 raise
         checked = time.monotonic()
         carry(partial)
+        refuse_changed(payloads.index, seen)
         _publish(claim, partial, target, bind_common_file(content, partial))
     return Built(resumed, copied - started, checked - copied)
 
@@ -270,18 +276,35 @@ def _empty(partial: Path) -> None:
 
 def _fingerprint(payloads: StoredPayloads, plan: ReshardPlan, content: bytes) -> str:
     """Of everything that the bytes of the target depend on: its layout, and the files that they come from."""
-    index, directory = payloads.index, Path(payloads.index.path)
-    files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
-    files |= {entry.item.file for entry in index.objects.values()} - {MADE_HERE}
     found: dict[str, Any] = {
-        "source": str(directory.resolve()),
+        "source": str(Path(payloads.index.path).resolve()),
         "target": hashlib.sha256(content).hexdigest(),
         "keys": [[move.entry.fqn, move.target_fqn] for moves in plan.work for move in moves],
+        **file_states(payloads.index),
     }
     recipe = "\n".join(payloads.recipe())
     if recipe:
         found["recipe"] = hashlib.sha256(recipe.encode()).hexdigest()
-    for file in sorted(files):
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def file_states(index: CheckpointIndex, keys: Collection[str] | None = None) -> dict[str, list[int]]:
+    """Length and time of change, in nanoseconds, of each file that a source's tensors and objects lie in.
+
+    Args:
+        index: of the source.
+        keys: of tensors; by default, all that there is.
+
+    Raises:
+        CheckpointNotFoundError: one is not there.
+    """
+    directory = Path(index.path)
+    entries = index.tensors.values() if keys is None else (index.tensors[key] for key in keys)
+    files = {chunk.item.file for entry in entries for chunk in entry.chunks}
+    if keys is None:
+        files |= {entry.item.file for entry in index.objects.values()}
+    found = {}
+    for file in sorted(files - {MADE_HERE}):
         try:
             stat = (directory / file).stat()
         except OSError as error:
@@ -290,7 +313,29 @@ def _fingerprint(payloads: StoredPayloads, plan: ReshardPlan, content: bytes) ->
                 f"checkpoint is incomplete, `mcore-ckpt verify {directory}` lists what is missing"
             ) from error
         found[file] = [stat.st_size, stat.st_mtime_ns]
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    return found
+
+
+def refuse_changed(index: CheckpointIndex, seen: Mapping[str, list[int]], keys: Collection[str] | None = None) -> None:
+    """Raise `LoadError` if the files of a source are not those that they were when `file_states` gave `seen`.
+
+    What was read of them may then be of two saves, each part of it sound.
+    """
+    try:
+        if file_states(index, keys) == seen:
+            return
+    except CheckpointNotFoundError as error:
+        raise replaced_error(index.path) from error
+    raise replaced_error(index.path)
+
+
+def replaced_error(source: str) -> LoadError:
+    """That a source is not the checkpoint any more that it was at first."""
+    return LoadError(
+        f"{source}: another program has replaced the checkpoint, or changed its files, while it was read; what was "
+        "read may be of two saves, and nothing of it was given the target's name. Run the command again when nothing "
+        "saves there, to a target of another name, or (reshard) with --restart"
+    )
 
 
 def _check_space(directory: Path, sizes: Mapping[str, int]) -> None:

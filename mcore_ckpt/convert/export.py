@@ -15,7 +15,7 @@ from typing import Literal
 
 from mcore_ckpt.convert._new_directory import new_directory
 from mcore_ckpt.convert._partition import Partitioner
-from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, refuse_target
+from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, file_states, refuse_changed, refuse_target
 from mcore_ckpt.convert._shard_files import Exported, is_exported, write_files
 from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan, target_dtype
 from mcore_ckpt.convert.rules import RenameRule, parse_rename_rules, rename_keys, rules_in
@@ -90,6 +90,7 @@ def export_checkpoint(
     if not names:
         raise OptionError(f"{index.path}: no tensor is left to export; `mcore-ckpt inspect --tensors` lists the keys")
     check_tiled(index, names)
+    seen = file_states(index, names)
     exported = [
         Exported(name, index.tensors[key], target_dtype(index.tensors[key], dtype)) for key, name in names.items()
     ]
@@ -98,6 +99,7 @@ def export_checkpoint(
             return _export_dcp(payloads, directory, names, dtype, progress)
         with new_directory(directory, is_exported) as folder:
             files = write_files(payloads, folder, to, exported, max_shard_bytes, progress)
+            refuse_changed(index, seen, names)
         total = sum(tensor.nbytes for tensor in exported)
     return ExportReport(
         str(directory), to, tuple(files), len(exported), total, len(index.objects), tuple(index.objects)

@@ -21,7 +21,7 @@ from typing import Any
 from mcore_ckpt.convert._new_directory import new_directory
 from mcore_ckpt.convert._partition import Partitioner
 from mcore_ckpt.convert._pieces import PiecePayloads, Source, Wanted
-from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, refuse_target
+from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, file_states, refuse_changed, refuse_target
 from mcore_ckpt.convert._safetensors_files import parse_json
 from mcore_ckpt.convert._shard_files import MODEL_FILES, Exported, is_exported, write_files
 from mcore_ckpt.convert._sources import open_source
@@ -267,6 +267,7 @@ def export_model(
     """As `export_huggingface`, which says what is raised."""
     index, directory = read_index(checkpoint_directory(source)), local_path(target)
     refuse_target(Path(index.path), directory)
+    seen = file_states(index)
     conversion = _export_conversion(index, options)
     payloads = PiecePayloads(StoredPayloads(index), conversion.wanted)
     with payloads:
@@ -277,6 +278,7 @@ def export_model(
             files = write_files(payloads, folder, "safetensors", tensors, options.max_shard_bytes, progress)
             payloads.check_rest()
             _write_model_files(folder, conversion, tensors, options)
+            refuse_changed(index, seen)
     total = sum(tensor.nbytes for tensor in tensors)
     return HuggingFaceReport(
         index.path,

@@ -15,16 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.convert._partition import Partitioner
-from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, carry_sidecars, refuse_target, sidecar_files
+from mcore_ckpt.convert._reshard_target import (
+    BuildOptions,
+    build_target,
+    carry_sidecars,
+    refuse_target,
+    replaced_error,
+    sidecar_files,
+)
 from mcore_ckpt.convert.reshard_plan import ReshardPlan, TargetLayout, make_plan
 from mcore_ckpt.convert.rules import PartitionRule, parse_partition_rules, rules_in
-from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.core.errors import LoadError, OptionError
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.format.index import CheckpointIndex, object_key
 from mcore_ckpt.format.metadata_read import MAX_TRACKER_BYTES, TRACKER_FILE, read_index, read_small_file
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.dtype_cast import floating_dtype
-from mcore_ckpt.tools.inspection import checkpoint_directory
+from mcore_ckpt.tools.inspection import checkpoint_directory, index_version
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
 from mcore_ckpt.tools.parallel_layout import (
     ParallelLayout,
@@ -189,12 +196,26 @@ def reshard(
         CheckpointNotFoundError, CorruptCheckpointError: `source` is no readable checkpoint.
         ChecksumError: a damaged source, or a target that is not what was written; `target` does not appear.
         SaveError: the target cannot be written; what is done is kept for the next run.
+        LoadError: a save has replaced the checkpoint in `source` meanwhile; `target` does not appear.
     """
     src, dst = local_path(source), local_path(target)
+    seen = index_version(src)
     index = read_index(src)
     refuse_target(src, dst)
     sidecars = sidecar_files(index)
     plan = plan_reshard(index, options)
+
+    def carry(partial: Path) -> None:
+        # What lies beside the data says of no save whose it is, but for a common state that is sealed.
+        try:
+            carry_sidecars(index, sidecars, partial)
+        except LoadError as error:
+            if index_version(src) != seen:
+                raise replaced_error(index.path) from error
+            raise
+        if index_version(src) != seen:
+            raise replaced_error(index.path)
+
     with StoredPayloads(index) as payloads:
         built = build_target(
             payloads,
@@ -207,7 +228,7 @@ def reshard(
                 move_files=options.move_files,
                 memory_bytes=options.memory_bytes,
             ),
-            carry=lambda partial: carry_sidecars(index, sidecars, partial),
+            carry=carry,
             progress=progress,
         )
     _carry_tracker(src, dst)

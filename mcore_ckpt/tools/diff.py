@@ -10,9 +10,10 @@ import ctypes
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,9 +28,10 @@ from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.safe_pickle import read_described
 from mcore_ckpt.load.fetch import in_parallel
 from mcore_ckpt.load.stored_items import check_apart
+from mcore_ckpt.storage.base import FileVersion
 from mcore_ckpt.tools._plain_compare import SIMPLE_KEYS, Verdict, compare
 from mcore_ckpt.tools.dtype_cast import as_numbers
-from mcore_ckpt.tools.inspection import checkpoint_directory
+from mcore_ckpt.tools.inspection import checkpoint_directory, index_version
 from mcore_ckpt.tools.keys import key_filter
 from mcore_ckpt.tools.payloads import StoredPayloads, check_elements, check_tiled
 from mcore_ckpt.tools.plain_state import StoredState, read_object, stored_common_state, unwrapped
@@ -149,9 +151,33 @@ def diff_checkpoints(
 
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError: one of them cannot be read.
+        LoadError: a save has replaced one of them meanwhile.
         ChecksumError: a tensor or an object differs since one of them is damaged, or a common state is.
     """
-    left, right = read_index(checkpoint_directory(a)), read_index(checkpoint_directory(b))
+    directories = checkpoint_directory(a), checkpoint_directory(b)
+    seen = [index_version(directory) for directory in directories]
+    try:
+        report = _diff(*directories, only, values, rtol, atol, workers, progress)
+    except LoadError:
+        _refuse_replaced(directories, seen)  # says better what has happened
+        raise
+    _refuse_replaced(directories, seen)
+    return report
+
+
+def _refuse_replaced(directories: Sequence[Path], seen: Sequence[FileVersion | None]) -> None:
+    for directory, version in zip(directories, seen, strict=True):
+        if index_version(directory) != version:
+            raise LoadError(
+                f"{directory}: another program has replaced the checkpoint while it was compared; run the command "
+                "again when nothing saves there"
+            )
+
+
+def _diff(
+    a: Path, b: Path, only: str | None, values: bool, rtol: float, atol: float, workers: int, progress: bool | None
+) -> DiffReport:
+    left, right = read_index(a), read_index(b)
     for index in (left, right):
         check_apart(index)
     wanted = key_filter(only)

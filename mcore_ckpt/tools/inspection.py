@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_key
 from mcore_ckpt.format.metadata_read import (
@@ -26,6 +28,8 @@ from mcore_ckpt.format.metadata_read import (
 )
 from mcore_ckpt.format.seal import shown_id
 from mcore_ckpt.format.tensor_pickle import DTYPES
+from mcore_ckpt.storage.base import FileVersion
+from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.keys import group_of, key_filter
 from mcore_ckpt.tools.parallel_layout import (
     ParallelLayout,
@@ -37,6 +41,7 @@ from mcore_ckpt.tools.parallel_layout import (
 from mcore_ckpt.tools.plain_state import read_plain_state
 
 __all__ = [
+    "LOOKS",
     "CheckpointSummary",
     "FileRow",
     "GroupRow",
@@ -46,12 +51,17 @@ __all__ = [
     "checkpoint_directory",
     "describe_items",
     "file_rows",
+    "index_version",
     "object_rows",
     "rank_balance",
+    "restless_error",
     "summarize",
     "summarize_checkpoint",
     "tensor_rows",
 ]
+
+LOOKS: Final = 5
+"""How often a checkpoint is looked at that others replace meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +190,20 @@ def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
         if name == "release" or re.fullmatch(r"iter_\w+", name):  # and not a path that leads elsewhere
             return directory / name
     return directory
+
+
+def index_version(directory: Path) -> FileVersion | None:
+    """Which `.metadata` lies in a directory now: the same again, if no save has replaced the checkpoint meanwhile.
+
+    Raises:
+        LoadError: that cannot be asked.
+    """
+    try:
+        if not stat.S_ISREG(os.lstat(directory / METADATA_FILE).st_mode):  # a pipe must not be opened
+            return None
+    except OSError:
+        return None
+    return LocalStorage(directory).version(METADATA_FILE)
 
 
 def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:
@@ -357,7 +381,26 @@ def summarize_checkpoint(path: str | os.PathLike[str]) -> CheckpointSummary:
         CorruptCheckpointError, UnsafePickleError: its index cannot be read. What the index names and is not there is in
             `problems` instead.
     """
-    return summarize(read_index(checkpoint_directory(path), strict=False))
+    directory = checkpoint_directory(path)
+    for _ in range(LOOKS):
+        seen = index_version(directory)
+        try:
+            summary = summarize(read_index(directory, strict=False))
+        except LoadError:
+            if index_version(directory) == seen:
+                raise
+            continue
+        if index_version(directory) == seen:
+            return summary
+    raise restless_error(directory)
+
+
+def restless_error(directory: Path) -> LoadError:
+    """That a checkpoint is replaced faster than it can be looked at."""
+    return LoadError(
+        f"{directory}: another program has replaced the checkpoint each of the {LOOKS} times that it was looked at; "
+        "run the command again when nothing saves there"
+    )
 
 
 def summarize(index: CheckpointIndex) -> CheckpointSummary:

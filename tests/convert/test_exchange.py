@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
 import struct
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from mcore_ckpt.commands.cli import main
+from mcore_ckpt.convert import _reshard_target
 from mcore_ckpt.convert.export import Format, export_checkpoint
 from mcore_ckpt.convert.import_ import import_checkpoint
 from mcore_ckpt.convert.reshard import reshard_checkpoint
@@ -25,11 +27,13 @@ from mcore_ckpt.core.errors import (
     CheckpointNotFoundError,
     ChecksumError,
     CorruptCheckpointError,
+    LoadError,
     OptionError,
     SaveError,
     UnsafePickleError,
 )
 from mcore_ckpt.directory.claim import Owner, is_claim_file
+from mcore_ckpt.format.index import StoredChunk, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.verify import verify_checkpoint
@@ -507,6 +511,55 @@ class TestTwoAtOnce:
         assert not (tmp_path / "t.partial").exists()
         import_checkpoint(tmp_path / "t", tmp_path / "back")
         assert_same(read_all(tmp_path / "back"), model_tensors())
+
+
+class TestSourceThatIsReplaced:
+    """A save of somebody else replaces the checkpoint while it is read: what is made is of one save, or nothing is."""
+
+    @pytest.fixture
+    def source(self, tmp_path: Path) -> Path:
+        write_model(tmp_path / "source")
+        torch.save({"iteration": 1}, tmp_path / "source" / "common.pt")
+        return tmp_path / "source"
+
+    @staticmethod
+    def replace(source: Path) -> None:
+        """As stock does, under the same names."""
+        shutil.rmtree(source.parent / "later", ignore_errors=True)
+        write_model(source.parent / "later", tensors=model_tensors(seed=9))
+        torch.save({"iteration": 2}, source.parent / "later" / "common.pt")
+        shutil.copytree(source.parent / "later", source, dirs_exist_ok=True)
+
+    @pytest.mark.parametrize("kind", ["safetensors", "torch"])
+    def test_between_two_tensors(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    ) -> None:
+        original = StoredPayloads.locate
+
+        def locate(self: StoredPayloads, entry: TensorEntry, chunk: StoredChunk) -> Any:
+            if entry.fqn == "output_layer.weight" and chunk is entry.chunks[0]:
+                TestSourceThatIsReplaced.replace(source)
+            return original(self, entry, chunk)
+
+        monkeypatch.setattr(StoredPayloads, "locate", locate)
+        with pytest.raises(LoadError, match="replaced the checkpoint"):
+            MAKERS[kind](source, tmp_path / "t")
+        assert not (tmp_path / "t").exists()
+
+    @pytest.mark.parametrize("kind", ["dcp", "import", "reshard"])
+    def test_when_the_tensors_are_proved(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    ) -> None:
+        original = _reshard_target.check_all
+
+        def then_a_save(*arguments: Any, **options: Any) -> None:
+            original(*arguments, **options)
+            self.replace(source)
+
+        monkeypatch.setattr(_reshard_target, "check_all", then_a_save)
+        with pytest.raises(LoadError, match="replaced the checkpoint"):
+            MAKERS[kind](source, tmp_path / "t")
+        assert not (tmp_path / "t").exists()
 
 
 def names_in(directory: Path) -> list[str]:
