@@ -117,6 +117,10 @@ class LoadOptions:
             large matrix do; `"on"`: always; `"off"`: never. Without `verify_crc`, never.
         io_threads: reads in flight at once, for each rank.
         direct_io: O_DIRECT for what is not in the page cache: `"auto"`, `"on"`, `"off"`.
+        page_cache: with `direct_io="auto"`: what is read from the disk stays in the page cache (`"on"`), for the other
+            ranks of this host and for the next load; or does not (`"off"`), so that it is read faster, and again by
+            whoever wants it. `"auto"`: it stays if the ranks of this host seem to want the same bytes, and memory is
+            plentiful. What is in the page cache already is taken from there in any case.
         window_bytes: size of one read.
         buffer_bytes: memory that all read buffers of this rank may take together.
         max_gap_bytes: largest gap between two wanted ranges that is read and thrown away rather than skipped.
@@ -134,6 +138,7 @@ class LoadOptions:
     verify_slices: Literal["auto", "on", "off"] = "auto"
     io_threads: int = 4
     direct_io: DirectIo = "auto"
+    page_cache: Literal["auto", "on", "off"] = "auto"
     window_bytes: int = 8 * _MIB
     buffer_bytes: int = 32 * _MIB
     max_gap_bytes: int = 256 * 1024
@@ -145,6 +150,7 @@ class LoadOptions:
     def __post_init__(self) -> None:
         _choice("on_damaged", self.on_damaged, ("raise", "go_back"))
         _choice("direct_io", self.direct_io, ("auto", "on", "off"))
+        _choice("page_cache", self.page_cache, ("auto", "on", "off"))
         _choice("verify_slices", self.verify_slices, ("auto", "on", "off"))
         _at_least("io_threads", self.io_threads, 1)
         _at_least("max_gap_bytes", self.max_gap_bytes, 0)

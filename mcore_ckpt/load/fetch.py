@@ -15,16 +15,23 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mcore_ckpt.core.errors import LoadError
-from mcore_ckpt.core.options import DirectIo
+from mcore_ckpt.core.host_memory import free_host_bytes
+from mcore_ckpt.core.options import DirectIo, LoadOptions, ranks_of_this_host
 from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, Storage, align_up
 
-__all__ = ["OpenFiles", "ReadStats", "in_parallel", "naming", "padded_range"]
+__all__ = ["OpenFiles", "ReadStats", "in_parallel", "keeps_cached", "naming", "padded_range"]
 
 _Task = TypeVar("_Task")
 
 # Threads work in neighbouring files, so few are in use at once; a reader of 1,000 ranks' files must not need 1,000 fds.
 _MAX_IDLE_FILES = 16
+
+# What so many ranks of a host want is read by way of the page cache (less what headers and padding take), if the host
+# has so many times the memory to spare that the checkpoint takes. On two cores, two ranks that wanted the same 0.64 GB
+# had it in 0.8 s by O_DIRECT and in 1.0 s by way of the page cache, four ranks in 1.9 and 1.55 s.
+_COPIES_WANTED = 3.9
+_MEMORY_FACTOR = 2
 
 
 @dataclass(slots=True)
@@ -71,9 +78,13 @@ class OpenFiles:
         storage: where the files lie.
         direct: past the page cache (`LoadOptions.direct_io`).
         seals: check each file when it is opened; None: what is read of them is checked elsewhere.
+        keep_cached: what is read stays in the page cache.
     """
 
-    def __init__(self, storage: Storage, direct: DirectIo, seals: FileSeals | None) -> None:
+    def __init__(
+        self, storage: Storage, direct: DirectIo, seals: FileSeals | None, *, keep_cached: bool = False
+    ) -> None:
+        self._keep_cached = keep_cached
         self._seals = seals
         self._storage = storage
         self._direct: DirectIo = direct
@@ -102,6 +113,8 @@ class OpenFiles:
         except BaseException:
             reader.close()
             raise
+        if self._keep_cached:
+            reader.keep_cached()
         return reader
 
     def _release(self, name: str) -> None:
@@ -168,6 +181,25 @@ def in_parallel(tasks: Iterable[_Task], work: Callable[[_Task], None], threads: 
                 future.result()
         finally:
             stopped = True
+
+
+def keeps_cached(options: LoadOptions, needed_bytes: int, stored_bytes: int) -> bool:
+    """Whether what a load reads is to stay in the page cache, by `LoadOptions.page_cache`.
+
+    A load cannot know what other ranks want. But where the ranks of this host, if each wants as much as this one, want
+    all that is stored several times over, they want the same bytes: then the first to read them spares the others the
+    disk. Without that, O_DIRECT is faster: the page cache takes another 0.1 to 0.3 s of CPU time for each GB.
+
+    Args:
+        options: of the load.
+        needed_bytes: that this rank wants.
+        stored_bytes: that the checkpoint's files have together.
+    """
+    if options.page_cache != "auto":
+        return options.page_cache == "on"
+    if stored_bytes <= 0 or ranks_of_this_host() * needed_bytes < _COPIES_WANTED * stored_bytes:
+        return False
+    return free_host_bytes() >= _MEMORY_FACTOR * stored_bytes
 
 
 def padded_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:

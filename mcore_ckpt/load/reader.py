@@ -32,7 +32,7 @@ from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._tensor_reads import TensorReads
 from mcore_ckpt.load._whole_items import WholeItem, WholeItems
-from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
+from mcore_ckpt.load.fetch import OpenFiles, ReadStats, keeps_cached, naming
 from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.load.item_decoding import ItemDecoder
 from mcore_ckpt.load.read_requests import (
@@ -76,6 +76,7 @@ class FileSystemReader(StorageReader):
         self._storage = LocalStorage(self.path)
         self._index: CheckpointIndex | None = None
         self._metadata: Metadata | None = None
+        self._files_bytes: int | None = None
         self._located = ItemLocations()
         self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
         self._seals = FileSeals(lambda: self.index)
@@ -133,7 +134,10 @@ class FileSystemReader(StorageReader):
         self._read(wanted, [] if whole is None else whole.rows)
 
     def _read(self, wanted: WantedItems, whole: Sequence[WholeItem] = ()) -> None:
-        files = OpenFiles(self._storage, self.options.direct_io, self._seals)
+        needed_bytes = sum(item.needed_bytes for item in wanted.values())
+        needed_bytes += sum(row.kind.payload_bytes for row in whole)
+        keep = keeps_cached(self.options, needed_bytes, self._stored_bytes())
+        files = OpenFiles(self._storage, self.options.direct_io, self._seals, keep_cached=keep)
         try:
             reads = TensorReads(files, self.options, self._located, self.stats, self._decoder, self.index.blocks)
             reads.run([wanted[key] for key in sorted(wanted)], whole)
@@ -141,6 +145,17 @@ class FileSystemReader(StorageReader):
             raise naming(error, str(self.path)) from error
         finally:
             files.close()
+
+    def _stored_bytes(self) -> int:
+        """What the files of the checkpoint have together, about."""
+        if self._files_bytes is None:
+            index = self.index
+            if index.seal is not None:
+                self._files_bytes = sum(file.size_bytes for file in index.seal.files.values())
+            else:
+                chunks = (chunk for entry in index.tensors.values() for chunk in entry.chunks)
+                self._files_bytes = sum(chunk.item.length for chunk in chunks)
+        return self._files_bytes
 
     def object_bytes(self, fqn: str) -> bytes:
         """A stored object as `torch.save` made it, transforms undone, checksums compared, not unpickled.

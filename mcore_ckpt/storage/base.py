@@ -113,6 +113,10 @@ class RangeReader(ABC):
         """
         self.read_into(offset, view)
 
+    def keep_cached(self) -> bool:
+        """From now on, what is read stays at hand for others, as by `read_shared`; False if nothing can."""
+        return False
+
     def is_cached(self, offset: int, length: int) -> bool:
         """Whether bytes `[offset, offset + length)` are most likely at hand, so that short reads cost nothing more."""
         return False

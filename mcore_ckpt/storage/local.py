@@ -199,6 +199,7 @@ class LocalReader(RangeReader):
     ) -> None:
         self.name = os.path.join(root, name)
         self._insist = direct == "on"
+        self._keep = False
         self._bounce = bounce
         self._direct_fd: int | None = None
         self._residency: direct_io.Residency | None = None
@@ -254,7 +255,13 @@ class LocalReader(RangeReader):
                 f"{error.strerror or error} ({code}); check the device and its file system (dmesg)"
             ) from error
 
+    def keep_cached(self) -> bool:
+        self._keep = not self._insist
+        return self._keep
+
     def is_cached(self, offset: int, length: int) -> bool:
+        if self._keep:
+            return True  # by way of the page cache in any case, ahead of which the kernel reads
         return self._residency is not None and self._residency.cached_share(offset, length) >= _MOSTLY_CACHED
 
     @contextmanager
@@ -277,7 +284,7 @@ class LocalReader(RangeReader):
                 residency.forget(offset, length)
 
     def _wants_direct(self, offset: int, nbytes: int) -> bool:
-        if self._direct_fd is None:
+        if self._direct_fd is None or self._keep:
             return False
         if self._residency is None:
             return self._insist
@@ -765,6 +772,7 @@ class _LocalWriter(RangeWriter):
         self.name = path
         self.direct = False
         self._insist = direct == "on"
+        self._keep = False
         self._lock = threading.Lock()
         self._buffered_fd: int | None = None
         self._unsynced: deque[tuple[int, int]] = deque()
