@@ -276,13 +276,13 @@ class StageLease:
         return self._job is not None and self._job.poll()
 
     @property
-    def is_being_filled(self) -> bool:
-        """Whether another thread is about to copy a save into the stage: it has no job yet, and is not abandoned."""
-        return self._job is None and self._thread is not threading.current_thread() and self._thread.is_alive()
+    def is_abandoned(self) -> bool:
+        """Whether it has no job and will not get one: who would be copying to it does something else, or is gone."""
+        return self._job is None and (self._thread is threading.current_thread() or not self._thread.is_alive())
 
     def wait(self) -> None:
         """Wait until the job that reads the stage has ended, well or not."""
-        while self in _in_use and self.is_being_filled:
+        while self in _in_use and self._job is None and not self.is_abandoned:
             with _changed:
                 _changed.wait(_LOOK_S)
         if self._job is not None:
@@ -328,18 +328,23 @@ def is_busy(nbytes: int, options: SaveOptions) -> bool:
 def lease_stage(nbytes: int, options: SaveOptions) -> StageLease:
     """A stage for a save of `nbytes`; waits for saves of this rank that are in the writing and leave it no room."""
     lease = None
-    while lease is None:
-        _collect()
-        dropped: list[Stage] = []
-        with _changed:
-            oldest = None if _has_room(nbytes, options) else _in_use[0]
-            if oldest is None:
-                lease = _lease(nbytes, options, dropped)
-        for stage in dropped:
-            _drop(stage)
-        if oldest is not None:
-            oldest.wait()
-            oldest.give_back()
+    try:
+        while lease is None:
+            _collect()
+            dropped: list[Stage] = []
+            with _changed:
+                oldest = None if _has_room(nbytes, options) else _in_use[0]
+                if oldest is None:
+                    lease = _lease(nbytes, options, dropped)
+            for stage in dropped:
+                _drop(stage)
+            if oldest is not None:
+                oldest.wait()
+                oldest.give_back()
+    except BaseException:  # a Ctrl-C at any moment
+        for taken in [one for one in _in_use if one.is_abandoned]:
+            taken.give_back()
+        raise
     return lease
 
 
@@ -354,13 +359,8 @@ def _lease(nbytes: int, options: SaveOptions, dropped: list[Stage]) -> StageLeas
     left_bytes = budget_bytes - max(stage.capacity_bytes, min(nbytes, budget_bytes))
     while _free and sum(idle.capacity_bytes for idle in _free) > left_bytes:
         dropped.append(_free.pop())
-    lease = StageLease(stage, budget_bytes)
-    try:
-        _in_use.append(lease)
-    except BaseException:  # a Ctrl-C at this moment
-        lease.give_back()
-        raise
-    return lease
+    _in_use.append(StageLease(stage, budget_bytes))
+    return _in_use[-1]
 
 
 def _drop(stage: Stage) -> None:
