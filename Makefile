@@ -7,6 +7,9 @@ PYTHON ?=
 INSTALLED := $(VENV)/installed.stamp
 BIN := $(VENV)/bin
 
+# Many tests wait for ranks, disks and deadlines more than they compute. SIDE_BY_SIDE= runs them one after the other.
+SIDE_BY_SIDE ?= -n 2 --dist worksteal
+
 # All processes of the tests share the machine's cores.
 export OMP_NUM_THREADS ?= 1
 # What mkdocs-material says at each start of another generator of sites.
@@ -32,10 +35,10 @@ demo: $(INSTALLED)  ## a Megatron model trained, saved and loaded under other la
 	$(BIN)/python scripts/demo.py
 
 test: $(INSTALLED)  ## all tests but the long and slow ones and the matrix of Megatron versions
-	$(BIN)/python -m pytest --durations=20 $(ARGS)
+	$(BIN)/python -m pytest --durations=20 $(SIDE_BY_SIDE) $(ARGS)
 
 test-quick: $(INSTALLED)  ## the core: under two minutes on two quiet cores; what a commit should pass
-	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -q -m "quick and not slow and not matrix and not long" $(ARGS)
+	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "quick and not slow and not matrix and not long" $(ARGS)
 
 test-long: $(INSTALLED)  ## real launches' traps, stock queues, interop on 1 and 4 ranks, a crash at every step of a save: minutes
 	$(BIN)/python -m pytest -m "long and not slow" $(ARGS)
