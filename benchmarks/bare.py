@@ -7,6 +7,7 @@ longer than this is its own.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Iterator
@@ -20,12 +21,13 @@ from benchmarks.adapters import Adapter
 from benchmarks.state import Shard
 from mcore_ckpt.core.boxes import Box, intersect
 from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, align_up
-from mcore_ckpt.storage.direct_io import aligned_buffer, copy_bytes
+from mcore_ckpt.storage.direct_io import address, aligned_buffer, copy_bytes
 
-__all__ = ["BARE", "Bare"]
+__all__ = ["BARE", "BARE_SMALL", "Bare", "BareLoop"]
 
 _PIECE_BYTES = 8 * 1024 * 1024
 _SLICE_BYTES = 1024 * 1024
@@ -62,7 +64,8 @@ class Bare(Adapter):
 
     def look(self, state: list[Shard], path: Path, cold: bool) -> None:
         self._cold = cold
-        self._places = [place for shard in state for place in _places(shard, path)]
+        index = FileSystemReader(path).index
+        self._places = [place for shard in state for place in _places(shard, index)]
 
     def load(self, state: list[Shard], path: Path) -> None:
         # Rows are read with what lies between them, which another rank wants: through the page cache.
@@ -94,8 +97,59 @@ class Bare(Adapter):
             os.close(fd)
 
 
-def _places(shard: Shard, path: Path) -> Iterator[_Place]:
-    entry = FileSystemReader(path).index.tensors[shard.key]
+class _SmallSpan(NamedTuple):
+    """Bytes of a file that are read at once, and payloads in them: where, how long, and the address each goes to."""
+
+    file: str
+    start: int
+    nbytes: int
+    payloads: list[tuple[int, int, int]]
+
+
+class BareLoop(Bare):
+    """Many small tensors, by one thread: what lies together is read at once, then each payload is summed and copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._spans: list[_SmallSpan] = []
+
+    def look(self, state: list[Shard], path: Path, cold: bool) -> None:
+        super().look(state, path, cold)
+        # A device wants long reads; what comes out of the page cache is at hand while it is in the CPU's.
+        self._spans = list(_small_spans(self._places, _PIECE_BYTES if cold else _SLICE_BYTES))
+
+    def load(self, state: list[Shard], path: Path) -> None:
+        flags = os.O_RDONLY | (os.O_DIRECT if self._cold else 0)
+        fds = {name: os.open(path / name, flags) for name in {span.file for span in self._spans}}
+        buffer, memmove = self._buffers[0], ctypes.memmove
+        base = address(buffer)
+        for span in self._spans:
+            _read(fds[span.file], buffer[: span.nbytes], span.start)
+            for at, nbytes, destination in span.payloads:
+                crc32(buffer[at : at + nbytes])
+                memmove(destination, base + at, nbytes)
+        for fd in fds.values():
+            os.close(fd)
+
+
+def _small_spans(places: list[_Place], span_bytes: int) -> Iterator[_SmallSpan]:
+    """Payloads in the order of the files, in aligned spans; each has to be shorter than a span."""
+    at_once: list[_Place] = []
+    for place in [*sorted(places, key=lambda place: (place.file, place.offset)), None]:
+        if at_once:
+            first, last = at_once[0], at_once[-1]
+            start = first.offset // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+            if place is None or place.file != first.file or place.offset + len(place.destination) > start + span_bytes:
+                payloads = [(p.offset - start, len(p.destination), p.destination.ctypes.data) for p in at_once]
+                end = align_up(last.offset + len(last.destination))
+                yield _SmallSpan(first.file, start, end - start, payloads)
+                at_once = []
+        if place is not None:
+            at_once.append(place)
+
+
+def _places(shard: Shard, index: CheckpointIndex) -> Iterator[_Place]:
+    entry = index.tensors[shard.key]
     rows, columns = shard.tensor.shape
     for chunk in entry.chunks:
         payload = chunk.item.offset + len(tensor_template(entry.dtype, chunk.sizes).head)
@@ -167,3 +221,4 @@ class _Bare4(Bare):
 
 
 BARE: dict[str, type[Adapter]] = {f"bare threads, {cls.threads}": cls for cls in (Bare, _Bare2, _Bare4)}
+BARE_SMALL: dict[str, type[Adapter]] = {"bare loop": BareLoop}

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.adapters import ADAPTERS, Adapter
-from benchmarks.bare import BARE
+from benchmarks.bare import BARE, BARE_SMALL
 from benchmarks.state import Shard
 
 __all__ = ["Samples", "fresh", "make_adapters", "note", "rotated", "wipe"]
@@ -24,7 +24,7 @@ def make_adapters(names: Sequence[str]) -> dict[str, Adapter]:
     from tests.support.cpu_megatron import pretend_cuda
 
     pretend_cuda()  # stock Megatron names CUDA devices outright
-    known = ADAPTERS | BARE
+    known = ADAPTERS | BARE | BARE_SMALL
     return {name: known[name]() for name in names}
 
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import async_saves, device, report, scenarios, snapshots  # noqa: E402  (found by the line above)
-from benchmarks.bare import BARE  # noqa: E402
+from benchmarks.bare import BARE, BARE_SMALL  # noqa: E402
 from benchmarks.rounds import Samples  # noqa: E402
 from tests.support.gloo_ranks import run_ranks  # noqa: E402
 
@@ -54,6 +54,10 @@ def _floors(ranks: Callable[..., Samples], size: int, rounds: int) -> dict[str, 
             part = {"": "", "decoder.layers.1": ", a fifth of the tensors", "decoder.layers.1.": ", one tensor"}[prefix]
             work = f"floors: {kind}, 4 -> {count}{part}"
             results[work] = ranks(count, scenarios.loads, kind, size, pairs, rounds, prefix)
+    pairs = [*((name, "mcore_ckpt") for name in ("raw", *BARE_SMALL, "mcore_ckpt")), ("megatron", "megatron")]
+    for count in (1, 2):
+        ranks(count, scenarios.write_once, "small", size, ("mcore_ckpt", "megatron"))
+        results[f"floors: small, {count} -> {count}"] = ranks(count, scenarios.loads, "small", size, pairs, rounds)
     for kind in ("dense", "small"):
         results[f"floors: async, {kind}, 2 ranks"] = ranks(2, snapshots.snapshot_parts, kind, size, rounds)
     return results
