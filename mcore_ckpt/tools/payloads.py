@@ -165,8 +165,15 @@ class StoredPayloads:
                 self.storage, LoadOptions.from_environment(), ReadStats(), self._seals
             )
         dtype = stored_dtype(entry)
+        loaded = decoder.tensor(entry.fqn, chunk, dtype, reason)
+        nbytes = math.prod(chunk.sizes) * element_bytes(entry.dtype)
+        if nbytes > _MAX_INFLATION * chunk.item.length and nbytes > loaded.untyped_storage().nbytes():
+            raise CorruptCheckpointError(
+                f"{where}: {nbytes} bytes of elements are made of an item of {chunk.item.length} bytes that repeats "
+                "them; no checkpoint stores a tensor so, and it would fill the memory"
+            )
         # A copy, since what is decoded may have any strides.
-        tensor = torch.empty(chunk.sizes, dtype=dtype).copy_(decoder.tensor(entry.fqn, chunk, dtype, reason))
+        tensor = torch.empty(chunk.sizes, dtype=dtype).copy_(loaded)
         content = tensor.reshape(-1).view(torch.uint8).numpy().data
         return StoredPayload(where, chunk.item.file, 0, len(content), None, content)
 
