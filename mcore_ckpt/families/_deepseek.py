@@ -18,6 +18,7 @@ from mcore_ckpt.families._settings import (
     expect,
     expert_arguments,
     expert_layers_of,
+    layer_count,
     number,
     setting,
 )
@@ -120,12 +121,12 @@ _ROUTER_BIAS = Row(
 
 
 def _model(config: Mapping[str, Any]) -> Model:
-    layers, heads = count(config, "num_hidden_layers"), count(config, "num_attention_heads")
+    layers, heads = layer_count(config), count(config, "num_attention_heads")
     nope, positions = count(config, "qk_nope_head_dim"), count(config, "qk_rope_head_dim")
     values, rank = count(config, "v_head_dim"), count(config, "kv_lora_rank")
     experts = count(config, "n_routed_experts", config.get("num_local_experts"))
     first = config.get("first_k_dense_replace", 0)
-    if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= layers <= 100_000:
+    if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= layers:
         raise OptionError(f"first_k_dense_replace={first!r}: expected a number of layers, of {layers}")
     inner = count(config, "moe_intermediate_size")
     sizes = {
@@ -292,8 +293,8 @@ def _v3_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 def _v3_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
     if not arguments.get("moe_router_enable_expert_bias"):
         raise OptionError("the stored arguments have no moe_router_enable_expert_bias: DeepSeek-V3's router has a bias")
-    groups = setting(arguments, "moe_router_num_groups", default=1)
-    chosen = setting(arguments, "moe_router_group_topk", default=1)
+    groups = count(arguments, "moe_router_num_groups", 1)
+    chosen = count(arguments, "moe_router_group_topk", 1)
     if groups > 1 and count(arguments, "moe_router_topk") // chosen != 2:
         raise OptionError("the stored argument moe_router_group_topk: DeepSeek-V3 rates a group by its best 2 experts")
     return {

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.families._settings import count, expect, number, setting
+from mcore_ckpt.families._settings import count, epsilon_of, expect, layer_count, number
 from mcore_ckpt.families.table import Family, Model, Part, Row
 
 __all__ = ["GPT2"]
@@ -55,7 +55,7 @@ def _model(config: Mapping[str, Any]) -> Model:
         "ffn": count(config, "n_inner", 4 * hidden),
     }
     holds = frozenset() if config.get("tie_word_embeddings", True) else frozenset({"untied"})
-    return Model(count(config, "n_layer"), sizes, heads, heads, hidden // heads, holds=holds)
+    return Model(layer_count(config, "n_layer"), sizes, heads, heads, hidden // heads, holds=holds)
 
 
 def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
         "n_inner": count(arguments, "ffn_hidden_size"),
         # What Megatron has fused of it is the approximation.
         "activation_function": "gelu_new",
-        "layer_norm_epsilon": setting(arguments, "norm_epsilon", "layernorm_epsilon", default=1e-5),
+        "layer_norm_epsilon": epsilon_of(arguments),
         "attn_pdrop": number(arguments, "attention_dropout", 0.1),
         "resid_pdrop": number(arguments, "hidden_dropout", 0.1),
         "embd_pdrop": number(arguments, "hidden_dropout", 0.1),

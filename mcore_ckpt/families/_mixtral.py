@@ -14,6 +14,7 @@ from mcore_ckpt.families._settings import (
     decoder_model,
     expert_arguments,
     is_plain_decoder,
+    layer_count,
     window_arguments,
     window_config,
 )
@@ -25,8 +26,7 @@ __all__ = ["MIXTRAL"]
 def _model(config: Mapping[str, Any]) -> Model:
     experts = count(config, "num_local_experts")
     sizes = {"experts": experts, "expert ffn": count(config, "intermediate_size")}
-    layers = count(config, "num_hidden_layers")
-    return decoder_model(config, sizes=sizes, experts=experts, expert_layers=(True,) * layers)
+    return decoder_model(config, sizes=sizes, experts=experts, expert_layers=(True,) * layer_count(config))
 
 
 def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from mcore_ckpt.families._settings import (
     expert_arguments,
     expert_layers_of,
     is_plain_decoder,
+    layer_count,
 )
 from mcore_ckpt.families.table import Family, Model, Part, Row
 
@@ -49,9 +50,9 @@ _SHARED_EXPERT = (
 
 
 def _expert_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    layers, step = count(config, "num_hidden_layers"), count(config, "decoder_sparse_step", 1)
+    layers, step = layer_count(config), count(config, "decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or layers > 100_000:
+    if not isinstance(dense, list) or len(dense) > layers:
         raise OptionError(f"mlp_only_layers={dense!r:.80}: expected a list of layers, of {layers}")
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 

@@ -18,6 +18,7 @@ __all__ = [
     "decoder_arguments",
     "decoder_config",
     "decoder_model",
+    "epsilon_of",
     "expect",
     "expert_arguments",
     "groups_of",
@@ -40,7 +41,7 @@ def count(config: Mapping[str, Any], name: str, default: int | None = None) -> i
     value = config.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MOST:
-        raise OptionError(f"{name}={value!r}: expected a positive whole number in the model's configuration")
+        raise OptionError(f"{name}={value!r:.80}: expected a positive whole number in the model's configuration")
     return value
 
 
@@ -48,9 +49,17 @@ def number(config: Mapping[str, Any], name: str, default: float | None = None) -
     """A number of a configuration; raises `OptionError`."""
     value = config.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise OptionError(f"{name}={value!r}: expected a number in the model's configuration")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_MOST < value < _MOST:
+        raise OptionError(f"{name}={value!r:.80}: expected a number in the model's configuration")
     return value
+
+
+def layer_count(config: Mapping[str, Any], name: str = "num_hidden_layers") -> int:
+    """How many layers; raises `OptionError` for more than any model has, before something is made for each."""
+    layers = count(config, name)
+    if layers > _MOST_LAYERS:
+        raise OptionError(f"{name}={layers}: no model has that many")
+    return layers
 
 
 def expect(config: Mapping[str, Any], name: str, *values: Any) -> None:
@@ -58,12 +67,19 @@ def expect(config: Mapping[str, Any], name: str, *values: Any) -> None:
     value = config.get(name, values[0])
     if value not in values:
         shown = " or ".join(map(repr, values))
-        raise OptionError(f"{name}={value!r}: this family's layers in Megatron-Core have {shown} only")
+        raise OptionError(f"{name}={value!r:.80}: this family's layers in Megatron-Core have {shown} only")
 
 
 def setting(arguments: Mapping[str, Any], *names: str, default: Any = None) -> Any:
     """The first of some arguments that is there and not None: versions of Megatron call some things differently."""
     return next((arguments[name] for name in names if arguments.get(name) is not None), default)
+
+
+def epsilon_of(arguments: Mapping[str, Any]) -> float:
+    """What norms add to the variance."""
+    return number(
+        {"norm_epsilon": setting(arguments, "norm_epsilon", "layernorm_epsilon", default=1e-5)}, "norm_epsilon"
+    )
 
 
 def groups_of(arguments: Mapping[str, Any]) -> int:
@@ -87,7 +103,7 @@ def decoder_model(config: Mapping[str, Any], **more: Any) -> Model:
         **more.pop("sizes", {}),
     }
     holds = set(more.pop("holds", ())) | (set() if config.get("tie_word_embeddings", False) else {"untied"})
-    layers = count(config, "num_hidden_layers")
+    layers = layer_count(config)
     return Model(layers, sizes, heads, groups, head_dim, holds=frozenset(holds), **more)
 
 
@@ -145,7 +161,9 @@ def decoder_config(arguments: Mapping[str, Any], vocabulary: int, **fields: Any)
         ("add_bias_linear", False),
     ):
         if setting(arguments, name) != wanted:
-            raise OptionError(f"the stored argument {name}={arguments.get(name)!r}: expected {wanted!r} in this family")
+            raise OptionError(
+                f"the stored argument {name}={arguments.get(name)!r:.80}: expected {wanted!r} in this family"
+            )
     for name in (
         "apply_layernorm_1p",
         "squared_relu",
@@ -168,7 +186,7 @@ def decoder_config(arguments: Mapping[str, Any], vocabulary: int, **fields: Any)
         "head_dim": count(arguments, "kv_channels", max(1, hidden // heads)),
         "hidden_act": "silu",
         "max_position_embeddings": positions,
-        "rms_norm_eps": setting(arguments, "norm_epsilon", "layernorm_epsilon", default=1e-5),
+        "rms_norm_eps": epsilon_of(arguments),
         "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights"),
         "attention_dropout": 0.0,
         **rope_config(arguments),
@@ -206,9 +224,8 @@ def rope_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     scaling: dict[str, Any] | None = None
     if arguments.get("use_rope_scaling"):
         scaling = {"rope_type": "llama3", "factor": number(arguments, "rope_scaling_factor", 8.0), **_LLAMA3_SCALING}
-    elif setting(arguments, "rotary_seq_len_interpolation_factor", default=1) != 1:
-        factor = float(number(arguments, "rotary_seq_len_interpolation_factor"))
-        scaling = {"rope_type": "linear", "factor": factor}
+    elif number(arguments, "rotary_seq_len_interpolation_factor", 1) != 1:
+        scaling = {"rope_type": "linear", "factor": float(number(arguments, "rotary_seq_len_interpolation_factor"))}
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.families.registry import FAMILIES, family_named, family_of_arguments, family_of_config
@@ -108,6 +111,7 @@ def test_a_row_that_leaves_elements_out_is_an_error(name: str) -> None:
         ({"num_attention_heads": 0}, "num_attention_heads=0"),
         ({"num_hidden_layers": 2**50}, "num_hidden_layers"),
         ({"num_hidden_layers": 10**9}, "no model has that many"),
+        ({"num_attention_heads": 2**30}, "no model has that many"),
         ({"num_key_value_heads": 3}, "3 groups"),
         ({"hidden_size": "32"}, "hidden_size='32'"),
         ({"hidden_size": True}, "hidden_size=True"),
@@ -157,6 +161,36 @@ def test_arguments_that_a_family_has_no_layer_for_are_refused(name: str, argumen
     family = family_named(name)
     with pytest.raises(OptionError, match=words):
         family.config({**family.arguments(CONFIGS[name]), **arguments}, 100)
+
+
+_ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+_SCALING = "factor low_freq_factor original_max_position_embeddings mscale rope_theta rope_type type".split()
+
+
+@given(data=st.data())
+def test_settings_from_anywhere_are_taken_or_refused(data: st.DataObject) -> None:
+    """A `config.json`, and stored arguments, with anything in the place of any setting: no other error comes of it."""
+    family = data.draw(st.sampled_from(FAMILIES))
+    config = dict(CONFIGS[family.name])
+    names = st.sampled_from([*config, "rope_scaling", "rope_parameters", "sliding_window", "mlp_only_layers"])
+    scaling = st.dictionaries(st.sampled_from(_SCALING), st.just("yarn") | st.just("llama3") | _ANYTHING, max_size=4)
+    config |= data.draw(st.dictionaries(names, _ANYTHING | scaling, max_size=2))
+    with suppress(OptionError):
+        model = family.model(config)
+        if model.layers * max(1, model.experts) * model.heads < 10_000:
+            relate(family, model, Naming(stacked_layers=False), 128)
+    with suppress(OptionError):
+        family.arguments(config)
+    arguments = family.arguments(CONFIGS[family.name])
+    arguments |= data.draw(st.dictionaries(st.sampled_from(sorted(arguments)), _ANYTHING, max_size=2))
+    with suppress(OptionError):
+        family_of_arguments(arguments, "here")
+    with suppress(OptionError):
+        family.model(family.config(arguments, 100))
 
 
 def test_rotary_settings_of_transformers_4_and_5() -> None:
