@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -44,17 +42,6 @@ _logger = logging.getLogger(__name__)
 # A ring of fewer windows would make the trainer and the device wait for each other.
 _LEAST_SLOTS = 2
 _told: set[str] = set()
-# Held while a snapshot is taken and handed over: until then, nothing says that its stage is in use, and the writer is
-# one for all threads.
-_handing_over = threading.Lock()
-
-
-def _make_lock_anew() -> None:
-    global _handing_over  # a thread of the process that forked this one may have held it
-    _handing_over = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_make_lock_anew)
 # How often a person who waits sees the bar move.
 _BAR_PERIOD_S = 0.2
 
@@ -227,10 +214,9 @@ def start_writing(
         The save in progress. An error is kept for its `results`, where all ranks hear of it.
     """
     try:
-        with _handing_over:
-            if options.stage == "cow":
-                return _fork_cow(storage, sources, options, what, plans, started)
-            return _stage_and_start(storage, sources, options, what, plans, started)
+        if options.stage == "cow":
+            return _fork_cow(storage, sources, options, what, plans, started)
+        return _stage_and_start(storage, sources, options, what, plans, started)
     except Exception as error:  # noqa: BLE001  (the other ranks are on their way to the commit and have to hear of it)
         wrapped = (
             error if isinstance(error, SaveError) else SaveError(f"{what}: the writing could not be started: {error}")
