@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -23,6 +24,7 @@ from mcore_ckpt.core.paths import is_local, local_path
 from mcore_ckpt.core.version import __version__
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.commit import give_back
+from mcore_ckpt.format.metadata_read import read_config
 from mcore_ckpt.megatron import _async_queue as megatron_queue
 from mcore_ckpt.megatron import common_state
 from mcore_ckpt.megatron._errors import MegatronErrors
@@ -136,7 +138,10 @@ def _replace_all(megatron: Differences) -> None:
         patches.replace(serialization, "load_common_state_dict", _load_common_state_dict)
     core = _required("core", "save_config", "maybe_load_config")
     patches.replace(core, "save_config", common_state.save_config)
-    patches.replace(core, "maybe_load_config", _config_of_what_is_read(core.maybe_load_config))
+    _required("core", "CheckpointingConfig")
+    patches.replace(
+        core, "maybe_load_config", _config_of_what_is_read(core.maybe_load_config, core.CheckpointingConfig)
+    )
     patches.replace(serialization, "save", _save_or_leave_nothing(serialization.save))
     patches.replace(serialization, "load", around_load(serialization.load))
     megatron_queue.replace_methods(patches, async_utils.AsyncCallsQueue, MegatronErrors)
@@ -193,14 +198,30 @@ def _load_common_state_dict(checkpoint_dir: Any) -> Any:
     return _load_common(directory)
 
 
-def _config_of_what_is_read(stock: Any) -> Any:
-    """Megatron's `maybe_load_config`, by which it tells the format of a checkpoint."""
+def _config_of_what_is_read(stock: Any, config_class: Any) -> Any:
+    """Megatron's `maybe_load_config`, by which it tells the format of a checkpoint.
+
+    Of a directory of a file system the file is read here: Megatron would wait for ever for one that is a pipe.
+    """
 
     @functools.wraps(stock)
     def maybe_load_config(checkpoint_dir: Any) -> Any:
         with MegatronErrors():
-            directory = directory_to_read(checkpoint_dir) if is_local(checkpoint_dir) else checkpoint_dir
-            return stock(str(directory))
+            if not is_local(checkpoint_dir):
+                return stock(str(checkpoint_dir))
+            found = read_config(directory_to_read(checkpoint_dir))
+        if found is None:
+            return None
+        values = {
+            "sharded_backend": found.backend,
+            "sharded_backend_version": found.version,
+            "common_backend": found.common_backend,
+            "common_backend_version": found.common_version,
+        }
+        # 0.19 no longer has the last two.
+        return config_class(
+            **{field.name: values[field.name] for field in fields(config_class) if field.name in values}
+        )
 
     return maybe_load_config
 

@@ -158,3 +158,29 @@ def test_a_common_state_that_stock_has_written_is_bound_to_the_save() -> None:
             stocks_common_state_beside_our_data(directory)
 
     in_child(run)
+
+
+def a_config_that_is_damaged(directory: Path) -> None:
+    dist_checkpointing.save(state(1), str(directory))
+    config = directory / "metadata.json"
+    sound = config.read_bytes()
+    for damaged in (sound[:10], b"\xff" + sound, b"[]", sound.replace(b"sharded_backend_v", b"shardeD_backend_v")):
+        config.write_bytes(damaged)
+        with pytest.raises(CorruptCheckpointError, match=r"metadata\.json"):
+            dist_checkpointing.load(state(0), str(directory))
+    config.unlink()
+    os.mkfifo(config)
+    with pytest.raises(CorruptCheckpointError, match="a pipe"):
+        dist_checkpointing.load(state(0), str(directory))
+    config.unlink()
+    config.write_bytes(sound)
+    assert_holds(directory, 1)
+
+
+@pytest.mark.timeout(120)
+def test_a_config_that_is_damaged_or_a_pipe_is_refused_by_an_error_that_names_it() -> None:
+    def run() -> None:
+        with launch() as directory:
+            a_config_that_is_damaged(directory)
+
+    in_child(run)
