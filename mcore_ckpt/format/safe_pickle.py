@@ -21,10 +21,10 @@ import pickletools
 import threading
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from mcore_ckpt.core.errors import (
     CheckpointNotFoundError,
@@ -47,18 +47,21 @@ from mcore_ckpt.format._pickle_machine import (
 )
 from mcore_ckpt.format._plain_index import plainly_built
 from mcore_ckpt.format.crc import crc32
-from mcore_ckpt.format.zip_records import ItemBytes, ZipRecord, read_directory, record_start
+from mcore_ckpt.format.tensor_pickle import DTYPE_OF_STORAGE
+from mcore_ckpt.format.zip_records import ItemBytes, ItemStream, ZipRecord, read_directory, record_start
 
 __all__ = [
     "ALLOWED_OBJECT_CLASSES",
     "Inflation",
     "Opaque",
     "StoredStorage",
+    "TensorOutline",
     "Unavailable",
     "load_object",
     "loads",
     "read_described",
     "read_plain",
+    "read_tensor_outline",
     "refuse_zip_bomb",
 ]
 
@@ -259,6 +262,83 @@ class StoredStorage:
 
     kind: str
     content: bytes
+
+
+class _KindsOfStorages(_Opaques):
+    """As `_Opaques`; and the stand-in of its class for each storage."""
+
+    def referred(self, reference: Any) -> Any:
+        kind = reference[1] if type(reference) is tuple and len(reference) > 1 else None
+        if not (isinstance(kind, type) and issubclass(kind, Opaque)):
+            raise WrongArgumentsError("a reference to no storage")
+        return kind
+
+
+def read_tensor_outline(read: Callable[[int, int], bytes], item_bytes: int, where: str) -> TensorOutline | None:
+    """Dtype and shape of the tensor of an archive that has to be decoded as a whole, by its pickle alone.
+
+    Args:
+        read: `read(offset, length)` returns exactly these bytes, offsets relative to the item.
+        item_bytes: size of the item.
+        where: key and file, for messages.
+
+    Returns:
+        None if something makes the tensor that only decoding tells the result of.
+
+    Raises:
+        CorruptCheckpointError: it is no tensor, or one without an element at each place (sparse, or a meta tensor).
+    """
+    try:
+        with zipfile.ZipFile(ItemStream(read, item_bytes)) as archive:
+            name = next(name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl"))
+            if archive.getinfo(name).file_size > _MAX_INFLATION * item_bytes:
+                raise WrongArgumentsError(f"a pickle that would be inflated to {archive.getinfo(name).file_size} bytes")
+            return _outline(unpickle(archive.read(name), _KindsOfStorages(), where), where)
+    except LoadError:
+        raise
+    except Exception as error:  # a damaged archive can fail in any way
+        raise _unreadable(where, error) from error
+
+
+def _outline(made: Any, where: str) -> TensorOutline | None:
+    if not isinstance(made, Opaque):
+        raise CorruptCheckpointError(f"{where}: expected a tensor, stored is {type(made).__name__}")
+    function, arguments = made.name, made.arguments
+    while function in _WRAPPERS or function == "torch._tensor._rebuild_from_type_v2":
+        inner = arguments[0] if arguments else None
+        if function in _WRAPPERS and isinstance(inner, Opaque):
+            function, arguments = inner.name, inner.arguments
+        elif function not in _WRAPPERS and len(arguments) > 2 and type(arguments[2]) is tuple:
+            function, arguments = getattr(inner, "name", ""), arguments[2]
+        else:
+            raise CorruptCheckpointError(f"{where}: expected a tensor, stored is a call of {function:.200}")
+    if function in _WITHOUT_ELEMENTS:
+        raise CorruptCheckpointError(
+            f"{where}: expected a tensor with an element at each place, stored is what {function} makes; load another "
+            "copy or an earlier checkpoint"
+        )
+    typed = function in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_qtensor")
+    if not typed and function != "torch._utils._rebuild_tensor_v3":
+        return None
+    kind: Any = arguments[0 if typed else 6]
+    dtype = getattr(kind, "name", "").removeprefix("torch.") if isinstance(kind, type) else ""
+    return TensorOutline(DTYPE_OF_STORAGE.get(dtype) if typed else dtype or None, checked_size(arguments[2]))
+
+
+_WRAPPERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+_WITHOUT_ELEMENTS = ("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_meta_tensor_no_storage")
+
+
+class TensorOutline(NamedTuple):
+    """What a pickle says of its tensor.
+
+    Attributes:
+        dtype: torch's name without `torch.`; None if it is none that ranges are read of.
+        shape: sizes, in elements.
+    """
+
+    dtype: str | None
+    shape: tuple[int, ...]
 
 
 class _Described(_Opaques):

@@ -21,6 +21,7 @@ from mcore_ckpt.core.errors import CheckpointError
 
 __all__ = [
     "DTYPES",
+    "DTYPE_OF_STORAGE",
     "MAX_PICKLE_BYTES",
     "DtypeEntry",
     "MalformedPickleError",
@@ -307,7 +308,7 @@ def read_tensor_pickle(pickle: bytes) -> PickledTensor:
 
 
 _MAX_AXES, _MAX_SIZE = 64, 2**63 - 1
-_DTYPE_OF_STORAGE = {entry.storage_class: dtype for dtype, entry in DTYPES.items() if entry.storage_class}
+DTYPE_OF_STORAGE = {entry.storage_class: dtype for dtype, entry in DTYPES.items() if entry.storage_class}
 
 
 def _plain(
@@ -356,7 +357,7 @@ def _read_usual(match: re.Match[bytes]) -> PickledTensor | None:
     """The tensor of a program that `_USUAL` matches; None if its parts do not fit each other."""
     version, module, storage_class, key, length, offset, sizes, strides, name = match.groups()
     if (version, module) == (b"2", b"") and name is None:
-        dtype = _DTYPE_OF_STORAGE.get(storage_class.decode())
+        dtype = DTYPE_OF_STORAGE.get(storage_class.decode())
     elif (version, module, storage_class) == (b"3", b".storage", b"UntypedStorage") and name is not None:
         dtype = name.decode() if name.decode() in DTYPES else None
     else:
@@ -509,7 +510,7 @@ def _tensor(arguments: tuple[Any, ...], further: tuple[Any, ...], *, typed: bool
         raise TypeError("strides")
     if typed:
         module, _, storage_class = storage.storage_class.partition("\n")
-        dtype = _DTYPE_OF_STORAGE.get(storage_class) if module == "torch" else None
+        dtype = DTYPE_OF_STORAGE.get(storage_class) if module == "torch" else None
     else:
         module, _, name = arguments[6].partition("\n") if type(arguments[6]) is _Global else ("", "", "")
         untyped = storage.storage_class == "torch.storage\nUntypedStorage"

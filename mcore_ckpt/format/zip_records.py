@@ -25,6 +25,7 @@ __all__ = [
     "END64_LOCATOR",
     "LOCAL_HEADER",
     "ItemBytes",
+    "ItemStream",
     "NotRangeable",
     "ZipRecord",
     "read_directory",
@@ -281,7 +282,7 @@ def record_start(item: ItemBytes, record: ZipRecord) -> int:
     return start
 
 
-class _ItemStream(io.RawIOBase):
+class ItemStream(io.RawIOBase):
     """An item as a file that can be read and sought."""
 
     def __init__(self, read: Callable[[int, int], bytes], item_bytes: int) -> None:
@@ -325,7 +326,7 @@ def verify_compressed(read: Callable[[int, int], bytes], item_bytes: int, where:
         CorruptCheckpointError: the archive cannot be read.
     """
     try:
-        with zipfile.ZipFile(_ItemStream(read, item_bytes)) as archive:
+        with zipfile.ZipFile(ItemStream(read, item_bytes)) as archive:
             damaged, count = archive.testzip(), len(archive.infolist())
     except CheckpointError:
         raise

@@ -117,7 +117,14 @@ class ItemDecoder:
             raise CorruptCheckpointError(
                 f"{where}: the index says {dtype} of shape {list(chunk.sizes)}, stored is {got}"
             )
-        return loaded.detach()
+        if loaded.layout is not torch.strided or loaded.device.type == "meta":
+            kind = "on the meta device" if loaded.device.type == "meta" else f"of layout {loaded.layout}"
+            raise CorruptCheckpointError(
+                f"{where}: expected a tensor with an element at each place, stored is one {kind}; load another copy or"
+                " an earlier checkpoint"
+            )
+        # By way of the class: an attribute that the pickle gave it may have any name.
+        return torch.Tensor.detach(loaded)
 
     def _read(self, files: OpenFiles, fqn: str, item: StoredItem) -> bytes:
         try:

@@ -172,9 +172,12 @@ class StoredPayloads:
                 f"{where}: {nbytes} bytes of elements are made of an item of {chunk.item.length} bytes that repeats "
                 "them; no checkpoint stores a tensor so, and it would fill the memory"
             )
-        # A copy, since what is decoded may have any strides.
-        tensor = torch.empty(chunk.sizes, dtype=dtype).copy_(loaded)
-        content = tensor.reshape(-1).view(torch.uint8).numpy().data
+        try:
+            # A copy, since what is decoded may have any strides.
+            tensor = torch.empty(chunk.sizes, dtype=dtype).copy_(loaded)
+            content = tensor.reshape(-1).view(torch.uint8).numpy().data
+        except (RuntimeError, TypeError) as error:
+            raise LoadError(f"{where}: its elements cannot be taken as they are ({error!s:.200})") from error
         return StoredPayload(where, chunk.item.file, 0, len(content), None, content)
 
     def was_read(self, entry: TensorEntry, chunk: StoredChunk, value: int) -> None:

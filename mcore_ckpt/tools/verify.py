@@ -29,6 +29,7 @@ from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, Te
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor, locate_tensor_in
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, read_index
+from mcore_ckpt.format.safe_pickle import read_tensor_outline
 from mcore_ckpt.format.seal import BLOCK_BYTES
 from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
 from mcore_ckpt.load.checksums import check_records, checksum_error, range_crc
@@ -406,6 +407,14 @@ def check_item(
             dtype, sizes = check.entry.dtype, check.chunk.sizes
             found = locate_tensor(read, item.length, where) if inside is None else locate_tensor_in(inside, where)
             check_located(found, dtype, sizes, math.prod(sizes) * element_bytes(dtype), item.crc32)
-    except NotRangeable:  # whether it is what the index says, only decoding it can tell
-        return verify_compressed(read, item.length, where)
+    except NotRangeable:
+        checked = verify_compressed(read, item.length, where)
+        if check.entry is not None and check.chunk is not None:
+            outline = read_tensor_outline(read, item.length, where)
+            dtype, sizes = check.entry.dtype, check.chunk.sizes
+            if outline is not None and (outline.shape != sizes or outline.dtype not in (None, dtype)):
+                raise CorruptCheckpointError(
+                    f"{where}: the index says {dtype} of shape {list(sizes)}, stored is {outline.dtype} of shape "
+                    f"{list(outline.shape)}; index and data file do not belong together"
+                ) from None
     return checked
