@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mcore_ckpt.core.boxes import flat_boxes
-from mcore_ckpt.core.errors import LoadError, MissingKeyError, ShapeMismatchError
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, MissingKeyError, ShapeMismatchError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
@@ -30,8 +30,8 @@ from mcore_ckpt.load.reader import FileSystemReader
 
 __all__ = ["load_sharded_optimizer_state"]
 
-# Parameter groups of an optimizer are a handful; a list in a state dict has no more entries than a checkpoint has keys.
-_MAX_LIST = 10_000_000
+# A list in a state dict has no more entries than there are keys, unless some were removed.
+_MAX_REMOVED = 10_000
 
 
 def load_sharded_optimizer_state(
@@ -61,6 +61,7 @@ def load_sharded_optimizer_state(
 
     Raises:
         MissingKeyError: the checkpoint has nothing under `optimizer_key`.
+        CorruptCheckpointError: what its index notes of where a key belongs cannot be.
         ShapeMismatchError: a parameter's part does not lie inside the stored state tensor, or it has another shape and
             `offsets` does not say which part it is.
         LoadError: see `FileSystemReader.read_items`.
@@ -79,7 +80,7 @@ def load_sharded_optimizer_state(
     for key in keys:
         entry = index.tensors.get(key)
         value = reader.read_object(key) if entry is None else _wanted_part(entry, layouts.of(key), requests)
-        _place(loaded, _path(index, key, optimizer_key, state_dict), value)
+        _place(loaded, _path(index, key, optimizer_key, state_dict), value, len(keys) + _MAX_REMOVED)
     reader.read_items(requests)
     return loaded
 
@@ -182,7 +183,15 @@ def _wanted_dtensor(
 def _path(index: CheckpointIndex, key: str, optimizer_key: str, model: Mapping[str, Any]) -> tuple[Any, ...]:
     """Where a value belongs in the nested state dict: as DCP noted it, or else by the names in the key."""
     noted = index.planner_data.get(key) if isinstance(index.planner_data, dict) else None
-    if noted:
+    if noted is not None and noted != () and noted != []:
+        plain = type(noted) in (tuple, list) and all(type(part) in (str, int) for part in noted)
+        # DCP makes the key of the path.
+        if not plain or ".".join(map(str, noted)) != key:
+            raise CorruptCheckpointError(
+                f"{key}: the index of {index.path} notes another place for it in the state dict (planner_data, a "
+                f"{type(noted).__name__}) than its name says; the index is damaged. Load another copy or an earlier "
+                "checkpoint"
+            )
         return tuple(noted)
     rest = key[len(optimizer_key) + 1 :]
     for fqn in sorted((fqn for fqn in model if fqn in rest), key=len, reverse=True):
@@ -192,13 +201,16 @@ def _path(index: CheckpointIndex, key: str, optimizer_key: str, model: Mapping[s
     return (optimizer_key, *rest.split("."))
 
 
-def _place(tree: dict[str, Any], path: Sequence[Any], value: Any) -> None:
-    """Put `value` at `path`; integers in a path are positions in lists, as DCP writes them."""
+def _place(tree: dict[str, Any], path: Sequence[Any], value: Any, longest: int) -> None:
+    """Put `value` at `path`, where nothing is yet; integers in a path are positions in lists, as DCP writes them.
+
+    Lists get at most `longest` entries.
+    """
     node: Any = tree
     for here, following in pairwise(path):
         empty: Any = [] if isinstance(following, int) else {}
         if isinstance(here, int):
-            _make_room(node, here, path)
+            _make_room(node, here, path, longest)
             if node[here] is None:
                 node[here] = empty
             node = node[here]
@@ -208,15 +220,17 @@ def _place(tree: dict[str, Any], path: Sequence[Any], value: Any) -> None:
             raise _contradiction(path)
     last = path[-1]
     if isinstance(last, int):
-        _make_room(node, last, path)
-    elif not isinstance(node, dict):
+        _make_room(node, last, path, longest)
+        if node[last] is not None:
+            raise _contradiction(path)
+    elif not isinstance(node, dict) or last in node:
         raise _contradiction(path)
     node[last] = value
 
 
-def _make_room(node: Any, position: int, path: Sequence[Any]) -> None:
+def _make_room(node: Any, position: int, path: Sequence[Any], longest: int) -> None:
     """Lengthen a list until it has that position, which a file has named: within reason."""
-    if not isinstance(node, list) or not 0 <= position < _MAX_LIST:
+    if not isinstance(node, list) or not 0 <= position < longest:
         raise _contradiction(path)
     node.extend([None] * (position + 1 - len(node)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_ckpt import FileSystemReader, MissingKeyError, ShapeMismatchError, load_sharded_optimizer_state
+from mcore_ckpt import FileSystemReader, LoadError, MissingKeyError, ShapeMismatchError, load_sharded_optimizer_state
 from mcore_ckpt.core.boxes import flat_boxes
 from tests.support.gloo_ranks import run_ranks
 
@@ -63,6 +64,44 @@ def test_plain_tensors_whole_and_nested_as_saved(tmp_path: Path) -> None:
     assert weight["step"] == 7
     assert loaded["optimizer"]["param_groups"][0]["lr"] == 0.1
     assert loaded["optimizer"]["param_groups"][0]["params"] == ["linear.weight", "linear.bias"]
+
+
+PLACES: dict[str, Any] = {
+    "a number": 5,
+    "a list as a part": ("optimizer", ["x"], 1),
+    "a dict": {"optimizer": 1},
+    "the place of another key": ("optimizer", "state", "linear.weight", "exp_avg_sq"),
+    "a position first": (0, "x"),
+    "a position before the first": ("optimizer", "l", -1),
+    "a position that takes all memory": ("optimizer", "l", 99_999_999_999),
+    "another root": ("elsewhere", "x"),
+    "text": "abc",
+    "a truth": ("optimizer", True, "x"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_place_that_is_not_that_of_the_key_is_refused(place: str, tmp_path: Path) -> None:
+    dcp.save(trained(), checkpoint_id=tmp_path)
+    key, file = "optimizer.state.linear.weight.exp_avg", tmp_path / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    assert key in metadata.planner_data
+    metadata.planner_data[key] = PLACES[place]
+    file.write_bytes(pickle.dumps(metadata))
+    model = {"linear.weight": torch.empty(8, 6), "linear.bias": torch.empty(8)}
+    with pytest.raises(LoadError, match=key.replace(".", r"\.") + ".*planner_data"):
+        load_sharded_optimizer_state(model, tmp_path)
+
+
+def test_two_keys_of_one_place_do_not_replace_one_another(tmp_path: Path) -> None:
+    keys = ["optimizer.state.w", "optimizer.state..w"]
+    dcp.save({key: torch.full((2,), float(n)) for n, key in enumerate(keys)}, checkpoint_id=tmp_path)
+    file = tmp_path / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.planner_data = None
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(LoadError, match="contradicts"):
+        load_sharded_optimizer_state({"w": torch.empty(2)}, tmp_path)
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (8, 3), (2, 2), (48,), (8, 6, 1)])
