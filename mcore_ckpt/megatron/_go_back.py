@@ -33,8 +33,9 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.ranks import coordination_group
 from mcore_ckpt.directory.run import iteration_directories, iteration_of, look_at
-from mcore_ckpt.format.metadata_read import METADATA_FILE, read_config
+from mcore_ckpt.format.metadata_read import read_config
 from mcore_ckpt.megatron._errors import MegatronErrors, is_first_rank
+from mcore_ckpt.megatron._one_save import metadata_version, one_load
 from mcore_ckpt.megatron._versions import patches
 from mcore_ckpt.megatron.common_state import load_common
 
@@ -58,7 +59,8 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             directory = local_path(checkpoint_dir)
             options = _options_of(args[0] if args else kwargs.get("sharded_strategy"))
             if options.on_damaged == "raise" or _is_settled.get():
-                return stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+                with one_load():
+                    return stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
             read = partial(_read_from, stock, sharded_state_dict, args, kwargs)
             return _load_whole(read, directory, options, kwargs.get("process_group"))
 
@@ -70,7 +72,8 @@ def _read_from(
 ) -> Any:
     settled = _is_settled.set(True)
     try:
-        return stock(sharded_state_dict, str(directory), *args, **kwargs)
+        with one_load():
+            return stock(sharded_state_dict, str(directory), *args, **kwargs)
     finally:
         _is_settled.reset(settled)
 
@@ -81,7 +84,7 @@ def _load_whole(read: Callable[[Path], Any], named: Path, options: LoadOptions, 
     choose = partial(directory_to_read, named, options)
     directory = group.run_on_coordinator("choose a checkpoint to load", choose, wrap=LoadError)
     while True:
-        _chosen[str(named.absolute())] = (_version(named), directory)
+        _chosen[str(named.absolute())] = (metadata_version(named), directory)
         outcome = attempt(partial(read, directory))
         damage = next((told for told in group.all_gather(_damage(outcome)) if told is not None), None)
         if damage is None:
@@ -102,10 +105,10 @@ def directory_to_read(checkpoint_dir: Any, options: LoadOptions | None = None) -
     if options.on_damaged == "raise" or _is_settled.get() or not patches.replaced():
         return named
     version, directory = _chosen.get(str(named.absolute()), (None, named))
-    if version != _version(named):
+    if version != metadata_version(named):
         problem = _problem(named, options)
         directory = named if problem is None else _newest_older(named, problem, options)
-        _chosen[str(named.absolute())] = (_version(named), directory)
+        _chosen[str(named.absolute())] = (metadata_version(named), directory)
     return directory
 
 
@@ -115,14 +118,6 @@ def _options_of(strategy: Any) -> LoadOptions:
         strategy = strategy.base_strategy
     options = getattr(strategy, "options", None)
     return options if isinstance(options, LoadOptions) else LoadOptions.from_environment()
-
-
-def _version(directory: Path) -> _Version:
-    try:
-        status = (directory / METADATA_FILE).stat()
-    except OSError:
-        return ()
-    return (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _damage(outcome: Any) -> str | None:

@@ -14,11 +14,12 @@ import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from mcore_ckpt.core.errors import CheckpointNotFoundError, SaveError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.ranks import coordination_group
@@ -35,6 +36,7 @@ from mcore_ckpt.format.metadata_read import (
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.format.seal import MetadataSeal, split_metadata
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.megatron._one_save import Source, metadata_version, note_common
 from mcore_ckpt.storage.local import LocalStorage
 
 __all__ = [
@@ -50,6 +52,8 @@ _logger = logging.getLogger(__name__)
 
 COMMON_STATE_KEY = object_key("common_state", (0,), (1,))
 _PENDING_SUFFIX = ".pending"
+# What cannot be read of a checkpoint that was replaced meanwhile is read of the new one, so often.
+_READ_AGAIN = 5
 _T = TypeVar("_T")
 # Takes the error of `save_config`, where that must not be raised at once.
 _late_error: ContextVar[list[Exception] | None] = ContextVar("_late_error", default=None)
@@ -132,7 +136,7 @@ def raise_config_error(error: Exception | None) -> None:
 
 
 def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | None = None) -> Any:
-    """The common state of a checkpoint, tensors on the CPU.
+    """The common state of a checkpoint, tensors on the CPU; of the new one, where it is replaced meanwhile.
 
     Raises:
         CheckpointNotFoundError: there is neither a file nor an object that holds it.
@@ -142,6 +146,17 @@ def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | N
     """
     options = LoadOptions.from_environment() if options is None else options
     directory = local_path(checkpoint_dir)
+    for attempts_left in reversed(range(_READ_AGAIN)):
+        version = metadata_version(directory)
+        try:
+            return _load_common(directory, options, version)
+        except LoadError:
+            if not attempts_left or metadata_version(directory) == version:
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]) -> Any:
     storage = LocalStorage(directory)
     names = storage.list() if directory.is_dir() else []
     file: str | None = COMMON_FILE if COMMON_FILE in names else None
@@ -151,9 +166,11 @@ def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | N
         pickled, seal = split_metadata(content, str(directory / METADATA_FILE))
         if _index_decides(pickled, names):
             reader = FileSystemReader(directory, options)
+            seal = reader.index.seal
             file = common_file_in_force(names, reader.index)
             if file is None and COMMON_STATE_KEY in reader.index.objects:
                 stored = reader.read_object(COMMON_STATE_KEY)
+                note_common(directory, Source.of(reader.index.seal, version))
                 return stored[0] if isinstance(stored, list) else stored
     if file is None:
         raise CheckpointNotFoundError(
@@ -162,13 +179,15 @@ def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | N
             f"{', '.join(sorted(names)[:8]) or 'nothing'}{', ...' if len(names) > 8 else ''}"
         )
     # Small, and read by every rank: all of it is compared with its checksums before anything is unpickled.
-    return load_object(
+    loaded = load_object(
         read_common_file(storage, file, seal),
         options.allowed_classes,
         where=str(directory / file),
         verify_crc=options.verify_crc,
         run_code=options.run_code_from_checkpoint,
     )
+    note_common(directory, Source.of(seal, version))
+    return loaded
 
 
 def _index_decides(pickled: bytes, names: list[str]) -> bool:

@@ -23,7 +23,6 @@ from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import coordination_group
 from mcore_ckpt.directory.remove import remove_tensors
-from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.layout.buckets import TensorSpec
 from mcore_ckpt.layout.shards import (
     is_main_replica,
@@ -39,6 +38,7 @@ from mcore_ckpt.load.flattened import read_shards
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._errors import MegatronErrors
 from mcore_ckpt.megatron._go_back import directory_to_read
+from mcore_ckpt.megatron._one_save import Source, check_common, check_ranks, metadata_version, replaced_error
 from mcore_ckpt.megatron._quantized import read_quantized, split_quantized
 from mcore_ckpt.megatron._replaced import read_through, replaced_bucket_writer, replaced_load_planner
 from mcore_ckpt.megatron._versions import (
@@ -301,16 +301,43 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         _name_unknown(f"{type(self).__name__}.load", unknown)
         loaded: list[dict[str, Any]] = []
         with MegatronErrors():
+
+            def load() -> bytes:
+                filled, source = self._load_of_one_save(sharded_state_dict, checkpoint_dir)
+                loaded.append(filled)
+                return source.save_id
+
             if self._collective:
-                group = coordination_group()
-                group.run("load", lambda: loaded.append(self._load(sharded_state_dict, checkpoint_dir)), wrap=LoadError)
+                check_ranks(local_path(checkpoint_dir), coordination_group().run("load", load, wrap=LoadError))
             else:
-                loaded.append(self._load(sharded_state_dict, checkpoint_dir))
+                load()
         return loaded[0]
 
-    @collector_paused()
-    def _load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path) -> dict[str, Any]:
+    def _load_of_one_save(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path
+    ) -> tuple[dict[str, Any], Source]:
+        """What is loaded, and the save it is of, which is that of the common state.
+
+        Raises:
+            LoadError: as `load`; or the checkpoint was replaced meanwhile, and that shows in what was read.
+        """
         reader = self._open(checkpoint_dir)
+        _, version = self._read_version or (reader.path, ())
+        try:
+            filled = self._load(reader, sharded_state_dict)
+        except LoadError as error:
+            if metadata_version(reader.path) != version:
+                raise replaced_error(reader.path, str(error)) from error
+            raise
+        source = Source.of(reader.index.seal, version)
+        if not source.save_id and metadata_version(reader.path) != version:
+            # Nothing but the file itself tells the saves apart: it may have been another one already when it was read.
+            raise replaced_error(reader.path, ".metadata, which has no seal, is another file than before")
+        check_common(reader.path, source)
+        return filled, source
+
+    @collector_paused()
+    def _load(self, reader: FileSystemReader, sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
         wanted = list(leaves(sharded_state_dict))
         shards = [leaf for leaf in wanted if is_sharded_tensor(leaf)]
         plain, quantized = split_quantized(shards)
@@ -326,7 +353,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
     def _open(self, checkpoint_dir: _Path) -> FileSystemReader:
         """A reader whose index is read anew only when the checkpoint is another one, or has been replaced."""
         path = directory_to_read(checkpoint_dir, self.options)
-        version = _metadata_version(path)
+        version = metadata_version(path)
         if self._reader is None or self._read_version != (path, version):
             self._reader = FileSystemReader(path, self.options)
             self._read_version = (path, version)
@@ -397,15 +424,6 @@ def _name_unknown(where: str, arguments: Mapping[str, Any]) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
-
-
-def _metadata_version(path: Path) -> tuple[int, ...]:
-    """Changes when the checkpoint in that directory is replaced; empty if there is none."""
-    try:
-        status = (path / METADATA_FILE).stat()
-    except OSError:
-        return ()
-    return (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class _ObjectsInTurn:

@@ -1,0 +1,106 @@
+"""That all that one load reads is of one save: the common state and the tensors, on every rank.
+
+A save may replace the checkpoint in the same directory at any moment. The common state is read ahead of the tensors,
+each with a look at `.metadata` of its own, and by each rank for itself. What was read is known by the save's id, which
+the seal of `.metadata` carries, and is compared; that of stock has none, and is known by the file itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.format.metadata_read import METADATA_FILE
+from mcore_ckpt.format.seal import MetadataSeal, shown_id
+
+__all__ = ["Source", "check_common", "check_ranks", "metadata_version", "note_common", "one_load", "replaced_error"]
+
+# Of each directory whose common state the load in progress has read: which save that was of. None outside of a load.
+_common_of: ContextVar[dict[str, Source] | None] = ContextVar("_common_of", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Which save something was read of.
+
+    Attributes:
+        save_id: 16 bytes; empty where `.metadata` has no seal.
+        version: of the `.metadata` that was read, see `metadata_version`.
+    """
+
+    save_id: bytes
+    version: tuple[int, ...]
+
+    @classmethod
+    def of(cls, seal: MetadataSeal | None, version: tuple[int, ...]) -> Source:
+        """What was read by a `.metadata` of that seal and version."""
+        return cls(b"" if seal is None else seal.save_id, version)
+
+    def is_same(self, other: Source) -> bool:
+        """Whether both are of one save."""
+        if self.save_id or other.save_id:
+            return self.save_id == other.save_id
+        return self.version == other.version
+
+    def __str__(self) -> str:
+        return f"save {shown_id(self.save_id)}" if self.save_id else "a .metadata without a seal"
+
+
+def metadata_version(directory: Path) -> tuple[int, ...]:
+    """Changes when the checkpoint in that directory is replaced; empty if there is none."""
+    try:
+        status = (directory / METADATA_FILE).stat()
+    except OSError:
+        return ()
+    return (status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@contextmanager
+def one_load() -> Iterator[None]:
+    """What is read within is of one load."""
+    token = _common_of.set({})
+    try:
+        yield
+    finally:
+        _common_of.reset(token)
+
+
+def note_common(directory: Path, source: Source) -> None:
+    """The common state was read, and is of that save."""
+    if (noted := _common_of.get()) is not None:
+        noted[str(directory.absolute())] = source
+
+
+def check_common(directory: Path, source: Source) -> None:
+    """Compare the save that tensors are of with that of the common state, where the same load has read that.
+
+    Raises:
+        LoadError: they are two.
+    """
+    common = (_common_of.get() or {}).get(str(directory.absolute()))
+    if common is not None and not common.is_same(source):
+        raise replaced_error(directory, f"the common state was read of {common}, the tensors of {source}")
+
+
+def check_ranks(directory: Path, save_ids: Sequence[bytes]) -> None:
+    """Compare the saves that the ranks have read; with the same ids on every rank, all raise or none.
+
+    Raises:
+        LoadError: they are two or more.
+    """
+    other = next((rank for rank, save_id in enumerate(save_ids) if save_id != save_ids[0]), None)
+    if other is not None:
+        first, second = (Source(save_ids[rank], ()) for rank in (0, other))
+        raise replaced_error(directory, f"rank 0 has read {first}, rank {other} {second}")
+
+
+def replaced_error(directory: Path, what: str) -> LoadError:
+    """What to raise of a checkpoint that another save replaced under the load."""
+    return LoadError(
+        f"{directory}: the checkpoint was replaced by another save while it was loaded: {what}; what was loaded is "
+        "not to be used. Load again, when no save is at work in this directory"
+    )

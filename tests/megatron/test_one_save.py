@@ -1,0 +1,91 @@
+"""A checkpoint that is replaced while it is loaded: what is loaded is of one save, on all ranks, or is refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mcore_ckpt import LoadError
+from mcore_ckpt.megatron._versions import differences
+from tests.megatron.trap_ranks import check, installed, made, state
+from tests.support.gloo_ranks import run_ranks
+
+pytest.importorskip("megatron.core")
+
+DEADLINE_S = 150
+
+
+def two_saves(directory: Path, iteration: int = 2) -> tuple[Path, Callable[[], None]]:
+    """A checkpoint that tells `iteration`, and a function by which rank 0 puts another save, of 7, in its place."""
+    named, other = directory / f"iter_{iteration:07d}", directory / "other"
+    for path, fill in ((named, iteration), (other, 7)):
+        installed().save(state(fill), made(path))
+    dist.barrier()
+
+    def replace() -> None:
+        if dist.get_rank() == 0:
+            named.rename(directory / "old")
+            other.rename(named)
+
+    return named, replace
+
+
+def replaced_between(rank: int, directory: Path) -> list[str]:
+    """The messages of loads of a checkpoint that is replaced behind the common state, and behind all of rank 0."""
+    dist_checkpointing = installed()
+    from mcore_ckpt.load.reader import FileSystemReader
+    from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
+
+    messages = []
+    named, replace = two_saves(directory / "behind the common state")
+    load: Any = TorchDistLoadStrategy.load
+
+    def load_later(self: Any, *args: Any) -> Any:
+        dist.barrier()
+        replace()
+        dist.barrier()
+        return load(self, *args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(TorchDistLoadStrategy, "load", load_later)
+        with pytest.raises(LoadError) as raised:
+            dist_checkpointing.load(state(0), str(named))
+    messages.append(str(raised.value))
+    check(dist_checkpointing.load(state(0), str(named)), 7)
+
+    named, replace = two_saves(directory / "behind rank 0")
+    read_objects: Any = FileSystemReader.read_objects
+    done = directory / "replaced"
+
+    def replace_behind(self: Any, keys: Any) -> Any:
+        found = read_objects(self, keys)
+        if rank == 0:
+            replace()
+            done.touch()
+        return found
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(FileSystemReader, "read_objects", replace_behind)
+        until_s = time.monotonic() + DEADLINE_S
+        while rank == 1 and not done.exists() and time.monotonic() < until_s:
+            time.sleep(0.01)
+        with pytest.raises(LoadError) as raised:
+            dist_checkpointing.load(state(0), str(named), validate_access_integrity=False)
+    messages.append(str(raised.value))
+    check(dist_checkpointing.load(state(0), str(named)), 7)
+    return messages
+
+
+def test_what_is_read_of_two_saves_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    if not differences().all_ranks_load:
+        pytest.skip("this version of Megatron lets ranks load alone: none of them hears of the others")
+    for behind_common, behind_rank in run_ranks(replaced_between, 2, tmp_path, deadline_s=DEADLINE_S):
+        assert "was replaced by another save while it was loaded" in behind_common
+        assert "the common state was read of save" in behind_common
+        assert "rank 0 has read save" in behind_rank
+        assert "rank 1 save" in behind_rank
