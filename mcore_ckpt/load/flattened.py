@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,10 @@ __all__ = ["destination", "read_shards"]
 
 # Pieces of stored stretches that are held at once while they are spread over their destinations.
 _BATCH_BYTES = 64 * 1024 * 1024
+# What a piece takes beside its elements, as a request and with all that leads to it.
+_PIECE_BYTES = 2048
+# A chunk is saved for a cell or a part of one; some may have been made one chunk since, but never more than so many.
+_MAX_CELLS_OF_A_CHUNK = 16384
 
 
 def destination(shard: Any) -> torch.Tensor:
@@ -157,18 +161,18 @@ def _read_spread(reader: FileSystemReader, wanted: Iterable[_Wanted]) -> None:
         for piece in _pieces(reader, one):
             buffer = torch.empty(piece.stop - piece.first, dtype=one.tensor.dtype)
             batch.append((piece, buffer))
-            held_bytes += buffer.nbytes
+            held_bytes += buffer.nbytes + _PIECE_BYTES
             if held_bytes >= _BATCH_BYTES:
                 _read_batch(reader, batch)
                 batch, held_bytes = [], 0
     _read_batch(reader, batch)
 
 
-def _pieces(reader: FileSystemReader, wanted: _Wanted) -> list[_Piece]:
+def _pieces(reader: FileSystemReader, wanted: _Wanted) -> Iterator[_Piece]:
     entry = reader.index.tensors.get(wanted.key)
     if entry is None:
         reader.read_items([ReadRequest(wanted.key, wanted.tensor, wanted.box.offsets, wanted.box.sizes)])  # raises
-        return []
+        return
     stored_shape = tuple(entry.shape)
     grid = stored_shape[:-1]
     own_shape = wanted.own_shape
@@ -177,12 +181,16 @@ def _pieces(reader: FileSystemReader, wanted: _Wanted) -> list[_Piece]:
             f"{wanted.key}: stored as a grid {list(grid)} of flattened boxes of a tensor {list(own_shape)}, which it "
             "does not divide; `.metadata` contradicts itself"
         )
+    if math.prod(grid) > _MAX_CELLS_OF_A_CHUNK * max(1, len(entry.chunks)):
+        raise CorruptCheckpointError(
+            f"{wanted.key}: stored as a grid {list(grid)} of flattened boxes, in {len(entry.chunks)} chunks, each of "
+            "which was one box or a part of it when it was saved; `.metadata` contradicts itself"
+        )
     cell = tuple(size // n for size, n in zip(wanted.own_shape, grid, strict=True))
     ranges = [
         range(start // size, min(-(-(start + extent) // size), n))
         for start, extent, size, n in zip(wanted.box.offsets, wanted.box.sizes, cell, grid, strict=True)
     ]
-    found = []
     for place in itertools.product(*ranges):
         cell_box = Box(tuple(i * size for i, size in zip(place, cell, strict=True)), cell)
         share = intersect(cell_box, wanted.box)
@@ -191,8 +199,7 @@ def _pieces(reader: FileSystemReader, wanted: _Wanted) -> list[_Piece]:
         strides = strides_of(cell)
         first = sum(map(operator.mul, relative(share, cell_box.offsets).offsets, strides))
         last = first + sum((n - 1) * stride for n, stride in zip(share.sizes, strides, strict=True))
-        found.append(_Piece(wanted, cell_box, place, stored_shape, share, first, last + 1))
-    return found
+        yield _Piece(wanted, cell_box, place, stored_shape, share, first, last + 1)
 
 
 def _read_batch(reader: FileSystemReader, batch: list[tuple[_Piece, torch.Tensor]]) -> None:
