@@ -42,12 +42,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
-from mcore_ckpt.core.errors import CheckpointExistsError, CheckpointNotFoundError, LoadError, SaveError
+from mcore_ckpt.core.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LoadError,
+    SaveError,
+)
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.directory.claim import Claim, holders, holders_of_parts, is_claim_file, seems_gone
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, parse_index
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, MAX_METADATA_BYTES, METADATA_FILE, parse_index
 from mcore_ckpt.format.seal import FOOTER_BYTES, SAVE_ID_BYTES, decode_footer, shown_id
 from mcore_ckpt.storage.base import FileVersion, Storage
 
@@ -280,7 +286,11 @@ def write_config(storage: Storage, content: bytes) -> bool:
 
 
 def _has_config(storage: Storage, content: bytes) -> bool:
-    return storage.exists(CONFIG_FILE) and storage.read(CONFIG_FILE) == content
+    return (
+        storage.exists(CONFIG_FILE)
+        and storage.size(CONFIG_FILE) == len(content)
+        and storage.read(CONFIG_FILE, 0, len(content)) == content
+    )
 
 
 def _is_still_published(storage: Storage) -> bool:
@@ -357,7 +367,7 @@ def _is_of_rank(name: str, rank: int) -> bool:
 def _index_of_rank(storage: Storage, rank: int) -> CheckpointIndex | None:
     name = metadata_of_rank(rank)
     try:
-        return parse_index(storage.read(name), f"{storage}/{name}")
+        return parse_index(_index_bytes(storage, name), f"{storage}/{name}")
     except CheckpointNotFoundError:
         return None
     except LoadError as error:
@@ -495,7 +505,7 @@ def _files_of_ranks(storage: Storage, names: Iterable[str]) -> frozenset[str] | 
     for name in names:
         if _METADATA_OF_RANK.fullmatch(name):
             try:
-                found |= index_files(parse_index(storage.read(name), f"{storage}/{name}"))
+                found |= index_files(parse_index(_index_bytes(storage, name), f"{storage}/{name}"))
             except CheckpointNotFoundError:
                 continue
             except LoadError as error:
@@ -640,7 +650,7 @@ def is_in_force(storage: Storage, files: Iterable[str]) -> bool:
     What interrupts a coordinator that has just published makes it report a failure; data files must stay then.
     """
     try:
-        content = storage.read(METADATA_FILE) if storage.exists(METADATA_FILE) else b""
+        content = _index_bytes(storage, METADATA_FILE) if storage.exists(METADATA_FILE) else b""
     except (LoadError, OSError):
         return True
     return any(name.encode("utf-8", "surrogatepass") in content for name in files)
@@ -743,9 +753,19 @@ def common_file_in_force(names: Iterable[str], index: CheckpointIndex) -> str | 
     return COMMON_FILE if COMMON_FILE in names else None
 
 
+def _index_bytes(storage: Storage, name: str) -> bytes:
+    """The content of an index, if it is not too large for one; raises as `Storage.read`."""
+    with storage.open_reader(name) as reader:
+        if reader.size_bytes > MAX_METADATA_BYTES:
+            raise CorruptCheckpointError(
+                f"{storage}/{name}: expected at most {MAX_METADATA_BYTES} bytes, the file has {reader.size_bytes}"
+            )
+        return reader.read(0, reader.size_bytes)
+
+
 def _old_index(storage: Storage) -> CheckpointIndex | None:
     try:
-        return parse_index(storage.read(METADATA_FILE), f"{storage}/{METADATA_FILE}")
+        return parse_index(_index_bytes(storage, METADATA_FILE), f"{storage}/{METADATA_FILE}")
     except LoadError as error:
         _logger.warning("%s: the checkpoint that is being replaced cannot be read, its files stay: %s", storage, error)
         return None

@@ -531,9 +531,17 @@ class LocalStorage(Storage):
 
     def version(self, name: str) -> FileVersion | None:
         path = self.path(name)
+        flags = os.O_RDONLY | os.O_CLOEXEC | (0 if self._follow_links else os.O_NOFOLLOW)
         try:
+            try:
+                status = os.stat(path, follow_symlinks=self._follow_links)
+            except FileNotFoundError:
+                flags |= os.O_NONBLOCK  # it may be there by now, and a pipe
+            else:
+                if not stat.S_ISREG(status.st_mode):  # a link, or what blocks or acts when it is opened
+                    return FileVersion(status.st_ino, status.st_size, status.st_mtime_ns)
             # Opened, not asked for by name alone: that is when NFS asks the server.
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, flags)
             try:
                 status = os.fstat(fd)
             finally:

@@ -346,6 +346,22 @@ def test_an_unreadable_old_checkpoint_is_replaced_but_its_files_stay(tmp_path: P
     assert read_index(tmp_path).tensors.keys() == {second}
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["larger than any index", "a pipe"])
+def test_what_cannot_be_an_index_is_not_read_for_one(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if kind == "a pipe":
+        os.mkfifo(tmp_path / METADATA_FILE)
+    else:
+        with (tmp_path / METADATA_FILE).open("wb") as stream:
+            stream.truncate(5 * 1024**3)  # of which the disk holds nothing
+    file = save(tmp_path)
+    assert set(read_index(tmp_path).tensors) == {file}
+    assert (tmp_path / file).exists()
+    assert ("expected at most" if kind != "a pipe" else "a pipe") in caplog.text
+
+
 def test_a_lost_file_of_the_old_checkpoint_does_not_cost_the_new_one(tmp_path: Path) -> None:
     """Its name must not be given to a new file: what the old `.metadata` names is removed after the publish."""
     old = save(tmp_path)

@@ -443,3 +443,19 @@ def test_aligned_buffers_are_not_shared_with_forked_children() -> None:
         os._exit(0)
     os.waitpid(child, 0)
     assert buffer[:4] == b"\0\0\0\0"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["a pipe", "a link to a pipe", "a link to a file"])
+def test_the_version_of_what_is_no_file_is_told_without_opening_it(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    name, outside = tmp_path / "d" / "x", tmp_path / "outside"
+    if kind == "a link to a file":
+        outside.write_bytes(b"12345")
+    else:
+        os.mkfifo(name if kind == "a pipe" else outside)
+    if kind != "a pipe":
+        name.symlink_to(outside)
+    told = LocalStorage(tmp_path / "d").version("x")
+    assert told is not None
+    assert told.number == name.lstat().st_ino
