@@ -682,9 +682,14 @@ def _rebuild_device_tensor_from_numpy(budget: Budget, data: Any, dtype: Any, dev
     return _rebuild_device_tensor_from_cpu_tensor(budget, torch.from_numpy(data), dtype, device, grad)
 
 
-def _generator(_: Budget, device: Any = None) -> Any:
+# torch's Mersenne Twister: 5,056 bytes of state, and what holds them.
+_GENERATOR_BYTES = 6 * 1024
+
+
+def _generator(budget: Budget, device: Any = None) -> Any:
     import torch
 
+    budget.charge(_GENERATOR_BYTES)
     _wants(device is None or type(device) is torch.device, "a device")
     return torch.Generator()
 

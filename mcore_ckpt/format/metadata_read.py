@@ -408,6 +408,7 @@ ALLOWED_GLOBALS: dict[tuple[str, str], Any] = {
 
 _MAX_OFFSET = 2**63 - 1
 _MAX_DIMENSIONS = 64
+_MAX_OFFSETS_OF_ONE_HASH = 16
 _DTYPES = {DtypeName(name): name for name in DTYPE_NAMES}  # stand-in -> one str for all entries
 _DTYPE_NAMES = {name: name for name in DTYPE_NAMES}
 _ZEROS = tuple((0,) * dimensions for dimensions in range(_MAX_DIMENSIONS + 1))
@@ -509,6 +510,7 @@ class _IndexBuilder:
         if type(storage_data) is not dict:
             raise self._wrong("storage_data", "a dict (is the checkpoint unfinished?)", storage_data)
         items: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
+        by_hash: dict[int, list[tuple[int, ...]]] = {}
         safe_names = self._safe_names
         seal = self._seal
         if seal is not None and len(seal.crcs) != len(storage_data):
@@ -520,6 +522,13 @@ class _IndexBuilder:
             fqn, offsets = key.fqn, key.offset
             if offsets is not None and (offsets := _checked_sizes(offsets)) is None:
                 raise self._wrong(f"offset of {fqn!r}", "non-negative ints", key.offset)
+            if offsets is not None and offsets is not _ZEROS[len(offsets)]:
+                # Chosen for it, very many would have one hash, and each be compared with all others.
+                same = by_hash.setdefault(hash(offsets), [])
+                if offsets not in same:
+                    same.append(offsets)
+                    if len(same) > _MAX_OFFSETS_OF_ONE_HASH:
+                        raise self._wrong(f"offset of {fqn!r}", "offsets that differ in their hash", offsets)
             if type(info) is not StorageInfoState:
                 raise self._wrong(f"place of {fqn!r}", "a _StorageInfo", info)
             name, offset, length = info.relative_path, info.offset, info.length

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import struct
+import zipfile
 import zlib
 from array import array
 from collections.abc import Callable
@@ -23,10 +25,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.convert._safetensors_files import read_safetensors
-from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, UnsafePickleError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format._plain_index import plainly_built
 from mcore_ckpt.format.metadata_read import parse_index, read_index
+from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.format.seal import FOOTER_BYTES, FileSealPlan, TableColumns, decode_footer, decode_table
 from mcore_ckpt.tools.verify import verify_checkpoint
 
@@ -126,3 +129,27 @@ def test_an_object_is_shown_only_if_it_is_what_was_saved(tmp_path: Path, capsys:
     assert main(["cat", str(tmp_path / "a"), "lr"]) == 2
     assert "two saves were mixed" in capsys.readouterr().err
     assert not verify_checkpoint(tmp_path / "a").whole
+
+
+def test_offsets_of_one_hash_are_refused_before_all_are_compared_with_all() -> None:
+    modulus = 2**61 - 1  # of an int's hash
+    offsets = [tuple(modulus * (n >> axis & 1) for axis in range(8)) for n in range(1, 256)]
+    assert len({hash(each) for each in offsets}) == 1
+    place = _StorageInfo("__0_0.distcp", 0, 10)
+    entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([2**62] * 8), [])
+    places = {MetadataIndex("w", torch.Size(each)): place for each in offsets}
+    with pytest.raises(CorruptCheckpointError, match="differ in their hash"):
+        parse_index(pickle.dumps(Metadata({"w": entry}, None, places)), "ckpt")
+
+
+def test_generators_without_a_state_count_as_what_they_take() -> None:
+    content = io.BytesIO()
+    torch.save([0] * 3000, content)
+    one = b"ctorch._C\nGenerator\n)R"
+    packed = io.BytesIO()
+    with zipfile.ZipFile(content) as given, zipfile.ZipFile(packed, "w") as taken:
+        for name in given.namelist():
+            many = b"\x80\x02]q\x00(" + one + b"ctorch._C\nGenerator\nq\x01" + b"0h\x01)R" * 3000 + b"e."
+            taken.writestr(name, many if name.endswith("data.pkl") else given.read(name))
+    with pytest.raises(UnsafePickleError, match="build more than"):
+        load_object(packed.getvalue())
