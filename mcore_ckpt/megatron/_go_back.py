@@ -6,6 +6,7 @@ directory is to be read in the place of the one that it names:
 
 - `dist_checkpointing.load` is called by all ranks. The coordinator looks at the checkpoint's structure and common state
   and chooses; if reading shows damage on any rank all the same, everything is loaded again from the next older one.
+  What cannot be read since another save has replaced the checkpoint meanwhile is no damage: the new one is loaded.
 - What may be called by one rank alone (the common state, what tensors there are) is answered by that rank, from the
   same structure, and remembered until the checkpoint that was named is another one.
 
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mcore_ckpt.core.errors import (
     CheckpointNotFoundError,
@@ -44,6 +45,8 @@ __all__ = ["around_load", "directory_to_read"]
 _logger = logging.getLogger("mcore_ckpt")
 
 _Version = tuple[int, ...]
+# A checkpoint that others replace under the load is read anew, so often at most.
+_READ_AGAIN = 5
 # What is read in the place of a directory, and for which `.metadata` of that one this was found.
 _chosen: dict[str, tuple[_Version, Path]] = {}
 # Within a load whose directory has been chosen, nothing is chosen anew: what it reads must be of one checkpoint.
@@ -83,10 +86,23 @@ def _load_whole(read: Callable[[Path], Any], named: Path, options: LoadOptions, 
     group = coordination_group(process_group)
     choose = partial(directory_to_read, named, options)
     directory = group.run_on_coordinator("choose a checkpoint to load", choose, wrap=LoadError)
+    replaced = 0
     while True:
         _chosen[str(named.absolute())] = (metadata_version(named), directory)
+        before = metadata_version(directory)
         outcome = attempt(partial(read, directory))
-        damage = next((told for told in group.all_gather(_damage(outcome)) if told is not None), None)
+        told = group.all_gather((_damage(outcome), _fate(outcome), metadata_version(directory) != before))
+        fates = {fate for _, fate, _ in told}
+        if "failed" in fates and "interrupted" not in fates and any(is_another for _, _, is_another in told):
+            # No damage, as far as anybody knows: what was there is there no more, and another checkpoint is.
+            replaced += 1
+            if replaced == _READ_AGAIN:
+                failed = partial(_raise_replaced, directory, outcome)
+                group.run(f"load {directory}, which others replace all the time", failed, wrap=LoadError)
+            if is_first_rank():
+                _logger.warning("%s: replaced by another save while it was loaded; the new one is loaded", directory)
+            continue
+        damage = next((damage for damage, _, _ in told if damage is not None), None)
         if damage is None:
             return value_of(outcome)
         go_back = partial(_newest_older, directory, damage, options)
@@ -104,11 +120,15 @@ def directory_to_read(checkpoint_dir: Any, options: LoadOptions | None = None) -
     options = LoadOptions.from_environment() if options is None else options
     if options.on_damaged == "raise" or _is_settled.get() or not patches.replaced():
         return named
-    version, directory = _chosen.get(str(named.absolute()), (None, named))
-    if version != metadata_version(named):
-        problem = _problem(named, options)
+    known, directory = _chosen.get(str(named.absolute()), (None, named))
+    if known != metadata_version(named):
+        for _ in range(_READ_AGAIN):
+            version = metadata_version(named)
+            problem = _problem(named, options)
+            if problem is None or version == metadata_version(named):
+                break  # otherwise it was replaced meanwhile, and what was found is of neither
         directory = named if problem is None else _newest_older(named, problem, options)
-        _chosen[str(named.absolute())] = (metadata_version(named), directory)
+        _chosen[str(named.absolute())] = (version, directory)
     return directory
 
 
@@ -118,6 +138,21 @@ def _options_of(strategy: Any) -> LoadOptions:
         strategy = strategy.base_strategy
     options = getattr(strategy, "options", None)
     return options if isinstance(options, LoadOptions) else LoadOptions.from_environment()
+
+
+def _fate(outcome: Any) -> Literal["read", "failed", "interrupted"]:
+    """What became of a rank's load; an interrupted rank does not load again."""
+    if isinstance(outcome, LoadError):
+        return "failed"
+    return "interrupted" if isinstance(outcome, BaseException) else "read"
+
+
+def _raise_replaced(directory: Path, outcome: Any) -> None:
+    said = f": {outcome}" if isinstance(outcome, LoadError) else ""
+    raise LoadError(
+        f"{directory}: another save replaced the checkpoint each of the {_READ_AGAIN} times that it was loaded; load "
+        f"again, when no save is at work in this directory{said}"
+    )
 
 
 def _damage(outcome: Any) -> str | None:
