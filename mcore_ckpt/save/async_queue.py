@@ -113,9 +113,12 @@ class SaveCall(ABC):
         skipped: there is nothing to wait for and nothing to commit; the same on all ranks.
         on_failure: what to do if this save fails; None leaves it to the queue's options. The same on all ranks.
         what: the save in words for messages, such as its directory.
+        interrupted: what has interrupted this rank (Ctrl-C, an exit) while the save began, if that waits to be raised
+            until all ranks have heard of it.
     """
 
     skipped: bool = False
+    interrupted: BaseException | None = None
     on_failure: Literal["raise", "warn"] | None = None
     what: str = "a checkpoint"
     _owner_pid: int
@@ -454,6 +457,9 @@ class AsyncCallsQueue:
         # Only requests that are still queued can bring the same save up again.
         queued = [save for call in self.async_calls for save in call.saves]
         self._reported = [save for save in (*self._reported, *active.saves) if save in queued]
+        for save in active.saves:
+            if save.interrupted is not None:
+                raise save.interrupted from error  # no failure to be warned of: this rank was told to end
         policy = next((save.on_failure for save in active.saves if save.on_failure), self._options.on_failure)
         if policy == "raise":
             raise error

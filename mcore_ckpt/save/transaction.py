@@ -46,7 +46,15 @@ from mcore_ckpt.format.seal import SealedFile, shown_id
 from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout
 from mcore_ckpt.layout.file_image import ImageResult
 from mcore_ckpt.layout.sums import FileSums
-from mcore_ckpt.save._async_save import AsyncSave, SkippedSave, Writing, log_choice, start_writing, write_now
+from mcore_ckpt.save._async_save import (
+    AsyncSave,
+    EndedWriting,
+    SkippedSave,
+    Writing,
+    log_choice,
+    start_writing,
+    write_now,
+)
 from mcore_ckpt.save._planning import SavePlan, Structure, place_as_before, plan_as_before, plan_save
 from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
@@ -136,7 +144,14 @@ def begin_save(
         structure.shards = rank_state.shards
         planned = time.monotonic()
         sources = rank_state.sources(plan.layout, plan.placed, plan.save_id)
-        writing = _write(rank_state, sources, plan, request, group, directory, started.append)
+        try:
+            writing = _write(rank_state, sources, plan, request, group, directory, started.append)
+        except BaseException as interrupt:
+            if group.size == 1:
+                raise
+            for begun in started:
+                begun.abort()
+            writing = _interrupted(interrupt, request, directory)
         spans = [Span("plan", began, planned)]
         if request.beside_training and request.bucket_writer is None:
             handed_over = writing.handed_over or (time.monotonic(), time.monotonic())
@@ -231,6 +246,17 @@ def _write(
     options = replace(options, progress=options.progress and group.is_coordinator)
     with collector_paused():
         return start_writing(storage, sources, options, what, plan.unencoded, started)
+
+
+def _interrupted(interrupt: BaseException, request: SaveRequest, directory: SaveDirectory) -> Writing:
+    """A save that this rank does not make. The others are on their way to the commit, and have to hear of it there."""
+    what = str(directory.path)
+    error = SaveError(f"{what}: this rank was interrupted ({type(interrupt).__name__}) when its writing was to start")
+    error.__cause__ = interrupt
+    _logger.warning("%s; that is raised when the save is finalized, where the other ranks hear of it", error)
+    writing = EndedWriting(error, request.options, what)
+    writing.interrupted = interrupt
+    return writing
 
 
 class SaveDirectory:
@@ -363,6 +389,8 @@ class SaveTransaction:
             if self._group.size == 1 or reached_every_rank(error):
                 self._abandon()
             self._directory.release()
+            if self.call.interrupted is not None:
+                raise self.call.interrupted from error
             raise
         self._spans.append(Span("commit", waited, time.monotonic()))
         report = self._report(value_of(mine), gathered)

@@ -394,6 +394,39 @@ def test_state_that_one_rank_cannot_save_is_heard_of_on_all(tmp_path: Path) -> N
         assert all("no data to save" in message for message in messages[2:])
 
 
+# --- interrupted while it is staged -----------------------------------------------------------------------------------
+
+
+def _interrupted_while_staging(rank: int, directory: str) -> None:
+    from mcore_ckpt.writing.staging import BucketSource
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    fill_stage = BucketSource.fill_stage
+    for number, policy in enumerate(("raise", "warn")):
+        strategy = TorchDistSaveStrategy(options=SaveOptions(progress=False, on_failure=policy))
+        queue = AsyncCallsQueue()
+        _save_whole(rank, directory, 2 * number, queue, strategy)
+        ends = KeyboardInterrupt if rank == 1 else SaveError if policy == "raise" else None
+        if rank == 1:
+            BucketSource.fill_stage = interrupted
+        started_s = time.monotonic()
+        with contextlib.nullcontext() if ends is None else pytest.raises(ends):
+            _save(rank, directory, 2 * number + 1, queue, strategy)
+            queue.maybe_finalize_async_calls(blocking=True)
+        assert time.monotonic() - started_s < 10 * _RAISED_WITHIN_S
+        BucketSource.fill_stage = fill_stage
+        assert queue.get_num_unfinalized_calls() == 0
+        assert len(queue.failures) == 1
+        dist.barrier()
+        _check(rank, directory, 2 * number)
+
+
+def test_all_ranks_hear_of_one_that_is_interrupted_while_it_stages(tmp_path: Path) -> None:
+    run_ranks(_interrupted_while_staging, 2, str(tmp_path))
+
+
 # --- interrupted right after the publish ------------------------------------------------------------------------------
 
 
