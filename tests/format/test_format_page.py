@@ -8,8 +8,11 @@ from pathlib import Path
 import torch
 
 from mcore_ckpt.format import item_layout as item_template
-from mcore_ckpt.format.item_layout import LARGE_TENSOR_BYTES, encode_tensor
+from mcore_ckpt.format._constructors import ALLOWED_OBJECT_CLASSES
+from mcore_ckpt.format.item_layout import LARGE_TENSOR_BYTES, encode_tensor, tensor_template
+from mcore_ckpt.format.metadata_read import ALLOWED_GLOBALS, DTYPE_NAMES
 from mcore_ckpt.format.tensor_pickle import DTYPES
+from mcore_ckpt.format.zip_records import END, END64, END64_LOCATOR
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
@@ -38,3 +41,41 @@ def test_every_dtype_is_on_the_page_with_its_class() -> None:
 def test_limits_on_the_page_are_those_of_the_code() -> None:
     assert f"{LARGE_TENSOR_BYTES:,} bytes or more" in PAGE
     assert f"{item_template._ZIP64_FROM_BYTES:,} bytes" in PAGE
+
+
+def test_the_bytes_of_an_element_are_on_the_page() -> None:
+    listed = PAGE.partition("Bytes of an element:")[2].partition("Quantized dtypes")[0]
+    shown = {int(size): names for size, names in re.findall(r"^- (\d+): (.+)$", listed, re.MULTILINE)}
+    for dtype, entry in DTYPES.items():
+        if dtype.startswith(("float8", "float4")):
+            assert entry.element_bytes == 1
+        else:
+            assert [size for size, names in shown.items() if re.search(rf"\b{dtype}\b", names)] == [entry.element_bytes]
+
+
+def test_every_name_that_a_pickle_may_hold_is_on_the_page() -> None:
+    may_name = PAGE.partition("## What a pickle may name")[2]
+    index, objects = may_name.split("A stored object and `common.pt`")
+    for part, allowed in (
+        (index, [names for names in ALLOWED_GLOBALS if names[0] != "torch" or names[1] not in DTYPE_NAMES]),
+        (objects, [tuple(name.rsplit(".", 1)) for name in ALLOWED_OBJECT_CLASSES]),
+    ):
+        listed = {
+            (module, name)
+            for module, names in re.findall(r"^- `([\w.]+)`: ((?:`[\w.]+`,?\s*)+)", part, re.MULTILINE)
+            for name in re.findall(r"`(\w+)`", names)
+        }
+        assert not set(allowed) - listed
+
+
+def test_the_zip64_records_are_those_on_the_page() -> None:
+    template = tensor_template("uint8", (item_template._ZIP64_FROM_BYTES,))
+    tail, payload_header = template.tail, template.head[template.head.rindex(b"PK\x03\x04") :]
+    assert int.from_bytes(payload_header[4:6], "little") == 45
+    end64 = tail[tail.index(b"PK\x06\x06") :]
+    record = END64.unpack_from(end64)
+    assert record[1:8] == (44, 45, 45, 0, 0, 4, 4)
+    assert END64_LOCATOR.unpack_from(end64, END64.size)[1::2] == (0, 1)
+    assert END.unpack_from(end64, END64.size + END64_LOCATOR.size)[1:] == (0, 0, 4, 4, record[8], 0xFFFFFFFF, 0)
+    for written in ("length field 44, versions 45 and 45", "the offset 0xFFFFFFFF"):
+        assert written in PAGE
