@@ -6,7 +6,9 @@ none of its limits. So those indexes go to it of which a regular expression has 
 takes, that they are built as every writer builds them:
 
 - tuples hold ints, texts and references to what was memoized before, and are hardly ever tuples of tuples: what each
-  may take to hash is added up, by the numbers that memoized tuples have;
+  may take to hash is added up, by the numbers that memoized tuples have; their ints are from 0 to 2**31 - 1, since of
+  others, and of floats, very many tuples with one hash are found at once, which would be compared with each other as
+  keys of a dict;
 - calls have ints or one text as arguments, or are of a path; instances are made without any;
 - state is set from a dict or tuple that was made right there, and dicts and lists are filled where they were made.
 
@@ -53,6 +55,7 @@ def _stretch(puts: bool, high_byte: int, higher_byte: int) -> re.Pattern[bytes]:
         b"m": b"(?:\x94%b)?" % (put if puts else b""),
         b"mp": b"(?:(?:\x94%b)0?)?" % (put if puts else b""),  # names are memoized, and perhaps popped
         b"int": b"(?:K[^\x94]|M[^\x94]{2}|J[^\x94]{4}|\x8a(?:%b))" % _lengths(_MAX_INT_BYTES + 1),
+        b"small": b"(?:K[^\x94]|M[^\x94]{2}|J[^\x94]{3}(?!\x94)[\x00-\x7f])",
         b"get": b"(?:h[^\x94]|j[^\x94]{4})",
         b"text": b"(?:\x8c(?:%b)|X(?:%b))" % (_lengths(128), _lengths(128, b"\0\0\0")),
         b"name": b"(?:\x8c(?:%b))" % _lengths(40),
@@ -60,7 +63,7 @@ def _stretch(puts: bool, high_byte: int, higher_byte: int) -> re.Pattern[bytes]:
     opcodes = (
         b"%(get)b",
         # A shape, or a tuple of ints that something is called with.
-        b"(?:%(int)b(?:\x85|%(int)b(?:\x86|%(int)b\x87))|\\((?:%(int)b){0,64}t)%(m)b(?:(?:\x85%(m)b)?R%(m)b)?",
+        b"(?:%(small)b(?:\x85|%(small)b(?:\x86|%(small)b\x87))|\\((?:%(small)b){0,64}t)%(m)b(?:(?:\x85%(m)b)?R%(m)b)?",
         b"%(int)b",
         b"\\)(?:\x81%(m)b|(?:\x85%(m)b)?R%(m)b)?",
         b"[}\\]]%(m)b\\(?",
@@ -69,7 +72,7 @@ def _stretch(puts: bool, high_byte: int, higher_byte: int) -> re.Pattern[bytes]:
         b"\x93%(mp)b",
         b"e\\(?|[aN\x88\x89]|s(?!b)|G[^\x94]{8}",
         # The state of a tensor's properties, whose stand-in takes no tuples in it.
-        b"\\((?:%(get)b|[\x88\x89N]|(?:%(int)b|%(name)b%(m)b)(?:\x85%(m)bR%(m)b)?|\x93%(m)b){1,24}t%(m)bb%(mp)b",
+        b"\\((?:%(get)b|[\x88\x89N]|(?:%(small)b|%(name)b%(m)b)(?:\x85%(m)bR%(m)b)?|\x93%(m)b){1,24}t%(m)bb%(mp)b",
     )
     return re.compile(b"(?:%b){1,200}" % (b"|".join(opcodes) % part), re.DOTALL)
 
@@ -196,6 +199,8 @@ class _Look:
         weight = len(items)
         for item in items:
             kind = data[item]
+            if kind in (0x8A, 0x47) or (kind == 0x4A and data[item + 4] >= 0x80):  # LONG1, BINFLOAT, BININT below zero
+                return 0
             if kind in (_GET, _LONG_GET):
                 number = int.from_bytes(data[item + 1 : item + (2 if kind == _GET else 5)], "little")
                 weight += self._weights.get(number, _USUAL_WEIGHT)

@@ -153,3 +153,26 @@ def test_generators_without_a_state_count_as_what_they_take() -> None:
             taken.writestr(name, many if name.endswith("data.pkl") else given.read(name))
     with pytest.raises(UnsafePickleError, match="build more than"):
         load_object(packed.getvalue())
+
+
+@pytest.mark.parametrize("values", [(-1, -2), (0, 2**61 - 1), (1.0, 2.0**61)], ids=["below zero", "modulus", "floats"])
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("axes", [1, 3, 12])
+def test_keys_of_one_hash_are_not_left_to_the_machine_in_c(
+    axes: int, protocol: int, values: tuple[float, float]
+) -> None:
+    keys = [tuple(values[n >> axis & 1] for axis in range(axes)) for n in range(2 ** min(axes, 6))]
+    assert len(set(map(hash, keys))) == 1
+    metadata = Metadata({}, dict.fromkeys(keys), {})
+    assert not plainly_built(pickle.dumps(metadata, protocol=protocol))
+    if len(keys) > 16:
+        with pytest.raises(CorruptCheckpointError, match="with one hash"):
+            parse_index(pickle.dumps(metadata, protocol=protocol), "ckpt")
+
+
+def test_shapes_as_they_are_stay_with_the_machine_in_c() -> None:
+    for shape in ((), (7,), (300, 70_000), (2**31 - 1, 1, 2), (1, 2, 3, 4, 5)):
+        chunks = [ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))]
+        entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), chunks)
+        places = {MetadataIndex("k", torch.Size([0] * len(shape))): _StorageInfo("__0_0.distcp", 2**40, 2**33)}
+        assert plainly_built(pickle.dumps(Metadata({"k": entry}, None, places), protocol=4))
