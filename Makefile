@@ -7,8 +7,8 @@ PYTHON ?=
 INSTALLED := $(VENV)/installed.stamp
 BIN := $(VENV)/bin
 
-# Many tests wait for ranks, disks and deadlines more than they compute. SIDE_BY_SIDE= runs them one after the other.
-SIDE_BY_SIDE ?= -n 2 --dist worksteal
+# Many tests wait for ranks, disks and deadlines more than they compute: SIDE_BY_SIDE="-n 2" runs two at a time.
+SIDE_BY_SIDE ?=
 
 # All processes of the tests share the machine's cores.
 export OMP_NUM_THREADS ?= 1

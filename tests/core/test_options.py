@@ -40,6 +40,7 @@ LOAD_VARIABLES: dict[str, tuple[str, Any]] = {
     "allow_dtype_cast": ("yes", True),
     "allowed_classes": ("numpy.dtype, collections.deque", ("numpy.dtype", "collections.deque")),
     "on_damaged": ("go_back", "go_back"),
+    "page_cache": ("on", "on"),
     "run_code_from_checkpoint": ("1", True),
 }
 FUNCTIONS = {"on_timings"}

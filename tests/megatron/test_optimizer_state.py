@@ -196,8 +196,8 @@ def megatron_optimizer(rank: int, path: Path) -> None:
     read = []
     original = reader.FileSystemReader.read_items
 
-    def counted(self: FileSystemReader, requests: Any) -> None:
-        original(self, requests)
+    def counted(self: FileSystemReader, requests: Any, whole: Any = None) -> None:
+        original(self, requests, whole)
         read.append(self.stats.bytes_read)
 
     reader.FileSystemReader.read_items = counted  # type: ignore[method-assign]

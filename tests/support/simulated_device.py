@@ -164,10 +164,10 @@ class OnDevice(torch.Tensor):
 
 
 @pytest.fixture
-def simulated_devices(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevices:
+def simulated_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevices]:
     """Let `torch.get_device_module` find the simulated devices under the name cuda."""
     global _here
-    from mcore_ckpt.writing import staging
+    from mcore_ckpt.writing import stage_pool, staging
 
     _here = SimulatedDevices()
     module_of = torch.get_device_module
@@ -177,4 +177,7 @@ def simulated_devices(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevices:
 
     monkeypatch.setattr(torch, "get_device_module", get_device_module)
     monkeypatch.setattr(staging, "_streams", {})
-    return _here
+    yield _here
+    # Stages that are registered with the simulated device go while it is there.
+    while stage_pool._free:
+        stage_pool._free.pop().close()

@@ -121,9 +121,12 @@ def test_memory_of_torch_that_is_wiped_in_a_forked_process_is_not_stored_as_zero
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     if ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(mmap.PAGESIZE * 16), 18) != 0:
         pytest.skip("this kernel has no such mark")
-    save = start_writing(LocalStorage(tmp_path), [_source(tensor)], _COPY_ON_WRITE, "a save")
-    with pytest.raises(SaveError, match="MADV_WIPEONFORK"):
-        save.results()
+    try:
+        save = start_writing(LocalStorage(tmp_path), [_source(tensor)], _COPY_ON_WRITE, "a save")
+        with pytest.raises(SaveError, match="MADV_WIPEONFORK"):
+            save.results()
+    finally:  # the allocator gives this memory to others
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(mmap.PAGESIZE * 16), 19)
 
 
 def test_only_what_is_shared_is_copied_before_a_fork(tmp_path: Path) -> None:
