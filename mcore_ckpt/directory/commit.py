@@ -778,7 +778,8 @@ def _clean_up_after_failed_save(storage: Storage, seen: _Look) -> None:
         return
     if seen.index is not None:
         in_force = common_file_in_force(seen.names, seen.index)
-        if in_force is not None and in_force != COMMON_FILE:
+        # A listing that lags behind may still name what has been renamed since.
+        if in_force is not None and in_force != COMMON_FILE and storage.version(in_force) is not None:
             storage.rename(in_force, COMMON_FILE)
     for name in seen.names:
         if _PENDING_NUMBERED.match(name) or name == _PENDING_COMMON:

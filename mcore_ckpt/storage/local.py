@@ -773,6 +773,43 @@ def _sync_directory(path: str) -> None:
         os.close(fd)
 
 
+def _create_marked(path: str, mark: str) -> int:
+    """A new file, open for writing, that says from its first moment on which save makes it.
+
+    It is made without a name, marked, and then named: whoever is killed in between leaves nothing. Where the file
+    system has no files without names, it may be there for a moment without the mark; where it keeps no marks, always.
+    """
+    fd = None if mark == "" else _create_nameless(os.path.dirname(path) or ".", mark)
+    if fd is not None:
+        try:
+            # As for an absolute path the descriptor is not needed; with one, Python asks that the link be followed.
+            os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+        except BaseException as error:
+            os.close(fd)
+            if not isinstance(error, OSError) or error.errno == errno.EEXIST:
+                raise
+        else:
+            return fd
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)
+    if mark:
+        with contextlib.suppress(OSError):
+            os.setxattr(fd, _MARK, mark.encode("ascii"))
+    return fd
+
+
+def _create_nameless(directory: str, mark: str) -> int | None:
+    try:
+        fd = os.open(directory, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, _FILE_MODE)
+    except OSError:
+        return None
+    try:
+        os.setxattr(fd, _MARK, mark.encode("ascii"))
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
 class _LocalWriter(RangeWriter):
     """A new file. `finish` is for one thread, after the last `write` has returned."""
 
@@ -786,12 +823,9 @@ class _LocalWriter(RangeWriter):
         self._unsynced: deque[tuple[int, int]] = deque()
         self._writes_in_progress = 0
         self._aborted = False
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)
+        fd = _create_marked(path, mark)
         self._fd: int | None = fd
         try:
-            if mark:
-                with contextlib.suppress(OSError):
-                    os.setxattr(fd, _MARK, mark.encode("ascii"))
             if direct != "off":
                 self.direct = direct_io.enable(fd)
                 if not self.direct and self._insist:

@@ -403,6 +403,25 @@ def test_a_pending_common_state_is_in_force_only_beside_the_metadata_of_its_own_
     assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == lost.common_file
 
 
+def test_a_listing_that_still_names_a_common_state_that_was_renamed_harms_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, b"one")
+    storage = LocalStorage(tmp_path)
+    earlier = reserve(storage)
+    name = data_file_name(0, earlier.first_file + 1)
+    (tmp_path / name).write_bytes(b"data")
+    (tmp_path / COMMON_FILE).write_bytes(b"two")
+    storage.publish(METADATA_FILE, sealed(name, earlier.save_id))
+    earlier.claim.release()
+    listed = LocalStorage.list
+    monkeypatch.setattr(LocalStorage, "list", lambda self: [*listed(self), earlier.common_file])
+    assert common_file_in_force(storage.list(), read_index(tmp_path)) == earlier.common_file
+    save(tmp_path, b"three")
+    monkeypatch.undo()
+    assert (tmp_path / COMMON_FILE).read_bytes() == b"three"
+
+
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_common_state_is_not_written_where_another_save_has_taken_over(
     exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
