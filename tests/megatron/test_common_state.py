@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 import tempfile
@@ -152,6 +153,9 @@ def stocks_common_state_beside_our_data(directory: Path) -> None:
         mcore_ckpt.open_checkpoint(directory / "1").common_state()
 
 
+@pytest.mark.skipif(
+    importlib.metadata.version("megatron-core").startswith("0.19"), reason="there it lies in the data files"
+)
 def test_a_common_state_that_stock_has_written_is_bound_to_the_save() -> None:
     def run() -> None:
         with launch() as directory:
