@@ -225,7 +225,7 @@ _expendable: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
 def _kill_expendable() -> None:
     for process in list(_expendable):
-        if process.is_alive():
+        with contextlib.suppress(ValueError):  # (one that was closed when it had ended)
             process.kill()
 
 
