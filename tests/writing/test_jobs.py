@@ -178,6 +178,18 @@ def test_a_signal_to_all_processes_ends_no_forked_writer(number: signal.Signals,
         signal.signal(number, before)
 
 
+def test_a_trainer_that_exits_after_a_forked_call_has_nothing_to_say() -> None:
+    program = (
+        "from mcore_ckpt.writing.forked_call import fork_call\n"
+        "call = fork_call(abs, (-3,), what='test', expendable=True)\n"
+        "assert call.result() == 3"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=_REPOSITORY, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def _write_when_told(go: Path) -> str:
     while not go.exists():
         time.sleep(0.01)
