@@ -484,7 +484,9 @@ def import_huggingface(
         target: directory to make; it must not exist, or be empty. It appears when it is complete. Called `release` or
             `iter_0000000`, it gets a tracker file beside it, if there is none, and the directory around it can be given
             to `--load`.
-        tp, pp, ep: tensor, pipeline and expert parallel size of the files; a launch loads them under others as well.
+        tp: tensor parallel size of the files; a launch loads them under other layouts as well.
+        pp: pipeline parallel size of the files.
+        ep: expert parallel size of the files.
         etp: tensor parallel size of experts; by default `tp`.
         arch: the model's family; `"auto"`: what `config.json` says.
         dtype: convert floating-point tensors: `"bf16"`, `"fp16"`, `"fp32"`, or torch's names for them.
