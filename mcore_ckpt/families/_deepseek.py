@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.families._rows import EMBEDDING, gated_experts
+from mcore_ckpt.families._rows import DENSE_MLP, EMBEDDING, gated_experts
 from mcore_ckpt.families._settings import (
     count,
     decoder_arguments,
@@ -82,20 +82,7 @@ _MLP = (
         (Part(f"{_THERE}post_attention_layernorm.weight", ("hidden",)),),
         when=("expert layer",),
     ),
-    Row(
-        f"{_HERE}mlp.linear_fc1.weight",
-        (
-            Part(f"{_THERE}mlp.gate_proj.weight", ("ffn", "hidden")),
-            Part(f"{_THERE}mlp.up_proj.weight", ("ffn", "hidden")),
-        ),
-        "halves",
-        when=("dense layer",),
-    ),
-    Row(
-        f"{_HERE}mlp.linear_fc2.weight",
-        (Part(f"{_THERE}mlp.down_proj.weight", ("hidden", "ffn")),),
-        when=("dense layer",),
-    ),
+    *DENSE_MLP[1:],
     *gated_experts("mlp", "gate_proj", "up_proj", "down_proj")[1:],
     Row(
         f"{_HERE}mlp.shared_experts.linear_fc1.weight",
