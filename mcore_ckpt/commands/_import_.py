@@ -20,9 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from",
         dest="source_kind",
-        choices=["files", "hf"],
+        choices=["files", "hf", "dcp"],
         default="files",
-        help="what SRC is: tensors under their own keys (files), or a Hugging Face model, to become Megatron's (hf)",
+        help="what SRC is: tensors under their own keys (files), a Hugging Face model, to become Megatron's (hf), or a "
+        "DCP checkpoint of such a model, as FSDP2 trains it (dcp)",
     )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor parallel size (1)")
     parser.add_argument("--pp", type=int, default=1, metavar="M", help="pipeline parallel size (1)")
@@ -36,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify", action=argparse.BooleanOptionalAction, default=True, help="prove DST against SRC by checksum (on)"
     )
-    model = parser.add_argument_group("with --from hf")
+    model = parser.add_argument_group("with --from hf and --from dcp")
+    model.add_argument("--hf-config", metavar="DIR", help="take the model's config.json from here (SRC)")
     model.add_argument("--arch", metavar="FAMILY", help="the model's family (auto: as config.json says)")
     model.add_argument("--etp", type=int, metavar="N", help="expert tensor parallel size (as --tp)")
     model.add_argument(
@@ -55,17 +57,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Import."""
-    if arguments.source_kind == "hf":
-        return _run_hf(arguments)
+    if arguments.source_kind != "files":
+        return _run_model(arguments)
     given = [
         f"--{name.replace('_', '-')}"
         for name in (
             *("arch", "etp", "transformer_impl", "numbered_layers", "make_vocab_size_divisible_by", "dry_run"),
+            "hf_config",
         )
         if getattr(arguments, name)
     ]
     if given:
-        raise OptionError(f"{', '.join(given)}: needs --from hf")
+        raise OptionError(f"{', '.join(given)}: needs --from hf or --from dcp")
     from mcore_ckpt.convert.import_ import import_checkpoint
     from mcore_ckpt.tools.dtype_cast import floating_dtype
 
@@ -90,13 +93,17 @@ def run(arguments: argparse.Namespace) -> Outcome:
     return Outcome(report, text)
 
 
-def _run_hf(arguments: argparse.Namespace) -> Outcome:
+def _run_model(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.convert.huggingface import MegatronOptions, import_model, plan_import
+    from mcore_ckpt.convert.rules import parse_rename_rules, rules_in
     from mcore_ckpt.tools.dtype_cast import floating_dtype
 
-    given = [f"--{name}" for name in ("rename", "rules", "common") if getattr(arguments, name)]
+    taken = ("rules", "common") if arguments.source_kind == "dcp" else ("rename", "rules", "common")
+    given = [f"--{name}" for name in taken if getattr(arguments, name)]
     if given:
-        raise OptionError(f"{', '.join(given)}: not with --from hf, where the model's family says all of that")
+        raise OptionError(
+            f"{', '.join(given)}: not with --from {arguments.source_kind}, where the model's family says all of that"
+        )
     multiple = arguments.make_vocab_size_divisible_by
     options = MegatronOptions(
         arguments.tp,
@@ -111,6 +118,8 @@ def _run_hf(arguments: argparse.Namespace) -> Outcome:
         workers=max(1, arguments.workers),
         verify=arguments.verify,
         memory_bytes=parse_size(arguments.memory, at_least=MIN_MEMORY_BYTES),
+        hf_config=arguments.hf_config,
+        rename=rules_in(arguments.rename or None, parse_rename_rules),
     )
     if arguments.dry_run:
         return key_plan_outcome(plan_import(arguments.source, options), to_megatron=True)

@@ -14,10 +14,11 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt.convert._foreign_names import is_foreign_optimizer_key, plain_names
 from mcore_ckpt.convert._new_directory import new_directory
 from mcore_ckpt.convert._partition import Partitioner
 from mcore_ckpt.convert._pieces import PiecePayloads, Source, Wanted
@@ -26,6 +27,7 @@ from mcore_ckpt.convert._safetensors_files import parse_json
 from mcore_ckpt.convert._shard_files import MODEL_FILES, Exported, is_exported, write_files
 from mcore_ckpt.convert._sources import open_source
 from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan, target_dtype
+from mcore_ckpt.convert.rules import RenameRule, parse_rename_rules, rules_in
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.families.registry import family_named, family_of_arguments, family_of_config
@@ -111,6 +113,8 @@ class MegatronOptions:
         vocabulary_multiple: `--make-vocab-size-divisible-by` of the launch: rows of the embedding are padded to a
             multiple of this for each tensor parallel rank.
         workers, verify, memory_bytes: as for `reshard`.
+        hf_config: directory with the model's `config.json`; None: it lies beside the tensors.
+        rename: rules for the stored keys, before the family's table is held against them.
     """
 
     tp: int = 1
@@ -125,6 +129,8 @@ class MegatronOptions:
     workers: int = 2
     verify: bool = True
     memory_bytes: int = 1024**3
+    hf_config: str | None = None
+    rename: tuple[RenameRule, ...] = ()
 
     @property
     def layout(self) -> TargetLayout:
@@ -195,6 +201,7 @@ class _Conversion:
     wanted: dict[str, Wanted]
     notes: tuple[str, ...]
     left_out: tuple[str, ...]
+    names: Mapping[str, str] = field(default_factory=dict)  # stored keys by Hugging Face's, where they are others
 
     def plan(self, dtypes: Mapping[str, str], objects: int) -> HuggingFacePlan:
         """For showing; `dtypes` by Hugging Face's key."""
@@ -204,7 +211,8 @@ class _Conversion:
             lead = len(link.megatron_box.offsets) - len(shape)
             index = ", ".join(map(str, link.megatron_box.offsets[:lead]))
             megatron = f"{link.megatron}[{index}]" if index else link.megatron
-            found[link.hf, megatron] = KeyPlan(link.hf, megatron, link.how, shape, dtypes[link.hf])
+            stored = self.names.get(link.hf, link.hf)
+            found[link.hf, megatron] = KeyPlan(stored, megatron, link.how, shape, dtypes[link.hf])
         return HuggingFacePlan(
             self.family.name, tuple(found.values()), self.config, self.arguments, objects, self.notes, self.left_out
         )
@@ -452,10 +460,12 @@ def _source_key(wanted: Wanted) -> str:
 def plan_import(source: str | os.PathLike[str], options: MegatronOptions) -> HuggingFacePlan:
     """What an import would do; reads headers and small files only, and raises what it would raise for them."""
     directory = Path(checkpoint_directory(source))
-    _, payloads, others = open_source(directory, ())
+    _, payloads, others = open_source(directory, options.rename)
     with payloads:
         conversion = _import_conversion(payloads.index, directory, options, others)
-        dtypes = {key: target_dtype(payloads.index.tensors[key], options.dtype) for key in conversion.relation.hf}
+        dtypes = {
+            name: target_dtype(payloads.index.tensors[key], options.dtype) for name, key in conversion.names.items()
+        }
         return conversion.plan(dtypes, len(_objects(conversion, b"")))
 
 
@@ -475,12 +485,15 @@ def import_huggingface(
     workers: int = 2,
     verify: bool = True,
     memory_bytes: int = 1024**3,
+    hf_config: str | os.PathLike[str] | None = None,
+    rename: str | os.PathLike[str] | Iterable[RenameRule] | None = None,
     progress: bool | None = False,
 ) -> HuggingFaceReport:
     """Make a `torch_dist` checkpoint of a Hugging Face model, with which a launch of Megatron starts.
 
     Args:
-        source: directory of the model: `config.json`, and safetensors or torch files.
+        source: directory of the model: `config.json`, and safetensors or torch files; or a checkpoint that
+            `torch.distributed.checkpoint` has saved of such a model (FSDP2, for one), and `hf_config`.
         target: directory to make; it must not exist, or be empty. It appears when it is complete. Called `release` or
             `iter_0000000`, it gets a tracker file beside it, if there is none, and the directory around it can be given
             to `--load`.
@@ -496,6 +509,8 @@ def import_huggingface(
         workers: threads, and files for each rank.
         verify: prove the target against the source before it appears.
         memory_bytes: for everything.
+        hf_config: directory with the model's `config.json`; by default `source`.
+        rename: a file of rename rules for the stored keys, applied before they are held against the family's names.
         progress: show a bar; None: if standard error is a terminal.
 
     Raises:
@@ -517,6 +532,8 @@ def import_huggingface(
         workers,
         verify,
         memory_bytes,
+        None if hf_config is None else os.fspath(hf_config),
+        rules_in(rename, parse_rename_rules),
     )
     return import_model(source, target, options, progress=progress)
 
@@ -531,7 +548,7 @@ def import_model(
     """As `import_huggingface`, which says what is raised."""
     directory, dst = Path(checkpoint_directory(source)), local_path(target)
     refuse_target(directory, dst)
-    _, raw, others = open_source(directory, ())
+    _, raw, others = open_source(directory, options.rename)
     with raw:
         conversion = _import_conversion(raw.index, directory, options, others)
         payloads = PiecePayloads(raw, conversion.wanted, _objects(conversion, _saved([None])))
@@ -569,8 +586,9 @@ def import_model(
 def _import_conversion(
     index: CheckpointIndex, directory: Path, options: MegatronOptions, others: Iterable[str]
 ) -> _Conversion:
-    config = _read_config(directory)
-    where = str(directory / _MODEL_CONFIG)
+    beside = directory if options.hf_config is None else Path(options.hf_config)
+    config = _read_config(beside)
+    where = str(beside / _MODEL_CONFIG)
     family = family_of_config(config, where) if options.arch == "auto" else family_named(options.arch)
     if options.vocabulary_multiple < 1:
         raise OptionError(f"vocabulary multiple {options.vocabulary_multiple}: expected at least 1")
@@ -604,7 +622,7 @@ def _import_conversion(
         "expert_tensor_parallel_size": options.layout.expert_tp,
     }
     left_out += [f"{key} (no tensor)" for key in others]
-    return _Conversion(family, model, config, arguments, relation, naming, wanted, (), tuple(left_out))
+    return _Conversion(family, model, config, arguments, relation, naming, wanted, (), tuple(left_out), names)
 
 
 def _known_names(
@@ -615,17 +633,21 @@ def _known_names(
     left_out: list[str] = []
     derived = [re.compile(pattern.replace("{layers}", str(model.layers))) for pattern in family.derived]
     tied = {key for row in family.rows if "untied" in row.when for part in row.parts for key in [part.key]}
-    for key in index.tensors:
-        if key in relation.hf:
-            names[key] = key
-        elif family.optional_prefix and family.optional_prefix + key in relation.hf:
-            names[family.optional_prefix + key] = key
-        elif any(pattern.search(key) for pattern in derived):
+    optional = {key.removeprefix(family.optional_prefix): key for key in relation.hf} if family.optional_prefix else {}
+    optimizer = [key for key in index.tensors if is_foreign_optimizer_key(key)]
+    stored = [key for key in index.tensors if not is_foreign_optimizer_key(key)]
+    for name, key in plain_names(stored, relation.hf.keys() | optional.keys()).items():
+        if name in relation.hf:
+            names[name] = key
+        elif name in optional:
+            names[optional[name]] = key
+        elif any(pattern.search(name) for pattern in derived):
             left_out.append(f"{key} (not a parameter of the model that is made)")
-        elif key in tied and "untied" not in model.holds:
+        elif name in tied and "untied" not in model.holds:
             left_out.append(f"{key} (tied to the embedding)")
         else:
             names[key] = key  # which `_compare_tensors` is going to name
+    left_out += [f"{len(optimizer)} tensors of the optimizer's state"] if optimizer else []
     return names, left_out
 
 
@@ -657,7 +679,7 @@ def _common_state(
             fp16="float16" in dtypes and "bfloat16" not in dtypes,
             ckpt_format="torch_dist",
             tokenizer_type="HuggingFaceTokenizer",
-            tokenizer_model=str(directory),
+            tokenizer_model=options.hf_config or str(directory),
             consumed_train_samples=0,
             consumed_valid_samples=0,
         ),
