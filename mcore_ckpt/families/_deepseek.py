@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.families._rows import DENSE_MLP, EMBEDDING, gated_experts
+from mcore_ckpt.families._rows import DENSE_MLP, EMBEDDING, gated_experts, shared_experts
 from mcore_ckpt.families._settings import (
     count,
     decoder_arguments,
@@ -84,20 +84,7 @@ _MLP = (
     ),
     *DENSE_MLP[1:],
     *gated_experts("mlp", "gate_proj", "up_proj", "down_proj")[1:],
-    Row(
-        f"{_HERE}mlp.shared_experts.linear_fc1.weight",
-        (
-            Part(f"{_THERE}mlp.shared_experts.gate_proj.weight", ("shared ffn", "hidden")),
-            Part(f"{_THERE}mlp.shared_experts.up_proj.weight", ("shared ffn", "hidden")),
-        ),
-        "halves",
-        when=("expert layer",),
-    ),
-    Row(
-        f"{_HERE}mlp.shared_experts.linear_fc2.weight",
-        (Part(f"{_THERE}mlp.shared_experts.down_proj.weight", ("hidden", "shared ffn")),),
-        when=("expert layer",),
-    ),
+    *shared_experts("mlp.shared_experts"),
 )
 
 _ROUTER_BIAS = Row(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.families._rows import ATTENTION, DENSE_MLP, EMBEDDING, QK_NORM, QKV_BIAS, gated_experts
+from mcore_ckpt.families._rows import ATTENTION, DENSE_MLP, EMBEDDING, QK_NORM, QKV_BIAS, gated_experts, shared_experts
 from mcore_ckpt.families._settings import (
     check_router,
     count,
@@ -27,20 +27,7 @@ _HERE = "decoder.layers.{layer}.mlp."
 _THERE = "model.layers.{layer}.mlp."
 
 _SHARED_EXPERT = (
-    Row(
-        f"{_HERE}shared_experts.linear_fc1.weight",
-        (
-            Part(f"{_THERE}shared_expert.gate_proj.weight", ("shared ffn", "hidden")),
-            Part(f"{_THERE}shared_expert.up_proj.weight", ("shared ffn", "hidden")),
-        ),
-        "halves",
-        when=("expert layer",),
-    ),
-    Row(
-        f"{_HERE}shared_experts.linear_fc2.weight",
-        (Part(f"{_THERE}shared_expert.down_proj.weight", ("hidden", "shared ffn")),),
-        when=("expert layer",),
-    ),
+    *shared_experts("mlp.shared_expert"),
     Row(
         f"{_HERE}shared_experts.gate_weight",
         (Part(f"{_THERE}shared_expert_gate.weight", (1, "hidden")),),

@@ -12,6 +12,7 @@ __all__ = [
     "QKV_BIAS",
     "QK_NORM",
     "gated_experts",
+    "shared_experts",
 ]
 
 _HERE = "decoder.layers.{layer}."
@@ -112,6 +113,27 @@ def gated_experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
         Row(
             f"{here}linear_fc2.weight",
             (Part(f"{expert}{down}.weight", ("hidden", "expert ffn")),),
+            when=("expert layer",),
+        ),
+    )
+
+
+def shared_experts(block: str) -> tuple[Row, ...]:
+    """Experts that every token goes through, as one gated MLP; `block` is their module's name in a layer."""
+    here, there = f"{_HERE}mlp.shared_experts.", f"{_THERE}{block}."
+    return (
+        Row(
+            f"{here}linear_fc1.weight",
+            (
+                Part(f"{there}gate_proj.weight", ("shared ffn", "hidden")),
+                Part(f"{there}up_proj.weight", ("shared ffn", "hidden")),
+            ),
+            "halves",
+            when=("expert layer",),
+        ),
+        Row(
+            f"{here}linear_fc2.weight",
+            (Part(f"{there}down_proj.weight", ("hidden", "shared ffn")),),
             when=("expert layer",),
         ),
     )
