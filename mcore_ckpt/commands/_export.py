@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_ckpt.commands._shell import Outcome, few, key_plan_outcome, parse_size
+from mcore_ckpt.commands._shell import Outcome, checked_outcome, few, key_plan_outcome, parse_size, require_check
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
 
@@ -33,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--hf-config", metavar="DIR", help="take config.json from here, and tokenizer files; checked against shapes"
     )
+    model.add_argument(
+        "--check",
+        action="store_true",
+        help="then run both models on random tokens, and compare logits; needs transformers and megatron-core",
+    )
     model.add_argument("--dry-run", action="store_true", help="show each key's source and transform; write nothing")
 
 
@@ -40,8 +45,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
     """Export."""
     if arguments.to == "hf":
         return _run_hf(arguments)
-    if arguments.arch or arguments.hf_config or arguments.dry_run:
-        raise OptionError("--arch, --hf-config and --dry-run need --to hf: other formats know no models")
+    if arguments.arch or arguments.hf_config or arguments.dry_run or arguments.check:
+        raise OptionError("--arch, --hf-config, --check and --dry-run need --to hf: other formats know no models")
     from mcore_ckpt.convert.export import export_checkpoint
     from mcore_ckpt.tools.dtype_cast import floating_dtype
 
@@ -82,6 +87,8 @@ def _run_hf(arguments: argparse.Namespace) -> Outcome:
         floating_dtype(arguments.dtype, "--dtype"),
         **_max_shard_bytes(arguments),
     )
+    if arguments.check:
+        require_check(arguments.dry_run)
     if arguments.dry_run:
         return key_plan_outcome(plan_export(arguments.checkpoint, options), to_megatron=False)
     report = export_model(
@@ -92,4 +99,5 @@ def _run_hf(arguments: argparse.Namespace) -> Outcome:
         f"{len(report.files)} files"
     )
     text += f"; left out: {few(report.left_out)}" if report.left_out else ""
-    return Outcome(report, "\n".join([text, *(f"note: {note}" for note in report.notes)]))
+    text = "\n".join([text, *(f"note: {note}" for note in report.notes)])
+    return checked_outcome(report, text, to_megatron=False) if arguments.check else Outcome(report, text)

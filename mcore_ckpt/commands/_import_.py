@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_ckpt.commands._shell import MIN_MEMORY_BYTES, Outcome, few, key_plan_outcome, parse_size
+from mcore_ckpt.commands._shell import (
+    MIN_MEMORY_BYTES,
+    Outcome,
+    checked_outcome,
+    few,
+    key_plan_outcome,
+    parse_size,
+    require_check,
+)
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
 
@@ -52,6 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--make-vocab-size-divisible-by", type=int, metavar="N", help="as that argument of the launch (128)"
     )
+    model.add_argument(
+        "--check",
+        action="store_true",
+        help="then run both models on random tokens, and compare logits; needs transformers and megatron-core",
+    )
     model.add_argument("--dry-run", action="store_true", help="show each key's source and transform; write nothing")
 
 
@@ -62,7 +75,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     given = [
         f"--{name.replace('_', '-')}"
         for name in (
-            *("arch", "etp", "transformer_impl", "numbered_layers", "make_vocab_size_divisible_by", "dry_run"),
+            *("arch", "etp", "transformer_impl", "numbered_layers", "make_vocab_size_divisible_by", "check", "dry_run"),
             "hf_config",
         )
         if getattr(arguments, name)
@@ -121,6 +134,10 @@ def _run_model(arguments: argparse.Namespace) -> Outcome:
         hf_config=arguments.hf_config,
         rename=rules_in(arguments.rename or None, parse_rename_rules),
     )
+    if arguments.check:
+        if arguments.source_kind == "dcp" or arguments.hf_config:
+            raise OptionError("--check: transformers has to load SRC as it is, so not with --from dcp or --hf-config")
+        require_check(arguments.dry_run)
     if arguments.dry_run:
         return key_plan_outcome(plan_import(arguments.source, options), to_megatron=True)
     report = import_model(arguments.source, arguments.target, options, progress=False if arguments.quiet else None)
@@ -129,4 +146,5 @@ def _run_model(arguments: argparse.Namespace) -> Outcome:
         f"{human_bytes(report.payload_bytes)} in {len(report.files)} files"
     )
     text += f"; left out: {few(report.left_out)}" if report.left_out else ""
-    return Outcome(report, "\n".join([text, *(f"note: {note}" for note in report.notes)]))
+    text = "\n".join([text, *(f"note: {note}" for note in report.notes)])
+    return checked_outcome(report, text, to_megatron=True) if arguments.check else Outcome(report, text)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from mcore_ckpt.core.console import human_bytes
-from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.core.errors import CheckpointError, OptionError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.convert.huggingface import HuggingFacePlan
+    from mcore_ckpt.convert.huggingface import HuggingFacePlan, HuggingFaceReport
 
 __all__ = [
     "DIFFERS",
@@ -18,11 +18,13 @@ __all__ = [
     "FAILED",
     "MIN_MEMORY_BYTES",
     "Outcome",
+    "checked_outcome",
     "few",
     "human_age",
     "key_plan_outcome",
     "numbers",
     "parse_size",
+    "require_check",
     "table",
 ]
 
@@ -117,3 +119,27 @@ def key_plan_outcome(plan: HuggingFacePlan, *, to_megatron: bool) -> Outcome:
         *(f"note: {note}" for note in plan.notes),
     ]
     return Outcome(plan, "\n".join(lines))
+
+
+def require_check(dry_run: bool) -> None:
+    """Raise `OptionError`, before anything is written, where `--check` cannot be done."""
+    from mcore_ckpt.convert.logits import require_packages
+
+    if dry_run:
+        raise OptionError("--check runs the model that is written; with --dry-run there is none")
+    require_packages()
+
+
+def checked_outcome(report: HuggingFaceReport, text: str, *, to_megatron: bool) -> Outcome:
+    """A conversion that was made, and then held against its source by logits (`--check`)."""
+    from dataclasses import asdict
+
+    from mcore_ckpt.convert.logits import check_logits
+
+    checkpoint, model = (report.target, report.source) if to_megatron else (report.source, report.target)
+    try:
+        check = check_logits(checkpoint, model, report.family)
+    except CheckpointError as error:
+        raise OptionError(f"{report.target} was written, but not checked: {error}") from error
+    document = {**asdict(report), "check": {**asdict(check), "same": check.same}}
+    return Outcome(document, f"{text}\n{check}", DONE if check.same else DIFFERS)

@@ -6,11 +6,13 @@ stock and by our strategy) and run; what Megatron saves is exported, and run by 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from mcore_ckpt.commands.cli import main
 from mcore_ckpt.convert.huggingface import (
     export_huggingface,
     import_huggingface,
@@ -186,3 +188,24 @@ def test_what_megatron_saves_computes_the_same_in_transformers(models: Path, tmp
         wanted = expected[name, naming]
         difference = (logits - wanted).abs().max() / wanted.abs().max()
         assert difference < TOLERANCE, f"{name} {naming}: {difference}"
+
+
+def test_a_user_can_check_a_conversion_of_his_own(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--check`, of layers named as Transformer Engine's are; and of a model that is run with other settings."""
+    source = str(models / "qwen3-moe-dense-layer" / "hf")
+    assert main(["import", source, str(tmp_path / "imported"), "--from", "hf", "--tp", "2", "--check", "--json"]) == 0
+    check = json.loads(capsys.readouterr().out)["check"]
+    assert check["same"]
+    assert check["scale"] > 1
+    assert check["difference"] < TOLERANCE * check["scale"]
+
+    config = json.loads((models / "llama" / "hf" / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    checkpoint = str(imported(CASES[0], Parallel(), models))
+    other = ["--hf-config", str(tmp_path / "other")]
+    assert main(["export", checkpoint, str(tmp_path / "exported"), "--to", "hf", "--check", *other]) == 1
+    assert "NOT the same model" in capsys.readouterr().out

@@ -6,7 +6,6 @@ stored, with its own layers, on the gloo ranks that there are.
 
 from __future__ import annotations
 
-import functools
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,107 +145,6 @@ def run_model(model: Any, arguments: Namespace, vocabulary: int) -> Any:
 def build_from_arguments(arguments: Namespace, parallel: Parallel) -> Any:
     """Megatron's model, as its launch makes one from such arguments; collective."""
     pretend_cuda()
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-    from megatron.core.transformer.moe import moe_utils
+    from mcore_ckpt.convert.logits import build_gpt_model
 
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=1,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    values = vars(arguments)
-    gelu = torch.nn.functional.gelu
-    settings: dict[str, Any] = {
-        name: values[name]
-        for name in (
-            "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels normalization add_bias_linear "
-            "add_qkv_bias qk_layernorm layernorm_epsilon attention_dropout hidden_dropout window_size "
-            "moe_ffn_hidden_size moe_router_topk moe_layer_freq moe_router_score_function moe_router_pre_softmax "
-            "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk "
-            "moe_router_enable_expert_bias moe_shared_expert_intermediate_size moe_shared_expert_gate "
-            "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_base "
-            "rotary_scaling_factor mscale mscale_all_dim rope_type original_max_position_embeddings beta_fast beta_slow"
-        ).split()
-        if name in values
-    }
-    if values.get("num_experts"):
-        settings |= {
-            "num_moe_experts": values["num_experts"],
-            "moe_token_dispatcher_type": "allgather",
-            "moe_router_load_balancing_type": "none",
-            "moe_router_dtype": "fp32",
-            "expert_tensor_parallel_size": 1,
-        }
-    kind = MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig
-    if kind is TransformerConfig:
-        settings.pop("rotary_base", None)
-    config = kind(
-        num_query_groups=values["num_query_groups"] if values["group_query_attention"] else None,
-        gated_linear_unit=values["swiglu"],
-        activation_func=torch.nn.functional.silu if values["swiglu"] else (lambda x: gelu(x, approximate="tanh")),
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        expert_model_parallel_size=parallel.expert,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-        **settings,
-    )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=values["normalization"])
-    if values.get("multi_latent_attention"):
-        _let_latent_attention_run()
-        for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = _latent_core()
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=-(-values["vocab_size"] // (128 * parallel.tensor)) * 128 * parallel.tensor,
-        max_sequence_length=values["max_position_embeddings"],
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        parallel_output=False,
-        share_embeddings_and_output_weights=not values["untie_embeddings_and_output_weights"],
-        position_embedding_type=values["position_embedding_type"],
-        rotary_percent=values.get("rotary_percent", 1.0),
-        rotary_base=values.get("rotary_base", 10000),
-        rope_scaling=values.get("use_rope_scaling", False),
-        rope_scaling_factor=values.get("rope_scaling_factor", 8.0),
-        seq_len_interpolation_factor=values.get("rotary_seq_len_interpolation_factor"),
-    )
-
-
-def _let_latent_attention_run() -> None:
-    """Latent attention takes a stand-in of Transformer Engine for the real one, and tables of positions for CUDA's."""
-    from megatron.core.transformer import multi_latent_attention
-
-    multi_latent_attention.HAVE_TE = False
-    if not isinstance(multi_latent_attention.YarnRotaryEmbedding, functools.partial):
-        multi_latent_attention.YarnRotaryEmbedding = functools.partial(
-            multi_latent_attention.YarnRotaryEmbedding, use_cpu_initialization=True
-        )
-
-
-def _latent_core() -> Any:
-    """Megatron's own core of attention, taking the sizes that latent attention gives it: it has none for those yet."""
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    class LatentCore(DotProductAttention):  # type: ignore[misc]
-        def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            # It is made twice, at first without the sizes.
-            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-
-    return LatentCore
+    return build_gpt_model(vars(arguments), tensor=parallel.tensor, pipeline=parallel.pipeline, expert=parallel.expert)
