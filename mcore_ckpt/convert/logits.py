@@ -332,9 +332,9 @@ def build_gpt_model(
     latent = bool(arguments.get("multi_latent_attention"))
     kind = MLATransformerConfig if latent else TransformerConfig
     known = getattr(kind, "__dataclass_fields__")  # noqa: B009
-    settings: dict[str, Any] = {
-        name: arguments[name] for name in _CONFIG_FIELDS if name in known and arguments.get(name) is not None
-    }
+    settings: dict[str, Any] = {name: arguments[name] for name in _CONFIG_FIELDS if name in known and name in arguments}
+    if settings.get("rope_type", "") is None:
+        del settings["rope_type"]  # as a launch does: the class has a default
     if "layernorm_epsilon" not in arguments and arguments.get("norm_epsilon") is not None:
         settings["layernorm_epsilon"] = arguments["norm_epsilon"]
     if arguments.get("num_experts"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mcore_ckpt.commands.cli import main
+from mcore_ckpt.convert import logits
 from mcore_ckpt.convert._safetensors_files import safetensors_header
 from mcore_ckpt.convert.huggingface import (
     HuggingFaceOptions,
@@ -406,3 +407,30 @@ def test_the_vocabulary_is_as_stored_where_nothing_tells_it(model: Path, tmp_pat
     assert read_by_definition(tmp_path / "e" / "model.safetensors")["lm_head.weight"].shape == (128, HIDDEN)
     export_huggingface(tmp_path / "c", tmp_path / "k", hf_config=model)
     assert_same(read_by_definition(tmp_path / "k" / "model.safetensors"), model_tensors())
+
+
+def test_what_a_check_needs_is_found_out_before_anything_is_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["import", str(model), str(tmp_path / "target"), "--from", "hf", "--check"]
+    monkeypatch.setattr(logits, "_NEEDED", {"torch": "torch", "no_such.package": "no-such-package"})
+    assert main(command) == 2
+    assert "no-such-package is not installed: pip install no-such-package" in capsys.readouterr().err
+    assert main([*command, "--dry-run"]) == 2
+    assert "with --dry-run there is none" in capsys.readouterr().err
+    assert main(["import", *command[1:3], "--check"]) == 2
+    assert "--check: needs --from hf or --from dcp" in capsys.readouterr().err
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_model_that_memory_does_not_hold_is_written_and_not_checked(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logits, "_NEEDED", {})
+    monkeypatch.setattr(logits, "free_host_bytes", lambda: 1024**2)
+    target = tmp_path / "target"
+    assert main(["import", str(model), str(target), "--from", "hf", "--check"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"mcore-ckpt: {target} was written, but not checked: the models run in float32, which takes")
+    assert said.count("\n") == 1
+    assert verify_checkpoint(target).whole
