@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,13 +54,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Outcome:
     """Reshard, or show what would be done."""
     from mcore_ckpt.convert.reshard import plan_reshard, reshard
-    from mcore_ckpt.format.metadata_read import MAX_TRACKER_BYTES, TRACKER_FILE, read_index, read_small_file
+    from mcore_ckpt.format.metadata_read import (
+        MAX_TRACKER_BYTES,
+        NEMO_CONTEXT,
+        NEMO_WEIGHTS,
+        TRACKER_FILE,
+        read_index,
+        read_small_file,
+    )
     from mcore_ckpt.storage.local import LocalStorage
     from mcore_ckpt.tools.inspection import checkpoint_directory
 
     options = _options(arguments)
     source, target = checkpoint_directory(arguments.source), local_path(arguments.target)
-    if source != Path(arguments.source):  # a directory of iterations: its layout is kept
+    if source != Path(arguments.source):  # a directory of iterations, or NeMo's: its layout is kept
         target = target / source.name
     if arguments.dry_run:
         plan = plan_reshard(read_index(source), options)
@@ -68,9 +76,12 @@ def run(arguments: argparse.Namespace) -> Outcome:
     if source != Path(arguments.source):
         tracker = Path(arguments.source) / TRACKER_FILE
         copy = Path(arguments.target) / TRACKER_FILE
-        if not copy.exists():
+        if tracker.is_file() and not copy.exists():
             content = read_small_file(tracker.parent, tracker.name, MAX_TRACKER_BYTES, follow_links=True)
             LocalStorage(copy.parent).publish(copy.name, content)
+        context = Path(arguments.source) / NEMO_CONTEXT  # what NeMo keeps of the model, beside the checkpoint
+        if source.name == NEMO_WEIGHTS and context.is_dir() and not (target.parent / NEMO_CONTEXT).exists():
+            shutil.copytree(context, target.parent / NEMO_CONTEXT, symlinks=True)
     guesses = f", {report.guesses} of them by a guess (see --dry-run)" if report.guesses else ""
     text = (
         f"{report.target}: {report.layout}, {report.tensors} tensors{guesses} in {report.chunks} chunks, "

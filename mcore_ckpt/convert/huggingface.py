@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.convert._foreign_names import is_foreign_optimizer_key, plain_names
+from mcore_ckpt.convert._nemo import nemo_arguments
 from mcore_ckpt.convert._new_directory import new_directory
 from mcore_ckpt.convert._partition import Partitioner
 from mcore_ckpt.convert._pieces import PiecePayloads, Source, Wanted
@@ -306,8 +307,12 @@ def _export_conversion(index: CheckpointIndex, options: HuggingFaceOptions) -> _
     common = read_plain_state(index)
     arguments = common.get("args")
     arguments = arguments if isinstance(arguments, dict) else {}
-    embedding = index.tensors.get(_EMBEDDING)
-    if embedding is None or len(embedding.shape) != 2:
+    arguments = arguments or nemo_arguments(Path(index.path))
+    # What Megatron's wrappers put before all keys: `module.` in checkpoints of NeMo.
+    prefix = min((key.removesuffix(_EMBEDDING) for key in keys if key.endswith(_EMBEDDING)), key=len, default="")
+    names = {key.removeprefix(prefix): key for key in keys}
+    embedding = index.tensors.get(prefix + _EMBEDDING)
+    if embedding is None or len(embedding.shape) != 2 or len(names) != len(keys):
         raise OptionError(
             f"{index.path}: has no {_EMBEDDING}, which every model here begins with; `mcore-ckpt inspect --tensors` "
             "lists what there is"
@@ -338,23 +343,26 @@ def _export_conversion(index: CheckpointIndex, options: HuggingFaceOptions) -> _
     model = family.model(config)
     if options.hf_config is not None:
         _hold_against_arguments(model, arguments, where)
-    naming, relation = _naming_of(index, keys, family, model, padded)
+    naming, relation = _naming_of(index, names, family, model, padded)
     _compare_tensors(
-        {key: index.tensors[key].shape for key in keys}, relation.megatron, f"{family.name}, {where}", index.path
+        {name: index.tensors[key].shape for name, key in names.items()},
+        relation.megatron,
+        f"{family.name}, {where}",
+        index.path,
     )
     wanted = {
         key: Wanted(shape, tuple(sources))
-        for (key, shape), sources in zip(relation.hf.items(), _by_hf_key(relation), strict=True)
+        for (key, shape), sources in zip(relation.hf.items(), _by_hf_key(relation, names), strict=True)
     }
     optimizer = sum(map(is_optimizer_key, (*index.tensors, *index.objects)))
     left_out = (f"{optimizer} keys of the optimizer's state",) if optimizer else ()
     return _Conversion(family, model, config, arguments, relation, naming, wanted, tuple(notes), left_out)
 
 
-def _by_hf_key(relation: Relation) -> list[list[Source]]:
+def _by_hf_key(relation: Relation, names: Mapping[str, str]) -> list[list[Source]]:
     found: dict[str, list[Source]] = {key: [] for key in relation.hf}
     for link in relation.links:
-        found[link.hf].append(Source(link.hf_box, link.megatron, link.megatron_box, link.transposed))
+        found[link.hf].append(Source(link.hf_box, names[link.megatron], link.megatron_box, link.transposed))
     return list(found.values())
 
 

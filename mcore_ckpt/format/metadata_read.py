@@ -46,6 +46,8 @@ __all__ = [
     "MAX_METADATA_BYTES",
     "MAX_TRACKER_BYTES",
     "METADATA_FILE",
+    "NEMO_CONTEXT",
+    "NEMO_WEIGHTS",
     "TRACKER_FILE",
     "BytesEntryState",
     "CheckpointConfig",
@@ -73,6 +75,8 @@ COMMON_FILE = "common.pt"
 # The number of an iteration, or a word.
 MAX_TRACKER_BYTES = 64 * 1024
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
+# Of a directory of NeMo 2: the checkpoint, and what the model is.
+NEMO_WEIGHTS, NEMO_CONTEXT = "weights", "context"
 INCOMPLETE_MARKER = ".mcore_ckpt_incomplete"
 
 # The index of 1,024 ranks with 1,000 items each, plans included, is 0.43 GB; ten times that is no index any more.
@@ -198,6 +202,8 @@ def _not_found(directory: Path, name: str) -> str:
             f"{directory}: holds no {name} itself, but checkpoints of {len(iterations)} iterations; "
             f"give one of them, for example {directory / iterations[-1]}"
         )
+    if (directory / NEMO_WEIGHTS / METADATA_FILE).exists():
+        return f"{directory}: holds no {name} itself; NeMo keeps the checkpoint in {directory / NEMO_WEIGHTS}: use that"
     if any(directory.glob("__*.metadata")):
         return (
             f"{directory}: holds no {name}, but metadata of single ranks: it was saved without collectives "

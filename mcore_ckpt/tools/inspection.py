@@ -21,6 +21,7 @@ from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_ke
 from mcore_ckpt.format.metadata_read import (
     MAX_TRACKER_BYTES,
     METADATA_FILE,
+    NEMO_WEIGHTS,
     TRACKER_FILE,
     read_config,
     read_index,
@@ -180,8 +181,13 @@ class CheckpointSummary:
 
 
 def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
-    """The directory that holds `.metadata`: `path` itself, or the iteration that the tracker file in `path` names."""
+    """The directory that holds `.metadata`: `path` itself, or the iteration that the tracker file in `path` names.
+
+    Of a directory that NeMo has made, the one within it that holds the tensors.
+    """
     directory = local_path(path)
+    if not (directory / METADATA_FILE).exists() and (directory / NEMO_WEIGHTS / METADATA_FILE).exists():
+        return directory / NEMO_WEIGHTS
     tracker = directory / TRACKER_FILE
     if not (directory / METADATA_FILE).exists() and tracker.is_file():
         text = read_small_file(directory, TRACKER_FILE, MAX_TRACKER_BYTES, follow_links=True).decode(errors="replace")
