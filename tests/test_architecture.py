@@ -18,7 +18,13 @@ ROOT = Path(__file__).resolve().parent.parent
 HOUSE = House(ROOT)
 PACKAGE = HOUSE.package
 # Where megatron-core may be named in an import; all else gets what it needs of it from there.
-KNOWS_MEGATRON = {"megatron._versions", "megatron._errors", "megatron.strategy", "convert.logits"}
+KNOWS_MEGATRON = {
+    "megatron._versions",
+    "megatron._errors",
+    "megatron.flat_buckets",
+    "megatron.strategy",
+    "convert.logits",
+}
 # What lies beside the rooms and starts things: it may import every room, and no room imports it.
 ENTRANCES = {"launch", "__main__"}
 # Folders of tests that belong to no room: whole launches, other versions, the site, others' tests, what all tests use.

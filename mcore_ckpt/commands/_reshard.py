@@ -39,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     content = parser.add_argument_group("what is carried")
     content.add_argument("--only", metavar="PATTERN", help="keys that match (shell pattern, or a part of the key)")
     content.add_argument("--drop", choices=["optimizer"], help="leave the optimizer's state out")
+    content.add_argument(
+        "--optimizer",
+        choices=["fully_reshardable"],
+        help="change the layout of the optimizer's state to this one, which loads under any division of the model",
+    )
     content.add_argument("--dtype", metavar="TYPE", help="convert the model's floating-point tensors: bf16, fp16, fp32")
     work = parser.add_argument_group("how")
     work.add_argument("--dry-run", action="store_true", help="show each tensor's decision and write nothing")
@@ -103,7 +108,7 @@ def _options(arguments: argparse.Namespace) -> ReshardOptions:
         if arguments.tp is None or arguments.pp is None:
             raise OptionError("--tp and --pp belong together: give both (1 is a size too)")
         layout = TargetLayout(arguments.tp, arguments.pp, arguments.ep, arguments.etp, arguments.dp)
-    elif arguments.like is None:
+    elif arguments.like is None and arguments.optimizer is None:
         raise OptionError("no target layout: give --tp N --pp M, or --like CKPT")
     elif arguments.ep != 1 or arguments.etp is not None or arguments.dp is not None:
         raise OptionError("--ep, --etp and --dp need --tp and --pp: --like alone takes its layout over as it is")
@@ -115,6 +120,7 @@ def _options(arguments: argparse.Namespace) -> ReshardOptions:
         rules=rules_in(arguments.rules or None, parse_partition_rules),
         only=arguments.only,
         drop_optimizer=arguments.drop == "optimizer",
+        optimizer=arguments.optimizer,
         dtype=floating_dtype(arguments.dtype, "--dtype"),
         merge=arguments.merge,
         workers=arguments.workers,

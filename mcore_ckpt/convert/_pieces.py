@@ -11,14 +11,16 @@ Each stored chunk is read once, in parts; `check_rest` then has seen all of it a
 from __future__ import annotations
 
 import math
+import operator
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mcore_ckpt.core.boxes import Box, covers, intersect, relative, runs
+from mcore_ckpt.core.boxes import Box, covers, flat_boxes, intersect, relative, runs
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.crc import crc32, crc32_combine
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
@@ -41,12 +43,15 @@ class Source(NamedTuple):
         key: the stored tensor; None for zeros.
         stored_box: of the stored tensor; its sizes are those of `box`, but for leading axes of one element.
         transposed: the last two axes are exchanged.
+        flat: the stored tensor's last axis counts elements of a flattened array, in which the box lies in its own
+            order from this element on; `stored_box` is the array then, one element long but for that axis.
     """
 
     box: Box
     key: str | None
     stored_box: Box | None = None
     transposed: bool = False
+    flat: int | None = None
 
 
 class Wanted(NamedTuple):
@@ -69,7 +74,10 @@ _Places = dict[tuple[str, tuple[int, ...]], _Piece]
 
 
 def view_of(
-    base: CheckpointIndex, wanted: Mapping[str, Wanted], objects: Mapping[str, bytes] | None = None
+    base: CheckpointIndex,
+    wanted: Mapping[str, Wanted],
+    objects: Mapping[str, bytes] | None = None,
+    kept_objects: Iterable[str] = (),
 ) -> tuple[CheckpointIndex, _Places, bytes]:
     """An index of the wanted tensors, where each of their chunks lies, and the contents of objects made here.
 
@@ -77,6 +85,7 @@ def view_of(
         base: what is stored.
         wanted: tensors by key.
         objects: contents of objects by full key, each an archive of `torch.save`.
+        kept_objects: full keys of stored objects that the view has as they are.
 
     Raises:
         OptionError: a wanted tensor is made of tensors of several dtypes.
@@ -107,14 +116,14 @@ def view_of(
             raise CorruptCheckpointError(f"{key}: what {base.path} stores does not make it up: {problem}")
         tensors[key] = TensorEntry(key, dtype, tensor.shape, tuple(found))
     made = b""
-    entries: dict[str, ObjectEntry] = {}
+    entries = {key: base.objects[key] for key in kept_objects}
     starts: dict[bytes, int] = {}
     for key, content in (objects or {}).items():
         if content not in starts:
             starts[content] = len(made)
             made += content
         entries[key] = ObjectEntry(key, StoredItem(MADE_HERE, starts[content], len(content)))
-    return CheckpointIndex(base.path, tensors, entries), places, made
+    return CheckpointIndex(base.path, tensors, entries, blocks=base.blocks), places, made
 
 
 class _ChunksByLead:
@@ -123,6 +132,20 @@ class _ChunksByLead:
     def __init__(self, base: CheckpointIndex) -> None:
         self._base = base
         self._known: dict[str, tuple[int, dict[tuple[int, ...], list[StoredChunk]]]] = {}
+        self._rows: dict[str, dict[tuple[int, ...], tuple[list[int], list[StoredChunk]]]] = {}
+
+    def along(self, key: str, cell: Box, start: int, stop: int) -> Iterable[StoredChunk]:
+        """Chunks in order that have elements `[start, stop)` of the last axis, at the place of `cell` in the others."""
+        if key not in self._rows:
+            rows: dict[tuple[int, ...], list[StoredChunk]] = {}
+            for chunk in self._base.tensors[key].chunks:
+                rows.setdefault(chunk.offsets[:-1], []).append(chunk)
+            self._rows[key] = {}
+            for place, chunks in rows.items():
+                chunks.sort(key=lambda chunk: chunk.offsets[-1])
+                self._rows[key][place] = [chunk.offsets[-1] for chunk in chunks], chunks
+        starts, chunks = self._rows[key].get(cell.offsets[:-1], ([], []))
+        return chunks[max(0, bisect_right(starts, start) - 1) : bisect_left(starts, stop)]
 
     def around(self, key: str, box: Box) -> list[StoredChunk]:
         if key not in self._known:
@@ -145,6 +168,9 @@ def _pieces(base: CheckpointIndex, chunks_of: _ChunksByLead, source: Source) -> 
         yield source.box, _Piece(None, None, source.box, False)
         return
     entry = base.tensors[source.key]
+    if source.flat is not None:
+        yield from _flat_pieces(entry, chunks_of, source, source.stored_box, source.flat)
+        return
     axes = min(len(source.box.sizes), len(source.stored_box.sizes))  # those that are more than one element long
     order = list(range(axes))
     if source.transposed:
@@ -163,6 +189,22 @@ def _pieces(base: CheckpointIndex, chunks_of: _ChunksByLead, source: Source) -> 
             (*source.box.sizes[:lead], *(sizes[axis] for axis in order)),
         )
         yield box, _Piece(entry, chunk, relative(shared, chunk.offsets), source.transposed)
+
+
+def _flat_pieces(
+    entry: TensorEntry, chunks_of: _ChunksByLead, source: Source, cell: Box, first: int
+) -> Iterable[tuple[Box, _Piece]]:
+    stop = first + math.prod(source.box.sizes)
+    for chunk in chunks_of.along(entry.fqn, cell, first, stop):
+        start, end = chunk.offsets[-1], chunk.offsets[-1] + chunk.sizes[-1]
+        low, high = max(first, start), min(stop, end)
+        for part in flat_boxes(source.box.sizes, low - first, high - first):
+            count = math.prod(part.sizes)
+            lead = len(chunk.sizes) - 1
+            inside = Box((*(0,) * lead, low - start), (*(1,) * lead, count))
+            offsets = tuple(map(operator.add, source.box.offsets, part.offsets))
+            yield Box(offsets, part.sizes), _Piece(entry, chunk, inside, False)
+            low += count
 
 
 def _item(piece: _Piece, before: Sequence[StoredChunk], nbytes: int) -> StoredItem:
@@ -190,13 +232,17 @@ class PiecePayloads(StoredPayloads):
 
     Args:
         base: payloads of what is stored.
-        wanted, objects: as for `view_of`.
+        wanted, objects, kept_objects: as for `view_of`.
     """
 
     def __init__(
-        self, base: StoredPayloads, wanted: Mapping[str, Wanted], objects: Mapping[str, bytes] | None = None
+        self,
+        base: StoredPayloads,
+        wanted: Mapping[str, Wanted],
+        objects: Mapping[str, bytes] | None = None,
+        kept_objects: Iterable[str] = (),
     ) -> None:
-        index, self._places, made = view_of(base.index, wanted, objects)
+        index, self._places, made = view_of(base.index, wanted, objects, kept_objects)
         super().__init__(index, base.storage)
         self._base = base
         self.files = _FilesAndMade(base, made)  # type: ignore[assignment]
@@ -204,6 +250,7 @@ class PiecePayloads(StoredPayloads):
         self._turning = threading.Lock()
         self._seen: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
         self._payload_of: dict[tuple[str, int], StoredPayload] = {}
+        self._compared: set[tuple[str, int]] = set()
         self._seeing = threading.Lock()
 
     def recipe(self) -> Iterable[str]:
@@ -267,14 +314,26 @@ class PiecePayloads(StoredPayloads):
                 return
             del self._seen[key]
             self._payload_of.pop(key, None)
+            self._compared.add(key)
         _compare(stored, seen)
 
     def check_rest(self) -> None:
-        """Read what nobody wanted of chunks that were read in part, and compare their checksums.
+        """Read what was not read here of chunks that the view has parts of, and compare their checksums.
+
+        Parts that nobody wanted, and those that an earlier run has moved.
 
         Raises:
             ChecksumError: one is damaged.
         """
+        for piece in self._places.values():
+            if piece.entry is None or piece.chunk is None or piece.transposed or piece.part.sizes == piece.chunk.sizes:
+                continue
+            key = piece.chunk.item.file, piece.chunk.item.offset
+            single = len(runs(piece.chunk.sizes, piece.part, element_bytes(piece.entry.dtype))) == 1
+            if single and key not in self._compared and key not in self._seen:
+                stored = self._base.locate(piece.entry, piece.chunk)
+                if stored.crc32 is not None:
+                    self._seen[key], self._payload_of[key] = [], stored
         for key, seen in self._seen.items():
             stored = self._payload_of[key]
             at = 0
@@ -283,6 +342,7 @@ class PiecePayloads(StoredPayloads):
                     seen.append((at, start - at, self._sum(stored, at, start)))
                 at = start + nbytes
             _compare(stored, seen)
+            self._compared.add(key)
         self._seen.clear()
 
     def _sum(self, stored: StoredPayload, start: int, stop: int) -> int:

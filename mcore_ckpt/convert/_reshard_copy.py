@@ -438,8 +438,10 @@ class _Worker:
             [source_boxes[n] for n in block.sources], sources, [move.boxes[n] for n in block.targets], sinks
         )
         check_chunks(found, sources, read, self._run.payloads.index.path, "reshard")
-        for n, value in zip(block.sources, read, strict=True):
+        for n, source, value in zip(block.sources, sources, read, strict=True):
             crcs[n] = value
+            given = source.crc32 if isinstance(source, CastSource) else value
+            self._run.payloads.was_read(move.entry, move.entry.chunks[n], given)
         for target, sink in zip(block.targets, sinks, strict=True):
             sums[target] = (sink.sums.crc32, sink.sums.blocks)
             sink.stream.write(_tail(move.template(target), sink.sums.crc32))

@@ -213,6 +213,7 @@ def _build(
                 # What the kernel copies is not seen here: it is held against its checksum when the target is read back.
                 move_files=options.move_files and options.verify,
             )
+        payloads.check_rest()
         content = seal_metadata(content, _seal_files(plan, payloads, partial, journal))
         copied = time.monotonic()
         if options.verify:
@@ -489,8 +490,17 @@ def _not_carried(path: Path, is_link: bool, is_folder: bool) -> CorruptCheckpoin
     )
 
 
-def carry_sidecars(index: CheckpointIndex, sidecars: Iterable[str], partial: Path) -> None:
-    """Copy what lies beside the data and stays valid: common state, `metadata.json`, and `sidecar_files`."""
+def carry_sidecars(
+    index: CheckpointIndex, sidecars: Iterable[str], partial: Path, common_content: bytes | None = None
+) -> None:
+    """Copy what lies beside the data and stays valid: common state, `metadata.json`, and `sidecar_files`.
+
+    Args:
+        index: of the source.
+        sidecars: names of files.
+        partial: where they go.
+        common_content: what `common.pt` is to hold instead of what it held.
+    """
     source, storage = Path(index.path), LocalStorage(partial)
     names = [path.name for path in source.iterdir()]
     if COMMON_FILE not in names and (source / COMMON_FILE).exists():
@@ -501,7 +511,7 @@ def carry_sidecars(index: CheckpointIndex, sidecars: Iterable[str], partial: Pat
     if common is not None:
         content = read_common_file(LocalStorage(source), common, index.seal)
         check_file(LocalStorage(source), common)
-        storage.publish(COMMON_FILE, content)
+        storage.publish(COMMON_FILE, content if common_content is None else common_content)
     if (source / CONFIG_FILE).exists():
         storage.publish(CONFIG_FILE, read_small_file(source, CONFIG_FILE, MAX_CONFIG_BYTES))
 

@@ -9,12 +9,15 @@ read. An interrupted run leaves `DST.partial` with a journal, and the same call 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt.convert._optimizer_layout import FULLY_RESHARDABLE, ConvertedOptimizer, convert_optimizer
 from mcore_ckpt.convert._partition import Partitioner
+from mcore_ckpt.convert._pieces import PiecePayloads
 from mcore_ckpt.convert._reshard_target import (
     BuildOptions,
     build_target,
@@ -43,10 +46,13 @@ from mcore_ckpt.tools.parallel_layout import (
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 from mcore_ckpt.tools.plain_state import read_plain_state
 
-__all__ = ["ReshardOptions", "ReshardReport", "plan_reshard", "reshard", "reshard_checkpoint"]
+__all__ = ["OPTIMIZER_LAYOUTS", "ReshardOptions", "ReshardReport", "plan_reshard", "reshard", "reshard_checkpoint"]
 
 _GIB = 1024**3
 _COMMON_OBJECT = object_key("common_state", (0,), (1,))
+OPTIMIZER_LAYOUTS = (FULLY_RESHARDABLE,)
+"""Layouts that the optimizer's state can be given."""
+
 _FIXED_LAYOUTS = ("dp_reshardable", "dp_zero_gather_scatter")
 
 
@@ -60,6 +66,7 @@ class ReshardOptions:
         rules: partition rules (`rules.parse_partition_rules`), after `like`.
         only: keys to carry, by pattern (`keys.key_filter`).
         drop_optimizer: leave the optimizer's state out.
+        optimizer: the layout that the optimizer's state shall have (`OPTIMIZER_LAYOUTS`); None leaves it as it is.
         dtype: convert floating-point tensors of the model, to torch's name without `torch.`.
         merge: one file for each rank, instead of one for each rank and worker.
         workers: threads that move tensors.
@@ -74,6 +81,7 @@ class ReshardOptions:
     rules: tuple[PartitionRule, ...] = ()
     only: str | None = None
     drop_optimizer: bool = False
+    optimizer: str | None = None
     dtype: str | None = None
     merge: bool = False
     workers: int = 2
@@ -102,36 +110,69 @@ class ReshardReport:
 
 
 def plan_reshard(source: CheckpointIndex, options: ReshardOptions) -> ReshardPlan:
-    """Decide everything; reads nothing but indexes and the common state.
+    """Decide everything; reads indexes and the common state, and a few elements if the optimizer's layout is changed.
 
     Raises:
         OptionError: the layout cannot be, or the optimizer's state cannot follow it.
         CheckpointNotFoundError, CorruptCheckpointError: `like` is no readable checkpoint.
         CorruptCheckpointError: chunks of the source are missing, or overlap.
     """
+    with _content(source, options) as (payloads, converted, common):
+        return _plan(source, payloads.index, converted, common, options)
+
+
+@contextmanager
+def _content(
+    source: CheckpointIndex, options: ReshardOptions
+) -> Iterator[tuple[StoredPayloads, ConvertedOptimizer | None, dict[str, Any]]]:
+    """What is resharded: the source, or a view of it in which the optimizer's state has the wanted layout."""
     common = read_plain_state(source)
+    with StoredPayloads(source) as payloads:
+        converted = None
+        if options.optimizer is not None:
+            if options.optimizer not in OPTIMIZER_LAYOUTS:
+                raise OptionError(f"optimizer {options.optimizer}: expected one of {', '.join(OPTIMIZER_LAYOUTS)}")
+            if options.drop_optimizer:
+                raise OptionError("the optimizer's state can be left out or change its layout, not both")
+            check_tiled(source, source.tensors)
+            converted = convert_optimizer(payloads, common)
+        if converted is None:
+            yield payloads, None, common
+        else:
+            view = PiecePayloads(payloads, converted.wanted, converted.objects, converted.kept_objects)
+            yield view, converted, common
+
+
+def _plan(
+    source: CheckpointIndex,
+    index: CheckpointIndex,
+    converted: ConvertedOptimizer | None,
+    common: Mapping[str, Any],
+    options: ReshardOptions,
+) -> ReshardPlan:
     arguments = common.get("args")
     arguments = arguments if isinstance(arguments, dict) else {}
     like = read_index(options.like) if options.like else None
-    if options.layout is None and like is None:
+    if options.layout is None and like is None and converted is None:
         raise OptionError("no target layout: give the tensor and pipeline parallel sizes (--tp, --pp), or --like")
-    exact = options.layout is None
-    layout = options.layout or _layout_of(like)
+    exact = options.layout is None and like is not None
+    layout = options.layout or (_layout_of(like) if like is not None else _saved_layout(source, common))
     wanted = key_filter(options.only)
-    keep = [key for key in source.tensors if wanted(key) and not (options.drop_optimizer and is_optimizer_key(key))]
-    objects = [key for key in source.objects if wanted(key) and not (options.drop_optimizer and is_optimizer_key(key))]
+    keep = [key for key in index.tensors if wanted(key) and not (options.drop_optimizer and is_optimizer_key(key))]
+    objects = [key for key in index.objects if wanted(key) and not (options.drop_optimizer and is_optimizer_key(key))]
     if not keep and not objects:
         raise OptionError(
             f"{source.path}: no key matches --only {options.only!r}; `mcore-ckpt inspect --tensors` lists them"
         )
     # The common state is carried whatever the pattern, whether it is an object or a file of its own.
-    objects += [key for key in source.objects if key == _COMMON_OBJECT and key not in objects]
-    check_tiled(source, keep)
-    if any(is_optimizer_key(key) for key in keep):
-        _refuse_fixed_optimizer(source, common, layout)
-    partitioner = Partitioner(source, like=like, rules=options.rules, arguments=arguments, exact_like=exact)
-    return make_plan(
-        source,
+    objects += [key for key in index.objects if key == _COMMON_OBJECT and key not in objects]
+    if converted is None:
+        check_tiled(source, keep)
+        if any(is_optimizer_key(key) for key in keep):
+            _refuse_fixed_optimizer(source, common, layout)
+    partitioner = Partitioner(index, like=like, rules=options.rules, arguments=arguments, exact_like=exact)
+    plan = make_plan(
+        index,
         layout,
         partitioner,
         like=like if exact else None,
@@ -141,6 +182,13 @@ def plan_reshard(source: CheckpointIndex, options: ReshardOptions) -> ReshardPla
         workers=1 if options.merge else max(1, options.workers),
         arguments=arguments,
     )
+    return plan if converted is None else replace(plan, notes=(*plan.notes, *converted.notes))
+
+
+def _saved_layout(source: CheckpointIndex, common: Mapping[str, Any]) -> TargetLayout:
+    """The layout under which a checkpoint was saved, as far as it is known."""
+    saved = layout_of_arguments(common) or layout_of_chunks(source)
+    return TargetLayout(saved.tp or 1, saved.pp or 1, saved.ep or 1, saved.etp)
 
 
 def _layout_of(like: CheckpointIndex | None) -> TargetLayout:
@@ -165,8 +213,13 @@ def _refuse_fixed_optimizer(source: CheckpointIndex, common: Mapping[str, Any], 
     was = f"TP {saved.tp} PP {saved.pp} EP {saved.ep or 1}"
     raise OptionError(
         f"{source.path}: its optimizer state is {kind!r}, flat buckets of {was}, which cannot be divided for TP "
-        f"{layout.tp} PP {layout.pp} EP {layout.ep}. Reshard the model alone with --drop optimizer, or load this "
-        f"checkpoint once at {was} and save it with --dist-ckpt-optim-fully-reshardable. Nothing was written"
+        f"{layout.tp} PP {layout.pp} EP {layout.ep}. "
+        + (
+            f"With --optimizer {FULLY_RESHARDABLE} they become tensors that can; or reshard"
+            if kind == "dp_reshardable"
+            else "Reshard"
+        )
+        + " the model alone with --drop optimizer. Nothing was written"
     )
 
 
@@ -203,12 +256,11 @@ def reshard(
     index = read_index(src)
     refuse_target(src, dst)
     sidecars = sidecar_files(index)
-    plan = plan_reshard(index, options)
 
     def carry(partial: Path) -> None:
         # What lies beside the data says of no save whose it is, but for a common state that is sealed.
         try:
-            carry_sidecars(index, sidecars, partial)
+            carry_sidecars(index, sidecars, partial, common_file)
         except LoadError as error:
             if index_version(src) != seen:
                 raise replaced_error(index.path) from error
@@ -216,7 +268,9 @@ def reshard(
         if index_version(src) != seen:
             raise replaced_error(index.path)
 
-    with StoredPayloads(index) as payloads:
+    with _content(index, options) as (payloads, converted, common):
+        plan = _plan(index, payloads.index, converted, common, options)
+        common_file = None if converted is None else converted.common
         built = build_target(
             payloads,
             plan,
@@ -262,6 +316,7 @@ def reshard_checkpoint(
     rules: str | os.PathLike[str] | Iterable[PartitionRule] | None = None,
     only: str | None = None,
     drop_optimizer: bool = False,
+    optimizer: str | None = None,
     dtype: str | None = None,
     merge: bool = False,
     workers: int = 2,
@@ -284,6 +339,8 @@ def reshard_checkpoint(
         rules: a file of partition rules: lines of a regular expression, an axis or `whole`, and `x2` for two halves.
         only: keys to carry: with any of `*?[` a shell pattern for the whole key, otherwise a part of it.
         drop_optimizer: leave the optimizer's state out.
+        optimizer: `"fully_reshardable"`: give the optimizer's state this layout, which loads under any division of the
+            model; without `tp`, `pp` and `like` all else keeps the layout that it has.
         dtype: convert floating-point tensors of the model: `"bf16"`, `"fp16"`, `"fp32"`, or torch's names for them.
         merge: one file for each rank, instead of one for each rank and worker.
         workers: threads that move tensors.
@@ -309,6 +366,7 @@ def reshard_checkpoint(
         rules=rules_in(rules, parse_partition_rules),
         only=only,
         drop_optimizer=drop_optimizer,
+        optimizer=optimizer,
         dtype=floating_dtype(dtype),
         merge=merge,
         workers=workers,

@@ -183,6 +183,9 @@ class StoredPayloads:
     def was_read(self, entry: TensorEntry, chunk: StoredChunk, value: int) -> None:
         """Told the CRC-32 of a chunk that was read as a whole: what stores no sum of its own may add them up."""
 
+    def check_rest(self) -> None:
+        """Told that nothing more is going to be read: what was read of chunks in parts is compared now."""
+
     def recipe(self) -> Iterable[str]:
         """What the elements depend on, beside the index and its files."""
         return ()
