@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Final
 
 from mcore_ckpt.core.errors import SaveError
+from mcore_ckpt.core.process import start_thread
 from mcore_ckpt.format.seal import RunningSum
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, align_up
@@ -102,7 +103,8 @@ class TargetFile:
 
 
 class WriteBehind:
-    """Threads that write pieces; a context manager, which waits for them on leaving.
+    """Threads that write pieces; a context manager, which waits for them on leaving. Where no threads are to be had, at
+    the end of the interpreter, each piece is written when it is submitted.
 
     Args:
         threads: writes in flight at once.
@@ -115,6 +117,7 @@ class WriteBehind:
         self._pending = 0
         self._stopping = False
         self._failure: BaseException | None = None
+        self._has_threads = True
         self._threads = [
             threading.Thread(target=self._work, name=f"mcore-ckpt-write-{n}", daemon=True) for n in range(threads)
         ]
@@ -126,7 +129,8 @@ class WriteBehind:
                 self._pending += 1
                 self._jobs.append((job, buffer))
                 self._condition.notify_all()
-                return
+        if not self._has_threads:
+            self._work(wait=False)
         self._raise()
 
     def returned(self, *, wait: bool) -> memoryview | None:
@@ -150,10 +154,10 @@ class WriteBehind:
         if self._failure is not None:
             raise self._failure
 
-    def _work(self) -> None:
+    def _work(self, wait: bool = True) -> None:
         while True:
             with self._condition:
-                while not self._jobs and not self._stopping:
+                while wait and not self._jobs and not self._stopping:
                     self._condition.wait()
                 if not self._jobs:
                     return
@@ -171,8 +175,7 @@ class WriteBehind:
                 self._condition.notify_all()
 
     def __enter__(self) -> WriteBehind:
-        for thread in self._threads:
-            thread.start()
+        self._has_threads = any(list(map(start_thread, self._threads)))  # all are started
         return self
 
     def __exit__(
@@ -183,7 +186,7 @@ class WriteBehind:
                 self._failure = error
             self._stopping = True
             self._condition.notify_all()
-        for thread in self._threads:
+        for thread in self._threads if self._has_threads else ():
             thread.join()
         if error is None:
             self._raise()

@@ -1,4 +1,4 @@
-"""What is asked of the interpreter and the kernel for a process: to notice another's end, to step back, to not collect.
+"""What is asked of interpreter and kernel for a process: to notice another's end, to step back, threads, no collecting.
 
 A parent has to notice the end of its child, a child that of its parent. Linux has a descriptor for that, the pidfd,
 which becomes readable when the process is gone, by whatever way. It depends on nobody's good behaviour, unlike the end
@@ -8,6 +8,9 @@ A process that works beside the trainer lowers its own priority (`lower_priority
 kept out of the way while many lasting objects are made (`collector_paused`): a plan or an index is hundreds of
 thousands of small objects that all stay alive and hold no cycles, so that each full collection meanwhile would walk
 through every object of the training process, and free nothing.
+
+A program may save once more when it ends (`atexit`). From Python 3.12 on no thread can be started any more then, so
+whoever wants a thread asks whether it runs (`start_thread`), and does the work itself otherwise.
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ __all__ = [
     "die_with_parent",
     "exit_text",
     "exit_with_parent",
+    "interpreter_ends",
     "is_running",
     "kernel_can_watch",
     "leave_signals_to_parent",
     "lower_priority",
     "signals_held_back",
+    "start_thread",
     "until_parent_is_gone",
     "wait_readable",
 ]
@@ -53,6 +58,29 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def interpreter_ends() -> bool:
+    """Whether the main thread has ended, so that only what was registered for that (`atexit`) still runs, or threads.
+
+    Executors take no work any more then, and from Python 3.12 on no thread can be started.
+    """
+    return not threading.main_thread().is_alive()
+
+
+def start_thread(thread: threading.Thread) -> bool:
+    """Start a thread; returns whether it runs, which it does not where `interpreter_ends`.
+
+    Raises:
+        RuntimeError: the system has no more threads.
+    """
+    try:
+        thread.start()
+    except RuntimeError:
+        if not interpreter_ends():
+            raise
+        return False
+    return True
 
 
 # What terminals and schedulers send to all processes of a job: to stop it, or as a notice that its time is up.

@@ -49,6 +49,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
+from mcore_ckpt.core.process import interpreter_ends, start_thread
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.storage.base import Storage
 
@@ -64,6 +65,9 @@ _WATCHED_BEATS: Final = 3
 # What a marker without an owner's name may be: half written, where the file system has no hard links.
 _UNREADABLE_S: Final = 2.0
 _LONGEST_LEASE_S: Final = 3600.0
+# When the interpreter ends there may be no thread for a heartbeat: it is renewed by hand then, between the steps of a
+# save, which may take longer. Who cannot see the process waits so long for a claim of one that was killed.
+_LEASE_BY_HAND_S: Final = 600.0
 # A marker names the files of the checkpoint that is replaced: a million of them at most.
 _MAX_TICKET_BYTES: Final = 64 * 1024 * 1024
 _MISSED_S: Final = 0.5
@@ -128,7 +132,7 @@ class Owner:
             started=_start_of(os.getpid()) or "",
             since_s=time.time(),
             beat_s=BEAT_S,
-            lease_s=LEASE_S,
+            lease_s=_LEASE_BY_HAND_S if interpreter_ends() else LEASE_S,
             noted=noted,
         )
 
@@ -229,7 +233,8 @@ class _Life:
 class Claim:
     """A directory that this process holds for one save, until it is released, or the claim is forgotten.
 
-    Made by `take`. A thread renews its heartbeat; it takes no part in any collective, and ends with the process.
+    Made by `take`. A thread renews its heartbeat; it takes no part in any collective, and ends with the process. Where
+    no thread can be started, at the end of the interpreter, whoever asks whether the claim is still held renews it.
 
     Attributes:
         owner: this process, with the save's id.
@@ -245,7 +250,7 @@ class Claim:
         forgotten = weakref.finalize(self, self._life.ended.set)
         forgotten.atexit = False
         thread = threading.Thread(target=_renew, args=(owner, self._life), name="mcore-ckpt-claim", daemon=True)
-        thread.start()
+        self._beats_by_hand = not start_thread(thread)
 
     @classmethod
     def take(
@@ -288,7 +293,7 @@ class Claim:
             raise
         try:
             return cls(storage, owner, after, part)
-        except BaseException:  # no thread is to be had, as when the interpreter ends
+        except BaseException:  # no thread is to be had
             _release(storage, owner, _marker(part), remove_marker=not after)
             raise
 
@@ -325,6 +330,8 @@ class Claim:
     def is_still_held(self) -> bool:
         """As `is_ours`, also after what was to be published has been."""
         held = self.is_held and not self._life.lost
+        if held and self._beats_by_hand:
+            self.storage.touch(_ticket(self.owner))
         return held and self.storage.version(_ticket(self.owner)) is not None
 
     def check(self) -> None:

@@ -50,6 +50,7 @@ from mcore_ckpt.core.errors import (
     SaveError,
 )
 from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.core.process import interpreter_ends
 from mcore_ckpt.directory.claim import Claim, holders, holders_of_parts, is_claim_file, seems_gone
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex
@@ -617,7 +618,8 @@ def check_files(storage: Storage, planned: Iterable[tuple[str, int]], *, at_leas
     period_s = _FIRST_PERIOD_S
     found: dict[str, int | None] = {}
     while left:
-        with ThreadPoolExecutor(min(_LOOKERS, len(left))) if len(left) > _LOOKERS else nullcontext() as threads:
+        beside = len(left) > _LOOKERS and not interpreter_ends()
+        with ThreadPoolExecutor(_LOOKERS) if beside else nullcontext() as threads:
             look = map if threads is None else threads.map
             found = dict(zip(left, look(lambda name: _size(storage, name), left), strict=True))
         left = {name: size for name, size in left.items() if not is_there(found[name], size)}

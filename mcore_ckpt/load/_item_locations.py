@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.core.process import interpreter_ends
 from mcore_ckpt.format.index import StoredItem
 from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor
 from mcore_ckpt.format.zip_records import NotRangeable
@@ -73,6 +74,15 @@ class ItemLocations:
             yield self.of
             return
         batches = iter([items[at : at + _BATCH] for at in range(0, len(items), _BATCH)])
+        if interpreter_ends():
+
+            def located_here(wanted: WantedItem) -> LocatedTensor | None:
+                while wanted not in self and (batch := next(batches, None)) is not None:
+                    self._locate_batch(batch, files, stats, unranged)
+                return self.of(wanted)
+
+            yield located_here
+            return
         pending: deque[Future[None]] = deque()
         with ThreadPoolExecutor(threads, thread_name_prefix="mcore_ckpt-locate") as pool:
 

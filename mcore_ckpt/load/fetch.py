@@ -17,6 +17,7 @@ from typing import TypeVar
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.host_memory import free_host_bytes
 from mcore_ckpt.core.options import DirectIo, LoadOptions, ranks_of_this_host
+from mcore_ckpt.core.process import interpreter_ends
 from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, Storage, align_up
 
@@ -140,7 +141,8 @@ class OpenFiles:
 
 
 def in_parallel(tasks: Iterable[_Task], work: Callable[[_Task], None], threads: int) -> None:
-    """Call `work` on each task, in order, in at most `threads` threads at once; one task is done in the caller's.
+    """Call `work` on each task, in order, in at most `threads` threads at once; one task is done in the caller's, and
+    all are where no threads are to be had.
 
     Raises:
         BaseException: the first error of `work` (or of making the tasks); tasks that had not begun are not done.
@@ -170,7 +172,7 @@ def in_parallel(tasks: Iterable[_Task], work: Callable[[_Task], None], threads: 
                 raise
 
     first, second = next_task(), next_task()
-    if second is None or threads == 1:
+    if second is None or threads == 1 or interpreter_ends():
         drain(first, second)
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="mcore_ckpt-read") as pool:

@@ -38,6 +38,7 @@ from types import TracebackType
 from typing import Final
 
 from mcore_ckpt.core.errors import WriteTimeoutError
+from mcore_ckpt.core.process import start_thread
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.seal import BLOCK_BYTES
 from mcore_ckpt.layout.file_image import FileImage, Fill, ImageResult, Window, plan_windows
@@ -110,6 +111,8 @@ class FileInProgress:
 class PieceQueue:
     """A context manager: on leaving, all files are written and finished, or the first error is raised.
 
+    At the end of the interpreter, when there are no threads to be had, the caller writes each piece as it submits it.
+
     Args:
         io_threads: writes in flight at once.
         on_written: called with the number of bytes after each write, on the thread that wrote; a sign of life.
@@ -131,6 +134,7 @@ class PieceQueue:
         self._stopping = False
         self._failure: BaseException | None = None
         self._is_interrupted = False
+        self._has_threads = True
         self._on_written = on_written
         self._deadline_s = deadline_s
         self._threads = [
@@ -159,10 +163,9 @@ class PieceQueue:
                 file.pending += 1
                 self._pieces.append((file, offset, piece, release))
                 self._condition.notify()
-                return
-            if release is not None:
+            elif release is not None:
                 release(piece)
-        self._raise_failure()
+        self._progress()
 
     def close_file(self, file: FileInProgress) -> None:
         """All of the file has been submitted: finish it as soon as it is written."""
@@ -171,6 +174,11 @@ class PieceQueue:
             if file.pending == 0 and self._failure is None:
                 self._to_finish.append(file)
                 self._condition.notify()
+        self._progress()
+
+    def _progress(self) -> None:
+        if not self._has_threads:
+            self._work(wait=False)
         self._raise_failure()
 
     def take(self, pool: WindowPool) -> memoryview:
@@ -238,10 +246,10 @@ class PieceQueue:
         self._to_finish.clear()
         self._condition.notify_all()
 
-    def _work(self) -> None:
+    def _work(self, wait: bool = True) -> None:
         while True:
             with self._condition:
-                while not (self._pieces or self._to_finish or self._stopping):
+                while wait and not (self._pieces or self._to_finish or self._stopping):
                     self._condition.wait()
                 if self._to_finish:
                     file, piece = self._to_finish.popleft(), None
@@ -288,8 +296,7 @@ class PieceQueue:
 
     def __enter__(self) -> PieceQueue:
         try:
-            for thread in self._threads:
-                thread.start()
+            self._has_threads = any(list(map(start_thread, self._threads)))  # all are started
         except BaseException:  # no more threads to be had
             self._join()
             raise

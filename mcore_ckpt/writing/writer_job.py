@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from mcore_ckpt.core.process import start_thread
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.layout.file_image import FileImage, Fill, ImageResult
 from mcore_ckpt.layout.plans import TensorPlans
@@ -155,11 +156,14 @@ def encoded_beside(plans: TensorPlans | None, write: Callable[[], T]) -> tuple[T
             outcome.append(error)
 
     thread = threading.Thread(target=encode, name="mcore_ckpt-metadata", daemon=True)
-    thread.start()
+    runs = start_thread(thread)
     try:
         written = write()
     finally:
-        thread.join()
+        if runs:
+            thread.join()
+    if not runs:
+        encode()
     if isinstance(outcome[0], Exception):
         raise outcome[0]
     return written, outcome[0]

@@ -402,10 +402,8 @@ def test_a_failed_claim_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_claim_for_which_no_thread_is_to_be_had_is_not_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So it is when the interpreter ends."""
-
     def fail(_: threading.Thread) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
+        raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)

@@ -1,0 +1,80 @@
+"""Saves and loads at the end of the interpreter (`atexit`): executors take no work then, and threads are not to be had.
+
+The end is made in a forked child: its main thread has stopped, and no thread can be started, as from Python 3.12 on.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+
+from mcore_ckpt import FileSystemReader, FileSystemWriterAsync
+from mcore_ckpt.directory.claim import LEASE_S, Claim, holders
+from mcore_ckpt.storage.local import LocalStorage
+from tests.megatron.trap_ranks import check, installed, state
+from tests.support.forked import in_child
+
+pytest.importorskip("megatron.core.dist_checkpointing", reason="half of the saves are Megatron's")
+
+
+def end_the_interpreter() -> None:
+    """As far as that is for threads."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    shut_down: Any = vars(threading)["_shutdown"]
+    shut_down()
+    for name in ("_start_new_thread", "_start_joinable_thread"):
+        setattr(threading, name, refuse)
+
+
+def test_saves_and_loads_need_no_threads_at_the_end_of_the_interpreter(tmp_path: Path) -> None:
+    def many(value: float) -> dict[str, torch.Tensor]:
+        return {f"w{i}": torch.full((3000,), value) for i in range(40)}
+
+    def at_the_end() -> None:
+        dist_checkpointing = installed()
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        end_the_interpreter()
+        dcp.save(many(2.0), storage_writer=FileSystemWriterAsync(tmp_path / "plain"))
+        for reader in (FileSystemReader, dcp.FileSystemReader):
+            found = many(0.0)
+            dcp.load(found, storage_reader=reader(tmp_path / "plain"))
+            assert all(torch.equal(found[key], tensor) for key, tensor in many(2.0).items())
+        directory = str(tmp_path / "megatron")
+        for fill in (3, 4):
+            dist_checkpointing.save(state(fill), directory)
+            check(dist_checkpointing.load(state(0), directory), fill)
+        queue = AsyncCallsQueue()
+        queue.schedule_async_request(dist_checkpointing.save(state(5), directory, async_sharded_save=True))
+        queue.maybe_finalize_async_calls(blocking=True)
+        check(dist_checkpointing.load(state(0), directory), 5)
+
+    (tmp_path / "megatron").mkdir()
+    in_child(at_the_end)
+    assert {path.name for path in tmp_path.iterdir()} >= {"plain", "megatron"}
+    assert not list(tmp_path.rglob(".mcore_ckpt_incomplete*"))
+
+
+def test_a_claim_that_has_no_thread_is_renewed_when_it_is_asked_for(tmp_path: Path) -> None:
+    def at_the_end() -> None:
+        end_the_interpreter()
+        with Claim.take(LocalStorage(tmp_path)) as claim:
+            assert holders(LocalStorage(tmp_path))[-1].lease_s > LEASE_S  # who cannot see the process waits for longer
+            ticket = tmp_path / f".mcore_ckpt_incomplete.{claim.owner.save_id}"
+            os.utime(ticket, (0, 0))
+            claim.check()
+            assert ticket.stat().st_mtime > 0
+
+    in_child(at_the_end)
+    assert not list(tmp_path.iterdir())
