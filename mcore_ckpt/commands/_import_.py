@@ -1,8 +1,9 @@
-"""`mcore-ckpt import`: a Hugging Face model, safetensors, torch files or a DCP checkpoint as `torch_dist`."""
+"""`mcore-ckpt import`: what others have written, and Megatron itself in its older format, as `torch_dist`."""
 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from mcore_ckpt.commands._shell import (
     MIN_MEMORY_BYTES,
@@ -10,11 +11,16 @@ from mcore_ckpt.commands._shell import (
     checked_outcome,
     few,
     key_plan_outcome,
+    numbers,
     parse_size,
     require_check,
+    table,
 )
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from mcore_ckpt.convert.legacy import LegacyPlan
 
 __all__ = ["add_arguments", "run"]
 
@@ -28,14 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from",
         dest="source_kind",
-        choices=["files", "hf", "dcp"],
+        choices=["files", "hf", "dcp", "megatron-legacy"],
         default="files",
-        help="what SRC is: tensors under their own keys (files), a Hugging Face model, to become Megatron's (hf), or a "
-        "DCP checkpoint of such a model, as FSDP2 trains it (dcp)",
+        help="what SRC is: tensors under their own keys (files), a Hugging Face model, to become Megatron's (hf), a "
+        "DCP checkpoint of such a model, as FSDP2 trains it (dcp), or what a launch has saved with --ckpt-format torch "
+        "(megatron-legacy)",
     )
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor parallel size (1)")
-    parser.add_argument("--pp", type=int, default=1, metavar="M", help="pipeline parallel size (1)")
-    parser.add_argument("--ep", type=int, default=1, metavar="K", help="expert parallel size (1)")
+    parser.add_argument("--tp", type=int, metavar="N", help="tensor parallel size (1; as SRC with megatron-legacy)")
+    parser.add_argument("--pp", type=int, metavar="M", help="pipeline parallel size (1; as SRC with megatron-legacy)")
+    parser.add_argument("--ep", type=int, metavar="K", help="expert parallel size (1; as SRC with megatron-legacy)")
     parser.add_argument("--rename", metavar="RULES", help="file of lines: key pattern, replacement or `-` to drop")
     parser.add_argument("--rules", metavar="FILE", help="partition rules, as for reshard; they see the new keys")
     parser.add_argument("--dtype", metavar="TYPE", help="convert floating-point tensors: bf16, fp16, fp32")
@@ -45,10 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify", action=argparse.BooleanOptionalAction, default=True, help="prove DST against SRC by checksum (on)"
     )
+    model = parser.add_argument_group("with --from megatron-legacy")
+    model.add_argument("--drop", choices=["optimizer"], help="leave the optimizer's state out")
+    model = parser.add_argument_group("with --from hf, dcp and megatron-legacy")
+    model.add_argument("--etp", type=int, metavar="N", help="expert tensor parallel size (as --tp)")
+    model.add_argument("--dry-run", action="store_true", help="show each key's source and transform; write nothing")
     model = parser.add_argument_group("with --from hf and --from dcp")
     model.add_argument("--hf-config", metavar="DIR", help="take the model's config.json from here (SRC)")
     model.add_argument("--arch", metavar="FAMILY", help="the model's family (auto: as config.json says)")
-    model.add_argument("--etp", type=int, metavar="N", help="expert tensor parallel size (as --tp)")
     model.add_argument(
         "--transformer-impl",
         choices=["transformer_engine", "local"],
@@ -65,32 +76,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="then run both models on random tokens, and compare logits; needs transformers and megatron-core",
     )
-    model.add_argument("--dry-run", action="store_true", help="show each key's source and transform; write nothing")
+
+
+_OF_MODELS = ("arch", "transformer_impl", "numbered_layers", "make_vocab_size_divisible_by", "check", "hf_config")
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Import."""
-    if arguments.source_kind != "files":
+    if arguments.source_kind in ("hf", "dcp"):
         return _run_model(arguments)
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name in (
-            *("arch", "etp", "transformer_impl", "numbered_layers", "make_vocab_size_divisible_by", "check", "dry_run"),
-            "hf_config",
-        )
-        if getattr(arguments, name)
-    ]
-    if given:
-        raise OptionError(f"{', '.join(given)}: needs --from hf or --from dcp")
+    if given := _given(arguments, _OF_MODELS):
+        raise OptionError(f"{given}: needs --from hf or --from dcp")
+    if arguments.source_kind == "megatron-legacy":
+        return _run_legacy(arguments)
+    if given := _given(arguments, ("etp", "dry_run")):
+        raise OptionError(f"{given}: needs --from hf, dcp or megatron-legacy")
+    _refuse_drop(arguments)
     from mcore_ckpt.convert.import_ import import_checkpoint
     from mcore_ckpt.tools.dtype_cast import floating_dtype
 
     report = import_checkpoint(
         arguments.source,
         arguments.target,
-        tp=arguments.tp,
-        pp=arguments.pp,
-        ep=arguments.ep,
+        **_sizes(arguments),
         rename=arguments.rename or None,
         rules=arguments.rules or None,
         dtype=floating_dtype(arguments.dtype, "--dtype"),
@@ -106,6 +114,63 @@ def run(arguments: argparse.Namespace) -> Outcome:
     return Outcome(report, text)
 
 
+def _given(arguments: argparse.Namespace, names: tuple[str, ...]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name))
+
+
+def _refuse_drop(arguments: argparse.Namespace) -> None:
+    if arguments.drop:
+        raise OptionError("--drop optimizer: needs --from megatron-legacy; for files, a rename rule can drop keys")
+
+
+def _sizes(arguments: argparse.Namespace) -> dict[str, int]:
+    given = {name: getattr(arguments, name) for name in ("tp", "pp", "ep")}
+    return {name: 1 if size is None else size for name, size in given.items()}
+
+
+def _run_legacy(arguments: argparse.Namespace) -> Outcome:
+    from mcore_ckpt.convert.legacy import LegacyOptions, import_legacy, plan_legacy_import
+    from mcore_ckpt.tools.dtype_cast import floating_dtype
+
+    if given := _given(arguments, ("rename", "rules", "common")):
+        raise OptionError(
+            f"{given}: not with --from megatron-legacy, where keys, axes and arguments are Megatron's own"
+        )
+    options = LegacyOptions(
+        arguments.tp,
+        arguments.pp,
+        arguments.ep,
+        arguments.etp,
+        drop_optimizer=arguments.drop == "optimizer",
+        dtype=floating_dtype(arguments.dtype, "--dtype"),
+        workers=max(1, arguments.workers),
+        verify=arguments.verify,
+        memory_bytes=parse_size(arguments.memory, at_least=MIN_MEMORY_BYTES),
+    )
+    if arguments.dry_run:
+        return _legacy_plan_outcome(plan_legacy_import(arguments.source, options))
+    report = import_legacy(arguments.source, arguments.target, options, progress=False if arguments.quiet else None)
+    text = (
+        f"{report.target}: {report.source_layout} as {report.target_layout}, {report.tensors} tensors, "
+        f"{human_bytes(report.payload_bytes)} in {len(report.files)} files"
+    )
+    return Outcome(report, "\n".join([text, *(f"left out: {what}" for what in report.left_out)]))
+
+
+def _legacy_plan_outcome(plan: LegacyPlan) -> Outcome:
+    rows = [
+        (key.source, str(key.pieces), key.transform, key.target, numbers(key.shape), key.dtype) for key in plan.keys
+    ]
+    lines = [
+        table(("source", "pieces", "transform", "target", "shape", "dtype"), rows),
+        "",
+        f"{plan.source_layout} as {plan.target_layout}: {len(plan.keys)} tensors and {len(plan.objects)} objects",
+        "nothing was written",
+        *(f"left out: {what}" for what in plan.left_out),
+    ]
+    return Outcome(plan, "\n".join(lines))
+
+
 def _run_model(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.convert.huggingface import MegatronOptions, import_model, plan_import
     from mcore_ckpt.convert.rules import parse_rename_rules, rules_in
@@ -117,12 +182,11 @@ def _run_model(arguments: argparse.Namespace) -> Outcome:
         raise OptionError(
             f"{', '.join(given)}: not with --from {arguments.source_kind}, where the model's family says all of that"
         )
+    _refuse_drop(arguments)
     multiple = arguments.make_vocab_size_divisible_by
     options = MegatronOptions(
-        arguments.tp,
-        arguments.pp,
-        arguments.ep,
-        arguments.etp,
+        **_sizes(arguments),
+        etp=arguments.etp,
         arch=arguments.arch or "auto",
         dtype=floating_dtype(arguments.dtype, "--dtype"),
         transformer_impl=arguments.transformer_impl or "transformer_engine",

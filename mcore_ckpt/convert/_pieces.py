@@ -302,7 +302,7 @@ class PiecePayloads(StoredPayloads):
             return
         run = runs(piece.chunk.sizes, piece.part, element_bytes(piece.entry.dtype))
         stored = self._base.locate(piece.entry, piece.chunk)
-        if stored.crc32 is None or len(run) != 1:
+        if len(run) != 1:
             return
         item = piece.chunk.item
         key = item.file, item.offset
@@ -315,7 +315,8 @@ class PiecePayloads(StoredPayloads):
             del self._seen[key]
             self._payload_of.pop(key, None)
             self._compared.add(key)
-        _compare(stored, seen)
+        # What stores no sum for it may be a part of something that does.
+        self._base.was_read(piece.entry, piece.chunk, _compare(stored, seen))
 
     def check_rest(self) -> None:
         """Read what was not read here of chunks that the view has parts of, and compare their checksums.
@@ -336,6 +337,8 @@ class PiecePayloads(StoredPayloads):
                     self._seen[key], self._payload_of[key] = [], stored
         for key, seen in self._seen.items():
             stored = self._payload_of[key]
+            if stored.crc32 is None:
+                continue
             at = 0
             for start, nbytes, _ in [*sorted(seen), (stored.nbytes, 0, 0)]:
                 if start > at:
@@ -344,6 +347,7 @@ class PiecePayloads(StoredPayloads):
             _compare(stored, seen)
             self._compared.add(key)
         self._seen.clear()
+        self._base.check_rest()
 
     def _sum(self, stored: StoredPayload, start: int, stop: int) -> int:
         value = 0
@@ -360,12 +364,14 @@ class PiecePayloads(StoredPayloads):
         self._base.close()
 
 
-def _compare(stored: StoredPayload, seen: list[tuple[int, int, int]]) -> None:
+def _compare(stored: StoredPayload, seen: list[tuple[int, int, int]]) -> int:
+    """The CRC-32 of a chunk that was read in parts; raises `ChecksumError` if another one is stored with it."""
     value = 0
     for _, nbytes, part in sorted(seen):
         value = crc32_combine(value, part, nbytes)
-    if value != stored.crc32:
+    if stored.crc32 is not None and value != stored.crc32:
         raise _damaged(stored, value)
+    return value
 
 
 def _damaged(stored: StoredPayload, value: int) -> ChecksumError:
