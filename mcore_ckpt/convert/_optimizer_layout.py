@@ -19,6 +19,7 @@ import pickle
 import pickletools
 import re
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,7 +29,8 @@ from mcore_ckpt.core.boxes import Box, intersect, relative, runs
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, object_key
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.format.safe_pickle import read_plain
+from mcore_ckpt.format.safe_pickle import load_object, read_plain
+from mcore_ckpt.format.tensor_pickle import DTYPE_OF_STORAGE
 from mcore_ckpt.megatron.flat_buckets import FlatParameter, ParameterBox, parameter_orders, places_in_buckets
 from mcore_ckpt.tools.dtype_cast import cast_floats
 from mcore_ckpt.tools.keys import is_optimizer_key
@@ -50,6 +52,8 @@ _STATE_KEY = re.compile(r"(?P<prefix>(?:chained_\d+\.)?optimizer\.state\.)(?P<st
 _BUCKET_SIZES = ("per_bucket_numel", "per_bucket_numel_unpadded")
 _COMMON_OBJECT = object_key("common_state", (0,), (1,))
 _ELEMENTS_COMPARED = 64
+_STORAGE_OF_DTYPE = {dtype: storage for storage, dtype in DTYPE_OF_STORAGE.items()}
+_NOTHING = "Nothing was written"
 _MAIN_PARAMETER = "param"
 # Members of a state that are told apart by nothing else: Megatron 0.15 and later call the first one the second.
 _OLD_MAIN_PARAMETER = "fp32_param"
@@ -325,8 +329,8 @@ def _shared_state(index: CheckpointIndex, objects: Mapping[str, re.Match[str]]) 
     found: dict[str, dict[str, Any]] = {}
     for key, match in objects.items():
         if int(match["group"]) == 0 and match["name"] not in _BUCKET_SIZES:
-            value = read_plain(read_object(index, index.objects[key]), key)
-            found.setdefault(match["chained"] or "", {})[match["name"]] = unwrapped(value)
+            value = _loaded(read_object(index, index.objects[key]), key)
+            found.setdefault(match["chained"] or "", {})[match["name"]] = value
     return found
 
 
@@ -343,7 +347,7 @@ def _with_layout(
             f"{index.path}: holds no common state that could say how the optimizer's state is laid out; expected that "
             "of a launch of Megatron. Nothing was written"
         )
-    state = unwrapped(read_plain(stored.content, stored.where))
+    state = _loaded(stored.content, stored.where)
     metadata = state.get("content_metadata")
     metadata = {**metadata} if isinstance(metadata, dict) else {}
     metadata["distrib_optim_sharding_type"] = FULLY_RESHARDABLE
@@ -355,17 +359,29 @@ def _with_layout(
             optimizer[number] = _laid_out(part, shared.get(f"chained_{number}.", {}))
     else:
         optimizer = _laid_out(optimizer, shared.get("", {}))
-    content = _changed_archive(stored.content, stored.where, {"optimizer": optimizer, "content_metadata": metadata})
-    changed = unwrapped(read_plain(content, stored.where))
-    rest = [
-        {key: plain(part) for key, part in one.items() if key not in ("optimizer", "content_metadata")}
-        for one in (state, changed)
-    ]
-    if changed.get("optimizer") != optimizer or changed.get("content_metadata") != metadata or rest[0] != rest[1]:
+    changes = {"optimizer": optimizer, "content_metadata": metadata}
+    content = _changed_archive(stored.content, stored.where, changes)
+    before, after = (unwrapped(read_plain(one, stored.where)) for one in (stored.content, content))
+    untouched = [{key: plain(part) for key, part in one.items() if key not in changes} for one in (before, after)]
+    changed = _loaded(content, stored.where)
+    if untouched[0] != untouched[1] or any(not _same(changed.get(name), value) for name, value in changes.items()):
         raise CorruptCheckpointError(f"{stored.where}: cannot be changed; it is pickled as no torch.save does it")
     if _COMMON_OBJECT in index.objects and stored.where.startswith(_COMMON_OBJECT):
         return {_COMMON_OBJECT: content}, None
     return {}, content
+
+
+def _loaded(content: bytes, where: str) -> Any:
+    """What is stored, tensors on the CPU; classes of packages that are not there are stood in for."""
+    return unwrapped(load_object(content, where=where, import_classes=False))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_same, a, b))
+    return bool(type(a) is type(b) and (a.equal(b) if hasattr(a, "equal") else a == b))
 
 
 def _laid_out(optimizer: Any, shared: Mapping[str, Any]) -> dict[str, Any]:
@@ -383,24 +399,62 @@ def _changed_archive(content: bytes, where: str, changes: Mapping[str, Any]) -> 
         for record in given.infolist():
             part = given.read(record)
             if record.filename.count("/") == 1 and record.filename.endswith("/data.pkl"):
-                part = _changed_pickle(part, where, changes)
+                part, storages = _changed_pickle(part, where, changes)
+                for name, elements in storages.items():
+                    made.writestr(zipfile.ZipInfo(record.filename.replace("data.pkl", f"data/{name}")), elements)
             made.writestr(zipfile.ZipInfo(record.filename), part)
     return target.getvalue()
 
 
-def _changed_pickle(content: bytes, where: str, changes: Mapping[str, Any]) -> bytes:
+def _changed_pickle(content: bytes, where: str, changes: Mapping[str, Any]) -> tuple[bytes, dict[str, bytes]]:
+    """The pickle, and the elements of tensors that it refers to anew, by the names of their records."""
     last = [(code.name, at) for code, _, at in pickletools.genops(content)][-2:]
     # The dict is all there is, or the only member of a list.
     end = last[0][1] if last[0][0] == "APPEND" else last[1][1]
     program = b""
+    storages: dict[str, bytes] = {}
     for name, value in changes.items():
         _refuse_classes(value, f"{where}: {name}")
         for one in (name, value):
             # Of protocol 2: without its first two bytes and its last it pushes the value. What it notes by number
             # replaces what the program before has noted, and that has come to its end.
-            program += pickle.dumps(one, protocol=2)[2:-1]
+            program += _pickled(one, storages)[2:-1]
         program += b"s"
-    return content[:end] + program + content[end:]
+    return content[:end] + program + content[end:], storages
+
+
+def _pickled(value: Any, storages: dict[str, bytes]) -> bytes:
+    """As `torch.save` pickles it; the elements of its tensors are added to `storages`."""
+    import torch
+    from torch._utils import _rebuild_tensor_v2
+
+    class Storage(NamedTuple):
+        kind: Any
+        name: str
+        numel: int
+
+    class TensorPickler(pickle.Pickler):
+        def reducer_override(self, found: Any) -> Any:
+            if not isinstance(found, torch.Tensor):
+                return NotImplemented
+            tensor = found.detach().cpu().contiguous()
+            kind = _STORAGE_OF_DTYPE.get(str(tensor.dtype).removeprefix("torch."))
+            if kind is None:
+                raise OptionError(
+                    f"a tensor of {tensor.dtype} in the optimizer's settings cannot be carried. {_NOTHING}"
+                )
+            name = f"{FULLY_RESHARDABLE}_{len(storages)}"
+            storages[name] = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+            storage = Storage(getattr(torch, kind), name, tensor.numel())
+            place: Any = (storage, 0, tuple(tensor.shape), tensor.stride(), False, OrderedDict())
+            return _rebuild_tensor_v2, place
+
+        def persistent_id(self, found: Any) -> Any:
+            return ("storage", found.kind, found.name, "cpu", found.numel) if isinstance(found, Storage) else None
+
+    content = io.BytesIO()
+    TensorPickler(content, protocol=2).dump(value)
+    return content.getvalue()
 
 
 def _refuse_classes(value: Any, where: str) -> None:
@@ -411,8 +465,8 @@ def _refuse_classes(value: Any, where: str) -> None:
     elif isinstance(value, (list, tuple)):
         for part in value:
             _refuse_classes(part, where)
-    elif value is not None and not isinstance(value, (bool, int, float, str)):
+    elif value is not None and not isinstance(value, (bool, int, float, str)) and not hasattr(value, "untyped_storage"):
         raise OptionError(
-            f"{where}: holds a {getattr(value, 'name', type(value).__name__)}; expected numbers and text, which can be "
-            "carried into the other layout. Nothing was written"
+            f"{where}: holds a {type(value).__name__}; expected numbers, text and tensors, which can be carried into "
+            f"the other layout. {_NOTHING}"
         )

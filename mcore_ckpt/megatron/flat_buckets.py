@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ _STRUCTURE = (
     "qk_layernorm layernorm_epsilon layernorm_zero_centered_gamma apply_residual_connection_post_layernorm "
     "attention_output_gate softmax_type multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim "
     "qk_pos_emb_head_dim v_head_dim moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size "
-    "moe_shared_expert_gate moe_grouped_gemm moe_use_legacy_grouped_gemm moe_router_topk moe_router_score_function "
+    "moe_shared_expert_gate moe_router_topk moe_router_score_function "
     "moe_router_enable_expert_bias moe_token_dispatcher_type moe_latent_size mtp_num_layers window_size "
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
     "virtual_pipeline_model_parallel_size account_for_embedding_in_pipeline_split "
@@ -42,7 +43,7 @@ _STRUCTURE = (
 _REFUSED = (
     "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json is_hybrid_model "
     "hybrid_override_pattern experimental_attention_variant spec yaml_cfg use_legacy_models modelopt_enabled "
-    "fp8_param_gather fp4_param overlap_param_gather_with_optimizer_step use_megatron_fsdp"
+    "moe_use_legacy_grouped_gemm fp8_param_gather fp4_param overlap_param_gather_with_optimizer_step use_megatron_fsdp"
 ).split()
 
 
@@ -352,8 +353,76 @@ def _parameters(arguments: Mapping[str, Any], metadata: Mapping[str, Any]) -> li
             own_bucket = bool(getattr(parameter, "shared_embedding", False))
             row = [name, parameter.numel(), own_bucket, is_copy, boxes]
             rows.append((row, not getattr(parameter, "allreduce", True)))
+        if arguments.get("transformer_impl") == "transformer_engine":
+            rows = _as_transformer_engine(rows, grouped_experts=bool(arguments.get("moe_grouped_gemm")))
         chunks.append(rows)
     return chunks
+
+
+_LAYER = re.compile(r"(?P<layer>.*layers\.\d+\.(?:transformer_layer\.)?)(?P<rest>.+)")
+_EXPERT = re.compile(r"(?P<experts>.+\.experts\.)local_experts\.(?P<number>\d+)\.(?P<linear>\w+)\.(?P<kind>\w+)")
+# Norms that layers of Transformer Engine hold themselves, and the layers that hold them.
+_HELD_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.",
+}
+
+
+def _as_transformer_engine(rows: list[tuple[Any, bool]], grouped_experts: bool) -> list[tuple[Any, bool]]:
+    """Parameters of a chunk that is built of Megatron's own layers, as layers of Transformer Engine have and name them.
+
+    A layer that holds a norm has its parameters before its own. Where experts are grouped, one layer holds the first
+    matrices of all of them, and another the second ones.
+
+    Args:
+        rows: the parameters, and whether each is of a divided expert.
+        grouped_experts: as `--moe-grouped-gemm`.
+    """
+    names = [row[0] for row, _ in rows]
+    held: dict[str, list[tuple[Any, bool]]] = {}
+    kept = []
+    for row, is_expert in rows:
+        found = _LAYER.fullmatch(row[0])
+        norm = next((norm for norm in _HELD_NORMS if found and found["rest"].startswith(norm)), None)
+        if found and norm is not None:
+            holder = found["layer"] + _HELD_NORMS[norm]
+            is_held = any(name.startswith(holder) for name in names)
+            if is_held:
+                held.setdefault(holder, []).append((row, is_expert))
+            own = _HELD_NORMS[norm] + "layer_norm_" if is_held else norm
+            for box in row[4]:
+                box[0] = _renamed_norm(box[0], own, found["rest"].removeprefix(norm))
+            if is_held:
+                continue
+        kept.append((row, is_expert))
+    ordered = []
+    for row, is_expert in kept:
+        for holder in [holder for holder in held if row[0].startswith(holder)]:
+            ordered += held.pop(holder)
+        ordered.append((row, is_expert))
+    return _grouped(ordered) if grouped_experts else ordered
+
+
+def _renamed_norm(key: str, own: str, kind: str) -> str:
+    """A norm's key with the name that it has in its layer: `decoder.layers.[3.]` before, `weight` behind it."""
+    layer = re.match(r".*layers\.(?:\d+\.)?(?:transformer_layer\.)?", key)
+    return f"{layer.group() if layer else ''}{own}{kind}"
+
+
+def _grouped(rows: list[tuple[Any, bool]]) -> list[tuple[Any, bool]]:
+    """With the experts of a layer where its first one was, sorted by matrix and then by expert."""
+    groups: dict[str, list[tuple[Any, bool]]] = {}
+    for row, is_expert in rows:
+        found = _EXPERT.fullmatch(row[0])
+        groups.setdefault(found["experts"] if found else row[0], []).append((row, is_expert))
+
+    def place(row: tuple[Any, bool]) -> tuple[str, int]:
+        found = _EXPERT.fullmatch(row[0][0])
+        return (found["linear"], int(found["number"])) if found else ("", 0)  # sorting leaves weight before bias
+
+    return [row for group in groups.values() for row in sorted(group, key=place)]
 
 
 def _tensor_type() -> type:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, Option
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.megatron import flat_buckets
 from mcore_ckpt.megatron.flat_buckets import FlatParameter, ParameterBox, places_in_buckets
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
@@ -33,6 +35,7 @@ TENSOR_RANKS = 2
 GROUP = "optimizer.distributed.dp_group_idx_{}"
 BUFFER = GROUP + ".gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_{}.{}"
 SETTINGS = {"param_groups": [{"lr": 0.25, "betas": (0.9, 0.95), "step": 7, "wd_mult": 1.0}]}
+SCALER = {"scale": torch.full((1,), 512.0), "growth_tracker": 3}
 
 
 def ordered(rank: int) -> list[tuple[FlatParameter, bool]]:
@@ -100,7 +103,8 @@ def saved_with_buckets(path: Path, swap: bool = False) -> Saved:
                 cuts = sorted({0, 50, 64, 100, 150, 182, len(flat)} & set(range(len(flat) + 1)))
                 boxes = [Box((a,), (b - a,)) for a, b in pairwise(cuts)]
                 tensors[BUFFER.format(rank, number, state)] = StoredTensor(flat, boxes)
-        for name, value in (("optimizer", SETTINGS), ("per_bucket_numel", []), ("per_bucket_numel_unpadded", [])):
+        sizes = {"per_bucket_numel": [], "per_bucket_numel_unpadded": []}
+        for name, value in {"optimizer": SETTINGS, "grad_scaler": SCALER, **sizes}.items():
             objects[f"{GROUP.format(rank)}.{name}/shard_0_1"] = [value]
     objects["rng_state/shard_0_1"] = ["kept"]
     write_checkpoint(path, tensors, objects, files=2)
@@ -143,9 +147,14 @@ def test_buckets_become_tensors_of_the_parameters_shapes(tmp_path: Path, layout:
         assert list(checkpoint.objects) == ["rng_state/shard_0_1"]
         common = checkpoint.common_state()
     before = torch.load(saved.path / "common.pt", weights_only=False)
+    stock = torch.load(tmp_path / "made" / "common.pt", weights_only=False)
+    assert torch.equal(stock["optimizer"]["grad_scaler"]["scale"], SCALER["scale"])
     assert common["args"] == before["args"]
     assert torch.equal(common["weights"], before["weights"])
     assert common["iteration"] == 7
+    scaler = common["optimizer"].pop("grad_scaler")
+    assert torch.equal(scaler["scale"], SCALER["scale"])
+    assert scaler["growth_tracker"] == 3
     assert common["optimizer"] == {"optimizer": SETTINGS, "param_state_sharding_type": "fully_reshardable"}
     assert common["content_metadata"] == {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -254,6 +263,50 @@ def test_buckets_are_filled_as_megatron_fills_them() -> None:
             places(numels, sizes)
 
 
+def test_layers_of_transformer_engine_have_norms_of_their_own_and_group_experts() -> None:
+    def reordered(names: Sequence[tuple[str, str]], grouped: bool) -> list[tuple[str, str]]:
+        rows = [([name, 1, False, False, [[key, [1], [0], [1], 0]]], False) for name, key in names]
+        return [(row[0], row[4][0][0]) for row, _ in flat_buckets._as_transformer_engine(rows, grouped)]
+
+    layer, stacked = "decoder.layers.1.", "decoder.layers."
+    dense = [
+        (f"{layer}input_layernorm.weight", f"{stacked}self_attention.linear_qkv.layer_norm_weight"),
+        (f"{layer}input_layernorm.bias", f"{stacked}self_attention.linear_qkv.layer_norm_bias"),
+        (f"{layer}self_attention.linear_proj.weight", f"{stacked}self_attention.linear_proj.weight"),
+        (f"{layer}self_attention.linear_qkv.weight", f"{stacked}self_attention.linear_qkv.weight"),
+        (f"{layer}self_attention.linear_qkv.bias", f"{stacked}self_attention.linear_qkv.bias"),
+        (f"{layer}self_attention.q_layernorm.weight", f"{stacked}self_attention.q_layernorm.weight"),
+        (f"{layer}pre_mlp_layernorm.weight", f"{stacked}mlp.linear_fc1.layer_norm_weight"),
+        (f"{layer}mlp.linear_fc1.weight", f"{stacked}mlp.linear_fc1.weight"),
+        ("decoder.final_layernorm.weight", "decoder.final_layernorm.weight"),
+    ]
+    # As Transformer Engine registers them: LayerNormLinear its norm, then its own.
+    assert reordered(dense, False) == [dense[at] for at in (2, 0, 1, 3, 4, 5, 6, 7, 8)]
+
+    def expert(number: int, linear: str) -> tuple[str, str]:
+        return (f"{layer}mlp.experts.local_experts.{number}.{linear}.weight", f"{layer}mlp.experts.experts.{linear}")
+
+    latent = [
+        (f"{layer}input_layernorm.weight", f"{layer}input_layernorm.weight"),
+        (f"{layer}self_attention.linear_q_up_proj.weight", f"{layer}self_attention.linear_q_up_proj.weight"),
+        (f"{layer}self_attention.q_layernorm.weight", f"{layer}self_attention.q_layernorm.weight"),
+        (f"{layer}pre_mlp_layernorm.weight", f"{layer}mlp.linear_fc1.layer_norm_weight"),
+        (f"{layer}mlp.router.weight", f"{layer}mlp.router.weight"),
+        *(expert(number, linear) for number in range(11) for linear in ("linear_fc1", "linear_fc2")),
+        (f"{layer}mlp.shared_experts.linear_fc1.weight", f"{layer}mlp.shared_experts.linear_fc1.weight"),
+    ]
+    assert reordered(latent, True) == [
+        latent[0],
+        (latent[2][0], f"{layer}self_attention.linear_q_up_proj.layer_norm_weight"),
+        latent[1],
+        (latent[3][0], f"{layer}pre_mlp_layernorm.weight"),
+        latent[4],
+        *(expert(number, "linear_fc1") for number in range(11)),
+        *(expert(number, "linear_fc2") for number in range(11)),
+        latent[-1],
+    ]
+
+
 # --- stretches of flattened parameters
 
 
@@ -301,9 +354,9 @@ def test_what_cannot_be_converted_is_refused_by_name(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", {"linear.weight": whole(torch.ones(2, 2))})
     with pytest.raises(OptionError, match="holds no optimizer state"):
         plan_reshard(read_index(tmp_path / "model"), options)
-    saved_with_stretches(tmp_path / "scaled", {"optimizer": {"grad_scaler": {"scale": torch.ones(1)}}})
-    with pytest.raises(OptionError, match=r"optimizer\.grad_scaler\.scale: holds a torch\._utils"):
-        plan_reshard(read_index(tmp_path / "scaled"), options)
+    saved_with_stretches(tmp_path / "dated", {"optimizer": {"saved": [datetime(2026, 1, 1, tzinfo=timezone.utc)]}})
+    with pytest.raises(OptionError, match=r"optimizer\.saved: holds a datetime"):
+        plan_reshard(read_index(tmp_path / "dated"), options)
     content = {"content_metadata": {"distrib_optim_sharding_type": "dp_zero_gather_scatter"}}
     saved_with_stretches(tmp_path / "gathered", content)
     with pytest.raises(OptionError, match="'dp_zero_gather_scatter'; expected dp_reshardable"):

@@ -96,6 +96,12 @@ def _without_build(module: Any) -> None:
             setattr(module, name, lambda *_, **__: None)
 
 
+def _without_engine(module: Any) -> None:
+    """0.16 asks for this name of Transformer Engine where that is not installed, too, and never defines it there."""
+    if not hasattr(module, "te_general_gemm"):
+        module.te_general_gemm = None
+
+
 def _loads_float32(module: Any) -> None:
     """Let the distributed optimizer load where the model is float32.
 
@@ -180,6 +186,7 @@ def _record_queue(module: Any) -> None:
 _AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "megatron.core.datasets.utils": _without_build,
     "megatron.legacy.fused_kernels": _without_build,
+    "megatron.core.transformer.moe.moe_utils": _without_engine,
     "megatron.core.optimizer.distrib_optimizer": _loads_float32,
     "megatron.training.training": _record_losses,
     "megatron.core.dist_checkpointing.strategies.torch": _record_strategies,
