@@ -34,11 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from",
         dest="source_kind",
-        choices=["files", "hf", "dcp", "megatron-legacy"],
+        choices=["files", "hf", "dcp", "ucp", "megatron-legacy"],
         default="files",
-        help="what SRC is: tensors under their own keys (files), a Hugging Face model, to become Megatron's (hf), a "
-        "DCP checkpoint of such a model, as FSDP2 trains it (dcp), or what a launch has saved with --ckpt-format torch "
-        "(megatron-legacy)",
+        help="what SRC is: tensors under their own keys (files), a Hugging Face model, to become Megatron's (hf), one "
+        "that FSDP2 has saved by DCP (dcp), or DeepSpeed as a universal checkpoint (ucp), or what a launch has saved "
+        "with --ckpt-format torch (megatron-legacy)",
     )
     parser.add_argument("--tp", type=int, metavar="N", help="tensor parallel size (1; as SRC with megatron-legacy)")
     parser.add_argument("--pp", type=int, metavar="M", help="pipeline parallel size (1; as SRC with megatron-legacy)")
@@ -54,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model = parser.add_argument_group("with --from megatron-legacy")
     model.add_argument("--drop", choices=["optimizer"], help="leave the optimizer's state out")
-    model = parser.add_argument_group("with --from hf, dcp and megatron-legacy")
+    model = parser.add_argument_group("with --from hf, dcp, ucp and megatron-legacy")
     model.add_argument("--etp", type=int, metavar="N", help="expert tensor parallel size (as --tp)")
     model.add_argument("--dry-run", action="store_true", help="show each key's source and transform; write nothing")
-    model = parser.add_argument_group("with --from hf and --from dcp")
+    model = parser.add_argument_group("with --from hf, dcp and ucp")
     model.add_argument("--hf-config", metavar="DIR", help="take the model's config.json from here (SRC)")
     model.add_argument("--arch", metavar="FAMILY", help="the model's family (auto: as config.json says)")
     model.add_argument(
@@ -78,19 +78,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_MODELS = ("hf", "dcp", "ucp")
 _OF_MODELS = ("arch", "transformer_impl", "numbered_layers", "make_vocab_size_divisible_by", "check", "hf_config")
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Import."""
-    if arguments.source_kind in ("hf", "dcp"):
+    if arguments.source_kind in _MODELS:
         return _run_model(arguments)
     if given := _given(arguments, _OF_MODELS):
-        raise OptionError(f"{given}: needs --from hf or --from dcp")
+        raise OptionError(f"{given}: needs --from hf, dcp or ucp")
     if arguments.source_kind == "megatron-legacy":
         return _run_legacy(arguments)
     if given := _given(arguments, ("etp", "dry_run")):
-        raise OptionError(f"{given}: needs --from hf, dcp or megatron-legacy")
+        raise OptionError(f"{given}: needs --from hf, dcp, ucp or megatron-legacy")
     _refuse_drop(arguments)
     from mcore_ckpt.convert.import_ import import_checkpoint
     from mcore_ckpt.tools.dtype_cast import floating_dtype
@@ -176,7 +177,7 @@ def _run_model(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.convert.rules import parse_rename_rules, rules_in
     from mcore_ckpt.tools.dtype_cast import floating_dtype
 
-    taken = ("rules", "common") if arguments.source_kind == "dcp" else ("rename", "rules", "common")
+    taken = ("rules", "common") if arguments.source_kind in ("dcp", "ucp") else ("rename", "rules", "common")
     given = [f"--{name}" for name in taken if getattr(arguments, name)]
     if given:
         raise OptionError(

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-__all__ = ["is_foreign_optimizer_key", "plain_names"]
+__all__ = ["is_foreign_optimizer_key", "plain_names", "without_wrappers"]
 
 # Put into names by wrappers of modules: torch.compile, activation checkpointing, FSDP.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
@@ -21,6 +21,11 @@ _OPTIMIZER = re.compile(r"(?:^|\.)(?:optim|optimizers?|chained_\d+)\.")
 def is_foreign_optimizer_key(key: str) -> bool:
     """Whether a key belongs to an optimizer's state, whatever stands before it."""
     return _OPTIMIZER.search(key) is not None
+
+
+def without_wrappers(key: str) -> str:
+    """A key without what wrappers of modules put into it."""
+    return _WRAPPERS.sub("", key)
 
 
 def plain_names(keys: Iterable[str], known: Collection[str]) -> dict[str, str]:
@@ -34,7 +39,7 @@ def plain_names(keys: Iterable[str], known: Collection[str]) -> dict[str, str]:
         Every key is in it: one that has no known name under what it is called without wrappers and without what
         stands before the known names in most of the keys, or, of two keys that would get one name, as stored.
     """
-    bare = {key: _WRAPPERS.sub("", key) for key in keys}
+    bare = {key: without_wrappers(key) for key in keys}
     found: Counter[str] = Counter()
     for name in bare.values():
         at = 0

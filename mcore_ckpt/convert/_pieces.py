@@ -245,6 +245,7 @@ class PiecePayloads(StoredPayloads):
         index, self._places, made = view_of(base.index, wanted, objects, kept_objects)
         super().__init__(index, base.storage)
         self._base = base
+        self._again = _wanted_again(wanted)
         self.files = _FilesAndMade(base, made)  # type: ignore[assignment]
         self._turned: tuple[tuple[str, StoredChunk], np.ndarray[Any, Any]] | None = None
         self._turning = threading.Lock()
@@ -297,6 +298,8 @@ class PiecePayloads(StoredPayloads):
 
     def was_read(self, entry: TensorEntry, chunk: StoredChunk, value: int) -> None:
         """Note the CRC-32 of a piece as it was read; raise `ChecksumError` if its stored chunk turns out damaged."""
+        if entry.fqn in self._again:
+            return
         piece = self._places[entry.fqn, chunk.offsets]
         if piece.entry is None or piece.chunk is None or piece.transposed:
             return
@@ -362,6 +365,18 @@ class PiecePayloads(StoredPayloads):
     def close(self) -> None:
         """Close the files."""
         self._base.close()
+
+
+def _wanted_again(wanted: Mapping[str, Wanted]) -> set[str]:
+    """Tensors of a view that are made of the very boxes which another tensor, before them, is made of."""
+    used: set[tuple[str, Box | None]] = set()
+    again: set[str] = set()
+    for key, tensor in wanted.items():
+        boxes = {(source.key, source.stored_box) for source in tensor.sources if source.key is not None}
+        if boxes and boxes <= used:
+            again.add(key)
+        used |= boxes
+    return again
 
 
 def _compare(stored: StoredPayload, seen: list[tuple[int, int, int]]) -> int:

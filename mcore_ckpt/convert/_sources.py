@@ -16,7 +16,7 @@ from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 
 __all__ = ["ImportFormat", "open_source"]
 
-ImportFormat = Literal["safetensors", "torch", "dcp"]
+ImportFormat = Literal["safetensors", "torch", "dcp", "ucp"]
 
 # Of an index file, some hundred bytes for each key.
 _MAX_INDEX_BYTES = 256 * 1024**2

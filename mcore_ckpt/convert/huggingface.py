@@ -18,7 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt.convert._deepspeed import is_universal, open_universal, universal_directory
 from mcore_ckpt.convert._foreign_names import is_foreign_optimizer_key, plain_names
+from mcore_ckpt.convert._foreign_optimizer import OptimizerPlan, OptimizerSettings, plan_optimizer, stored_settings
 from mcore_ckpt.convert._nemo import nemo_arguments
 from mcore_ckpt.convert._new_directory import new_directory
 from mcore_ckpt.convert._partition import Partitioner
@@ -75,6 +77,7 @@ _MODEL_CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
 _MAX_CONFIG_BYTES = 16 * 1024**2
 _MAX_MODEL_FILE_BYTES = 256 * 1024**2
+_STATE = "optimizer.state"
 _EMBEDDING = "embedding.word_embeddings.weight"
 _NUMBERED_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 _NUMBERED_EXPERT = re.compile(r"\.experts\.experts\.\d+\.")
@@ -203,6 +206,7 @@ class _Conversion:
     notes: tuple[str, ...]
     left_out: tuple[str, ...]
     names: Mapping[str, str] = field(default_factory=dict)  # stored keys by Hugging Face's, where they are others
+    optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
 
     def plan(self, dtypes: Mapping[str, str], objects: int) -> HuggingFacePlan:
         """For showing; `dtypes` by Hugging Face's key."""
@@ -214,6 +218,9 @@ class _Conversion:
             megatron = f"{link.megatron}[{index}]" if index else link.megatron
             stored = self.names.get(link.hf, link.hf)
             found[link.hf, megatron] = KeyPlan(stored, megatron, link.how, shape, dtypes[link.hf])
+            for state, keys in self.optimizer.states.items():
+                target = f"{_STATE}.{state}.{megatron}"
+                found[keys[link.hf], target] = KeyPlan(keys[link.hf], target, link.how, shape, "float32")
         return HuggingFacePlan(
             self.family.name, tuple(found.values()), self.config, self.arguments, objects, self.notes, self.left_out
         )
@@ -467,10 +474,10 @@ def _source_key(wanted: Wanted) -> str:
 
 def plan_import(source: str | os.PathLike[str], options: MegatronOptions) -> HuggingFacePlan:
     """What an import would do; reads headers and small files only, and raises what it would raise for them."""
-    directory = Path(checkpoint_directory(source))
-    _, payloads, others = open_source(directory, options.rename)
+    directory = universal_directory(Path(checkpoint_directory(source)))
+    payloads, others, settings = _open(directory, options)
     with payloads:
-        conversion = _import_conversion(payloads.index, directory, options, others)
+        conversion = _import_conversion(payloads.index, directory, options, others, settings)
         dtypes = {
             name: target_dtype(payloads.index.tensors[key], options.dtype) for name, key in conversion.names.items()
         }
@@ -554,11 +561,11 @@ def import_model(
     progress: bool | None = False,
 ) -> HuggingFaceReport:
     """As `import_huggingface`, which says what is raised."""
-    directory, dst = Path(checkpoint_directory(source)), local_path(target)
+    directory, dst = universal_directory(Path(checkpoint_directory(source))), local_path(target)
     refuse_target(directory, dst)
-    _, raw, others = open_source(directory, options.rename)
+    raw, others, settings = _open(directory, options)
     with raw:
-        conversion = _import_conversion(raw.index, directory, options, others)
+        conversion = _import_conversion(raw.index, directory, options, others, settings)
         payloads = PiecePayloads(raw, conversion.wanted, _objects(conversion, _saved([None])))
         plan = make_plan(
             payloads.index,
@@ -591,8 +598,17 @@ def import_model(
     )
 
 
+def _open(directory: Path, options: MegatronOptions) -> tuple[StoredPayloads, list[str], OptimizerSettings]:
+    """What is stored, what of it is left out, and settings of an optimizer."""
+    if is_universal(directory):
+        return open_universal(directory, options.rename)
+    kind, payloads, others = open_source(directory, options.rename)
+    settings = stored_settings(payloads, directory) if kind == "dcp" else OptimizerSettings()
+    return payloads, [f"{key} (no tensor)" for key in others], settings
+
+
 def _import_conversion(
-    index: CheckpointIndex, directory: Path, options: MegatronOptions, others: Iterable[str]
+    index: CheckpointIndex, directory: Path, options: MegatronOptions, others: list[str], settings: OptimizerSettings
 ) -> _Conversion:
     beside = directory if options.hf_config is None else Path(options.hf_config)
     config = _read_config(beside)
@@ -613,12 +629,10 @@ def _import_conversion(
         f"{family.name}, {where}",
         str(directory),
     )
-    found: dict[str, list[Source]] = {key: [] for key in relation.megatron}
-    for link in relation.links:
-        found[link.megatron].append(Source(link.megatron_box, names[link.hf], link.hf_box, link.transposed))
-    for key, box in relation.padding.items():
-        found[key].append(Source(box, None))
-    wanted = {key: Wanted(shape, tuple(found[key])) for key, shape in relation.megatron.items()}
+    wanted = _by_megatron_key(relation, names)
+    optimizer = plan_optimizer(index, names, settings, experts=model.experts > 0)
+    for state, keys in optimizer.states.items():
+        wanted |= {f"{_STATE}.{state}.{key}": tensor for key, tensor in _by_megatron_key(relation, keys).items()}
     arguments = {
         **arguments,
         "padded_vocab_size": padded,
@@ -629,8 +643,20 @@ def _import_conversion(
         "expert_model_parallel_size": options.layout.ep,
         "expert_tensor_parallel_size": options.layout.expert_tp,
     }
-    left_out += [f"{key} (no tensor)" for key in others]
-    return _Conversion(family, model, config, arguments, relation, naming, wanted, (), tuple(left_out), names)
+    left_out += [*optimizer.left_out, *others]
+    return _Conversion(
+        family, model, config, arguments, relation, naming, wanted, (), tuple(left_out), names, optimizer
+    )
+
+
+def _by_megatron_key(relation: Relation, names: Mapping[str, str]) -> dict[str, Wanted]:
+    """Megatron's tensors, of stored ones with these keys."""
+    found: dict[str, list[Source]] = {key: [] for key in relation.megatron}
+    for link in relation.links:
+        found[link.megatron].append(Source(link.megatron_box, names[link.hf], link.hf_box, link.transposed))
+    for key, box in relation.padding.items():
+        found[key].append(Source(box, None))
+    return {key: Wanted(shape, tuple(found[key])) for key, shape in relation.megatron.items()}
 
 
 def _known_names(
@@ -642,7 +668,6 @@ def _known_names(
     derived = [re.compile(pattern.replace("{layers}", str(model.layers))) for pattern in family.derived]
     tied = {key for row in family.rows if "untied" in row.when for part in row.parts for key in [part.key]}
     optional = {key.removeprefix(family.optional_prefix): key for key in relation.hf} if family.optional_prefix else {}
-    optimizer = [key for key in index.tensors if is_foreign_optimizer_key(key)]
     stored = [key for key in index.tensors if not is_foreign_optimizer_key(key)]
     for name, key in plain_names(stored, relation.hf.keys() | optional.keys()).items():
         if name in relation.hf:
@@ -655,7 +680,6 @@ def _known_names(
             left_out.append(f"{key} (tied to the embedding)")
         else:
             names[key] = key  # which `_compare_tensors` is going to name
-    left_out += [f"{len(optimizer)} tensors of the optimizer's state"] if optimizer else []
     return names, left_out
 
 
@@ -694,6 +718,7 @@ def _common_state(
         "checkpoint_version": 3.0,
         "iteration": 0,
         "num_floating_point_operations_so_far": 0,
+        **conversion.optimizer.common,
     }
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that other frameworks have saved: FSDP2's, by plain `torch.distributed.checkpoint`, and NeMo's."""
+"""Checkpoints that other frameworks have saved: FSDP2 by plain DCP, NeMo, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from mcore_ckpt.convert.export import export_checkpoint
 from mcore_ckpt.convert.huggingface import export_huggingface, import_huggingface
 from mcore_ckpt.convert.import_ import import_checkpoint
 from mcore_ckpt.convert.rules import RenameRule
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, OptionError
+from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
@@ -24,7 +25,7 @@ from tests.convert.test_exchange import read_by_definition
 from tests.convert.test_huggingface import CONFIG, FFN, GROUPS, HEAD, HEADS, HIDDEN, LAYERS, model_tensors, write_hf
 from tests.support.fsdp_ranks import save_fsdp
 from tests.support.gloo_ranks import run_ranks
-from tests.support.model_like import assert_same
+from tests.support.model_like import assert_same, read_all
 
 # Sizes that no number of ranks divides: FSDP2 gives the last ranks less, or nothing.
 VOCABULARY, RANKS = 50, 3
@@ -35,7 +36,7 @@ def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`plain`, `wrapped` and `trained`: what three ranks have saved of the same model, and its `config.json`."""
     root = tmp_path_factory.mktemp("fsdp")
     (root / "config.json").write_text(json.dumps(CONFIG))
-    run_ranks(save_fsdp, RANKS, root, model_tensors())
+    run_ranks(save_fsdp, RANKS, root, {key: tensor.float() for key, tensor in model_tensors().items()})
     return root
 
 
@@ -45,8 +46,42 @@ def test_a_checkpoint_of_fsdp2_becomes_megatrons(fsdp: Path, tmp_path: Path, nam
     words = ["import", str(fsdp / name), target, "--from", "dcp", "--hf-config", str(fsdp), "--tp", "2", "-q"]
     assert main(words) == 0
     assert verify_checkpoint(target).whole
-    export_huggingface(target, tmp_path / "e")
+    export_huggingface(target, tmp_path / "e", dtype="bf16")
     assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
+
+
+def test_the_moments_of_adam_become_those_of_megatron(fsdp: Path, tmp_path: Path) -> None:
+    report = import_huggingface(fsdp / "trained", tmp_path / "c", tp=2, dtype="bf16", hf_config=fsdp)
+    assert not [line for line in report.left_out if "state" in line]
+    found = read_all(tmp_path / "c")
+    given = model_tensors()
+    with open_checkpoint(fsdp / "trained") as trained:
+        for state, scale in (("exp_avg", 0.1), ("exp_avg_sq", 0.001)):
+            gate, up = (
+                trained[f"optim.state.model.layers.1.mlp.{name}_proj.weight.{state}"].torch() for name in ("gate", "up")
+            )
+            assert torch.allclose(gate, torch.full((FFN, HIDDEN), scale))
+            stored = found[f"optimizer.state.{state}.decoder.layers.mlp.linear_fc1.weight"]
+            assert torch.equal(stored[1], torch.cat([gate, up]))
+            assert not found[f"optimizer.state.{state}.embedding.word_embeddings.weight"][VOCABULARY:].any()
+    main = found["optimizer.state.param.decoder.layers.mlp.linear_fc2.weight"]
+    assert main.dtype == torch.float32
+    assert torch.equal(main[0], given["model.layers.0.mlp.down_proj.weight"].float())
+    assert found["decoder.layers.mlp.linear_fc2.weight"].dtype == torch.bfloat16
+    with open_checkpoint(tmp_path / "c") as opened:
+        groups = opened.common_state()["optimizer"]["optimizer"]["param_groups"]
+    assert [(group["step"], group["betas"], group["eps"]) for group in groups] == [(1, (0.9, 0.999), 1e-8)] * 2
+    assert [group["weight_decay"] for group in groups] == [0.01, 0.0]
+
+
+def test_half_of_an_optimizer_is_left_out_and_named(fsdp: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules"
+    rules.write_text(r"state.model.norm.weight.exp_avg_sq -")
+    report = import_huggingface(fsdp / "trained", tmp_path / "c", hf_config=fsdp, rename=rules)
+    assert report.left_out[0].endswith("(1 of 21 parameters have no exp_avg_sq, the first model.norm.weight)")
+    assert not any(key.startswith("optimizer") for key in read_index(tmp_path / "c").tensors)
+    with open_checkpoint(tmp_path / "c") as opened:
+        assert "optimizer" not in opened.common_state()
 
 
 def test_a_dry_run_names_the_stored_keys(fsdp: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,3 +224,77 @@ def test_a_configuration_of_nemo_that_cannot_be_is_refused(nemo: Path, tmp_path:
     path.unlink()
     with pytest.raises(OptionError, match="stores no arguments of Megatron"):
         export_huggingface(tmp_path / "n", tmp_path / "e")
+
+
+def write_universal(directory: Path, *, flat: bool, step: float = 3.0) -> dict[str, dict[str, torch.Tensor]]:
+    """A universal checkpoint as `ds_to_universal.py` writes it, of ZeRO 1 or (`flat`) 3; what it holds, by state."""
+    (directory / "zero").mkdir(parents=True)
+    held: dict[str, dict[str, torch.Tensor]] = {"fp32": {}, "exp_avg": {}, "exp_avg_sq": {}}
+    for number, (state, tensors) in enumerate(held.items()):
+        for name, tensor in model_tensors(number).items():
+            tensors[name] = tensor.float()
+            folder = directory / "zero" / f"module.{name}"
+            folder.mkdir(exist_ok=True)
+            if flat:
+                torch.save(tensors[name].flatten(), folder / f"{state}.pt")
+                continue
+            # Padding of the vocabulary is cut off by a slice, so the file holds the whole storage.
+            padded = torch.cat([tensors[name], torch.ones(3, *tensor.shape[1:])])[: tensor.shape[0]]
+            torch.save({"cat_dim": 0, "vocab_tensor": True, "param": padded}, folder / f"{state}.pt")
+            torch.save(torch.tensor(step), folder / "step.pt")
+    groups = [{"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-7, "weight_decay": 0.1, "params": [0]}]
+    inner = {"state": {0: {"step": torch.tensor(step)}}, "param_groups": groups}
+    state_file = {"zero_stage": 3 if flat else 1, "param_groups": groups, "ds_version": "0.19.8"}
+    torch.save(
+        state_file | ({"optimizer_state_dict": inner} if flat else {}), directory / "zero" / "optimizer_state.pt"
+    )
+    shapes = [{f"module.{name}": tensor.shape for name, tensor in held["fp32"].items()}]
+    name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if flat else "mp_rank_00_model_states.pt"
+    torch.save({"module": {}, "param_shapes": shapes, "ds_config": {"a": 1}}, directory / name)
+    (directory.parent / "latest_universal").write_text(directory.name)
+    return held
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_universal_checkpoint_of_deepspeed_becomes_megatrons(tmp_path: Path, flat: bool) -> None:
+    held = write_universal(tmp_path / "ds" / "global_step3_universal", flat=flat)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    target = str(tmp_path / "c")
+    words = ["import", str(tmp_path / "ds"), target, "--from", "ucp", "--hf-config", str(tmp_path), "--tp", "2", "-q"]
+    assert main(words) == 0
+    assert verify_checkpoint(target).whole
+    export_huggingface(target, tmp_path / "e")
+    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), held["fp32"])
+    found = read_all(tmp_path / "c")
+    for state, name in (("param", "fp32"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+        gate, up = (held[name][f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up"))
+        stored = found[f"optimizer.state.{state}.decoder.layers.mlp.linear_fc1.weight"]
+        assert torch.equal(stored[1], torch.cat([gate, up]))
+    with open_checkpoint(target) as opened:
+        groups = opened.common_state()["optimizer"]["optimizer"]["param_groups"]
+    assert [(group["step"], group["betas"]) for group in groups] == [(3, (0.9, 0.95))] * 2
+
+
+def test_a_universal_checkpoint_that_is_damaged_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "u"
+    write_universal(source, flat=True)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    file = source / "zero" / "module.model.norm.weight" / "fp32.pt"
+    content = bytearray(file.read_bytes())
+
+    def refused(error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            import_huggingface(source, tmp_path / "c", hf_config=tmp_path)
+        assert not (tmp_path / "c").exists()
+
+    torch.save(torch.ones(HIDDEN + 1), file)
+    refused(CorruptCheckpointError, "17 elements; the ranks' files say that module.model.norm.weight has the shape")
+    payload = content.index(model_tensors()["model.norm.weight"].float().numpy().tobytes())
+    content[payload] ^= 1
+    file.write_bytes(content)
+    refused(ChecksumError, r"model\.norm\.weight")
+    shutil.rmtree(file.parent)
+    refused(OptionError, r"not stored, the first model\.norm\.weight")
+    shutil.rmtree(source / "zero")
+    (source / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")
+    refused(OptionError, "make a universal one of it")

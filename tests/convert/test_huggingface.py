@@ -419,7 +419,7 @@ def test_what_a_check_needs_is_found_out_before_anything_is_written(
     assert main([*command, "--dry-run"]) == 2
     assert "with --dry-run there is none" in capsys.readouterr().err
     assert main(["import", *command[1:3], "--check"]) == 2
-    assert "--check: needs --from hf or --from dcp" in capsys.readouterr().err
+    assert "--check: needs --from hf, dcp or ucp" in capsys.readouterr().err
     assert not (tmp_path / "target").exists()
 
 
