@@ -25,6 +25,7 @@ from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, Option
 from mcore_ckpt.format.crc import crc32, crc32_combine
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.load.checksums import contiguous_around
 from mcore_ckpt.load.stored_items import chunk_name
 from mcore_ckpt.storage.base import RangeReader
 from mcore_ckpt.tools.dtype_cast import carrier
@@ -33,6 +34,10 @@ from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads
 __all__ = ["PiecePayloads", "Source", "Wanted", "view_of"]
 
 _WINDOW_BYTES = 4 * 1024 * 1024
+# What was gathered and may be asked for again.
+_GATHERED_BYTES = 128 * 1024 * 1024
+# A chunk that parts are gathered from is read as a whole, and held against its checksum at once, up to this size.
+_WHOLE_BYTES = 64 * 1024 * 1024
 
 
 class Source(NamedTuple):
@@ -41,8 +46,9 @@ class Source(NamedTuple):
     Attributes:
         box: of the wanted tensor.
         key: the stored tensor; None for zeros.
-        stored_box: of the stored tensor; its sizes are those of `box`, but for leading axes of one element.
-        transposed: the last two axes are exchanged.
+        stored_box: of the stored tensor; its sizes are those of `box`, but for axes of one element.
+        axes: which axis of `box` is which of `stored_box`, counted from the last, -1; all others have one element.
+            None: the last axes are the same, as many as both have.
         flat: the stored tensor's last axis counts elements of a flattened array, in which the box lies in its own
             order from this element on; `stored_box` is the array then, one element long but for that axis.
     """
@@ -50,7 +56,7 @@ class Source(NamedTuple):
     box: Box
     key: str | None
     stored_box: Box | None = None
-    transposed: bool = False
+    axes: Sequence[tuple[int, int]] | None = None
     flat: int | None = None
 
 
@@ -62,12 +68,16 @@ class Wanted(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A part of a stored chunk, in coordinates of the chunk; without an entry: zeros."""
+    """A part of a stored chunk, in coordinates of the chunk; without an entry: zeros.
+
+    Attributes:
+        order: of the chunk's axes, where it is not as they are stored.
+    """
 
     entry: TensorEntry | None
     chunk: StoredChunk | None
     part: Box
-    transposed: bool
+    order: tuple[int, ...] | None
 
 
 _Places = dict[tuple[str, tuple[int, ...]], _Piece]
@@ -165,30 +175,29 @@ class _ChunksByLead:
 
 def _pieces(base: CheckpointIndex, chunks_of: _ChunksByLead, source: Source) -> Iterable[tuple[Box, _Piece]]:
     if source.key is None or source.stored_box is None:
-        yield source.box, _Piece(None, None, source.box, False)
+        yield source.box, _Piece(None, None, source.box, None)
         return
     entry = base.tensors[source.key]
     if source.flat is not None:
         yield from _flat_pieces(entry, chunks_of, source, source.stored_box, source.flat)
         return
-    axes = min(len(source.box.sizes), len(source.stored_box.sizes))  # those that are more than one element long
-    order = list(range(axes))
-    if source.transposed:
-        order[-2:] = order[:-3:-1]
+    axes = len(source.stored_box.sizes)
+    pairs = source.axes or [(-1 - n, -1 - n) for n in range(min(len(source.box.sizes), axes))]
+    pairs = sorted(pairs)
+    single = [axis for axis in range(axes) if axis - axes not in {theirs for _, theirs in pairs}]
+    order: tuple[int, ...] | None = (*single, *(theirs + axes for _, theirs in pairs))
+    if [theirs for _, theirs in pairs] == sorted(theirs for _, theirs in pairs):
+        order = None
     for chunk in chunks_of.around(source.key, source.stored_box):
         shared = intersect(Box(chunk.offsets, chunk.sizes), source.stored_box)
         if shared is None:
             continue
         inside = relative(shared, source.stored_box.offsets)
-        shift = inside.offsets[len(inside.offsets) - axes :]
-        sizes = inside.sizes[len(inside.sizes) - axes :]
-        lead = len(source.box.sizes) - axes
-        offsets = tuple(start + shift[axis] for start, axis in zip(source.box.offsets[lead:], order, strict=True))
-        box = Box(
-            (*source.box.offsets[:lead], *offsets),
-            (*source.box.sizes[:lead], *(sizes[axis] for axis in order)),
-        )
-        yield box, _Piece(entry, chunk, relative(shared, chunk.offsets), source.transposed)
+        offsets, sizes = list(source.box.offsets), list(source.box.sizes)
+        for mine, theirs in pairs:
+            offsets[mine] += inside.offsets[theirs]
+            sizes[mine] = inside.sizes[theirs]
+        yield Box(tuple(offsets), tuple(sizes)), _Piece(entry, chunk, relative(shared, chunk.offsets), order)
 
 
 def _flat_pieces(
@@ -203,7 +212,7 @@ def _flat_pieces(
             lead = len(chunk.sizes) - 1
             inside = Box((*(0,) * lead, low - start), (*(1,) * lead, count))
             offsets = tuple(map(operator.add, source.box.offsets, part.offsets))
-            yield Box(offsets, part.sizes), _Piece(entry, chunk, inside, False)
+            yield Box(offsets, part.sizes), _Piece(entry, chunk, inside, None)
             low += count
 
 
@@ -247,8 +256,11 @@ class PiecePayloads(StoredPayloads):
         self._base = base
         self._again = _wanted_again(wanted)
         self.files = _FilesAndMade(base, made)  # type: ignore[assignment]
-        self._turned: tuple[tuple[str, StoredChunk], np.ndarray[Any, Any]] | None = None
-        self._turning = threading.Lock()
+        self._computed: dict[str, tuple[_Piece | None, StoredPayload, int]] = {}
+        self._parts: dict[str, memoryview] = {}
+        self._around: tuple[tuple[str, tuple[int, ...], int], np.ndarray[Any, Any]] | None = None
+        self._noted: set[tuple[tuple[str, tuple[int, ...], int], int]] = set()
+        self._gathering = threading.Lock()
         self._seen: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
         self._payload_of: dict[tuple[str, int], StoredPayload] = {}
         self._compared: set[tuple[str, int]] = set()
@@ -258,7 +270,7 @@ class PiecePayloads(StoredPayloads):
         """What else the bytes of the view depend on, for telling one view from another."""
         for (key, offsets), piece in self._places.items():
             if piece.chunk is not None:
-                yield f"{key} {offsets} {piece.chunk.item[:2]} {piece.part} {piece.transposed}"
+                yield f"{key} {offsets} {piece.chunk.item[:2]} {piece.part} {piece.order}"
 
     def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
         piece = self._places[entry.fqn, chunk.offsets]
@@ -269,31 +281,68 @@ class PiecePayloads(StoredPayloads):
         stored = self._base.locate(piece.entry, piece.chunk)
         elem_bytes = element_bytes(piece.entry.dtype)
         run = runs(piece.chunk.sizes, piece.part, elem_bytes)
-        if piece.transposed or len(run) > 1:
-            return StoredPayload(where, stored.file, 0, nbytes, None, self._gathered(piece, stored, elem_bytes))
+        if piece.order is not None or len(run) > 1:
+            self._computed[where] = piece, stored, 0
+            return StoredPayload(where, stored.file, 0, nbytes, None, computed=True)
         first, last = run.first_byte, run.first_byte + nbytes
         if stored.decoded is not None:
             return StoredPayload(where, stored.file, 0, nbytes, None, memoryview(stored.decoded)[first:last])
+        if stored.computed:
+            self._computed[where] = None, stored, first
+            return StoredPayload(where, stored.file, 0, nbytes, None, computed=True)
         crc = stored.crc32 if nbytes == stored.nbytes else None
         return StoredPayload(where, stored.file, stored.offset + first, nbytes, crc)
 
-    def _gathered(self, piece: _Piece, stored: StoredPayload, elem_bytes: int) -> memoryview:
-        """A part that is no run of bytes, or is wanted the other way round, in memory of its own."""
+    def read_into(self, payload: StoredPayload, start: int, view: memoryview) -> None:
+        """As `StoredPayloads.read_into`."""
+        if not payload.computed:
+            super().read_into(payload, start, view)
+            return
+        piece, stored, first = self._computed[payload.where]
+        if piece is None:
+            self._base.read_into(stored, first + start, view)
+        else:
+            view[:] = self._gathered(payload.where, piece, stored)[start : start + len(view)]
+
+    def _gathered(self, where: str, piece: _Piece, stored: StoredPayload) -> memoryview:
+        """A part that is no run of bytes, or is wanted in another order, in memory of its own.
+
+        The last few stay: what is read from several of them by turns would otherwise be gathered each time anew.
+        """
+        with self._gathering:
+            known = self._parts.pop(where, None)
+            if known is None:
+                known = self._gather(piece, stored)
+                while self._parts and sum(map(len, self._parts.values())) + len(known) > _GATHERED_BYTES:
+                    self._parts.pop(next(iter(self._parts)))
+            self._parts[where] = known
+            return known
+
+    def _gather(self, piece: _Piece, stored: StoredPayload) -> memoryview:
         assert piece.entry is not None
         assert piece.chunk is not None
-        with self._turning:
-            key = piece.entry.fqn, piece.chunk
-            if self._turned is None or self._turned[0] != key:
-                memory = memoryview(bytearray(stored.nbytes))
-                self._base.read_into(stored, 0, memory)
+        elem_bytes = element_bytes(piece.entry.dtype)
+        around = Box((0,) * len(piece.chunk.sizes), piece.chunk.sizes)
+        if stored.nbytes > _WHOLE_BYTES:
+            around = contiguous_around(piece.chunk.sizes, piece.part)
+        first = runs(piece.chunk.sizes, around, elem_bytes).first_byte
+        key = piece.entry.fqn, piece.chunk.offsets, first
+        if self._around is None or self._around[0] != key:
+            self._around = None
+            memory = memoryview(bytearray(math.prod(around.sizes) * elem_bytes))
+            self._base.read_into(stored, first, memory)
+            if len(memory) == stored.nbytes:
                 if stored.crc32 is not None and crc32(memory) != stored.crc32:
                     raise _damaged(stored, crc32(memory))
-                whole = np.frombuffer(memory, carrier(elem_bytes)).reshape(piece.chunk.sizes)
-                self._turned = key, whole
-            whole = self._turned[1]
-        cut = whole[tuple(slice(at, at + size) for at, size in zip(piece.part.offsets, piece.part.sizes, strict=True))]
-        if piece.transposed:
-            cut = cut.swapaxes(-1, -2)
+            elif stored.crc32 is not None and (key, len(memory)) not in self._noted:
+                self._noted.add((key, len(memory)))
+                self._note(piece.chunk, stored, first, len(memory), crc32(memory))
+            self._around = key, np.frombuffer(memory, carrier(elem_bytes)).reshape(around.sizes)
+        inside = relative(piece.part, around.offsets)
+        whole = self._around[1]
+        cut = whole[tuple(slice(at, at + size) for at, size in zip(inside.offsets, inside.sizes, strict=True))]
+        if piece.order is not None:
+            cut = cut.transpose(piece.order)
         return memoryview(np.ascontiguousarray(cut).reshape(-1).view(np.uint8).data)
 
     def was_read(self, entry: TensorEntry, chunk: StoredChunk, value: int) -> None:
@@ -301,17 +350,20 @@ class PiecePayloads(StoredPayloads):
         if entry.fqn in self._again:
             return
         piece = self._places[entry.fqn, chunk.offsets]
-        if piece.entry is None or piece.chunk is None or piece.transposed:
+        if piece.entry is None or piece.chunk is None or piece.order is not None:
             return
         run = runs(piece.chunk.sizes, piece.part, element_bytes(piece.entry.dtype))
         stored = self._base.locate(piece.entry, piece.chunk)
         if len(run) != 1:
             return
-        item = piece.chunk.item
-        key = item.file, item.offset
+        self._note(piece.chunk, stored, run.first_byte, run.run_bytes, value)
+
+    def _note(self, chunk: StoredChunk, stored: StoredPayload, first: int, nbytes: int, value: int) -> None:
+        """A part of a chunk was read, and has this CRC-32; no part is noted twice, and none overlaps another."""
+        key = chunk.item.file, chunk.item.offset
         with self._seeing:
             seen = self._seen.setdefault(key, [])
-            seen.append((run.first_byte, run.run_bytes, value))
+            seen.append((first, nbytes, value))
             if sum(nbytes for _, nbytes, _ in seen) < stored.nbytes:
                 self._payload_of[key] = stored
                 return

@@ -42,11 +42,20 @@ _EXPORTED_FILE = re.compile(r"(?:model|pytorch_model)[-.].*(?:safetensors|bin|in
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A tensor on its way out."""
+    """A tensor on its way out.
+
+    Attributes:
+        joined: its shape there, where that is another for the same elements in the same order.
+    """
 
     name: str
     entry: TensorEntry
     dtype: str
+    joined: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape if self.joined is None else self.joined
 
     @property
     def nbytes(self) -> int:
@@ -129,7 +138,7 @@ def _write_weight_map(
 def _write_safetensors(
     payloads: StoredPayloads, directory: Path, name: str, tensors: Sequence[Exported], advance: Callable[[int], None]
 ) -> str:
-    described = [(tensor.name, tensor.dtype, tensor.entry.shape) for tensor in tensors]
+    described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
     header, starts = safetensors_header(described, {"format": "pt"})
     size = len(header) + sum(tensor.nbytes for tensor in tensors)
     file = TargetFile(str(directory / name), size)
@@ -180,6 +189,6 @@ def _write_torch(
         raise OptionError(
             f"{lacking.name}: torch {torch.__version__} has no {lacking.dtype}; leave it out, or convert it"
         )
-    described = [(tensor.name, getattr(torch, tensor.dtype), tuple(tensor.entry.shape)) for tensor in tensors]
+    described = [(tensor.name, getattr(torch, tensor.dtype), tensor.shape) for tensor in tensors]
     write_torch_file(directory / name, described, fill)
     return name

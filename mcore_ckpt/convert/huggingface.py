@@ -13,7 +13,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,25 +25,28 @@ from mcore_ckpt.convert._nemo import nemo_arguments
 from mcore_ckpt.convert._new_directory import new_directory
 from mcore_ckpt.convert._partition import Partitioner
 from mcore_ckpt.convert._pieces import PiecePayloads, Source, Wanted
+from mcore_ckpt.convert._quantized import plain_payloads
 from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, file_states, refuse_changed, refuse_target
 from mcore_ckpt.convert._safetensors_files import parse_json
 from mcore_ckpt.convert._shard_files import MODEL_FILES, Exported, is_exported, write_files
 from mcore_ckpt.convert._sources import open_source
 from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan, target_dtype
 from mcore_ckpt.convert.rules import RenameRule, parse_rename_rules, rules_in
+from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.families.registry import family_named, family_of_arguments, family_of_config
 from mcore_ckpt.families.table import (
     Family,
     Implementation,
+    Link,
     Model,
     Naming,
     Relation,
     extra_state_keys,
     relate,
 )
-from mcore_ckpt.format.index import CheckpointIndex, object_key
+from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, object_key
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
@@ -212,8 +215,8 @@ class _Conversion:
         """For showing; `dtypes` by Hugging Face's key."""
         found: dict[tuple[str, str], KeyPlan] = {}
         for link in self.relation.links:
-            shape = self.relation.hf[link.hf]
-            lead = len(link.megatron_box.offsets) - len(shape)
+            shape = self.relation.joined.get(link.hf, self.relation.hf[link.hf])
+            lead = link.lead
             index = ", ".join(map(str, link.megatron_box.offsets[:lead]))
             megatron = f"{link.megatron}[{index}]" if index else link.megatron
             stored = self.names.get(link.hf, link.hf)
@@ -288,7 +291,8 @@ def export_model(
     payloads = PiecePayloads(StoredPayloads(index), conversion.wanted)
     with payloads:
         tensors = [
-            Exported(key, entry, target_dtype(entry, options.dtype)) for key, entry in payloads.index.tensors.items()
+            Exported(key, entry, target_dtype(entry, options.dtype), conversion.relation.joined.get(key))
+            for key, entry in payloads.index.tensors.items()
         ]
         with new_directory(directory, is_exported) as folder:
             files = write_files(payloads, folder, "safetensors", tensors, options.max_shard_bytes, progress)
@@ -369,7 +373,8 @@ def _export_conversion(index: CheckpointIndex, options: HuggingFaceOptions) -> _
 def _by_hf_key(relation: Relation, names: Mapping[str, str]) -> list[list[Source]]:
     found: dict[str, list[Source]] = {key: [] for key in relation.hf}
     for link in relation.links:
-        found[link.hf].append(Source(link.hf_box, names[link.megatron], link.megatron_box, link.transposed))
+        axes = None if link.axes is None else tuple((theirs, mine) for mine, theirs in link.axes)
+        found[link.hf].append(Source(link.hf_box, names[link.megatron], link.megatron_box, axes))
     return list(found.values())
 
 
@@ -477,7 +482,7 @@ def plan_import(source: str | os.PathLike[str], options: MegatronOptions) -> Hug
     directory = universal_directory(Path(checkpoint_directory(source)))
     payloads, others, settings = _open(directory, options)
     with payloads:
-        conversion = _import_conversion(payloads.index, directory, options, others, settings)
+        conversion, payloads = _import_conversion(payloads, directory, options, others, settings)
         dtypes = {
             name: target_dtype(payloads.index.tensors[key], options.dtype) for name, key in conversion.names.items()
         }
@@ -565,8 +570,8 @@ def import_model(
     refuse_target(directory, dst)
     raw, others, settings = _open(directory, options)
     with raw:
-        conversion = _import_conversion(raw.index, directory, options, others, settings)
-        payloads = PiecePayloads(raw, conversion.wanted, _objects(conversion, _saved([None])))
+        conversion, base = _import_conversion(raw, directory, options, others, settings)
+        payloads = PiecePayloads(base, conversion.wanted, _objects(conversion, _saved([None])))
         plan = make_plan(
             payloads.index,
             options.layout,
@@ -608,8 +613,9 @@ def _open(directory: Path, options: MegatronOptions) -> tuple[StoredPayloads, li
 
 
 def _import_conversion(
-    index: CheckpointIndex, directory: Path, options: MegatronOptions, others: list[str], settings: OptimizerSettings
-) -> _Conversion:
+    stored: StoredPayloads, directory: Path, options: MegatronOptions, others: list[str], settings: OptimizerSettings
+) -> tuple[_Conversion, StoredPayloads]:
+    """What is to be done, and the plain tensors, of which it is to be done."""
     beside = directory if options.hf_config is None else Path(options.hf_config)
     config = _read_config(beside)
     where = str(beside / _MODEL_CONFIG)
@@ -622,16 +628,22 @@ def _import_conversion(
     unit = options.vocabulary_multiple * options.layout.tp
     padded = -(-model.sizes["vocab"] // unit) * unit
     relation = relate(family, model, naming, padded)
+    payloads, turned = plain_payloads(stored, config, options.dtype)
+    index = payloads.index
     names, left_out = _known_names(index, family, relation, model)
     _compare_tensors(
         {name: index.tensors[key].shape for name, key in names.items()},
-        relation.hf,
+        {key: _turned(shape, names.get(key), turned) for key, shape in {**relation.hf, **relation.joined}.items()},
         f"{family.name}, {where}",
         str(directory),
     )
-    wanted = _by_megatron_key(relation, names)
+    for name in relation.joined:
+        payloads.index = _taken_apart(payloads.index, names[name], _turned(relation.hf[name], names[name], turned))
+    wanted = _by_megatron_key(relation, names, turned)
     optimizer = plan_optimizer(index, names, settings, experts=model.experts > 0)
     for state, keys in optimizer.states.items():
+        for name in relation.joined:
+            payloads.index = _taken_apart(payloads.index, keys[name], relation.hf[name])
         wanted |= {f"{_STATE}.{state}.{key}": tensor for key, tensor in _by_megatron_key(relation, keys).items()}
     arguments = {
         **arguments,
@@ -644,19 +656,57 @@ def _import_conversion(
         "expert_tensor_parallel_size": options.layout.expert_tp,
     }
     left_out += [*optimizer.left_out, *others]
-    return _Conversion(
+    conversion = _Conversion(
         family, model, config, arguments, relation, naming, wanted, (), tuple(left_out), names, optimizer
     )
+    return conversion, payloads
 
 
-def _by_megatron_key(relation: Relation, names: Mapping[str, str]) -> dict[str, Wanted]:
+def _by_megatron_key(
+    relation: Relation, names: Mapping[str, str], turned: Collection[str] = ()
+) -> dict[str, Wanted]:
     """Megatron's tensors, of stored ones with these keys."""
     found: dict[str, list[Source]] = {key: [] for key in relation.megatron}
     for link in relation.links:
-        found[link.megatron].append(Source(link.megatron_box, names[link.hf], link.hf_box, link.transposed))
+        found[link.megatron].append(_source(link, names[link.hf], turned))
     for key, box in relation.padding.items():
         found[key].append(Source(box, None))
     return {key: Wanted(shape, tuple(found[key])) for key, shape in relation.megatron.items()}
+
+
+def _turned(shape: tuple[int, ...], key: str | None, turned: Collection[str]) -> tuple[int, ...]:
+    """A shape as it is stored: inputs behind outputs, where they are turned."""
+    return (shape[0], *shape[2:], shape[1]) if key in turned and len(shape) > 2 else shape
+
+
+def _source(link: Link, key: str, turned: Collection[str]) -> Source:
+    """Where a box of Megatron's comes from."""
+    box = link.hf_box
+    if key not in turned:
+        return Source(link.megatron_box, key, box, link.axes)
+    assert link.axes is not None
+    count = len(box.sizes)
+    order = [0, *range(2, count), 1]
+    there = {axis - count: place - count for place, axis in enumerate(order)}
+    return Source(
+        link.megatron_box,
+        key,
+        Box(tuple(box.offsets[axis] for axis in order), tuple(box.sizes[axis] for axis in order)),
+        tuple((mine, there[theirs]) for mine, theirs in link.axes),
+    )
+
+
+def _taken_apart(index: CheckpointIndex, key: str, shape: tuple[int, ...]) -> CheckpointIndex:
+    """The same elements as a tensor with more axes; raises `OptionError` if they lie in several chunks."""
+    entry = index.tensors[key]
+    if len(entry.chunks) != 1:
+        raise OptionError(
+            f"{key}: its last axis counts pairs, and it is stored in {len(entry.chunks)} chunks, which may divide "
+            "them; import it from safetensors"
+        )
+    chunk = entry.chunks[0]._replace(offsets=(0,) * len(shape), sizes=shape)
+    apart = TensorEntry(key, entry.dtype, shape, (chunk,), entry.requires_grad)
+    return CheckpointIndex(index.path, {**index.tensors, key: apart}, index.objects)
 
 
 def _known_names(

@@ -5,7 +5,8 @@ CPU. `check_logits` does all of it in a process of its own, in float32: what Meg
 without a GPU stays there, and so does an end for want of memory.
 
 Where Megatron-Core's own layers lack something, the smallest stand-in that computes the same takes their place: its
-core of attention is given the two sizes that latent attention has for it.
+core of attention is given the two sizes that latent attention has for it, its norm weights that are offsets of one, and
+its embedding a factor.
 """
 
 from __future__ import annotations
@@ -361,12 +362,19 @@ def build_gpt_model(
         **settings,
     )
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=arguments["normalization"])
+    for name, value in arguments.items():
+        if name.startswith("yarn_"):
+            setattr(config, name, value)  # no field of the class: whoever asks for YaRN puts them there
+    # A table of YaRN's is made where parameters are; there is no GPU.
+    config.use_cpu_initialization = arguments["position_embedding_type"] == "yarn"
+    if config.layernorm_zero_centered_gamma:
+        _let_norms_be_offsets(spec)
     if latent:
         _let_latent_attention_run()
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = _latent_core()
     unit = arguments.get("make_vocab_size_divisible_by", 128) * tensor
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=padded_vocabulary or -(-arguments["vocab_size"] // unit) * unit,
@@ -382,6 +390,10 @@ def build_gpt_model(
         rope_scaling_factor=arguments.get("rope_scaling_factor", 8.0),
         seq_len_interpolation_factor=arguments.get("rotary_seq_len_interpolation_factor"),
     )
+    if arguments.get("scale_embeddings_by_hidden_size") and parallel_state.is_pipeline_first_stage():
+        scale = math.sqrt(config.hidden_size)
+        model.embedding.register_forward_hook(lambda module, given, found: found * scale)
+    return model
 
 
 def _activation(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -394,7 +406,26 @@ def _activation(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if arguments.get("quick_geglu"):
         return {"gated_linear_unit": True, "activation_func": quick_gelu}
     # What Megatron's fused kernel computes, which a launch uses.
-    return {"activation_func": functools.partial(torch.nn.functional.gelu, approximate="tanh")}
+    gelu = functools.partial(torch.nn.functional.gelu, approximate="tanh")
+    return {"activation_func": gelu, "gated_linear_unit": bool(arguments.get("gated_linear_unit"))}
+
+
+def _let_norms_be_offsets(spec: Any) -> None:
+    """Megatron-Core's own norm refuses weights that are offsets of one; Transformer Engine's takes them."""
+    import torch
+
+    class OffsetNorm(torch.nn.Module):
+        def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(hidden_size))
+            self.eps = eps
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.rms_norm(given, self.weight.shape, 1 + self.weight, self.eps)
+
+    spec.layer_norm = OffsetNorm
+    for layer in spec.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = OffsetNorm
 
 
 def _let_latent_attention_run() -> None:

@@ -225,22 +225,38 @@ def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _v2_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expect(config, "topk_method", "greedy")
-    return _arguments(config, moe_router_pre_softmax=True)
+    expect(config, "topk_method", "greedy", "group_limited_greedy")
+    router: dict[str, Any] = {"moe_router_pre_softmax": True}
+    if config.get("topk_method") == "group_limited_greedy":
+        groups, chosen, experts = (
+            count(config, "n_group"),
+            count(config, "topk_group"),
+            count(config, "num_experts_per_tok"),
+        )
+        if experts // chosen != 1:
+            raise OptionError(
+                f"num_experts_per_tok={experts}, topk_group={chosen}: Megatron-Core rates a group by its best "
+                f"{experts // chosen} experts, DeepSeek-V2 by its best one"
+            )
+        router |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+    return _arguments(config, **router)
 
 
 def _v2_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    if not arguments.get("moe_router_pre_softmax") or arguments.get("moe_router_group_topk"):
-        raise OptionError("the stored arguments: DeepSeek-V2's router takes the softmax first, here without groups")
+    if not arguments.get("moe_router_pre_softmax"):
+        raise OptionError("the stored argument moe_router_pre_softmax: DeepSeek-V2's router takes the softmax first")
+    groups, chosen = arguments.get("moe_router_num_groups"), arguments.get("moe_router_group_topk")
+    if chosen and count(arguments, "moe_router_topk") // count(arguments, "moe_router_group_topk") != 1:
+        raise OptionError("the stored argument moe_router_group_topk: DeepSeek-V2 rates a group by its best expert")
     if arguments.get("moe_router_enable_expert_bias"):
         raise OptionError("the stored argument moe_router_enable_expert_bias: DeepSeek-V2's router has no bias")
     return {
         **decoder_config(arguments, vocabulary),
         **_fields(arguments),
-        "topk_method": "greedy",
+        "topk_method": "group_limited_greedy" if chosen else "greedy",
         "norm_topk_prob": False,
-        "n_group": None,
-        "topk_group": None,
+        "n_group": groups if chosen else None,
+        "topk_group": chosen or None,
     }
 
 

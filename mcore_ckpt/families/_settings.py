@@ -148,18 +148,18 @@ def decoder_arguments(config: Mapping[str, Any], **constants: Any) -> dict[str, 
     }
 
 
-def decoder_config(arguments: Mapping[str, Any], vocabulary: int, **fields: Any) -> dict[str, Any]:
-    """A `config.json` for such arguments; `fields` are added.
+_DECODER = {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False}
+
+
+def decoder_config(
+    arguments: Mapping[str, Any], vocabulary: int, other: Mapping[str, Any] | None = None, /, **fields: Any
+) -> dict[str, Any]:
+    """A `config.json` for such arguments; `fields` are added, and `other` is what the family has unlike most.
 
     Raises:
         OptionError: the arguments ask for what the family has not.
     """
-    for name, wanted in (
-        ("swiglu", True),
-        ("normalization", "RMSNorm"),
-        ("position_embedding_type", "rope"),
-        ("add_bias_linear", False),
-    ):
+    for name, wanted in {**_DECODER, **(other or {})}.items():
         if setting(arguments, name) != wanted:
             raise OptionError(
                 f"the stored argument {name}={arguments.get(name)!r:.80}: expected {wanted!r} in this family"

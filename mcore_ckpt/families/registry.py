@@ -7,7 +7,9 @@ from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.families._deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from mcore_ckpt.families._gemma import GEMMA
 from mcore_ckpt.families._gpt2 import GPT2
+from mcore_ckpt.families._gpt_oss import GPT_OSS
 from mcore_ckpt.families._llama import LLAMA
 from mcore_ckpt.families._mistral import MISTRAL
 from mcore_ckpt.families._mixtral import MIXTRAL
@@ -28,6 +30,8 @@ FAMILIES: tuple[Family, ...] = (
     GPT2,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    GEMMA,
+    GPT_OSS,
 )
 """In the order in which arguments are held against them."""
 

@@ -27,6 +27,7 @@ from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import OptionError
 
 __all__ = [
+    "Axes",
     "Family",
     "Implementation",
     "Link",
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 Implementation = Literal["local", "transformer_engine"]
+Axes = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,12 @@ class Part:
 
     Attributes:
         key: with `{layer}` and `{expert}` where there is one for each.
-        shape: names of sizes, or numbers, one for each axis.
+        shape: names of sizes, or numbers, one for each axis; of an axis that counts pairs, or more, one for each that
+            it would be if they were counted apart, the slowest first: `("ffn", 2)` for `gate, up, gate, up, ...`.
     """
 
     key: str
-    shape: tuple[str | int, ...]
+    shape: tuple[str | int | tuple[str | int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +99,14 @@ class Model:
     expert_layers: tuple[bool, ...] = ()
     holds: frozenset[str] = frozenset()
 
-    def shape(self, names: Sequence[str | int]) -> tuple[int, ...]:
-        """A shape in elements."""
-        return tuple(name if isinstance(name, int) else self.sizes[name] for name in names)
+    def shape(self, names: Sequence[str | int | tuple[str | int, ...]]) -> tuple[int, ...]:
+        """A shape in elements, axes that count several things at once taken apart."""
+        flat = [part for name in names for part in (name if isinstance(name, tuple) else (name,))]
+        return tuple(name if isinstance(name, int) else self.sizes[name] for name in flat)
+
+    def stored_shape(self, names: Sequence[str | int | tuple[str | int, ...]]) -> tuple[int, ...]:
+        """The same, as it is stored."""
+        return tuple(math.prod(self.shape(name if isinstance(name, tuple) else (name,))) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,19 +175,22 @@ class Naming:
 
 
 class Link(NamedTuple):
-    """Elements that are the same on both sides: a box of each, of equal sizes but for leading axes of one element.
+    """Elements that are the same on both sides: a box of each, of equal sizes but for axes of one element.
 
     Attributes:
-        transposed: the last two axes of one are those of the other, exchanged.
+        axes: which axis of one is which of the other, `(Megatron's, Hugging Face's)`, counted from the last, -1; all
+            others have one element in either box. None: the last axes are the same, as many as both have.
         how: the transform that gave it.
+        lead: how many of the first axes of Megatron's box count layers or experts.
     """
 
     megatron: str
     megatron_box: Box
     hf: str
     hf_box: Box
-    transposed: bool
+    axes: Axes | None
     how: str
+    lead: int = 0
 
 
 @dataclass(slots=True)
@@ -187,23 +198,26 @@ class Relation:
     """A table unfolded for one model.
 
     Attributes:
-        megatron, hf: shape of each tensor, by key.
+        megatron, hf: shape of each tensor, by key; of Hugging Face's with axes taken apart that count several things.
+        joined: Hugging Face's as they are stored, where that is another shape.
         links: in the order of the rows.
         padding: rows of Megatron's tensors that nothing stands for.
     """
 
     megatron: dict[str, tuple[int, ...]] = field(default_factory=dict)
     hf: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    joined: dict[str, tuple[int, ...]] = field(default_factory=dict)
     links: list[Link] = field(default_factory=list)
     padding: dict[str, Box] = field(default_factory=dict)
 
 
 _MOST_INSTANCES = 1_000_000
 
-# Part, box of the parameter, box of the part, whether transposed.
-_Piece = tuple[int, Box, Box, bool]
+# Part, box of the parameter, box of the part, which axis is which.
+_Piece = tuple[int, Box, Box, Axes | None]
 _Shape = tuple[int, ...]
-_Transform = Callable[[Model, Sequence[_Shape]], tuple[_Shape, list[_Piece]]]
+_Transform = Callable[[Model, Sequence[_Shape], int], tuple[_Shape, list[_Piece]]]
+_EXCHANGED: Axes = ((-2, -1), (-1, -2))
 
 
 def _whole(shape: _Shape) -> Box:
@@ -215,24 +229,24 @@ def _rows(shape: _Shape, start: int, count: int) -> Box:
     return Box((start, *(0,) * (len(shape) - 1)), (count, *shape[1:]))
 
 
-def _same(model: Model, shapes: Sequence[_Shape]) -> tuple[_Shape, list[_Piece]]:
+def _same(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Piece]]:
     """The one part is the parameter."""
     (shape,) = shapes
-    return shape, [(0, _whole(shape), _whole(shape), False)]
+    return shape, [(0, _whole(shape), _whole(shape), None)]
 
 
-def _transposed(model: Model, shapes: Sequence[_Shape]) -> tuple[_Shape, list[_Piece]]:
+def _transposed(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Piece]]:
     """The one part is stored the other way round: inputs before outputs."""
     ((inputs, outputs),) = shapes
-    return (outputs, inputs), [(0, _whole((outputs, inputs)), _whole((inputs, outputs)), True)]
+    return (outputs, inputs), [(0, _whole((outputs, inputs)), _whole((inputs, outputs)), _EXCHANGED)]
 
 
-def _halves(model: Model, shapes: Sequence[_Shape]) -> tuple[_Shape, list[_Piece]]:
+def _halves(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Piece]]:
     """Parts follow one another along the first axis: the gate, then what it lets through."""
     pieces: list[_Piece] = []
     start = 0
     for number, shape in enumerate(shapes):
-        pieces.append((number, _rows(shape, start, shape[0]), _whole(shape), False))
+        pieces.append((number, _rows(shape, start, shape[0]), _whole(shape), None))
         start += shape[0]
     return (start, *shapes[0][1:]), pieces
 
@@ -246,36 +260,56 @@ def _group_rows(model: Model) -> Iterator[tuple[int, int, int, int]]:
             row += rows
 
 
-def _qkv(model: Model, shapes: Sequence[_Shape]) -> tuple[_Shape, list[_Piece]]:
+def _qkv(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Piece]]:
     """Group by group: the queries of the group, its key, its value."""
     inner = shapes[0][1:]
     total = (sum(shape[0] for shape in shapes), *inner)
     pieces: list[_Piece] = [
-        (which, _rows(total, row, rows), _rows(shapes[which], first, rows), False)
+        (which, _rows(total, row, rows), _rows(shapes[which], first, rows), None)
         for which, first, row, rows in _group_rows(model)
     ]
     return total, pieces
 
 
-def _joined_qkv(model: Model, shapes: Sequence[_Shape]) -> tuple[_Shape, list[_Piece]]:
+def _joined_qkv(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Piece]]:
     """As `grouped qkv`, of one part that has all queries, then all keys, then all values."""
     (shape,) = shapes
     starts = (0, model.heads * model.head_dim, (model.heads + model.groups) * model.head_dim)
     pieces: list[_Piece] = [
-        (0, _rows(shape, row, rows), _rows(shape, starts[which] + first, rows), False)
+        (0, _rows(shape, row, rows), _rows(shape, starts[which] + first, rows), None)
         for which, first, row, rows in _group_rows(model)
     ]
     return shape, pieces
 
 
-def _joined_qkv_transposed(model: Model, shapes: Sequence[_Shape]) -> tuple[_Shape, list[_Piece]]:
+def _joined_qkv_transposed(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Piece]]:
     """As `joined qkv`, stored the other way round."""
     ((inputs, outputs),) = shapes
-    total, pieces = _joined_qkv(model, [(outputs, inputs)])
+    total, pieces = _joined_qkv(model, [(outputs, inputs)], expert)
     turned: list[_Piece] = [
-        (0, mine, Box((0, theirs.offsets[0]), (inputs, theirs.sizes[0])), True) for _, mine, theirs, _ in pieces
+        (0, mine, Box((0, theirs.offsets[0]), (inputs, theirs.sizes[0])), _EXCHANGED) for _, mine, theirs, _ in pieces
     ]
     return total, turned
+
+
+def _of_all(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Piece]]:
+    """The expert's part of one that has all experts', one after another: a vector, or a matrix the other way round."""
+    ((_, *inner),) = shapes
+    axes = tuple((-1 - n, n - len(inner)) for n in range(len(inner)))
+    own = tuple(reversed(inner))
+    return own, [(0, _whole(own), Box((expert, *(0,) * len(inner)), (1, *inner)), axes)]
+
+
+def _paired_of_all(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Piece]]:
+    """As `of all experts`, where the last axis counts pairs: the first of each, then the second of each."""
+    ((_, *inner, pairs, two),) = shapes
+    own = (two * pairs, *reversed(inner))
+    axes = (*((-1 - n, n - len(inner) - 2) for n in range(len(inner))), (-1 - len(inner), -2))
+    pieces: list[_Piece] = []
+    for half in range(two):
+        theirs = Box((expert, *(0,) * len(inner), 0, half), (1, *inner, pairs, 1))
+        pieces.append((0, _rows(own, half * pairs, pairs), theirs, axes))
+    return own, pieces
 
 
 _TRANSFORMS: dict[str, _Transform] = {
@@ -286,6 +320,8 @@ _TRANSFORMS: dict[str, _Transform] = {
     "grouped qkv": _qkv,
     "joined qkv": _joined_qkv,
     "joined qkv transposed": _joined_qkv_transposed,
+    "of all experts": _of_all,
+    "pairs of all experts": _paired_of_all,
 }
 
 
@@ -348,22 +384,25 @@ def _add(
     key, index, counts = naming.place(template, model, layer, expert)
     keys = [part.key.format(layer=layer, expert=expert) for part in row.parts]
     shapes = [model.shape(part.shape) for part in row.parts]
-    own, pieces = _TRANSFORMS[row.how](model, shapes)
-    for hf_key, shape in zip(keys, shapes, strict=True):
+    own, pieces = _TRANSFORMS[row.how](model, shapes, expert or 0)
+    for hf_key, shape, part in zip(keys, shapes, row.parts, strict=True):
         relation.hf[hf_key] = shape
-    apart = naming.halves_apart and row.how == "halves"
+        joined = model.stored_shape(part.shape)
+        if joined != shape:
+            relation.joined[hf_key] = joined
+    apart = naming.halves_apart and row.how in ("halves", "pairs of all experts")
     if row.how == "vocabulary":
         if padded_vocabulary > own[0]:
             relation.padding[key] = _rows(own, own[0], padded_vocabulary - own[0])
         own = (padded_vocabulary, *own[1:])
-    for number, mine, theirs, transposed in pieces:
+    for number, mine, theirs, axes in pieces:
         stored, shape, box = key, own, mine
         if apart:
-            stored, shape = f"{key}_{'wv'[number]}", shapes[number]
+            stored, shape = f"{key}_{'wv'[mine.offsets[0] // mine.sizes[0]]}", mine.sizes
             box = _whole(shape)
         relation.megatron[stored] = (*counts, *shape)
         lead = Box((*index, *box.offsets), (*(1,) * len(index), *box.sizes))
-        relation.links.append(Link(stored, lead, keys[number], theirs, transposed, row.how))
+        relation.links.append(Link(stored, lead, keys[number], theirs, axes, row.how, len(index)))
 
 
 def _prove_complete(relation: Relation) -> None:

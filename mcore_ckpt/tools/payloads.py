@@ -69,6 +69,7 @@ class StoredPayload(NamedTuple):
         nbytes: of all.
         crc32: of all; None if the item carries none.
         decoded: the elements themselves, where they cannot be read from the file by range.
+        computed: they lie nowhere as they are: `StoredPayloads.read_into` makes them, range by range.
     """
 
     where: str
@@ -77,6 +78,7 @@ class StoredPayload(NamedTuple):
     nbytes: int
     crc32: int | None
     decoded: bytes | memoryview | None = None
+    computed: bool = False
 
 
 class StoredPayloads:

@@ -85,12 +85,41 @@ CASES = [
             **LATENT,
             "first_k_dense_replace": 0,
             "routed_scaling_factor": 2.0,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 3,
+            "num_experts_per_tok": 3,
             "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
         },
     ),
     HfCase("deepseek-v3", "DeepseekV3Config", {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}),
     HfCase(
         "deepseek-v3-whole-queries", "DeepseekV3Config", {**LATENT, "n_group": 1, "topk_group": 1, "q_lora_rank": None}
+    ),
+]
+CASES += [
+    HfCase("gemma", "GemmaConfig", {**SMALL, "head_dim": 16}),
+    HfCase(
+        "gpt-oss",
+        "GptOssConfig",
+        {
+            **SMALL,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
     ),
 ]
 LAYOUTS = [Parallel(), Parallel(tensor=2), Parallel(pipeline=2), Parallel(expert=2)]

@@ -48,6 +48,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {**SMALL, **EXPERTS, "norm_topk_prob": True},
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 100, "n_positions": 64, "n_inner": 40},
     "deepseek-v2": {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 0},
+    "gemma": {**SMALL, "head_dim": 16, "hidden_act": "gelu_pytorch_tanh"},
+    "gpt-oss": {
+        **SMALL,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    },
     "deepseek-v3": {**LATENT, "q_lora_rank": 24, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
 }
 NAMINGS = [
@@ -133,7 +149,12 @@ def test_a_configuration_that_cannot_be_is_refused(settings: dict[str, Any], wor
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, "low_freq_factor"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
         ("gpt2", {"activation_function": "relu"}, "activation_function"),
-        ("deepseek-v2", {"topk_method": "group_limited_greedy"}, "topk_method"),
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method"),
+        ("deepseek-v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}, "best 2 experts"),
+        ("gemma", {"hidden_act": "silu"}, "hidden_act='silu'"),
+        ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5"),
+        ("gpt-oss", {"rope_scaling": None}, "'default'"),
+        ("gpt-oss", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
         ("deepseek-v3", {"norm_topk_prob": False}, "norm_topk_prob"),
         ("deepseek-v3", {"n_group": 4, "topk_group": 1}, "best 4 experts"),
     ],
@@ -155,6 +176,10 @@ def test_what_megatron_has_no_layer_for_is_refused(name: str, settings: dict[str
         ("deepseek-v2", {"moe_router_pre_softmax": False}, "softmax first"),
         ("deepseek-v3", {"moe_router_enable_expert_bias": False}, "has a bias"),
         ("deepseek-v3", {"moe_layer_freq": [0, 1, 0]}, "moe_layer_freq"),
+        ("deepseek-v2", {"moe_router_num_groups": 4, "moe_router_group_topk": 2}, "its best expert"),
+        ("gpt-oss", {"softmax_type": "vanilla"}, "softmax_type"),
+        ("gpt-oss", {"window_attn_skip_freq": [1]}, "window_attn_skip_freq"),
+        ("gemma", {"layernorm_zero_centered_gamma": False}, "layernorm_zero_centered_gamma"),
     ],
 )
 def test_arguments_that_a_family_has_no_layer_for_are_refused(name: str, arguments: dict[str, Any], words: str) -> None:

@@ -1,0 +1,78 @@
+"""Gemma (the first): Llama's parameters, norms whose weights are offsets of one, and a gate of GELU.
+
+Its embedding is multiplied by the square root of the hidden size. Megatron-Core has no such layer: what trains Gemma
+with it (Megatron-Bridge) scales what the embedding gives, as Hugging Face does, so the stored weights are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt.families._rows import ATTENTION, DENSE_MLP, EMBEDDING
+from mcore_ckpt.families._settings import (
+    decoder_arguments,
+    decoder_config,
+    decoder_model,
+    expect,
+)
+from mcore_ckpt.families.table import Family, Model
+
+__all__ = ["GEMMA"]
+
+_SCALE = "scale_embeddings_by_hidden_size"
+
+
+def _model(config: Mapping[str, Any]) -> Model:
+    # Hugging Face's default is tied, unlike that of other families.
+    return decoder_model({"tie_word_embeddings": True, "head_dim": 256, **config})
+
+
+def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    expect(config, "attention_bias", False)
+    # The first releases said "gelu", and meant the approximation.
+    expect(config, "hidden_act", "gelu_pytorch_tanh", "gelu", None)
+    expect(config, "hidden_activation", "gelu_pytorch_tanh", None)
+    expect(config, "use_bidirectional_attention", None, False)
+    plain = {"tie_word_embeddings": True, "head_dim": 256, **config, "hidden_act": "silu"}
+    return decoder_arguments(
+        plain,
+        swiglu=False,
+        gated_linear_unit=True,
+        apply_layernorm_1p=True,
+        layernorm_zero_centered_gamma=True,
+        **{_SCALE: True},
+    )
+
+
+def _config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    usual = {"swiglu": False, "gated_linear_unit": True, "layernorm_zero_centered_gamma": True}
+    plain = {**arguments, "apply_layernorm_1p": False}
+    return {
+        **decoder_config(plain, vocabulary, usual),
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+    }
+
+
+def _recognizes(arguments: Mapping[str, Any]) -> bool:
+    return (
+        arguments.get("normalization") == "RMSNorm"
+        and bool(arguments.get("layernorm_zero_centered_gamma"))
+        and bool(arguments.get("gated_linear_unit"))
+        and bool(arguments.get(_SCALE))
+    )
+
+
+GEMMA = Family(
+    name="gemma",
+    model_types=("gemma",),
+    architecture="GemmaForCausalLM",
+    rows=(*EMBEDDING, *ATTENTION, *DENSE_MLP),
+    model=_model,
+    arguments=_arguments,
+    config=_config,
+    recognizes=_recognizes,
+    derived=(r"\.rotary_emb\.inv_freq$",),
+)

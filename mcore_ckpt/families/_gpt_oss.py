@@ -1,0 +1,202 @@
+"""GPT-OSS: attention with a sink for each head, in a window in every other layer; experts with biases, and YaRN.
+
+Hugging Face keeps all experts of a layer in one tensor, inputs before outputs, gate and up side by side in pairs. Its
+`sinks` are `softmax_offset` in Megatron-Core, and the clamped gate is `quick_geglu` with a limit and an offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.families._rows import ATTENTION, EMBEDDING, EXPERT_NORM, QKV_BIAS
+from mcore_ckpt.families._settings import (
+    check_router,
+    count,
+    decoder_arguments,
+    decoder_config,
+    decoder_model,
+    expect,
+    expert_arguments,
+    layer_count,
+    number,
+    setting,
+    window_arguments,
+    window_config,
+)
+from mcore_ckpt.families.table import Family, Model, Part, Row
+
+__all__ = ["GPT_OSS"]
+
+_HERE = "decoder.layers.{layer}."
+_THERE = "model.layers.{layer}."
+_EXPERT = f"{_HERE}mlp.experts.experts.{{expert}}."
+_WINDOW, _WHOLE = "sliding_attention", "full_attention"
+_ALPHA = 1.702  # of the gate's sigmoid: built into Megatron-Core's quick_gelu
+
+_ROWS = (
+    Row(f"{_HERE}self_attention.linear_proj.bias", (Part(f"{_THERE}self_attn.o_proj.bias", ("hidden",)),)),
+    Row(f"{_HERE}self_attention.core_attention.softmax_offset", (Part(f"{_THERE}self_attn.sinks", ("heads",)),)),
+    EXPERT_NORM,
+    Row(f"{_HERE}mlp.router.weight", (Part(f"{_THERE}mlp.router.weight", ("experts", "hidden")),)),
+    Row(f"{_HERE}mlp.router.bias", (Part(f"{_THERE}mlp.router.bias", ("experts",)),)),
+    Row(
+        f"{_EXPERT}linear_fc1.weight",
+        (Part(f"{_THERE}mlp.experts.gate_up_proj", ("experts", "hidden", ("expert ffn", 2))),),
+        "pairs of all experts",
+    ),
+    Row(
+        f"{_EXPERT}linear_fc1.bias",
+        (Part(f"{_THERE}mlp.experts.gate_up_proj_bias", ("experts", ("expert ffn", 2))),),
+        "pairs of all experts",
+    ),
+    Row(
+        f"{_EXPERT}linear_fc2.weight",
+        (Part(f"{_THERE}mlp.experts.down_proj", ("experts", "expert ffn", "hidden")),),
+        "of all experts",
+    ),
+    Row(
+        f"{_EXPERT}linear_fc2.bias",
+        (Part(f"{_THERE}mlp.experts.down_proj_bias", ("experts", "hidden")),),
+        "of all experts",
+    ),
+)
+
+
+def _model(config: Mapping[str, Any]) -> Model:
+    experts = count(config, "num_local_experts", config.get("num_experts"))
+    sizes = {
+        "experts": experts,
+        "expert ffn": count(config, "intermediate_size"),
+        "heads": count(config, "num_attention_heads"),
+    }
+    return decoder_model(config, sizes=sizes, experts=experts, expert_layers=(True,) * layer_count(config))
+
+
+def _rotary_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise OptionError(f"rope_parameters={scaling!r:.80}: expected settings by name")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind != "yarn":
+        raise OptionError(f"rotary scaling {kind!r}: expected 'yarn' for this family")
+    for name in ("mscale", "mscale_all_dim", "attention_factor"):
+        expect(scaling, name, None)
+    theta = number(scaling, "rope_theta", number(config, "rope_theta", 150000.0))
+    return {
+        "position_embedding_type": "yarn",
+        "rotary_base": int(theta) if theta == int(theta) else theta,
+        "yarn_rotary_scaling_factor": float(number(scaling, "factor")),
+        "yarn_original_max_position_embeddings": count(scaling, "original_max_position_embeddings"),
+        "yarn_beta_fast": float(number(scaling, "beta_fast", 32)),
+        "yarn_beta_slow": float(number(scaling, "beta_slow", 1)),
+        "yarn_mscale": None,
+        "yarn_mscale_all_dim": None,
+        "yarn_correction_range_round_to_int": bool(scaling.get("truncate", True)),
+    }
+
+
+def _rotary_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "rope_theta": float(number(arguments, "rotary_base", 150000)),
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": number(arguments, "yarn_rotary_scaling_factor"),
+            "original_max_position_embeddings": count(arguments, "yarn_original_max_position_embeddings"),
+            "beta_fast": number(arguments, "yarn_beta_fast", 32.0),
+            "beta_slow": number(arguments, "yarn_beta_slow", 1.0),
+            "truncate": bool(arguments.get("yarn_correction_range_round_to_int", True)),
+        },
+    }
+
+
+def _window_layers(config: Mapping[str, Any], layers: int) -> int | list[int]:
+    """Which layers have a window, as Megatron-Core says it."""
+    usual = [_WHOLE if (layer + 1) % 2 == 0 else _WINDOW for layer in range(layers)]
+    kinds = config.get("layer_types") or usual
+    if kinds == usual:
+        return 2
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (_WINDOW, _WHOLE) for kind in kinds):
+        raise OptionError(f"layer_types={kinds!r:.80}: expected {_WINDOW!r} or {_WHOLE!r} for each of {layers} layers")
+    return [int(kind == _WINDOW) for kind in kinds]
+
+
+def _layer_types(arguments: Mapping[str, Any], layers: int) -> list[str]:
+    frequency = arguments.get("window_attn_skip_freq")
+    if type(frequency) is int and frequency > 0:
+        return [_WINDOW if (layer + 1) % frequency else _WHOLE for layer in range(layers)]
+    if isinstance(frequency, list) and len(frequency) == layers:
+        return [_WINDOW if kind else _WHOLE for kind in frequency]
+    if frequency is None:
+        return [_WINDOW] * layers
+    raise OptionError(f"the stored argument window_attn_skip_freq={frequency!r:.80}: expected a number, or one a layer")
+
+
+def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    expect(config, "attention_bias", True)
+    expect(config, "swiglu_alpha", _ALPHA)
+    model = _model(config)
+    plain = {**config, "rope_parameters": None, "rope_scaling": None}
+    return decoder_arguments(
+        plain,
+        **_rotary_arguments(config),
+        **window_arguments({"sliding_window": count(config, "sliding_window", 128)}),
+        window_attn_skip_freq=_window_layers(config, model.layers),
+        softmax_type="learnable",
+        add_bias_linear=True,
+        add_qkv_bias=True,
+        swiglu=False,
+        quick_geglu=True,
+        activation_func_clamp_value=float(number(config, "swiglu_limit", 7.0)),
+        glu_linear_offset=1.0,
+        **expert_arguments(config, model),
+    )
+
+
+def _config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    check_router(arguments, moe_router_pre_softmax=False, moe_layer_freq=1)
+    for name, wanted in (
+        ("softmax_type", "learnable"),
+        ("quick_geglu", True),
+        ("glu_linear_offset", 1.0),
+        ("yarn_mscale", None),
+        ("yarn_mscale_all_dim", None),
+    ):
+        if arguments.get(name) != wanted:
+            raise OptionError(
+                f"the stored argument {name}={arguments.get(name)!r:.80}: expected {wanted!r} in this family"
+            )
+    layers = layer_count(arguments, "num_layers")
+    usual = {"swiglu": False, "add_bias_linear": True, "position_embedding_type": "yarn"}
+    return {
+        **decoder_config(arguments, vocabulary, usual),
+        **_rotary_fields(arguments),
+        **window_config(arguments),
+        "intermediate_size": count(arguments, "moe_ffn_hidden_size", count(arguments, "ffn_hidden_size")),
+        "num_local_experts": count(arguments, "num_experts"),
+        "num_experts_per_tok": count(arguments, "moe_router_topk"),
+        "layer_types": _layer_types(arguments, layers),
+        "attention_bias": True,
+        "swiglu_limit": number(arguments, "activation_func_clamp_value"),
+    }
+
+
+def _recognizes(arguments: Mapping[str, Any]) -> bool:
+    return (
+        bool(arguments.get("quick_geglu"))
+        and bool(arguments.get("num_experts"))
+        and setting(arguments, "softmax_type") == "learnable"
+    )
+
+
+GPT_OSS = Family(
+    name="gpt-oss",
+    model_types=("gpt_oss",),
+    architecture="GptOssForCausalLM",
+    rows=(*EMBEDDING, *ATTENTION, *QKV_BIAS, *_ROWS),
+    model=_model,
+    arguments=_arguments,
+    config=_config,
+    recognizes=_recognizes,
+)
