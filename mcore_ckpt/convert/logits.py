@@ -204,8 +204,7 @@ def _megatron_logits(
 
     # Nothing is compiled here, and importing the compiler takes as long as all the rest.
     torch.compile = lambda model=None, **_: (lambda function: function) if model is None else model  # type: ignore[assignment]
-    _run_without_gpu()
-    with _one_process():
+    with _without_gpu(), _one_process():
         rows = index.tensors["embedding.word_embeddings.weight"].shape[0]
         model = build_gpt_model(arguments, padded_vocabulary=rows)
         _fill(model, index, engine_keys)
@@ -216,14 +215,25 @@ def _megatron_logits(
             return model(ids, positions, mask)
 
 
-def _run_without_gpu() -> None:
-    """Megatron-Core asks for the current device and for generators of random numbers of a GPU; here is none."""
+@contextlib.contextmanager
+def _without_gpu() -> Iterator[None]:
+    """Megatron-Core says "cuda", and asks for a GPU's current device and generators of random numbers; here is none."""
     import torch
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
     CudaRNGStatesTracker.add = lambda *_, **__: None
+
+    class OnCpu(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            if str(kwargs.get("device")).startswith("cuda"):
+                kwargs["device"] = "cpu"
+            return function(*args, **kwargs)
+
+    with OnCpu():
+        yield
 
 
 @contextlib.contextmanager
