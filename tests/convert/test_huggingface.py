@@ -76,10 +76,10 @@ def model_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def write_hf(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any] = CONFIG) -> Path:
     directory.mkdir(parents=True)
-    names = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-    header, _ = safetensors_header(
-        [(key, names[tensor.dtype], tuple(tensor.shape)) for key, tensor in tensors.items()], {"format": "pt"}
-    )
+    described = [
+        (key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for key, tensor in tensors.items()
+    ]
+    header, _ = safetensors_header(described, {"format": "pt"})
     content = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values()]
     (directory / "model.safetensors").write_bytes(header + b"".join(content))
     (directory / "config.json").write_text(json.dumps(config))
@@ -434,3 +434,95 @@ def test_a_model_that_memory_does_not_hold_is_written_and_not_checked(
     assert said.startswith(f"mcore-ckpt: {target} was written, but not checked: the models run in float32, which takes")
     assert said.count("\n") == 1
     assert verify_checkpoint(target).whole
+
+
+def test_matrices_of_8_bit_floats_arrive_as_what_they_stand_for(tmp_path: Path) -> None:
+    """Values times the factor of their block, in blocks that do not divide the matrices; some tensors are plain."""
+    rows, columns = 12, 7
+    plain, stored = model_tensors(), model_tensors()
+    for key, tensor in model_tensors().items():
+        if key.endswith("_proj.weight"):
+            factors = torch.rand(-(-tensor.shape[0] // rows), -(-tensor.shape[1] // columns)) + 0.5
+            spread = factors.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+            spread = spread[: tensor.shape[0], : tensor.shape[1]]
+            codes = (tensor.float() / spread).to(torch.float8_e4m3fn)
+            plain[key] = (codes.float() * spread).bfloat16()
+            stored |= {key: codes, f"{key}_scale_inv": factors}
+    settings = {"quant_method": "fp8", "weight_block_size": [rows, columns]}
+    quantized = write_hf(tmp_path / "fp8", stored, {**CONFIG, "quantization_config": settings})
+    with pytest.raises(OptionError, match=r"stored as float8_e4m3fn .*--dtype bf16"):
+        import_huggingface(quantized, tmp_path / "target", tp=2)
+    import_huggingface(quantized, tmp_path / "target", tp=2, dtype="bf16", memory_bytes=384 * 1024**2)
+    import_huggingface(write_hf(tmp_path / "plain", plain), tmp_path / "expected", tp=2)
+    assert_same(read_all(tmp_path / "target"), read_all(tmp_path / "expected"))
+    stored["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1, 1)
+    wrong = write_hf(tmp_path / "wrong", stored, {**CONFIG, "quantization_config": settings})
+    with pytest.raises(OptionError, match=r"up_proj\.weight_scale_inv: float32 \[1, 1\] .* expected float32 \[2, 3\]"):
+        import_huggingface(wrong, tmp_path / "other", dtype="bf16")
+
+
+def gpt_oss(directory: Path, *, in_blocks: bool) -> Path:
+    """A random model; its experts in MXFP4, or as the plain tensors that these stand for."""
+    generator = torch.Generator().manual_seed(3)
+    experts, hidden, ffn, heads, groups, head = 3, 64, 32, 4, 2, 16
+    config = {
+        "model_type": "gpt_oss",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": head,
+        "vocab_size": 50,
+        "max_position_embeddings": 64,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 2,
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16},
+    }
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    found = {"model.embed_tokens.weight": make(50, hidden), "lm_head.weight": make(50, hidden)}
+    for layer in range(2):
+        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        for name, rows in (("q", heads * head), ("k", groups * head), ("v", groups * head)):
+            found |= {f"{attention}{name}_proj.weight": make(rows, hidden), f"{attention}{name}_proj.bias": make(rows)}
+        found |= {
+            f"{attention}o_proj.weight": make(hidden, heads * head),
+            f"{attention}o_proj.bias": make(hidden),
+            f"{attention}sinks": make(heads),
+            f"model.layers.{layer}.input_layernorm.weight": make(hidden),
+            f"model.layers.{layer}.post_attention_layernorm.weight": make(hidden),
+            f"{mlp}router.weight": make(experts, hidden),
+            f"{mlp}router.bias": make(experts),
+            f"{mlp}experts.gate_up_proj_bias": make(experts, 2 * ffn),
+            f"{mlp}experts.down_proj_bias": make(experts, hidden),
+        }
+        for name, outputs, inputs in (("gate_up_proj", 2 * ffn, hidden), ("down_proj", hidden, ffn)):
+            codes = torch.randint(16, (experts, outputs, inputs), generator=generator)
+            codes[codes == 8] = 1  # no negative zeros: two ways of writing the same value
+            scales = torch.randint(120, 130, (experts, outputs, inputs // 32), generator=generator)
+            if in_blocks:
+                packed = (codes[..., ::2] + 16 * codes[..., 1::2]).reshape(experts, outputs, inputs // 32, 16)
+                found[f"{mlp}experts.{name}_blocks"] = packed.to(torch.uint8)
+                found[f"{mlp}experts.{name}_scales"] = scales.to(torch.uint8)
+            else:
+                factors = 2.0 ** (scales - 127.0)
+                plain = values[codes] * factors.repeat_interleave(32, -1)
+                found[f"{mlp}experts.{name}"] = plain.transpose(1, 2).contiguous().bfloat16()
+    return write_hf(directory, {**found, "model.norm.weight": make(hidden)}, config)
+
+
+def test_experts_of_4_bit_floats_arrive_as_what_they_stand_for(tmp_path: Path) -> None:
+    plain = gpt_oss(tmp_path / "plain", in_blocks=False)
+    import_huggingface(plain, tmp_path / "expected", tp=2)
+    import_huggingface(gpt_oss(tmp_path / "mxfp4", in_blocks=True), tmp_path / "target", tp=2, numbered_layers=True)
+    given = read_by_definition(plain / "model.safetensors")
+    for name in ("target", "expected"):
+        export_huggingface(tmp_path / name, tmp_path / f"{name}-hf")
+        assert_same(read_by_definition(tmp_path / f"{name}-hf" / "model.safetensors"), given)
+    found = read_all(tmp_path / "expected")["decoder.layers.mlp.experts.experts.linear_fc1.weight"][1, 2]
+    pairs = given["model.layers.1.mlp.experts.gate_up_proj"][2]
+    assert torch.equal(found, torch.cat([pairs[:, ::2].T, pairs[:, 1::2].T]))

@@ -104,7 +104,6 @@ CASES += [
         "GptOssConfig",
         {
             **SMALL,
-            "num_hidden_layers": 3,
             "head_dim": 16,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
