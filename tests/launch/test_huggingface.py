@@ -1,4 +1,4 @@
-"""Hugging Face models and Megatron-LM's own `pretrain_gpt.py`: what it trains goes out, and comes in to be trained on."""
+"""Hugging Face models and Megatron-LM's own `pretrain_gpt.py`: what it trains goes out, and comes in to be trained."""
 
 from __future__ import annotations
 
