@@ -259,6 +259,8 @@ class PiecePayloads(StoredPayloads):
         self._computed: dict[str, tuple[_Piece | None, StoredPayload, int]] = {}
         self._parts: dict[str, memoryview] = {}
         self._around: tuple[tuple[str, tuple[int, ...], int], np.ndarray[Any, Any]] | None = None
+        self._gathered_from: set[tuple[str, int]] = set()
+        self._overlapping: set[tuple[str, int]] = set()
         self._noted: set[tuple[tuple[str, tuple[int, ...], int], int]] = set()
         self._gathering = threading.Lock()
         self._seen: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
@@ -336,7 +338,8 @@ class PiecePayloads(StoredPayloads):
                     raise _damaged(stored, crc32(memory))
             elif stored.crc32 is not None and (key, len(memory)) not in self._noted:
                 self._noted.add((key, len(memory)))
-                self._note(piece.chunk, stored, first, len(memory), crc32(memory))
+                self._gathered_from.add((piece.chunk.item.file, piece.chunk.item.offset))
+                self._note(piece.entry, piece.chunk, stored, first, len(memory), crc32(memory))
             self._around = key, np.frombuffer(memory, carrier(elem_bytes)).reshape(around.sizes)
         inside = relative(piece.part, around.offsets)
         whole = self._around[1]
@@ -356,13 +359,25 @@ class PiecePayloads(StoredPayloads):
         stored = self._base.locate(piece.entry, piece.chunk)
         if len(run) != 1:
             return
-        self._note(piece.chunk, stored, run.first_byte, run.run_bytes, value)
+        self._note(piece.entry, piece.chunk, stored, run.first_byte, run.run_bytes, value)
 
-    def _note(self, chunk: StoredChunk, stored: StoredPayload, first: int, nbytes: int, value: int) -> None:
-        """A part of a chunk was read, and has this CRC-32; no part is noted twice, and none overlaps another."""
+    def _note(
+        self, entry: TensorEntry, chunk: StoredChunk, stored: StoredPayload, first: int, nbytes: int, value: int
+    ) -> None:
+        """A part of a chunk was read, and has this CRC-32; no part is noted twice."""
         key = chunk.item.file, chunk.item.offset
         with self._seeing:
+            if key in self._overlapping:
+                return
             seen = self._seen.setdefault(key, [])
+            if key in self._gathered_from and any(
+                start < first + nbytes and first < start + size for start, size, _ in seen
+            ):
+                # What is gathered is read with what lies between: `check_rest` reads this chunk once more.
+                self._overlapping.add(key)
+                self._payload_of[key] = stored
+                seen.clear()
+                return
             seen.append((first, nbytes, value))
             if sum(nbytes for _, nbytes, _ in seen) < stored.nbytes:
                 self._payload_of[key] = stored
@@ -371,7 +386,7 @@ class PiecePayloads(StoredPayloads):
             self._payload_of.pop(key, None)
             self._compared.add(key)
         # What stores no sum for it may be a part of something that does.
-        self._base.was_read(piece.entry, piece.chunk, _compare(stored, seen))
+        self._base.was_read(entry, chunk, _compare(stored, seen))
 
     def check_rest(self) -> None:
         """Read what was not read here of chunks that the view has parts of, and compare their checksums.
@@ -382,11 +397,16 @@ class PiecePayloads(StoredPayloads):
             ChecksumError: one is damaged.
         """
         for piece in self._places.values():
-            if piece.entry is None or piece.chunk is None or piece.transposed or piece.part.sizes == piece.chunk.sizes:
+            if piece.entry is None or piece.chunk is None:
                 continue
             key = piece.chunk.item.file, piece.chunk.item.offset
-            single = len(runs(piece.chunk.sizes, piece.part, element_bytes(piece.entry.dtype))) == 1
-            if single and key not in self._compared and key not in self._seen:
+            elem_bytes = element_bytes(piece.entry.dtype)
+            run = piece.order is None and len(runs(piece.chunk.sizes, piece.part, elem_bytes)) == 1
+            if run and piece.part.sizes == piece.chunk.sizes:
+                continue
+            if not run and math.prod(piece.chunk.sizes) * elem_bytes <= _WHOLE_BYTES:
+                continue  # each time that it was gathered from, it was read and compared as a whole
+            if key not in self._compared and key not in self._seen:
                 stored = self._base.locate(piece.entry, piece.chunk)
                 if stored.crc32 is not None:
                     self._seen[key], self._payload_of[key] = [], stored

@@ -25,9 +25,9 @@ from mcore_ckpt.convert._nemo import nemo_arguments
 from mcore_ckpt.convert._new_directory import new_directory
 from mcore_ckpt.convert._partition import Partitioner
 from mcore_ckpt.convert._pieces import PiecePayloads, Source, Wanted
-from mcore_ckpt.convert._quantized import plain_payloads
+from mcore_ckpt.convert._quantized import PlainPayloads, plain_payloads
 from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, file_states, refuse_changed, refuse_target
-from mcore_ckpt.convert._safetensors_files import parse_json
+from mcore_ckpt.convert._safetensors_files import RawPayloads, parse_json
 from mcore_ckpt.convert._shard_files import MODEL_FILES, Exported, is_exported, write_files
 from mcore_ckpt.convert._sources import open_source
 from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan, target_dtype
@@ -637,13 +637,16 @@ def _import_conversion(
         f"{family.name}, {where}",
         str(directory),
     )
+    if relation.joined and not isinstance(payloads, (RawPayloads, PlainPayloads)):
+        raise OptionError(
+            f"{directory}: {min(relation.joined)} counts pairs along its last axis; it can be taken from "
+            "safetensors only"
+        )
     for name in relation.joined:
         payloads.index = _taken_apart(payloads.index, names[name], _turned(relation.hf[name], names[name], turned))
     wanted = _by_megatron_key(relation, names, turned)
     optimizer = plan_optimizer(index, names, settings, experts=model.experts > 0)
     for state, keys in optimizer.states.items():
-        for name in relation.joined:
-            payloads.index = _taken_apart(payloads.index, keys[name], relation.hf[name])
         wanted |= {f"{_STATE}.{state}.{key}": tensor for key, tensor in _by_megatron_key(relation, keys).items()}
     arguments = {
         **arguments,
@@ -662,9 +665,7 @@ def _import_conversion(
     return conversion, payloads
 
 
-def _by_megatron_key(
-    relation: Relation, names: Mapping[str, str], turned: Collection[str] = ()
-) -> dict[str, Wanted]:
+def _by_megatron_key(relation: Relation, names: Mapping[str, str], turned: Collection[str] = ()) -> dict[str, Wanted]:
     """Megatron's tensors, of stored ones with these keys."""
     found: dict[str, list[Source]] = {key: [] for key in relation.megatron}
     for link in relation.links:
@@ -697,13 +698,8 @@ def _source(link: Link, key: str, turned: Collection[str]) -> Source:
 
 
 def _taken_apart(index: CheckpointIndex, key: str, shape: tuple[int, ...]) -> CheckpointIndex:
-    """The same elements as a tensor with more axes; raises `OptionError` if they lie in several chunks."""
+    """The same elements, which lie plainly in one file, as a tensor with more axes."""
     entry = index.tensors[key]
-    if len(entry.chunks) != 1:
-        raise OptionError(
-            f"{key}: its last axis counts pairs, and it is stored in {len(entry.chunks)} chunks, which may divide "
-            "them; import it from safetensors"
-        )
     chunk = entry.chunks[0]._replace(offsets=(0,) * len(shape), sizes=shape)
     apart = TensorEntry(key, entry.dtype, shape, (chunk,), entry.requires_grad)
     return CheckpointIndex(index.path, {**index.tensors, key: apart}, index.objects)
