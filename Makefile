@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 # What mkdocs-material says at each start of another generator of sites.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help venv demo test test-quick test-long test-slow test-flips test-crash test-matrix rooms docs dist lint format bench bench-tools clean
+.PHONY: help venv demo test test-quick test-long test-slow test-flips test-crash test-matrix rooms docs site dist lint format bench bench-tools clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -55,9 +55,11 @@ test-crash: $(INSTALLED)  ## 60 kills of async saves, 200 races of two jobs; ARG
 test-matrix: $(INSTALLED)  ## every supported megatron-core version (needs Python 3.12 beside the usual one)
 	scripts/test_matrix.sh $(ARGS)
 
-docs: $(VENV)/docs.stamp  ## the site below build/site, strictly, and the test that strict means strict
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m mkdocs build --quiet
+docs: site  ## the site below build/site, strictly, and the test that strict means strict
 	$(BIN)/python -m pytest -q tests/site
+
+site: $(VENV)/docs.stamp  ## the site below build/site, strictly
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m mkdocs build --quiet
 
 $(VENV)/docs.stamp: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
