@@ -16,6 +16,8 @@ from mcore_ckpt.core.errors import OptionError
 __all__ = ["LoadOptions", "SaveOptions", "ranks_of_this_host", "unknown_variables"]
 
 _MIB = 1024 * 1024
+# The kernel's clocks take no more than they can count; nobody waits so long.
+_LONGEST_DEADLINE_S = 366 * 86400.0
 _ENVIRONMENT_PREFIX = "MCORE_CKPT_"
 
 # What the usual launchers call the number of processes of a job on this host: torchrun, Open MPI, MPICH, Slurm.
@@ -30,7 +32,7 @@ def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def _at_least(name: str, value: float | None, minimum: float) -> None:
-    if value is not None and value < minimum:
+    if value is not None and not value >= minimum:  # NaN is no number of anything
         raise OptionError(f"{name}={value!r}: expected at least {minimum}")
 
 
@@ -95,6 +97,11 @@ class SaveOptions:
         _at_least("max_in_flight", self.max_in_flight, 1)
         _at_least("staging_budget_bytes", self.staging_budget_bytes, _MIB)
         _at_least("write_deadline_s", self.write_deadline_s, 0.001)
+        if self.write_deadline_s is not None and self.write_deadline_s > _LONGEST_DEADLINE_S:
+            raise OptionError(
+                f"write_deadline_s={self.write_deadline_s!r}: expected at most {_LONGEST_DEADLINE_S:.0f}, a year; "
+                "None waits for ever"
+            )
         if self.window_bytes < 64 * 1024 or self.window_bytes % 4096:
             raise OptionError(f"window_bytes={self.window_bytes}: expected a multiple of 4096, at least 65536")
         if self.stage == "cow" and self.writer == "persistent":

@@ -228,7 +228,7 @@ def _sizes(directory: Path) -> dict[str, int]:
 
 def _problems(directory: Path, index: CheckpointIndex, sizes: Mapping[str, int]) -> Iterator[str]:
     yield from index.problems
-    megatron, flaw = is_megatrons(directory)
+    megatron, flaw = is_megatrons(directory, index, sizes)
     if flaw:
         yield flaw
     yield from (flaw.message for flaw in structure_flaws(index, megatron=megatron))
@@ -278,15 +278,26 @@ def _items(index: CheckpointIndex) -> Iterator[StoredItem]:
     yield from (entry.item for entry in index.objects.values())
 
 
-def is_megatrons(directory: Path) -> tuple[bool, str | None]:
-    """Whether a checkpoint has Megatron-Core's `metadata.json`; and why that would keep Megatron-Core from loading it.
+def is_megatrons(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> tuple[bool, str | None]:
+    """Whether a checkpoint is Megatron-Core's, and why its `metadata.json` would keep Megatron-Core from loading it.
 
-    A letter that has changed in it passes for another format, or for a field that only later versions know.
+    A letter that has changed in that passes for another format, or for a field that only later versions know. It is
+    written last, so a save that was killed may lack it: then the common state tells whose the checkpoint is.
+
+    Args:
+        directory: of the checkpoint.
+        index: of it.
+        names: of the files in the directory.
     """
     try:
         config = read_config(directory)
         if config is None:
-            return False, None
+            if not _has_common_state(index, names):
+                return False, None
+            return True, (
+                f"{directory / CONFIG_FILE}: missing: Megatron-Core takes the directory for no checkpoint (a save "
+                "ended before it was written). Copy the file from another checkpoint of the same run"
+            )
         fields = json.loads(read_small_file(directory, CONFIG_FILE, MAX_CONFIG_BYTES))
     except (LoadError, OSError, ValueError) as error:
         return True, str(error)
@@ -303,6 +314,16 @@ def is_megatrons(directory: Path) -> tuple[bool, str | None]:
         f"{known.get(wrong[0], 'no such field')!r}: Megatron-Core cannot load it so. Restore the file from another "
         "checkpoint of the same run"
     )
+
+
+def _has_common_state(index: CheckpointIndex, names: Iterable[str]) -> bool:
+    """Whether there is, or has been, a common state, which only Megatron-Core writes."""
+    sealed = index.seal is not None and COMMON_FILE in index.seal.files
+    return sealed or common_file_in_force(names, index) is not None or _is_among_objects(index)
+
+
+def _is_among_objects(index: CheckpointIndex) -> bool:
+    return any(key.startswith(_COMMON_STATE) for key in index.objects)
 
 
 def structure_flaws(index: CheckpointIndex, *, megatron: bool) -> Iterator[Flaw]:
@@ -333,7 +354,7 @@ def common_state_flaw(directory: Path, index: CheckpointIndex, names: Iterable[s
         index: of it.
         names: of the files in the directory.
     """
-    if common_file_in_force(names, index) is not None or any(key.startswith(_COMMON_STATE) for key in index.objects):
+    if common_file_in_force(names, index) is not None or _is_among_objects(index):
         return None
     missing = f"{directory / COMMON_FILE}: missing, and no object {_COMMON_STATE.rstrip('/')}"
     return f"{missing}: Megatron-Core cannot load it so"

@@ -27,17 +27,18 @@ from mcore_ckpt.core.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     LoadError,
+    OptionError,
     UnsafePickleError,
 )
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import local_path
-from mcore_ckpt.core.ranks import coordination_group
+from mcore_ckpt.core.ranks import RankGroup, coordination_group
 from mcore_ckpt.directory.run import iteration_directories, iteration_of, look_at
 from mcore_ckpt.format.metadata_read import read_config
 from mcore_ckpt.megatron._errors import MegatronErrors, is_first_rank
 from mcore_ckpt.megatron._one_save import metadata_version, one_load
-from mcore_ckpt.megatron._versions import patches
+from mcore_ckpt.megatron._versions import differences, patches
 from mcore_ckpt.megatron.common_state import load_common
 
 __all__ = ["around_load", "directory_to_read"]
@@ -61,13 +62,30 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
         with MegatronErrors():
             directory = local_path(checkpoint_dir)
             options = _options_of(args[0] if args else kwargs.get("sharded_strategy"))
-            if options.on_damaged == "raise" or _is_settled.get():
+            goes_back = options.on_damaged == "go_back" and not _is_settled.get()
+            if differences().all_ranks_load:
+                _check_all_agree(goes_back, coordination_group(kwargs.get("process_group")))
+            if not goes_back:
                 with one_load():
                     return stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
             read = partial(_read_from, stock, sharded_state_dict, args, kwargs)
             return _load_whole(read, directory, options, kwargs.get("process_group"))
 
     return load
+
+
+def _check_all_agree(goes_back: bool, group: RankGroup) -> None:
+    """Ranks that go back ask the others for more than those that do not: who is alone with that would wait for ever.
+
+    Raises:
+        OptionError: on all ranks.
+    """
+    some, some_not = group.maximum([int(goes_back), int(not goes_back)])
+    if some and some_not:
+        raise OptionError(
+            f"on_damaged is {'go_back' if goes_back else 'raise'!r} on rank {group.rank} of the load, and another on "
+            "others: set MCORE_CKPT_ON_DAMAGED alike on all hosts, or nowhere"
+        )
 
 
 def _read_from(

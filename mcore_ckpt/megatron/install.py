@@ -239,7 +239,7 @@ def _save_or_leave_nothing(stock: Any) -> Any:
             # The directory that it names now: what is written at the end of an async save must not follow a `chdir`.
             checkpoint_dir = type(checkpoint_dir)(local_path(checkpoint_dir).absolute())
             storage = LocalStorage(checkpoint_dir)
-            before = saves_in_progress()
+            before = saves_in_progress(storage.root)
             try:
                 call = partial(stock, sharded_state_dict, checkpoint_dir, *args, **kwargs)
                 request, failure = common_state.with_late_config_errors(call)
@@ -250,7 +250,7 @@ def _save_or_leave_nothing(stock: Any) -> Any:
                     callbacks[:] = [fn if hasattr(fn, "save_call") else _ConfigErrorsLate(fn) for fn in callbacks]
                 return request
             except BaseException:
-                for begun in saves_in_progress() - before:
+                for begun in saves_in_progress(storage.root) - before:
                     begun.call.abort()
                 give_back(storage)
                 raise

@@ -173,11 +173,12 @@ def begin_save(
 def _is_left_out(state: RankState | BaseException, options: SaveOptions, group: RankGroup) -> bool:
     """Whether `when_busy="skip"` leaves this save out, on all ranks.
 
-    Asked before anything is touched: a save that is left out leaves no trace in its directory.
+    Asked before anything is touched: a save that is left out leaves no trace in its directory. All ranks ask, whatever
+    their own option says: a variable that is set on some hosts only must not let them wait for the others.
     """
-    if options.when_busy != "skip":
-        return False
-    return group.any(is_busy(0 if isinstance(state, BaseException) else state.nbytes, options))
+    skips = options.when_busy == "skip"
+    busy = skips and is_busy(0 if isinstance(state, BaseException) else state.nbytes, options)
+    return group.any(busy)
 
 
 def _plan(
@@ -358,6 +359,11 @@ class SaveTransaction:
             # As long as the writing may go on, the directory is held, whoever has lost sight of this.
             _begun.add(self)
 
+    @property
+    def directory(self) -> Path:
+        """Of the checkpoint."""
+        return self._directory.path
+
     def is_committed_by(self, committer: object) -> None:
         """When this object is gone, nobody can commit the save any more: it is given up when the next one begins."""
         weakref.finalize(committer, _note_forgotten, self).atexit = False
@@ -505,9 +511,10 @@ _begun: set[SaveTransaction] = set()
 _forgotten: list[SaveTransaction] = []
 
 
-def saves_in_progress() -> frozenset[SaveTransaction]:
-    """The saves of this process that have been begun, and neither committed nor given up."""
-    return frozenset(_begun)
+def saves_in_progress(directory: Path) -> frozenset[SaveTransaction]:
+    """The saves of this process into a directory that have been begun, and neither committed nor given up."""
+    directory = directory.absolute()
+    return frozenset(begun for begun in tuple(_begun) if begun.directory.absolute() == directory)
 
 
 def _note_forgotten(transaction: SaveTransaction) -> None:

@@ -26,7 +26,8 @@ _MOST_LAYERS = 10_000
 def write_report(index: CheckpointIndex, path: str | Path) -> None:
     """Write the page to `path`; raises `SaveError` if that cannot be done."""
     try:
-        Path(path).write_text(render_report(index), encoding="utf-8")
+        # Names that are no UTF-8 are shown as far as they are; the page is made before its file is.
+        Path(path).write_bytes(render_report(index).encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise SaveError(f"{path}: the report cannot be written: {error.strerror}") from error
 

@@ -149,7 +149,7 @@ def verify_index(index: CheckpointIndex, *, workers: int = 2, progress: bool | N
     """As `verify_checkpoint`, of an index that need not be the one in force: the files are those in its path."""
     started, directory = time.monotonic(), Path(index.path)
     problems = [Problem("index", text, file=METADATA_FILE) for text in index.problems]
-    megatron, flaw = is_megatrons(directory)
+    megatron, flaw = is_megatrons(directory, index, [path.name for path in directory.iterdir()])
     if flaw:
         problems.append(Problem("index", flaw, file=CONFIG_FILE))
     problems += [Problem("structure", flaw.message, fqn=flaw.key) for flaw in structure_flaws(index, megatron=megatron)]

@@ -78,7 +78,8 @@ class _Writer:
         self._connection = connection
         self._status = status
         self._stages: dict[Any, mmap.mmap] = {}
-        self._jobs: queue.SimpleQueue[tuple[_RunningJob, WriterJob, Any, str | None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[_RunningJob, WriterJob, Any, str | None, int | None] | None]
+        self._jobs = queue.SimpleQueue()
         self._known: dict[int, _RunningJob] = {}
         self._sending = threading.Lock()
 
@@ -96,9 +97,9 @@ class _Writer:
             elif kind == FORGET_STAGE:
                 self._stages.pop(content, None)
             elif kind == JOB:
-                number, job, key, directory = content
+                number, job, key, directory, umask = content
                 running = self._known[number] = _RunningJob(number)
-                self._jobs.put((running, job, self._stages.get(key), directory))
+                self._jobs.put((running, job, self._stages.get(key), directory, umask))
             elif kind == WINDOW_READY:
                 number, window = content
                 if (running_now := self._known.get(number)) is not None:
@@ -113,12 +114,14 @@ class _Writer:
     def serve(self) -> None:
         """Do one job after the other until told to stop."""
         while (entry := self._jobs.get()) is not None:
-            running, job, stage, directory = entry
+            running, job, stage, directory, umask = entry
             outcome: JobResult | FailureReport
             try:
                 running.check()
                 if directory is not None:  # asking where this process is fails if that directory has been removed
                     os.chdir(directory)  # a relative path means what it means to the trainer
+                if umask is not None:
+                    os.umask(umask)  # and files are for whom its other files are
                 outcome = self._write(running, job, stage)
             except Exception as error:  # noqa: BLE001  (whatever it is, the trainer has to hear of it)
                 outcome = describe(error)

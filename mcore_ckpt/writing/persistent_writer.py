@@ -266,7 +266,7 @@ class _WriterChild(SupervisedChild):
             try:
                 if on_submit is not None:
                     on_submit(handle)
-                self.send(JOB, (number, job, key, _working_directory()))
+                self.send(JOB, (number, job, key, _working_directory(), _umask()))
             except BaseException:
                 handle.abort()
                 raise
@@ -340,6 +340,15 @@ def _working_directory() -> str | None:
     try:
         return str(Path.cwd())
     except OSError:  # it was removed; only relative paths are the worse for it
+        return None
+
+
+def _umask() -> int | None:
+    """What this process keeps others from; asking the interpreter would mean changing it, under all other threads."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("\nUmask:")[2].split(maxsplit=1)[0], 8)
+    except (OSError, ValueError, IndexError):
         return None
 
 

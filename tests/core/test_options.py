@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
@@ -107,6 +108,8 @@ def test_a_bad_variable_is_named(variable: str, text: str, message: str) -> None
         (SaveOptions, {"max_in_flight": 0}, "max_in_flight=0"),
         (SaveOptions, {"staging_budget_bytes": 1000}, "staging_budget_bytes=1000: expected at least 1048576"),
         (SaveOptions, {"write_deadline_s": 0.0}, "write_deadline_s=0.0"),
+        (SaveOptions, {"write_deadline_s": math.nan}, "write_deadline_s=nan: expected at least"),
+        (SaveOptions, {"write_deadline_s": math.inf}, "write_deadline_s=inf: expected at most .* None waits for ever"),
         (SaveOptions, {"window_bytes": 100_000}, "window_bytes=100000: expected a multiple of 4096"),
         (SaveOptions, {"stage": "cow"}, 'stage="cow" needs writer="fork"'),
         (LoadOptions, {"direct_io": "yes"}, "direct_io='yes': expected one of 'auto', 'on', 'off'"),

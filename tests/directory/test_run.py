@@ -50,8 +50,9 @@ def test_checkpoints_by_iteration_and_what_the_tracker_names(tmp_path: Path) -> 
         (lambda path: os.truncate(path / "__0_0.distcp", 100), "__0_0.distcp: ends at byte 100"),
         (lambda path: (path / "common.pt").unlink(), "common.pt: missing"),
         (lambda path: (path / "metadata.json").write_text("{"), "metadata.json"),
+        (lambda path: (path / "metadata.json").unlink(), "metadata.json: missing: Megatron-Core takes the directory"),
     ],
-    ids=["no index", "index", "no file", "cut file", "no common state", "config"],
+    ids=["no index", "index", "no file", "cut file", "no common state", "config", "no config"],
 )
 def test_what_is_not_whole(tmp_path: Path, damage: Callable[[Path], None], says: str) -> None:
     write_iteration(tmp_path, "iter_0000001")

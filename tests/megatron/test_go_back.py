@@ -7,6 +7,7 @@ asked for its format, the common state is read, and then everything is loaded.
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt import CorruptCheckpointError
+from mcore_ckpt import CorruptCheckpointError, OptionError
+from mcore_ckpt.megatron._versions import differences
 from tests.megatron.trap_ranks import check, installed, made, state
 from tests.support.gloo_ranks import run_ranks
 
@@ -176,6 +178,13 @@ def by_default(rank: int, run: Path) -> str:
     dist.barrier()
     with pytest.raises(CorruptCheckpointError) as raised:
         resume(run)
+    if differences().all_ranks_load:
+        from megatron.core import dist_checkpointing
+
+        if rank == 0:
+            os.environ.update(GO_BACK)
+        with pytest.raises(OptionError, match="MCORE_CKPT_ON_DAMAGED alike on all hosts"):
+            dist_checkpointing.load(state(0), str(directory_of(run, 1)))
     return str(raised.value)
 
 

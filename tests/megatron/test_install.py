@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -341,6 +342,51 @@ def assert_holds(target: Path, value: int) -> None:
     assert loaded["iteration"] == value
     assert torch.equal(loaded["w"], torch.full((10,), float(value)))
     assert megatron.core.dist_checkpointing.load_common_state_dict(str(target))["iteration"] == value
+
+
+class _CannotBeSaved:
+    """Fails when it is pickled, after it has waited there."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def __reduce__(self) -> Any:
+        self.reached.set()
+        self.go_on.wait(60)
+        raise ValueError("for a test")
+
+
+@forked
+def test_a_save_that_fails_gives_up_no_save_of_another_thread() -> None:
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mcore_ckpt.install()
+    directory, hopeless = Path(tempfile.mkdtemp()), _CannotBeSaved()
+    (directory / "failing").mkdir()
+    (directory / "sound").mkdir()
+    failed: list[BaseException] = []
+
+    def fail() -> None:
+        try:
+            state = {**state_to_save(1), "o": ShardedObject("o", hopeless, (1,), (0,))}
+            megatron.core.dist_checkpointing.save(state, str(directory / "failing"))
+        except mcore_ckpt.CheckpointError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    assert hopeless.reached.wait(60)
+    sound = str(directory / "sound")
+    request = megatron.core.dist_checkpointing.save(state_to_save(2), sound, async_sharded_save=True)
+    hopeless.go_on.set()
+    thread.join(60)
+    assert "for a test" in str(failed[0])
+    queue = async_utils.AsyncCallsQueue()
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    assert_holds(directory / "sound", 2)
 
 
 @forked

@@ -493,6 +493,9 @@ def test_jobs_that_race_leave_a_checkpoint_of_one_of_them(tmp_path: Path) -> Non
 def _refused(rank: int, directory: str) -> str:
     with pytest.raises(SaveError) as refused:
         strategy().save(state_of_rank(2.0), directory)
+    # What is set on one host only must not let the others wait.
+    with pytest.raises(SaveError, match="process"):
+        strategy(when_busy="skip" if rank else "wait").async_save(state_of_rank(2.0), directory)
     return str(refused.value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -45,6 +46,13 @@ def test_keys_cannot_become_markup(tmp_path: Path) -> None:
     page = render_report(read_index(tmp_path / "c"))
     assert "<img" not in page
     assert data_of(page)["tensors"][0]["key"] == hostile  # type: ignore[index]
+
+
+def test_a_directory_whose_name_is_no_utf_8_has_a_page(tmp_path: Path) -> None:
+    directory = os.fsdecode(os.fsencode(tmp_path) + b"/it\xff")
+    write_model(Path(directory))
+    assert main(["inspect", directory, "--html", str(tmp_path / "r.html")]) == 0
+    assert len(data_of((tmp_path / "r.html").read_text())["tensors"]) == len(model_tensors())  # type: ignore[arg-type]
 
 
 def test_a_report_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

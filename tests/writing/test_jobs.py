@@ -10,6 +10,7 @@ import os
 import random
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -133,6 +134,22 @@ def test_relative_paths_mean_what_they_mean_to_the_trainer(
     Path("here").mkdir()
     writer.submit(job(Path("here"), [image("a", 100)]), stage.fd).result()
     assert (tmp_path / "here" / "a").exists()
+
+
+def test_files_are_for_whom_the_trainers_other_files_are(
+    writer: PersistentWriter, stage: SmallStage, tmp_path: Path
+) -> None:
+    """Also those of a process that was started when the umask was another one."""
+    writer.warm_up()
+    before = os.umask(0o077)
+    try:
+        writer.submit(job(tmp_path, [image("private", 100)]), stage.fd).result()
+        os.umask(0o022)
+        writer.submit(job(tmp_path, [image("for-all", 100)]), stage.fd).result()
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"private": 0o600, "for-all": 0o644}
 
 
 def test_the_process_is_bare_and_out_of_the_terminals_reach(writer: PersistentWriter, stage: SmallStage) -> None:
