@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.commands._shell import Outcome, numbers
+from mcore_ckpt.commands._shell import Outcome, numbers, one_line
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
 
@@ -63,7 +66,7 @@ def _object(checkpoint: Checkpoint, key: str) -> Outcome:
     entry = checkpoint.index.objects[key]
     value = read_plain_object(checkpoint.index, entry)
     item = entry.item
-    header = f"{key}: object, {item.file} bytes [{item.offset}, {item.offset + item.length})"
+    header = f"{one_line(key)}: object, {item.file} bytes [{item.offset}, {item.offset + item.length})"
     return Outcome({"key": key, "value": value}, f"{header}\n{pprint.pformat(value, width=110)}")
 
 
@@ -94,7 +97,7 @@ def _tensor(checkpoint: Checkpoint, tensor: LazyTensor, arguments: argparse.Name
         "chunks": len(tensor.chunks),
     }
     size = f"{human_bytes(tensor.nbytes)} in {len(tensor.chunks)} chunks"
-    lines = [f"{tensor.fqn}: {tensor.dtype} {numbers(tensor.shape)}, {size}"]
+    lines = [f"{one_line(tensor.fqn)}: {tensor.dtype} {numbers(tensor.shape)}, {size}"]
     try:
         if arguments.npy:
             shape = _write_npy(checkpoint, tensor, index, arguments.npy)
@@ -142,6 +145,12 @@ def _plain_numbers(value: Any) -> Any:
     return str(value) if isinstance(value, complex) else value
 
 
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def _write_npy(checkpoint: Checkpoint, tensor: LazyTensor, index: Any, path: str) -> tuple[int, ...]:
     """Write a numpy file: a slice at once, a whole tensor slab by slab."""
     import numpy as np
@@ -159,9 +168,22 @@ def _write_npy(checkpoint: Checkpoint, tensor: LazyTensor, index: Any, path: str
         return tuple(values.shape)
     if tensor.nbytes > sys.maxsize // sample.dtype.itemsize:
         raise OptionError(f"{tensor.fqn}: {tensor.nbytes} bytes are more than a numpy file can hold; give a --slice")
-    partial = Path(f"{path}.partial")  # a damaged tensor must leave no file that looks whole
+    if Path(path).exists() and not Path(path).is_file():
+        raise OptionError(f"--npy {path}: not a regular file; give a --slice, which is written as a stream")
+    # A damaged tensor must leave no file that looks whole, and nobody else's file may be in the way.
+    handle, name = tempfile.mkstemp(prefix=f"{Path(path).name}.", suffix=".partial", dir=Path(path).absolute().parent)
+    partial = Path(name)
     try:
-        target = np.lib.format.open_memmap(partial, mode="w+", dtype=sample.dtype, shape=tensor.shape)
+        with os.fdopen(handle, "wb") as file:
+            descriptor = np.lib.format.dtype_to_descr(sample.dtype)
+            header = {"descr": descriptor, "fortran_order": False, "shape": tensor.shape}
+            np.lib.format.write_array_header_1_0(file, header)
+            start, nbytes = file.tell(), math.prod(tensor.shape) * sample.dtype.itemsize
+            file.flush()
+            # A disk that is full has to say so here: writing to mapped memory would end in a signal.
+            os.posix_fallocate(handle, 0, start + nbytes)
+            os.fchmod(handle, 0o666 & ~_umask())
+        target = np.memmap(partial, mode="r+", offset=start, dtype=sample.dtype, shape=tensor.shape)
         for box, content in SlabReader(checkpoint.payloads).walk(checkpoint.index.tensors[tensor.fqn]):
             numbers = as_numbers(content, tensor.dtype)
             assert numbers is not None

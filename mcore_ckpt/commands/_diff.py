@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, table
+from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, one_line, table
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
 
@@ -55,11 +55,11 @@ def run(arguments: argparse.Namespace) -> Outcome:
         progress=False if arguments.quiet else None,
     )
     shown = [tensor for tensor in report.tensors if arguments.all or not tensor.same]
-    lines = [f"only in A: {key}" for key in report.only_in_a]
-    lines += [f"only in B: {key}" for key in report.only_in_b]
-    lines += [f"object differs: {key}" for key in report.objects_differ]
-    lines += [f"common state differs: {key}" for key in report.common_differs]
-    lines += [f"common state cannot be compared: {key}" for key in report.not_compared]
+    lines = [one_line(f"only in A: {key}") for key in report.only_in_a]
+    lines += [one_line(f"only in B: {key}") for key in report.only_in_b]
+    lines += [one_line(f"object differs: {key}") for key in report.objects_differ]
+    lines += [one_line(f"common state differs: {key}") for key in report.common_differs]
+    lines += [one_line(f"common state cannot be compared: {key}") for key in report.not_compared]
     limit = len(shown) if arguments.all else _SHOWN
     if shown:
         header = ("key", "what", "max abs", "max rel", "differing", "NaN/inf mismatches", "NaNs A/B")

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_ckpt.commands._shell import Outcome, checked_outcome, few, key_plan_outcome, parse_size, require_check
+from mcore_ckpt.commands._shell import (
+    Outcome,
+    checked_outcome,
+    few,
+    key_plan_outcome,
+    one_line,
+    parse_size,
+    require_check,
+)
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
 
@@ -99,5 +107,5 @@ def _run_hf(arguments: argparse.Namespace) -> Outcome:
         f"{len(report.files)} files"
     )
     text += f"; left out: {few(report.left_out)}" if report.left_out else ""
-    text = "\n".join([text, *(f"note: {note}" for note in report.notes)])
+    text = "\n".join([text, *(one_line(f"note: {note}") for note in report.notes)])
     return checked_outcome(report, text, to_megatron=False) if arguments.check else Outcome(report, text)

@@ -12,6 +12,7 @@ from mcore_ckpt.commands._shell import (
     few,
     key_plan_outcome,
     numbers,
+    one_line,
     parse_size,
     require_check,
     table,
@@ -155,7 +156,7 @@ def _run_legacy(arguments: argparse.Namespace) -> Outcome:
         f"{report.target}: {report.source_layout} as {report.target_layout}, {report.tensors} tensors, "
         f"{human_bytes(report.payload_bytes)} in {len(report.files)} files"
     )
-    return Outcome(report, "\n".join([text, *(f"left out: {what}" for what in report.left_out)]))
+    return Outcome(report, "\n".join([text, *(one_line(f"left out: {what}") for what in report.left_out)]))
 
 
 def _legacy_plan_outcome(plan: LegacyPlan) -> Outcome:
@@ -167,7 +168,7 @@ def _legacy_plan_outcome(plan: LegacyPlan) -> Outcome:
         "",
         f"{plan.source_layout} as {plan.target_layout}: {len(plan.keys)} tensors and {len(plan.objects)} objects",
         "nothing was written",
-        *(f"left out: {what}" for what in plan.left_out),
+        *(one_line(f"left out: {what}") for what in plan.left_out),
     ]
     return Outcome(plan, "\n".join(lines))
 
@@ -211,5 +212,5 @@ def _run_model(arguments: argparse.Namespace) -> Outcome:
         f"{human_bytes(report.payload_bytes)} in {len(report.files)} files"
     )
     text += f"; left out: {few(report.left_out)}" if report.left_out else ""
-    text = "\n".join([text, *(f"note: {note}" for note in report.notes)])
+    text = "\n".join([text, *(one_line(f"note: {note}") for note in report.notes)])
     return checked_outcome(report, text, to_megatron=True) if arguments.check else Outcome(report, text)

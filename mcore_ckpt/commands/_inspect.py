@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from mcore_ckpt.commands._shell import DONE, Outcome, numbers, table
+from mcore_ckpt.commands._shell import DONE, Outcome, numbers, one_line, table
 from mcore_ckpt.core.console import human_bytes, human_count
 
 if TYPE_CHECKING:
@@ -187,11 +187,11 @@ def _summary(index: CheckpointIndex, *, arguments_only: bool) -> Outcome:
         ),
         ("layout", layout),
     ]
-    lines = [f"{name:<12}{value}" for name, value in facts]
+    lines = [one_line(f"{name:<12}{value}") for name, value in facts]
     lines += ["", _group_table(summary.groups)]
     if summary.arguments:
         lines += ["", f"{len(summary.arguments)} Megatron arguments are stored; --args shows them"]
-    lines += [f"problem: {problem}" for problem in summary.problems]
+    lines += [one_line(f"problem: {problem}") for problem in summary.problems]
     return Outcome(summary, "\n".join(lines), DONE)
 
 

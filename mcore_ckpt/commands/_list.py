@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, human_age, table
+from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, human_age, one_line, table
 from mcore_ckpt.core.console import human_bytes
 
 __all__ = ["add_arguments", "run"]
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
                 "<- tracker" if found.tracked else "",
             )
         )
-        notes += [f"{found.name}: {found.problems[0]}"] if found.problems else []
+        notes += [one_line(f"{found.name}: {found.problems[0]}")] if found.problems else []
         documents.append(
             {
                 "name": found.name,

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_ckpt.commands._shell import MIN_MEMORY_BYTES, Outcome, numbers, parse_size, table
+from mcore_ckpt.commands._shell import MIN_MEMORY_BYTES, Outcome, numbers, one_line, parse_size, table
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.paths import local_path
@@ -188,4 +188,4 @@ def _plan_text(plan: ReshardPlan) -> str:
         "",
         f"{plan.layout}: {len(rows)} tensors, {guesses} by a guess, {total}; nothing was written",
     ]
-    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
+    return "\n".join([*lines, *(one_line(f"note: {note}") for note in plan.notes)])

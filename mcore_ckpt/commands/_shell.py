@@ -23,6 +23,7 @@ __all__ = [
     "human_age",
     "key_plan_outcome",
     "numbers",
+    "one_line",
     "parse_size",
     "require_check",
     "table",
@@ -75,6 +76,11 @@ def human_age(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def one_line(text: str) -> str:
+    """What a key or a message says, in one line: no checkpoint is to write a line of the command's."""
+    return text.replace("\n", "\\n")
+
+
 def few(names: Sequence[str], most: int = 3) -> str:
     """The first few of many names."""
     return ", ".join(names[:most]) + (f", ... ({len(names) - most} more)" if len(names) > most else "")
@@ -87,7 +93,7 @@ def numbers(values: Iterable[int]) -> str:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> str:
     """Columns as wide as their widest cell; `right` names the columns that are aligned to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[one_line(str(cell)) for cell in row] for row in rows]
     widths = [
         max(len(header[n]), *(len(row[n]) for row in cells)) if cells else len(header[n]) for n in range(len(header))
     ]
@@ -115,8 +121,8 @@ def key_plan_outcome(plan: HuggingFacePlan, *, to_megatron: bool) -> Outcome:
         f"{plan.family}: {len(plan.keys)} keys"
         + (f", {plan.objects} empty objects that its layers ask for" if plan.objects else "")
         + "; nothing was written",
-        *(f"left out: {key}" for key in plan.left_out),
-        *(f"note: {note}" for note in plan.notes),
+        *(one_line(f"left out: {key}") for key in plan.left_out),
+        *(one_line(f"note: {note}") for note in plan.notes),
     ]
     return Outcome(plan, "\n".join(lines))
 

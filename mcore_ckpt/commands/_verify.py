@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome
+from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, one_line
 from mcore_ckpt.core.console import human_bytes
 
 __all__ = ["add_arguments", "run"]
@@ -48,14 +48,14 @@ def run(arguments: argparse.Namespace) -> Outcome:
 
         report = repair_checkpoint(report, other, progress=shown)
     rate = report.read_bytes / report.seconds if report.seconds else 0
-    lines = [f"{problem.kind}: {problem.message}" for problem in report.problems[:_SHOWN]]
+    lines = [one_line(f"{problem.kind}: {problem.message}") for problem in report.problems[:_SHOWN]]
     if len(report.problems) > _SHOWN:
         lines.append(f"... and {len(report.problems) - _SHOWN} more (--json lists all)")
     lines += [f"accepted as it is: {accepted}"] if accepted else []
     lines += [f"repaired: {name}" for name in report.repaired]
     verdict = "whole" if report.whole else f"DAMAGED, {len(report.problems)} problems"
     lines.append(
-        f"{report.path}: {verdict}: {report.items} items, "
+        f"{one_line(report.path)}: {verdict}: {report.items} items, "
         f"{report.records} checksums, {human_bytes(report.read_bytes)} in {report.seconds:.1f} s "
         f"({human_bytes(int(rate))}/s)" + (f"; {report.unchecked} items carry no checksum" if report.unchecked else "")
     )

@@ -117,11 +117,37 @@ class TorchPayloads(StoredPayloads):
     def __init__(self, index: CheckpointIndex, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(index)
         self._tensors = tensors
+        self._mapped: dict[str, list[tuple[int, int, int]]] = {}
 
     def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
         tensor = self._tensors[entry.fqn].detach().resolve_conj().resolve_neg()
+        file, nbytes = chunk.item.file, tensor.numel() * tensor.element_size()
+        if file not in self._mapped:
+            self._mapped[file] = _mappings(Path(self.index.path) / file)
+        if tensor.is_contiguous():
+            # By range, where the file has it: of one that was cut meanwhile, mapped bytes would end in a signal.
+            for start, stop, offset in self._mapped[file]:
+                if start <= tensor.data_ptr() and tensor.data_ptr() + nbytes <= stop:
+                    at = tensor.data_ptr() - start + offset
+                    return StoredPayload(chunk_name(entry.fqn, chunk), file, at, nbytes, None)
         content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
         return StoredPayload(chunk_name(entry.fqn, chunk), chunk.item.file, 0, len(content), None, content)
+
+
+def _mappings(path: Path) -> list[tuple[int, int, int]]:
+    """Where this process has mapped a file: first and last address, and which byte of the file is at the first."""
+    found = []
+    try:
+        status = path.stat()
+        device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+        for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+            span, _, offset, on_device, inode = line.split(maxsplit=5)[:5]
+            if (on_device, int(inode)) == (device, status.st_ino):
+                start, _, stop = span.partition("-")
+                found.append((int(start, 16), int(stop, 16), int(offset, 16)))
+    except (OSError, ValueError):
+        return []
+    return found
 
 
 def write_torch_file(
