@@ -34,8 +34,8 @@ from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
-from mcore_ckpt.directory.run import iteration_directories, iteration_of, look_at
-from mcore_ckpt.format.metadata_read import read_config
+from mcore_ckpt.directory.run import is_megatrons, iteration_directories, iteration_of, look_at
+from mcore_ckpt.format.metadata_read import CONFIG_FILE, read_config, read_index
 from mcore_ckpt.megatron._errors import MegatronErrors, is_first_rank
 from mcore_ckpt.megatron._one_save import metadata_version, one_load
 from mcore_ckpt.megatron._versions import differences, patches
@@ -142,7 +142,7 @@ def directory_to_read(checkpoint_dir: Any, options: LoadOptions | None = None) -
     if known != metadata_version(named):
         for _ in range(_READ_AGAIN):
             version = metadata_version(named)
-            problem = _problem(named, options)
+            problem = None if _is_of_another_format(named) else _problem(named, options)
             if problem is None or version == metadata_version(named):
                 break  # otherwise it was replaced meanwhile, and what was found is of neither
         directory = named if problem is None else _newest_older(named, problem, options)
@@ -185,6 +185,19 @@ def _damage(outcome: Any) -> str | None:
     return str(outcome)
 
 
+def _is_of_another_format(directory: Path) -> bool:
+    """Whether it is a checkpoint, but none of `torch_dist`, and so no damaged one: legacy, or DCP's alone."""
+    try:
+        names = [path.name for path in directory.iterdir()]
+        if CONFIG_FILE in names:
+            return False
+        if any(name.startswith("mp_rank_") for name in names):
+            return True
+        return not is_megatrons(directory, read_index(directory, strict=False), names)[0]
+    except (LoadError, OSError):
+        return False
+
+
 def _problem(directory: Path, options: LoadOptions) -> str | None:
     """Why a checkpoint cannot be loaded, as far as its structure and its common state tell."""
     try:
@@ -211,7 +224,9 @@ def _newest_older(damaged: Path, problem: str, options: LoadOptions) -> Path:
     if iteration is not None:
         for candidate in reversed(iteration_directories(run)):
             found = iteration_of(candidate.name)
-            if found is None or found >= iteration or _problem(candidate, options) is not None:
+            if found is None or found >= iteration or _is_of_another_format(candidate):
+                continue
+            if _problem(candidate, options) is not None:
                 continue
             if is_first_rank():
                 _logger.warning(

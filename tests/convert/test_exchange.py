@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
 import struct
 import threading
@@ -16,13 +17,14 @@ import pytest
 import torch
 
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.convert import _reshard_target
+from mcore_ckpt.convert import _reshard_target, _torch_files
 from mcore_ckpt.convert.export import Format, export_checkpoint
 from mcore_ckpt.convert.import_ import import_checkpoint
 from mcore_ckpt.convert.reshard import reshard_checkpoint
 from mcore_ckpt.convert.reshard_plan import TargetLayout
 from mcore_ckpt.convert.rules import parse_rename_rules, rename_keys
 from mcore_ckpt.core.errors import (
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     ChecksumError,
@@ -208,6 +210,23 @@ class TestRefusals:
         torch.save({"t": torch.zeros(2), "evil": _Evil()}, tmp_path / "x.pt")
         with pytest.raises(UnsafePickleError):
             import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
+
+    def test_a_torch_file_that_is_cut_while_it_is_imported(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Memory that is mapped from it would end the process with a signal."""
+        torch.save({"w": torch.randn(1 << 18)}, tmp_path / "x.pt")
+        read = _torch_files.read_torch_file
+
+        def then_cut(path: Path) -> Any:
+            found = read(path)
+            os.truncate(path, 4096)
+            return found
+
+        monkeypatch.setattr(_torch_files, "read_torch_file", then_cut)
+        with pytest.raises(CheckpointError, match=r"x\.pt"):
+            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
+        assert not (tmp_path / "t").exists()
 
     def test_a_torch_file_with_nested_dicts_and_other_values(self, tmp_path: Path) -> None:
         tensors = {"a": {"b": torch.randn(3, 5).t(), "c": {"d": torch.arange(4)}}, "step": 3}

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 
 from mcore_ckpt import CorruptCheckpointError, OptionError
 from mcore_ckpt.megatron._versions import differences
@@ -171,6 +172,18 @@ def test_as_far_back_as_need_be_and_forward_again(tmp_path: Path) -> None:
         assert saved_again == (3, 3)
 
 
+def others_are_not_damaged(run: Path) -> None:
+    """A launch asks one rank what the newest checkpoint is: of a sound one of another format it has to hear that."""
+    from megatron.core import dist_checkpointing
+
+    legacy, of_dcp = directory_of(run, 3), directory_of(run, 4)
+    (legacy / "mp_rank_00").mkdir(parents=True)
+    torch.save({"iteration": 3}, legacy / "mp_rank_00" / "model_optim_rng.pt")
+    torch.distributed.checkpoint.save({"w": torch.ones(4)}, checkpoint_id=of_dcp, no_dist=True)
+    for directory in (legacy, of_dcp):
+        assert not dist_checkpointing.check_is_distributed_checkpoint(str(directory))
+
+
 def by_default(rank: int, run: Path) -> str:
     train(rank, run, 2)
     if rank == 0:
@@ -183,6 +196,7 @@ def by_default(rank: int, run: Path) -> str:
 
         if rank == 0:
             os.environ.update(GO_BACK)
+            others_are_not_damaged(run)
         with pytest.raises(OptionError, match="MCORE_CKPT_ON_DAMAGED alike on all hosts"):
             dist_checkpointing.load(state(0), str(directory_of(run, 1)))
     return str(raised.value)

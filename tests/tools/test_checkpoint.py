@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,25 @@ class TestCat:
         assert np.array_equal(np.load(tmp_path / "whole.npy"), tensor)
         assert main(["cat", str(path), KEY, "--npy", str(tmp_path / "part.npy"), "--slice", "3:5"]) == 0
         assert np.array_equal(np.load(tmp_path / "part.npy"), tensor[3:5])
+        (tmp_path / "other.npy.partial").write_text("somebody's")
+        assert main(["cat", str(path), KEY, "--npy", str(tmp_path / "other.npy")]) == 0
+        assert (tmp_path / "other.npy.partial").read_text() == "somebody's"
+        os.mkfifo(tmp_path / "pipe")
+        assert main(["cat", str(path), KEY, "--npy", str(tmp_path / "pipe")]) == 2
+        assert (tmp_path / "pipe").is_fifo()
+        modes = {(tmp_path / name).stat().st_mode & 0o777 for name in ("whole.npy", "part.npy", "other.npy")}
+        assert len(modes) == 1, "as any other file that this user makes"
+
+    def test_npy_where_the_disk_is_full(
+        self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        assert main(["cat", str(path), KEY, "--npy", str(tmp_path / "whole.npy")]) == 2
+        assert "No space left" in capsys.readouterr().err
+        assert not [name for name in os.listdir(tmp_path) if "npy" in name]
 
     def test_an_object_and_a_part_of_a_key(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["cat", str(path), "shard_0.1", "--json"]) == 0

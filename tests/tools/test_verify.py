@@ -302,6 +302,22 @@ class TestCommonState:
         assert verify_checkpoint(checkpoint).whole
 
 
+def test_no_key_writes_a_line_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forged = f"{tmp_path / 'c'}: whole, 120 items, 480 checksums"
+    write_model(tmp_path / "c", tp=1, tensors={f"w\n{forged}\n": torch.ones(1000)})
+    payload = torch.ones(100).numpy().tobytes()
+    (data,) = (path for path in (tmp_path / "c").glob("*.distcp") if payload in path.read_bytes())
+    content = bytearray(data.read_bytes())
+    content[content.find(payload) + 50] ^= 1
+    data.write_bytes(content)
+    assert main(["verify", str(tmp_path / "c")]) == 1
+    assert main(["inspect", str(tmp_path / "c"), "--tensors"]) == 0
+    assert main(["diff", str(tmp_path / "c"), str(tmp_path / "c")]) == 0
+    shown = capsys.readouterr()
+    assert forged not in (shown.out + shown.err).splitlines()
+    assert "DAMAGED" in shown.out
+
+
 def test_every_changed_bit_of_metadata_json_is_seen(tmp_path: Path) -> None:
     """Whatever Megatron-Core would stumble over, or take for another format."""
     write_model(tmp_path / "c", tp=1, tensors={"w": torch.ones(2)})
