@@ -21,6 +21,7 @@ from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
 
 if TYPE_CHECKING:
+    from mcore_ckpt.convert.huggingface import MegatronOptions
     from mcore_ckpt.convert.legacy import LegacyPlan
 
 __all__ = ["add_arguments", "run"]
@@ -59,7 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--etp", type=int, metavar="N", help="expert tensor parallel size (as --tp)")
     model.add_argument("--dry-run", action="store_true", help="show each key's source and transform; write nothing")
     model = parser.add_argument_group("with --from hf, dcp and ucp")
-    model.add_argument("--hf-config", metavar="DIR", help="take the model's config.json from here (SRC)")
+    model.add_argument(
+        "--hf-config",
+        metavar="DIR",
+        help="take the model's config.json from here (SRC; without it, dcp and ucp have Megatron's own names)",
+    )
     model.add_argument("--arch", metavar="FAMILY", help="the model's family (auto: as config.json says)")
     model.add_argument(
         "--transformer-impl",
@@ -173,6 +178,24 @@ def _legacy_plan_outcome(plan: LegacyPlan) -> Outcome:
     return Outcome(plan, "\n".join(lines))
 
 
+def _run_named(arguments: argparse.Namespace, options: MegatronOptions) -> Outcome:
+    """A model with Megatron's own names, which need no family's table."""
+    from mcore_ckpt.convert.megatron_named import import_named, plan_named
+
+    given = _given(arguments, tuple(name for name in _OF_MODELS if name != "hf_config"))
+    if given:
+        raise OptionError(f"{given}: needs --hf-config; without it, SRC has Megatron's own names")
+    if arguments.dry_run:
+        return key_plan_outcome(plan_named(arguments.source, options), to_megatron=True)
+    report = import_named(arguments.source, arguments.target, options, progress=False if arguments.quiet else None)
+    text = (
+        f"{report.target}: {report.family} for {options.layout}, {report.tensors} tensors, "
+        f"{human_bytes(report.payload_bytes)} in {len(report.files)} files"
+    )
+    text += f"; left out: {few(report.left_out)}" if report.left_out else ""
+    return Outcome(report, text)
+
+
 def _run_model(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.convert.huggingface import MegatronOptions, import_model, plan_import
     from mcore_ckpt.convert.rules import parse_rename_rules, rules_in
@@ -200,9 +223,11 @@ def _run_model(arguments: argparse.Namespace) -> Outcome:
         hf_config=arguments.hf_config,
         rename=rules_in(arguments.rename or None, parse_rename_rules),
     )
+    if arguments.source_kind != "hf" and not arguments.hf_config:
+        return _run_named(arguments, options)
     if arguments.check:
-        if arguments.source_kind == "dcp" or arguments.hf_config:
-            raise OptionError("--check: transformers has to load SRC as it is, so not with --from dcp or --hf-config")
+        if arguments.source_kind != "hf" or arguments.hf_config:
+            raise OptionError("--check: transformers has to load SRC as it is, so --from hf alone, without --hf-config")
         require_check(arguments.dry_run)
     if arguments.dry_run:
         return key_plan_outcome(plan_import(arguments.source, options), to_megatron=True)

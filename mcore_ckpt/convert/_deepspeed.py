@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from mcore_ckpt.format.state_file import FileTensor, StateFile, read_state_file
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.dtype_cast import as_numbers
 
-__all__ = ["is_universal", "open_universal", "universal_directory"]
+__all__ = ["is_universal", "open_universal", "stored_arguments", "universal_directory"]
 
 _ZERO, _LATEST = "zero", "latest_universal"
 _MAX_NAME_BYTES = 4096
@@ -109,6 +110,20 @@ def open_universal(source: Path, rename: Sequence[RenameRule]) -> tuple[LegacyPa
     if settings.groups and not steps:
         settings = _with_inner_step(storage, settings)
     return LegacyPayloads(source, {new: places[old] for old, new in names.items()}, records), left_out, settings
+
+
+def stored_arguments(source: Path) -> tuple[dict[str, Any], int]:
+    """Megatron's arguments in a rank's file, as far as they are plain values, and the iteration."""
+    storage = LocalStorage(source)
+    for path in sorted(source.glob(f"*{_MODEL_STATES}")):
+        value = _read(storage, path.name).value
+        given = value.get("args") if isinstance(value, dict) else None
+        if isinstance(given, Namespace):
+            iteration = value.get("iteration")
+            plain = (bool, int, float, str, type(None))
+            arguments = {name: part for name, part in vars(given).items() if isinstance(part, plain)}
+            return arguments, iteration if isinstance(iteration, int) else 0
+    return {}, 0
 
 
 def _parameters(source: Path) -> list[str]:

@@ -10,6 +10,7 @@ left out as a whole, with the reason: half of an optimizer's state is none.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,9 @@ from mcore_ckpt.tools.plain_state import read_plain_object
 __all__ = ["OptimizerPlan", "OptimizerSettings", "plan_optimizer", "stored_settings"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+_SETTINGS = ("lr", "betas", "eps", "weight_decay", "step")
+# Of torch's optimizers; and of Megatron-FSDP, which notes the settings of a group for each of its parameters.
+_GROUP = re.compile(r"(?:^|\.)(?:param_groups|param_to_group_meta)\.")
 _MOST_OBJECTS = 100_000
 
 
@@ -73,8 +76,11 @@ def stored_settings(payloads: StoredPayloads, directory: Path) -> OptimizerSetti
     groups: dict[str, dict[str, Any]] = {}
     for key in list(index.objects)[:_MOST_OBJECTS]:
         group, _, name = key.rpartition(".")
-        if name in _SETTINGS and "param_groups." in group and is_foreign_optimizer_key(key):
+        if name in _SETTINGS and _GROUP.search(group) and is_foreign_optimizer_key(key):
             groups.setdefault(group, {})[name] = read_plain_object(index, index.objects[key])
+    if not steps:
+        noted = [group.get("step") for group in groups.values()]
+        steps = [float(step) for step in noted if isinstance(step, (int, float)) and not isinstance(step, bool)]
     return OptimizerSettings(tuple(steps), tuple(groups.values()))
 
 

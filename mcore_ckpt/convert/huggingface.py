@@ -72,6 +72,7 @@ __all__ = [
     "export_model",
     "import_huggingface",
     "import_model",
+    "open_model",
     "plan_export",
     "plan_import",
 ]
@@ -480,7 +481,7 @@ def _source_key(wanted: Wanted) -> str:
 def plan_import(source: str | os.PathLike[str], options: MegatronOptions) -> HuggingFacePlan:
     """What an import would do; reads headers and small files only, and raises what it would raise for them."""
     directory = universal_directory(Path(checkpoint_directory(source)))
-    payloads, others, settings = _open(directory, options)
+    payloads, others, settings = open_model(directory, options)
     with payloads:
         conversion, payloads = _import_conversion(payloads, directory, options, others, settings)
         dtypes = {
@@ -568,7 +569,7 @@ def import_model(
     """As `import_huggingface`, which says what is raised."""
     directory, dst = universal_directory(Path(checkpoint_directory(source))), local_path(target)
     refuse_target(directory, dst)
-    raw, others, settings = _open(directory, options)
+    raw, others, settings = open_model(directory, options)
     with raw:
         conversion, base = _import_conversion(raw, directory, options, others, settings)
         payloads = PiecePayloads(base, conversion.wanted, _objects(conversion, _saved([None])))
@@ -603,7 +604,7 @@ def import_model(
     )
 
 
-def _open(directory: Path, options: MegatronOptions) -> tuple[StoredPayloads, list[str], OptimizerSettings]:
+def open_model(directory: Path, options: MegatronOptions) -> tuple[StoredPayloads, list[str], OptimizerSettings]:
     """What is stored, what of it is left out, and settings of an optimizer."""
     if is_universal(directory):
         return open_universal(directory, options.rename)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.convert.export import export_checkpoint
-from mcore_ckpt.convert.huggingface import export_huggingface, import_huggingface
+from mcore_ckpt.convert.huggingface import MegatronOptions, export_huggingface, import_huggingface
 from mcore_ckpt.convert.import_ import import_checkpoint
+from mcore_ckpt.convert.megatron_named import import_named
 from mcore_ckpt.convert.rules import RenameRule
 from mcore_ckpt.core.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.metadata_read import read_index
@@ -23,7 +26,7 @@ from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.convert.test_exchange import read_by_definition
 from tests.convert.test_huggingface import CONFIG, FFN, GROUPS, HEAD, HEADS, HIDDEN, LAYERS, model_tensors, write_hf
-from tests.support.fsdp_ranks import save_fsdp
+from tests.support.fsdp_ranks import save_fsdp, save_megatron_fsdp
 from tests.support.gloo_ranks import run_ranks
 from tests.support.model_like import assert_same, read_all
 
@@ -298,3 +301,118 @@ def test_a_universal_checkpoint_that_is_damaged_is_refused(tmp_path: Path) -> No
     shutil.rmtree(source / "zero")
     (source / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")
     refused(OptionError, "make a universal one of it")
+
+
+def layers_of(*parts: str) -> dict[str, torch.Tensor]:
+    """Two layers of a model under the names of Megatron's modules: float32, each element another."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = {
+        "input_layernorm.weight": (HIDDEN,),
+        "self_attention.linear_qkv.weight": (3 * HIDDEN, HIDDEN),
+        "self_attention.linear_proj.weight": (HIDDEN, HIDDEN),
+        "pre_mlp_layernorm.weight": (HIDDEN,),
+        **{part: (FFN, HIDDEN) if "fc1" in part else (HIDDEN, FFN) for part in parts},
+    }
+    names = {f"decoder.layers.{layer}.{part}": shape for layer in range(2) for part, shape in shapes.items()}
+    names |= {"embedding.word_embeddings.weight": (VOCABULARY, HIDDEN), "decoder.final_layernorm.weight": (HIDDEN,)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
+
+
+MEGATRON_ARGUMENTS = {"num_layers": 2, "vocab_size": VOCABULARY, "make_vocab_size_divisible_by": 32, "swiglu": True}
+
+
+def test_a_checkpoint_of_megatron_fsdp_becomes_torch_dist(tmp_path: Path) -> None:
+    """Its DTensors have uneven shards, gates and what they let through are apart, and layers have numbers."""
+    given = layers_of("mlp.linear_fc1.weight_w", "mlp.linear_fc1.weight_v", "mlp.linear_fc2.weight")
+    run_ranks(save_megatron_fsdp, 2, tmp_path / "f", given, MEGATRON_ARGUMENTS)
+    target = str(tmp_path / "c")
+    assert main(["import", str(tmp_path / "f"), target, "--from", "dcp", "--tp", "2", "-q"]) == 0
+    assert verify_checkpoint(target).whole
+    found = read_all(tmp_path / "c")
+    for prefix, scale in (("", 1.0), ("optimizer.state.param.", 1.0), ("optimizer.state.exp_avg.", 2.0)):
+        for layer in range(2):
+            stored = {
+                key.removeprefix(f"decoder.layers.{layer}."): tensor * scale
+                for key, tensor in given.items()
+                if key.startswith(f"decoder.layers.{layer}.")
+            }
+            here = f"{prefix}decoder.layers."
+            assert torch.equal(
+                found[f"{here}mlp.linear_fc1.weight"][layer],
+                torch.cat([stored["mlp.linear_fc1.weight_w"], stored["mlp.linear_fc1.weight_v"]]),
+            )
+            for key, name in (
+                ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+                ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+                ("self_attention.linear_qkv.weight",) * 2,
+            ):
+                assert torch.equal(found[here + key][layer], stored[name])
+        rows = found[f"{prefix}embedding.word_embeddings.weight"]
+        assert rows.shape == (64, HIDDEN)
+        assert torch.equal(rows[:VOCABULARY], given["embedding.word_embeddings.weight"] * scale)
+    with open_checkpoint(target) as opened:
+        common = opened.common_state()
+        assert opened["decoder.layers.mlp.linear_fc1._extra_state/shard_1_2"] in (None, [None])
+    assert (common["args"].num_layers, common["args"].swiglu, common["iteration"]) == (2, True, 9)
+    assert [group["step"] for group in common["optimizer"]["optimizer"]["param_groups"]] == [4, 4]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_experts_of_megatron_fsdp_are_stacked(tmp_path: Path, grouped: bool) -> None:
+    experts = [
+        f"mlp.experts.{name}" if grouped else f"mlp.experts.local_experts.{expert}.{local}"
+        for expert in range(3)
+        for name, local in (
+            (f"linear_fc1.weight{expert}_w", "linear_fc1.weight_w"),
+            (f"linear_fc1.weight{expert}_v", "linear_fc1.weight_v"),
+            (f"linear_fc2.weight{expert}", "linear_fc2.weight"),
+        )
+    ]
+    given = layers_of(*experts)
+    dcp.save({"model": {f"module.{key}": tensor for key, tensor in given.items()}}, checkpoint_id=tmp_path / "f")
+    import_named(tmp_path / "f", tmp_path / "c", MegatronOptions(ep=3))
+    stored = read_all(tmp_path / "c")["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    gate, up = (given[f"decoder.layers.1.{experts[6 + half]}"] for half in (0, 1))
+    assert torch.equal(stored[1, 2], torch.cat([gate, up]))
+    del given[f"decoder.layers.1.{experts[6]}"]
+    dcp.save({"model": {f"module.{key}": tensor for key, tensor in given.items()}}, checkpoint_id=tmp_path / "g")
+    with pytest.raises(CorruptCheckpointError, match=r"linear_fc1\.weight"):
+        import_named(tmp_path / "g", tmp_path / "x", MegatronOptions())
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_a_universal_checkpoint_of_megatron_deepspeed_becomes_torch_dist(tmp_path: Path, pipeline: bool) -> None:
+    given = layers_of("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
+    old = {
+        "linear_qkv": "query_key_value",
+        "linear_proj": "dense",
+        "linear_fc1": "dense_h_to_4h",
+        "linear_fc2": "dense_4h_to_h",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+    }
+    for key, tensor in given.items():
+        name = key
+        for new, before in old.items():
+            name = name.replace(new, before)
+        if pipeline:
+            name = re.sub(r"decoder\.layers\.(\d)\.", lambda found: f"{int(found.group(1)) + 2}.", name)
+            name = name.replace("decoder.final_layernorm", "5").replace("embedding.word", "tied_modules.embed.word")
+        else:
+            name = "language_model." + name.replace("decoder.", "encoder.")
+        folder = tmp_path / "u" / "zero" / name
+        folder.mkdir(parents=True)
+        torch.save({"param": tensor, "cat_dim": 0}, folder / "fp32.pt")
+    state = {"args": Namespace(**MEGATRON_ARGUMENTS), "iteration": 9, "param_shapes": []}
+    torch.save(state, tmp_path / "u" / "mp_rank_00_model_states.pt")
+    assert main(["import", str(tmp_path / "u"), str(tmp_path / "c"), "--from", "ucp", "-q"]) == 0
+    found = read_all(tmp_path / "c")
+    assert torch.equal(
+        found["decoder.layers.mlp.linear_fc1.weight"],
+        torch.stack([given[f"decoder.layers.{layer}.mlp.linear_fc1.weight"] for layer in range(2)]),
+    )
+    key = "self_attention.linear_qkv.layer_norm_weight"
+    assert torch.equal(found[f"decoder.layers.{key}"][1], given["decoder.layers.1.input_layernorm.weight"])
+    assert torch.equal(found["decoder.final_layernorm.weight"], given["decoder.final_layernorm.weight"])
+    assert found["embedding.word_embeddings.weight"].shape == (64, HIDDEN)
+    with open_checkpoint(tmp_path / "c") as opened:
+        assert opened.common_state()["args"].num_layers == 2

@@ -9,8 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
-__all__ = ["save_fsdp"]
+__all__ = ["save_fsdp", "save_megatron_fsdp"]
 
 
 def _module_of(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
@@ -42,3 +43,37 @@ def save_fsdp(rank: int, root: Path, tensors: dict[str, torch.Tensor]) -> None:
     optimizer.step()
     state: dict[str, Any] = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
     dcp.save(state, checkpoint_id=root / "trained")
+
+
+def save_megatron_fsdp(rank: int, target: Path, tensors: dict[str, torch.Tensor], arguments: dict[str, Any]) -> None:
+    """Save what Megatron-LM does with `--ckpt-format fsdp_dtensor`: its keys, DTensors whose shards are uneven."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+
+    def shard(tensor: torch.Tensor) -> DTensor:
+        cut = (tensor.shape[0] * 2) // 3
+        part = tensor[:cut] if rank == 0 else tensor[cut:]
+        sharded = DTensor.from_local(
+            part.clone(), mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+        update_uneven_dtensor_chunk_metadata(sharded)
+        return sharded
+
+    from argparse import Namespace
+
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata
+
+    meta = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "wd_mult": 1.0, "step": 4}
+    state = {
+        "model": {f"module.{key}": shard(tensor) for key, tensor in tensors.items()},
+        "optimizer": {
+            "state": {
+                f"module.module.{key}": {"exp_avg": shard(2 * tensor), "exp_avg_sq": shard(tensor * tensor)}
+                for key, tensor in tensors.items()
+            },
+            "param_to_group_meta": {f"module.module.{key}": dict(meta) for key in tensors},
+        },
+        "args": Namespace(**arguments),
+        "iteration": 9,
+        "checkpoint_version": 3.0,
+    }
+    dcp.save(state, checkpoint_id=target)

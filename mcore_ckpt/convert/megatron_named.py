@@ -1,0 +1,424 @@
+"""Models of Megatron's whose parameters lie whole under the names of its modules, as `torch_dist`.
+
+    Megatron-FSDP (`--ckpt-format fsdp_dtensor`)   model.module.decoder.layers.3.mlp.linear_fc1.weight_w
+    Megatron-DeepSpeed, universal                  language_model.encoder.layers.3.mlp.dense_h_to_4h.weight, or of its
+                                                   pipelines 5.mlp.dense_h_to_4h.weight
+
+Such names become those of `sharded_state_dict`: layers and experts are stacked, halves of a gated layer joined, and the
+norms of Megatron's own layers are called as Transformer Engine calls them. Names as
+`preprocess_fsdp_dtensor_state_dict` (Megatron-LM 0.16, 0.19) and the model pipes of Megatron-DeepSpeed make them; no
+model is built.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mcore_ckpt.convert._deepspeed import stored_arguments, universal_directory
+from mcore_ckpt.convert._foreign_names import is_foreign_optimizer_key, without_wrappers
+from mcore_ckpt.convert._foreign_optimizer import OptimizerPlan, OptimizerSettings, plan_optimizer
+from mcore_ckpt.convert._partition import Partitioner
+from mcore_ckpt.convert._pieces import PiecePayloads, Source, Wanted
+from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, refuse_target
+from mcore_ckpt.convert.huggingface import (
+    HuggingFacePlan,
+    HuggingFaceReport,
+    KeyPlan,
+    MegatronOptions,
+    open_model,
+)
+from mcore_ckpt.convert.reshard_plan import make_plan, target_dtype
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
+from mcore_ckpt.core.paths import local_path
+from mcore_ckpt.format.index import CheckpointIndex, object_key
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, encode_config, read_index
+from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.tools.inspection import checkpoint_directory
+from mcore_ckpt.tools.plain_state import read_plain_object
+
+__all__ = ["import_named", "plan_named"]
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+_VOCABULARY = (_EMBEDDING, "output_layer.weight")
+_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d{1,6})\.(.+)")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d{1,6})(_[wv])?")
+_HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias)\d*)_([wv])")
+_MOST_LAYERS = 1_000_000
+# Megatron's own layers have the norms apart; their sharded state dict calls them as the fused ones.
+_NORMS = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+)
+# Megatron-DeepSpeed's names, and of its pipelines those of modules by their number.
+_DEEPSPEED = (
+    (r"^(?:.*\.)?language_model\.embedding\.", "embedding."),
+    (r"^(?:.*\.)?language_model\.encoder\.", "decoder."),
+    (r"^(?:.*\.)?language_model\.output_layer\.", "output_layer."),
+    (r"^tied_modules\.embed\.", "embedding."),
+    (r"\.query_key_value\.", ".linear_qkv."),
+    (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
+    (r"\.post_attention_layernorm\.", ".pre_mlp_layernorm."),
+    (r"\.dense_h_to_4h\.", ".linear_fc1."),
+    (r"\.dense_4h_to_h\.", ".linear_fc2."),
+)
+_PIPE = re.compile(r"(\d{1,6})\.(.+)")
+
+
+class _Place(NamedTuple):
+    """Where a parameter belongs: target key, indexes along axes that count layers and experts, which half."""
+
+    key: str
+    at: tuple[int, ...]
+    half: str = ""
+
+
+@dataclass(slots=True)
+class _Conversion:
+    """An import that has been thought through; nothing has been written."""
+
+    wanted: dict[str, Wanted]
+    objects: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+    arguments: dict[str, Any]
+    common: dict[str, Any]
+    left_out: list[str]
+    keys: list[KeyPlan] = field(default_factory=list)
+
+
+def plan_named(source: str | os.PathLike[str], options: MegatronOptions) -> HuggingFacePlan:
+    """What an import would do; reads indexes and small files only, and raises what it would raise for them."""
+    directory = universal_directory(Path(checkpoint_directory(source)))
+    payloads, others, settings = open_model(directory, options)
+    with payloads:
+        found = _convert(payloads.index, directory, options, others, settings)
+    return HuggingFacePlan(
+        "Megatron's own names",
+        tuple(found.keys),
+        {},
+        found.arguments,
+        len(found.objects),
+        (),
+        tuple(found.left_out),
+    )
+
+
+def import_named(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    options: MegatronOptions,
+    *,
+    progress: bool | None = False,
+) -> HuggingFaceReport:
+    """Make a `torch_dist` checkpoint of a DCP or universal checkpoint of a model of Megatron's.
+
+    Args:
+        source: directory of the checkpoint.
+        target: directory to make; it must not exist, or be empty. It appears when it is complete.
+        options: sizes of the target's files and the like; those that speak of a family are not for here.
+        progress: show bars; None: if standard error is a terminal.
+
+    Raises:
+        CheckpointNotFoundError, CorruptCheckpointError, ChecksumError: the source is not there, or damaged.
+        OptionError: its keys are none of Megatron's.
+        CheckpointExistsError, SaveError: as for `reshard_checkpoint`.
+    """
+    directory, dst = universal_directory(Path(checkpoint_directory(source))), local_path(target)
+    refuse_target(directory, dst)
+    raw, others, settings = open_model(directory, options)
+    with raw:
+        found = _convert(raw.index, directory, options, others, settings)
+        empty = _saved([None])
+        objects = {object_key(*place): empty for place in found.objects}
+        payloads = PiecePayloads(raw, found.wanted, objects)
+        plan = make_plan(
+            payloads.index,
+            options.layout,
+            Partitioner(payloads.index, arguments=found.arguments, chunks_tell=False),
+            dtype=options.dtype,
+            workers=options.workers,
+            arguments=found.arguments,
+        )
+        common = _saved(found.common)
+
+        def carry(partial: Path) -> None:
+            storage = LocalStorage(partial)
+            storage.publish(CONFIG_FILE, encode_config())
+            storage.publish(COMMON_FILE, common)
+
+        build = BuildOptions(workers=options.workers, verify=options.verify, memory_bytes=options.memory_bytes)
+        build_target(payloads, plan, dst, build, carry=carry, progress=progress)
+    return HuggingFaceReport(
+        str(directory),
+        str(dst),
+        "Megatron's own names",
+        tuple(sorted(plan.sizes)),
+        len(plan.moves),
+        sum(move.payload_bytes for move in plan.moves),
+        (),
+        tuple(found.left_out),
+    )
+
+
+def _convert(
+    index: CheckpointIndex, directory: Path, options: MegatronOptions, others: list[str], settings: OptimizerSettings
+) -> _Conversion:
+    names, left_out = _module_names(index)
+    arguments, iteration = _arguments(directory)
+    places = _places(names, arguments)
+    layers, experts = _counts(names, places)
+    shapes = {name: index.tensors[key].shape for name, key in names.items()}
+    vocabulary = _padded_vocabulary(arguments, options.layout.tp)
+    wanted = _put_together(names, shapes, places, layers, experts, vocabulary)
+    has_experts = experts > 0
+    optimizer: OptimizerPlan = plan_optimizer(index, names, settings, experts=has_experts)
+    states = {"": names, **{f"optimizer.state.{state}.": keys for state, keys in optimizer.states.items()}}
+    for prefix, keys in states.items():
+        if prefix:
+            more = _put_together(keys, shapes, places, layers, experts, vocabulary)
+            wanted |= {prefix + key: tensor for key, tensor in more.items()}
+    arguments = {
+        **arguments,
+        "tensor_model_parallel_size": options.layout.tp,
+        "pipeline_model_parallel_size": options.layout.pp,
+        "expert_model_parallel_size": options.layout.ep,
+        "ckpt_format": "torch_dist",
+    }
+    common = {
+        "args": Namespace(**arguments),
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+        "num_floating_point_operations_so_far": 0,
+        **optimizer.common,
+    }
+    shown = [
+        KeyPlan(
+            key,
+            f"{prefix}{places[name].key}{list(places[name].at) or ''}",
+            {"w": "first half", "v": "second half"}.get(places[name].half, "as it is"),
+            shapes[name],
+            target_dtype(index.tensors[key], options.dtype) if not prefix else "float32",
+        )
+        for prefix, keys in states.items()
+        for name, key in keys.items()
+    ]
+    left_out += [*optimizer.left_out, *others]
+    objects = _extra_states(places, layers, experts)
+    return _Conversion(wanted, objects, arguments, common, left_out, shown)
+
+
+def _module_names(index: CheckpointIndex) -> tuple[dict[str, str], list[str]]:
+    """Stored keys by names of Megatron-Core's modules, and what is none; raises `OptionError`."""
+    keys = [key for key in index.tensors if not is_foreign_optimizer_key(key)]
+    plain = {key: _renamed(without_wrappers(key)) for key in keys}
+    numbers = sorted({int(found.group(1)) for name in plain.values() if (found := _PIPE.fullmatch(name))})
+    if numbers:
+        plain = _of_pipeline(plain)
+    prefixes = [name.removesuffix(_EMBEDDING) for name in plain.values() if name.endswith(_EMBEDDING)]
+    if not prefixes:
+        raise OptionError(
+            f"{index.path}: has no {_EMBEDDING} of Megatron's under any prefix. Of a model with Hugging Face's names, "
+            "give the config.json (--hf-config DIR)"
+        )
+    prefix = min(prefixes, key=len)
+    names: dict[str, str] = {}
+    left_out = []
+    for key, name in plain.items():
+        if not name.startswith(prefix):
+            left_out.append(f"{key} (not of the model, whose keys begin with {prefix or 'its modules'})")
+        elif name.removeprefix(prefix) in names:
+            raise OptionError(f"{index.path}: {key} and {names[name.removeprefix(prefix)]} are the same parameter")
+        else:
+            names[name.removeprefix(prefix)] = key
+    return names, left_out
+
+
+def _renamed(name: str) -> str:
+    for pattern, new in _DEEPSPEED:
+        name = re.sub(pattern, new, name)
+    return name
+
+
+def _of_pipeline(names: Mapping[str, str]) -> dict[str, str]:
+    """Names of modules that a pipeline numbers: layers are those with attention, in their order."""
+    parts = {key: _PIPE.fullmatch(name) for key, name in names.items()}
+    layers = sorted({int(found.group(1)) for found in parts.values() if found and "self_attention." in found.group(2)})
+    place = {number: position for position, number in enumerate(layers)}
+    renamed = {}
+    for key, found in parts.items():
+        if found is None:
+            renamed[key] = names[key]
+            continue
+        number, rest = int(found.group(1)), found.group(2)
+        if number in place:
+            renamed[key] = f"decoder.layers.{place[number]}.{rest}"
+        elif rest in ("weight", "bias"):
+            renamed[key] = f"decoder.final_layernorm.{rest}"
+        elif rest in ("lm_head.weight", "word_embeddings.weight", "position_embeddings.weight"):
+            last = rest == "lm_head.weight" or (bool(layers) and number > layers[-1])
+            renamed[key] = "output_layer.weight" if last else f"embedding.{rest}"
+        else:
+            renamed[key] = names[key]
+    return renamed
+
+
+def _arguments(directory: Path) -> tuple[dict[str, Any], int]:
+    """Megatron's arguments as far as they are plain values, and the iteration."""
+    if not (directory / METADATA_FILE).exists():
+        return stored_arguments(directory)
+    index = read_index(directory)
+    found = {key: read_plain_object(index, index.objects[key]) for key in ("args", "iteration") if key in index.objects}
+    arguments, iteration = found.get("args"), found.get("iteration")
+    plain = arguments if isinstance(arguments, dict) else {}
+    return {str(name): value for name, value in plain.items() if _is_plain(value)}, (
+        iteration if isinstance(iteration, int) else 0
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _places(names: Iterable[str], arguments: Mapping[str, Any]) -> dict[str, _Place]:
+    known = list(names)
+    fused = any(name.endswith("linear_qkv.layer_norm_weight") for name in known)
+    norms = () if fused or arguments.get("multi_latent_attention") else _NORMS
+    kinds: dict[int, set[str]] = {}
+    for name in known:
+        if layer := _LAYER.fullmatch(name):
+            kinds.setdefault(int(layer.group(1)), set()).add(layer.group(2))
+    alike = len({frozenset(kind) for kind in kinds.values()}) < 2
+    stacked = alike and not isinstance(arguments.get("moe_layer_freq"), list)
+    return {name: _place(name, norms, stacked) for name in known}
+
+
+def _place(name: str, norms: Iterable[tuple[str, str]], stacked: bool) -> _Place:
+    half = ""
+    if matched := _HALF.fullmatch(name):
+        name, half = matched.groups()
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        if ".layers." in f".{name}" or ".experts." in name:
+            raise OptionError(f"{name}: only layers of a decoder (`decoder.layers.N`) are put together here")
+        return _Place(name, (), half)
+    number, rest = int(layer.group(1)), layer.group(2)
+    for local, fused in norms:
+        if rest.startswith(local):
+            rest = fused + rest.removeprefix(local)
+    index: tuple[int, ...] = (number,) if stacked else ()
+    if matched := _LOCAL_EXPERT.fullmatch(rest):
+        index, rest = (*index, int(matched.group(1))), f"mlp.experts.experts.{matched.group(2)}"
+    elif matched := _GROUPED_EXPERT.fullmatch(rest):
+        index, rest = (*index, int(matched.group(2))), f"mlp.experts.experts.{matched.group(1)}"
+    elif ".experts." in rest and ".shared_experts." not in rest:
+        raise OptionError(
+            f"{name}: experts in this form are not put together here; expected `mlp.experts.local_experts.N` or "
+            "`mlp.experts.linear_fc1.weightN`"
+        )
+    return _Place(f"decoder.layers.{rest}" if stacked else f"decoder.layers.{number}.{rest}", index, half)
+
+
+def _counts(names: Iterable[str], places: Mapping[str, _Place]) -> tuple[int, int]:
+    """How many layers are stacked, and experts."""
+    layers = experts = 0
+    for name in names:
+        place = places[name]
+        stacked = _LAYER.fullmatch(name) is not None and not re.match(r"decoder\.layers\.\d", place.key)
+        if stacked:
+            layers = max(layers, place.at[0] + 1)
+        if ".experts.experts." in place.key:
+            experts = max(experts, place.at[-1] + 1)
+    if layers > _MOST_LAYERS or experts > _MOST_LAYERS:
+        raise CorruptCheckpointError(f"{layers} layers and {experts} experts: no model has that many")
+    return layers, experts
+
+
+def _lead(place: _Place, layers: int, experts: int) -> tuple[int, ...]:
+    """Sizes of the axes that count layers and experts."""
+    expert = ".experts.experts." in place.key
+    return (*((layers,) if len(place.at) > expert else ()), *((experts,) if expert else ()))
+
+
+def _put_together(
+    names: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    places: Mapping[str, _Place],
+    layers: int,
+    experts: int,
+    vocabulary: int | None,
+) -> dict[str, Wanted]:
+    """Targets by key; that boxes make them up exactly is seen when they become a view."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(places[name].key, []).append(name)
+    wanted = {}
+    for key, members in groups.items():
+        halves = {places[name].half for name in members}
+        if len({shapes[name] for name in members}) > 1 or ("" in halves and len(halves) > 1):
+            raise CorruptCheckpointError(f"{key}: its parts {members[0]} and others have different shapes or forms")
+        own = shapes[members[0]]
+        lead = _lead(places[members[0]], layers, experts)
+        total = own if halves == {""} else (2 * own[0], *own[1:])
+        sources = []
+        for name in members:
+            place = places[name]
+            start = (own[0] if place.half == "v" else 0, *(0,) * (len(own) - 1)) if own else ()
+            box = Box((*place.at, *start), (*(1,) * len(lead), *own))
+            sources.append(Source(box, names[name], Box((0,) * len(own), own)))
+        if vocabulary is not None and key in _VOCABULARY and own[0] < vocabulary:
+            sources.append(Source(Box((own[0], *(0,) * (len(own) - 1)), (vocabulary - own[0], *own[1:])), None))
+            total = (vocabulary, *own[1:])
+        _check_members(key, members, lead, halves)
+        wanted[key] = Wanted((*lead, *total), tuple(sources))
+    return wanted
+
+
+def _check_members(key: str, members: list[str], lead: tuple[int, ...], halves: set[str]) -> None:
+    """Raise `CorruptCheckpointError` where a layer, an expert or a half of a tensor is not there."""
+    expected = len(halves | ({"w", "v"} if halves != {""} else set()))
+    for size in lead:
+        expected *= size
+    if len(members) != expected:
+        raise CorruptCheckpointError(
+            f"{key}: {len(members)} parameters are stored, the first {members[0]}; expected {expected}, one for each "
+            f"layer, expert and half ({list(lead)}). The checkpoint is incomplete. Nothing was written"
+        )
+
+
+def _padded_vocabulary(arguments: Mapping[str, Any], tp: int) -> int | None:
+    """Rows of the embedding as Megatron pads them, if the arguments tell."""
+    size, multiple = arguments.get("vocab_size"), arguments.get("make_vocab_size_divisible_by")
+    if not isinstance(size, int) or not isinstance(multiple, int) or size < 1 or multiple < 1:
+        padded = arguments.get("padded_vocab_size")
+        return padded if isinstance(padded, int) and padded > 0 else None
+    return -(-size // (multiple * tp)) * multiple * tp
+
+
+def _extra_states(
+    places: Mapping[str, _Place], layers: int, experts: int
+) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """The objects that linear layers ask for; without FP8 they hold nothing."""
+    found = {}
+    for place in places.values():
+        owner, _, leaf = place.key.rpartition(".")
+        if leaf == "weight" and owner.rpartition(".")[2].startswith("linear_"):
+            lead = _lead(place, layers, experts)
+            found[f"{owner}._extra_state", place.at or (0,)] = lead or (1,)
+    return [(key, index, counts) for (key, index), counts in found.items()]
+
+
+def _saved(value: Any) -> bytes:
+    import torch
+
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()
