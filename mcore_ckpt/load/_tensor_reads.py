@@ -331,6 +331,7 @@ class TensorReads:
         try:
             with self._files.reader(span.file) as reader:
                 reader.check_range(span.start, span.stop - span.start)
+                reader.expect(span.start, span.stop - span.start)
                 # What comes out of the page cache is summed and copied while it is in the CPU's.
                 parts = cut(span, _CACHED_BYTES) if reader.is_cached(span.start, span.stop - span.start) else [span]
         except LoadError as error:

@@ -117,6 +117,11 @@ class RangeReader(ABC):
         """From now on, what is read stays at hand for others, as by `read_shared`; False if nothing can."""
         return False
 
+    def expect(self, offset: int, length: int) -> None:  # noqa: B027  (there may be nothing to do)
+        """Bytes `[offset, offset + length)` are going to be read in short pieces; where what is read stays at hand
+        (`keep_cached`), all of them are brought there now. Raises nothing: reading them will.
+        """
+
     def is_cached(self, offset: int, length: int) -> bool:
         """Whether bytes `[offset, offset + length)` are most likely at hand, so that short reads cost nothing more."""
         return False

@@ -246,6 +246,8 @@ class LocalReader(RangeReader):
                 if not shared and self._wants_direct(start, len(piece)):
                     self._read_direct(start, piece, arrived)
                 else:
+                    if not shared:
+                        self.expect(start, len(piece))
                     self._read_buffered(self._fd, start, piece, arrived)
                 done += len(piece)
         except OSError as error:
@@ -258,6 +260,10 @@ class LocalReader(RangeReader):
     def keep_cached(self) -> bool:
         self._keep = not self._insist
         return self._keep
+
+    def expect(self, offset: int, length: int) -> None:
+        if self._keep and self._residency is not None and length >= _MIN_DIRECT_BYTES:
+            self._residency.bring(offset, length)
 
     def is_cached(self, offset: int, length: int) -> bool:
         if self._keep:

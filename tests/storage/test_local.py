@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
+from mcore_ckpt.core.errors import CheckpointError, CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import DirectIo
 from mcore_ckpt.storage.local import BouncePool, LocalReader, LocalStorage
@@ -77,6 +77,26 @@ def test_shared_reads_stay_in_the_page_cache(direct: DirectIo, local: LocalStora
         reader.read_shared(MIB + 5, memoryview(buffer))
     assert buffer == content[MIB + 5 : 3 * MIB + 5]
     assert cached_pages(tmp_path / "file") == 0 if direct == "on" else cached_pages(tmp_path / "file") >= 512
+
+
+@pytest.mark.parametrize("direct", ["auto", "on"])
+def test_what_is_expected_is_brought_to_where_it_stays(direct: DirectIo, local: LocalStorage, tmp_path: Path) -> None:
+    content = _cold_file(local, tmp_path)
+    with local.open_reader("file", direct=direct) as reader:
+        reader.expect(0, 4 * MIB)
+        assert cached_pages(tmp_path / "file") == 0  # nobody has said that it should stay
+        assert reader.keep_cached() == (direct == "auto")
+        threads = [threading.Thread(target=reader.expect, args=(n * MIB + 5, MIB)) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+        assert cached_pages(tmp_path / "file") == (1024 if direct == "auto" else 0)
+        os.truncate(tmp_path / "file", MIB)  # behind its back: no signal, an error where it is read
+        reader.expect(2 * MIB, 2 * MIB)
+        assert reader.read(0, MIB) == content[:MIB]
+        with pytest.raises(CheckpointError, match="the file ended at byte"):
+            reader.read(2 * MIB, 2 * MIB)
 
 
 def test_direct_on_insists(monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path) -> None:
