@@ -110,8 +110,8 @@ class Journal:
             head = dict(lines[0]) if lines else {}
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise OptionError(
-                f"{path}: not the journal of a reshard ({type(error).__name__}: {error!s:.200}): it was damaged; give "
-                "--restart to throw away what it is about"
+                f"{path}: not the journal of a reshard ({type(error).__name__}: {error!s:.200}): it was damaged; "
+                f"remove {path.parent} to throw away what it is about (`reshard` has --restart for that)"
             ) from error
         if len(whole) < len(content):
             os.ftruncate(self._fd, len(whole))
@@ -121,7 +121,7 @@ class Journal:
         if head.get("version") != _VERSION or head.get("fingerprint") != fingerprint:
             raise OptionError(
                 f"{path.parent}: left by a reshard of another source, layout or set of options; repeat that command to "
-                "finish it, or give --restart to throw its work away"
+                "finish it, or remove it to throw its work away (`reshard` has --restart for that)"
             )
         self.done, self.crcs, self.sums = done, crcs, sums
 

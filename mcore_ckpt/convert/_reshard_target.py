@@ -38,7 +38,7 @@ from mcore_ckpt.core.errors import (
     SaveError,
 )
 from mcore_ckpt.directory.claim import Claim, is_claim_file
-from mcore_ckpt.directory.commit import common_file_in_force
+from mcore_ckpt.directory.commit import common_file_in_force, with_common_files
 from mcore_ckpt.directory.common_file import bind_common_file, read_common_file
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
@@ -503,9 +503,7 @@ def carry_sidecars(
     """
     source, storage = Path(index.path), LocalStorage(partial)
     names = [path.name for path in source.iterdir()]
-    if COMMON_FILE not in names and (source / COMMON_FILE).exists():
-        names.append(COMMON_FILE)  # the listing of a network file system may lag behind
-    common = common_file_in_force(names, index)
+    common = common_file_in_force(with_common_files(LocalStorage(source), names, index), index)
     for name in sidecars:
         _carry_file(source, name, partial / name)
     if common is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -38,6 +38,7 @@ class FailureReport:
         traceback_text: as Python prints it, causes included.
         error_number: `errno` of an `OSError`.
         path: `filename` of an `OSError`.
+        interrupted: it is no failure, but somebody was told to end (Ctrl-C, an exit), or that is the cause.
     """
 
     class_name: str
@@ -45,6 +46,7 @@ class FailureReport:
     traceback_text: str
     error_number: int | None = None
     path: str | None = None
+    interrupted: bool = False
 
 
 def attempt(step: Callable[[], T]) -> T | BaseException:
@@ -73,11 +75,16 @@ def describe(error: BaseException) -> FailureReport:
     text = str(error)
     message = text if ours else f"{name}: {text}" if text else name
     traceback_text = "".join(traceback.format_exception(kind, error, error.__traceback__)).rstrip()
-    system_error = _os_error(error)
-    if system_error is None:
-        return FailureReport(name, message, traceback_text)
-    path = system_error.filename
-    return FailureReport(name, message, traceback_text, system_error.errno, None if path is None else os.fsdecode(path))
+    system_error = next((each for each in _causes(error) if isinstance(each, OSError) and each.errno is not None), None)
+    path = None if system_error is None or system_error.filename is None else os.fsdecode(system_error.filename)
+    return FailureReport(
+        class_name=name,
+        message=message,
+        traceback_text=traceback_text,
+        error_number=None if system_error is None else system_error.errno,
+        path=path,
+        interrupted=any(not isinstance(each, Exception) for each in _causes(error)),
+    )
 
 
 def same_class(report: FailureReport, otherwise: type[CheckpointError]) -> type[CheckpointError]:
@@ -98,12 +105,11 @@ def remote_cause(report: FailureReport) -> Exception:
     return system_error
 
 
-def _os_error(error: BaseException) -> OSError | None:
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The exception, and what it came of, back to the first."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
-        if isinstance(current, OSError) and current.errno is not None:
-            return current
+        yield current
         seen.add(id(current))
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
-    return None

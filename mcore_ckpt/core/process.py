@@ -9,6 +9,10 @@ kept out of the way while many lasting objects are made (`collector_paused`): a 
 thousands of small objects that all stay alive and hold no cycles, so that each full collection meanwhile would walk
 through every object of the training process, and free nothing.
 
+A Ctrl-C raises between any two steps of whoever is interrupted. One of several ranks which is on its way to a
+collective would leave the others waiting there: so it waits (`interrupts_wait`) for a step whose failure all ranks
+hear of (`interruptible`), or for the end.
+
 A program may save once more when it ends (`atexit`). From Python 3.12 on no thread can be started any more then, so
 whoever wants a thread asks whether it runs (`start_thread`), and does the work itself otherwise.
 """
@@ -27,7 +31,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from types import FrameType
+from typing import Any, Final
 
 __all__ = [
     "Sentinel",
@@ -36,6 +41,8 @@ __all__ = [
     "exit_text",
     "exit_with_parent",
     "interpreter_ends",
+    "interruptible",
+    "interrupts_wait",
     "is_running",
     "kernel_can_watch",
     "leave_signals_to_parent",
@@ -85,6 +92,87 @@ def start_thread(thread: threading.Thread) -> bool:
 
 # What terminals and schedulers send to all processes of a job: to stop it, or as a notice that its time is up.
 _TO_ALL_PROCESSES: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class _HeldBack:
+    """The handlers of signals, and which signals have come that wait for them."""
+
+    def __init__(self) -> None:
+        self.passing = False
+        self._waiting: list[int] = []
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+
+    def begin(self) -> None:
+        for number in _TO_ALL_PROCESSES:
+            handler = signal.getsignal(number)
+            if callable(handler):  # what the system does by default ends the process, which the others notice
+                self._handlers[number] = handler
+                signal.signal(number, self._handle)
+
+    def end(self) -> None:
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.passing or number in self._waiting:  # who asks twice is not kept waiting
+            self._handlers[number](number, frame)
+        else:
+            self._waiting.append(number)
+
+    def deliver(self) -> None:
+        while self._waiting:
+            number = self._waiting.pop(0)
+            self._handlers[number](number, None)
+
+
+_held_back: _HeldBack | None = None
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Ctrl-C, and other signals that have handlers, wait until the block ends; but see `interruptible`.
+
+    A second one of a kind does not wait. Signals come to the main thread; in others this does nothing. May be nested.
+    """
+    global _held_back
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    outer = _held_back
+    if outer is not None:
+        passing, outer.passing = outer.passing, False
+        try:
+            yield
+        finally:
+            outer.passing = passing
+        if passing:
+            outer.deliver()
+        return
+    held = _held_back = _HeldBack()
+    try:
+        held.begin()
+        yield
+    finally:
+        _held_back = None
+        held.end()
+    held.deliver()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Within `interrupts_wait`, what waits is raised now, and nothing waits until the block ends."""
+    held = _held_back if threading.current_thread() is threading.main_thread() else None
+    if held is None:
+        yield
+        return
+    passing = held.passing
+    try:
+        held.passing = True
+        held.deliver()
+        yield
+    finally:
+        held.passing = passing
 
 
 def leave_signals_to_parent() -> None:

@@ -12,7 +12,7 @@ import pickle
 import struct
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,11 +20,12 @@ import torch.distributed as dist
 
 from mcore_ckpt.core.errors import CheckpointError, OptionError
 from mcore_ckpt.core.failures import FailureReport, describe, remote_cause, same_class
+from mcore_ckpt.core.process import interrupts_wait
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["RankGroup", "coordination_group", "reached_every_rank"]
+__all__ = ["RankGroup", "coordination_group", "interrupts_wait_for_others", "reached_every_rank", "was_interrupted"]
 
 T = TypeVar("T")
 
@@ -36,6 +37,7 @@ _OK, _FAILED, _FAILED_EVERYWHERE = range(3)
 _NAMED_RANKS = 16
 # An attribute rather than a list of such errors: it survives an error's conversion into another class.
 _REACHED = "_reached_every_rank"
+_INTERRUPTED = "_rank_was_interrupted"
 
 
 class RankGroup:
@@ -170,6 +172,7 @@ class RankGroup:
         error: BaseException | None,
     ) -> None:
         if error is not None and not isinstance(error, Exception):
+            setattr(error, _REACHED, True)
             raise error
         first, report = min(reports.items())
         if self.size == 1:
@@ -183,6 +186,7 @@ class RankGroup:
             f"--- on rank {first} ---\n{report.traceback_text}"
         )
         setattr(raised, _REACHED, True)
+        setattr(raised, _INTERRUPTED, any(report.interrupted for report in reports.values()))
         raise raised from (error or remote_cause(report))
 
     @contextmanager
@@ -264,6 +268,17 @@ class RankGroup:
 def reached_every_rank(error: BaseException) -> bool:
     """Whether this exception was raised by `RankGroup.run` and its kin, so that every rank has it already."""
     return bool(getattr(error, _REACHED, False))
+
+
+def was_interrupted(error: BaseException) -> bool:
+    """Whether a rank has raised because it was told to end (Ctrl-C, an exit): this one, or another, as `run` tells."""
+    return not isinstance(error, Exception) or bool(getattr(error, _INTERRUPTED, False))
+
+
+def interrupts_wait_for_others() -> AbstractContextManager[None]:
+    """`interrupts_wait` where there are other ranks, which would otherwise wait for one that a Ctrl-C takes away."""
+    alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    return nullcontext() if alone else interrupts_wait()
 
 
 def coordination_group(process_group: dist.ProcessGroup | None = None) -> RankGroup:

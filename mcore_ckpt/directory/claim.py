@@ -43,7 +43,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -265,7 +265,8 @@ class Claim:
 
         Args:
             storage: the directory.
-            noted: what the marker is to say besides, in JSON's types; by default, what it says already.
+            noted: what the marker is to say besides, in JSON's types; by default, what it says already, and whom it
+                names, among those that are `gone`.
             common_ahead: the common state is going to be written, through `common_ticket`.
             part: the rank whose part it is; None for all of the directory.
 
@@ -274,7 +275,7 @@ class Claim:
             OSError, LoadError: the directory cannot be read or written.
         """
         if noted is None:
-            noted = next((holder.noted for holder in reversed(holders(storage)) if holder.noted is not None), None)
+            noted = _noted_so_far(holders(storage))
         owner = Owner.here(noted)
         try:
             storage.create(_ticket(owner), owner.encode())
@@ -357,8 +358,8 @@ class Claim:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # What a save that is gone has left, the next save is still to find.
-        self.release(remove_marker=not self.after)
+        # What a save that is gone has left, the next save is still to find. A tool notes nothing, and leaves nothing.
+        self.release(remove_marker=all(owner.noted == {} for owner in self.after))
 
     def release(self, *, remove_marker: bool = True) -> None:
         """Let the directory go; again, or after it was lost, that does nothing.
@@ -394,6 +395,15 @@ def holders_of_parts(storage: Storage, names: Iterable[str]) -> list[Owner]:
         names: of its files.
     """
     return [owner for name in names if _PART_MARKER.fullmatch(name) for owner in _chain(storage, name)]
+
+
+def _noted_so_far(chain: Sequence[Owner]) -> Mapping[str, Any] | None:
+    noted = next((holder.noted for holder in reversed(chain) if holder.noted is not None), None)
+    if not noted:
+        return noted
+    gone = noted.get("gone")
+    ids = [*(gone if isinstance(gone, list) else ()), *(holder.save_id for holder in chain)]
+    return {**noted, "gone": list(dict.fromkeys(ids))}
 
 
 def _marker(part: int | None) -> str:

@@ -76,6 +76,7 @@ __all__ = [
     "publish_part",
     "reserve",
     "settle",
+    "with_common_files",
     "write_common",
     "write_config",
 ]
@@ -136,7 +137,7 @@ class Target:
     @property
     def pending_common(self) -> str:
         """Name under which the new common state waits for being published."""
-        return f"{COMMON_FILE}.{self.first_file}.{self.claim.owner.save_id}.pending"
+        return _pending_name(self.first_file, self.claim.owner.save_id)
 
     @property
     def common_file(self) -> str:
@@ -753,6 +754,31 @@ def common_file_in_force(names: Iterable[str], index: CheckpointIndex) -> str | 
         elif int(number) <= first:
             return name
     return COMMON_FILE if COMMON_FILE in names else None
+
+
+def with_common_files(storage: Storage, names: Iterable[str], index: CheckpointIndex) -> list[str]:
+    """What a listing has named, set right for the files that the common state of this index may be in.
+
+    These are asked for by their names: the listing of a network file system may lag behind.
+
+    Args:
+        storage: the checkpoint's directory.
+        names: of its files, as they were listed.
+        index: of the checkpoint.
+
+    Raises:
+        LoadError: the file system cannot say.
+    """
+    asked = {COMMON_FILE}
+    first = min((n for n in map(_file_number, index_files(index)) if n is not None), default=None)
+    if index.seal is not None and first is not None:
+        asked.add(_pending_name(first, index.seal.save_id[:_CLAIM_ID_BYTES].hex()))
+    there = [name for name in sorted(asked) if storage.version(name) is not None]
+    return [name for name in names if name not in asked] + there
+
+
+def _pending_name(first_file: int, claim_id: str) -> str:
+    return f"{COMMON_FILE}.{first_file}.{claim_id}.pending"
 
 
 def _index_bytes(storage: Storage, name: str) -> bytes:

@@ -8,13 +8,14 @@ has changed on purpose cannot be told from that; it is refused until it is accep
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, SaveError
 from mcore_ckpt.directory.claim import Claim
-from mcore_ckpt.directory.commit import Target, common_file_in_force
+from mcore_ckpt.directory.commit import Target, common_file_in_force, with_common_files
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
@@ -96,11 +97,12 @@ def read_common_file(storage: Storage, name: str, seal: MetadataSeal | None) -> 
 
 
 def _other_file(storage: Storage, name: str, expected: SealedFile, got: str) -> CorruptCheckpointError:
+    directory = storage.location
     return CorruptCheckpointError(
-        f"{storage}/{name}: expected the common state of save {shown_id(expected.save_id)} ({expected.size_bytes} "
+        f"{directory}/{name}: expected the common state of save {shown_id(expected.save_id)} ({expected.size_bytes} "
         f"bytes, CRC-32 {expected.table_crc32:#010x}), got {got}: it is of another save, damaged, or was changed "
         "since. Restore it from another copy, or load another checkpoint. If it was changed on purpose: `mcore-ckpt "
-        f"verify --accept-common-state {storage}` takes it as it is"
+        f"verify --accept-common-state {shlex.quote(directory)}` takes it as it is"
     )
 
 
@@ -135,7 +137,8 @@ def accept_common_file(path: Path) -> str | None:
             raise CorruptCheckpointError(
                 f"{path}/{METADATA_FILE}: has no seal that could say which common state is its own; any is loaded"
             )
-        name = common_file_in_force(storage.list(), parse_index(content, str(path)))
+        index = parse_index(content, str(path))
+        name = common_file_in_force(with_common_files(storage, storage.list(), index), index)
         found = None if name is None else _sum_of_file(storage, seal.save_id, name)
         if name is None or found is None:
             raise CheckpointNotFoundError(f"{path}: holds no file of a common state ({COMMON_FILE}) to accept")

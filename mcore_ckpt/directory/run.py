@@ -25,7 +25,7 @@ from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.directory.claim import claimants, seems_gone
-from mcore_ckpt.directory.commit import common_file_in_force
+from mcore_ckpt.directory.commit import common_file_in_force, with_common_files
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_key
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
@@ -233,7 +233,8 @@ def _problems(directory: Path, index: CheckpointIndex, sizes: Mapping[str, int])
         yield flaw
     yield from (flaw.message for flaw in structure_flaws(index, megatron=megatron))
     if megatron:
-        flaw = common_state_flaw(directory, index, sizes) or _common_size_flaw(directory, index, sizes)
+        there = with_common_files(LocalStorage(directory), sizes, index)
+        flaw = common_state_flaw(directory, index, there) or _common_size_flaw(directory, index, there)
         if flaw:
             yield flaw
     for file, needed in _needed_bytes(index).items():
@@ -253,14 +254,17 @@ def _problems(directory: Path, index: CheckpointIndex, sizes: Mapping[str, int])
             yield f"{directory / file}: ends at byte {size}, the index needs {needed}; it was truncated"
 
 
-def _common_size_flaw(directory: Path, index: CheckpointIndex, sizes: Mapping[str, int]) -> str | None:
+def _common_size_flaw(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> str | None:
     """Whether the common state is not the one that the seal names, as far as its length tells."""
-    name = common_file_in_force(sizes, index)
+    name = common_file_in_force(names, index)
     expected = None if index.seal is None else index.seal.files.get(COMMON_FILE)
-    if name is None or expected is None or sizes[name] == expected.size_bytes:
+    if name is None or expected is None:
+        return None
+    size_bytes = (directory / name).stat().st_size
+    if size_bytes == expected.size_bytes:
         return None
     return (
-        f"{directory / name}: has {sizes[name]} bytes, the common state of this save has {expected.size_bytes}; "
+        f"{directory / name}: has {size_bytes} bytes, the common state of this save has {expected.size_bytes}; "
         "`mcore-ckpt verify` says more"
     )
 

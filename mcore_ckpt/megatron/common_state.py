@@ -159,6 +159,9 @@ def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | N
 def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]) -> Any:
     storage = LocalStorage(directory)
     names = storage.list() if directory.is_dir() else []
+    for known in (COMMON_FILE, METADATA_FILE):  # which the listing of a network file system may not show yet
+        if known not in names and storage.exists(known):
+            names.append(known)
     file: str | None = COMMON_FILE if COMMON_FILE in names else None
     seal: MetadataSeal | None = None
     if METADATA_FILE in names:

@@ -21,7 +21,7 @@ from mcore_ckpt.core.errors import KindMismatchError, LoadError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.process import collector_paused
-from mcore_ckpt.core.ranks import coordination_group
+from mcore_ckpt.core.ranks import coordination_group, interrupts_wait_for_others
 from mcore_ckpt.directory.remove import remove_tensors
 from mcore_ckpt.layout.buckets import TensorSpec
 from mcore_ckpt.layout.shards import (
@@ -148,7 +148,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         """
         _name_unknown(f"{type(self).__name__}.save", unknown)
         begun: list[SaveTransaction] = []
-        with MegatronErrors():
+        with MegatronErrors(), interrupts_wait_for_others():
             try:
                 self._begin(sharded_state_dict, checkpoint_dir, begun, beside_training=False)
                 begun[0].commit()

@@ -27,7 +27,14 @@ from typing import Any, Literal, NamedTuple, Protocol
 from mcore_ckpt.core.errors import CheckpointError, SaveError
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.ranks import RankGroup, coordination_group, reached_every_rank
+from mcore_ckpt.core.process import interruptible
+from mcore_ckpt.core.ranks import (
+    RankGroup,
+    coordination_group,
+    interrupts_wait_for_others,
+    reached_every_rank,
+    was_interrupted,
+)
 from mcore_ckpt.writing.call_worker import CallWorker
 from mcore_ckpt.writing.forked_call import fork_call
 from mcore_ckpt.writing.persistent_writer import shared_writer
@@ -81,10 +88,11 @@ class AsyncRequest(NamedTuple):
             for fn in self.finalize_fns:
                 fn()
             return
-        outcome = attempt(self._work)
-        if group.any(isinstance(outcome, BaseException)):
-            group.run("do the work of an async request", partial(value_of, outcome), wrap=SaveError)
-        _run_callbacks(group, self.finalize_fns, "an async request")
+        with interrupts_wait_for_others():
+            outcome = attempt(interruptible()(self._work))
+            if group.any(isinstance(outcome, BaseException)):
+                group.run("do the work of an async request", partial(value_of, outcome), wrap=SaveError)
+            _run_callbacks(group, self.finalize_fns, "an async request")
 
     def _work(self) -> None:
         if self.async_fn is not None:
@@ -389,7 +397,13 @@ class AsyncCallsQueue:
         Raises:
             CheckpointError: a request failed on some rank and `on_failure` is `"raise"`; the same error on every rank.
                 The request is out of the queue, those behind it are still there.
+            KeyboardInterrupt, SystemExit: this rank was interrupted while it waited; all the others raise `SaveError`,
+                whatever `on_failure` says. What comes when nothing waits is raised at the end.
         """
+        with interrupts_wait_for_others():
+            return self._finalize(blocking, no_dist)
+
+    def _finalize(self, blocking: bool, no_dist: bool) -> list[int]:
         finalized: list[int] = []
         while self.async_calls:
             active = self.async_calls[0]
@@ -411,7 +425,7 @@ class AsyncCallsQueue:
                     continue
                 self.async_calls.popleft()  # whatever comes of it, callbacks are not run twice
                 _run_callbacks(group, active.async_request.finalize_fns, active.what)
-            except Exception as error:
+            except BaseException as error:
                 if group.size > 1 and not reached_every_rank(error):
                     raise  # not agreed upon: contact with another rank is lost, or the ranks disagree
                 self._fail(active, error)
@@ -427,9 +441,10 @@ class AsyncCallsQueue:
             error: BaseException | None = None
             running = False
             try:
-                for one in work:
-                    running = running or not (skipped or (one.wait(_COMPARE_EVERY_S) if blocking else one.poll()))
-            except Exception as caught:  # noqa: BLE001  (the other ranks have to hear of whatever it is)
+                with interruptible() if blocking else contextlib.nullcontext():
+                    for one in work:
+                        running = running or not (skipped or (one.wait(_COMPARE_EVERY_S) if blocking else one.poll()))
+            except BaseException as caught:  # noqa: BLE001  (the other ranks have to hear of whatever it is)
                 error = caught
             any_running, any_failed, any_skipped, last, minus_first = group.maximum(
                 [int(running), int(error is not None), int(skipped), active.idx, -active.idx], wrap=SaveError
@@ -459,7 +474,9 @@ class AsyncCallsQueue:
         self._reported = [save for save in (*self._reported, *active.saves) if save in queued]
         for save in active.saves:
             if save.interrupted is not None:
-                raise save.interrupted from error  # no failure to be warned of: this rank was told to end
+                raise save.interrupted from error
+        if was_interrupted(error):
+            raise error  # no failure to be warned of: a rank was told to end, and is not going to be there for the next
         policy = next((save.on_failure for save in active.saves if save.on_failure), self._options.on_failure)
         if policy == "raise":
             raise error
@@ -491,14 +508,17 @@ class AsyncCallsQueue:
         Raises:
             CheckpointError: as `maybe_finalize_async_calls`; the first failure, after all requests were dealt with.
         """
-        first: CheckpointError | None = None
+        first: BaseException | None = None
         while self.async_calls and not abort:
             before = len(self.async_calls)
             try:
                 self.maybe_finalize_async_calls(blocking=True)
-            except CheckpointError as error:
+            except BaseException as error:
+                if isinstance(error, Exception) and not isinstance(error, CheckpointError):
+                    raise
                 first = first or error
-                abort = len(self.async_calls) == before  # no way to agree with the other ranks any more
+                # No way to agree with the other ranks any more, or not with the one that was interrupted.
+                abort = len(self.async_calls) == before or was_interrupted(error)
         while self.async_calls:
             active = self.async_calls.popleft()
             _logger.warning("%s is aborted: its finalize callbacks are not run", active.what)

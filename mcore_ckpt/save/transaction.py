@@ -28,8 +28,8 @@ from typing import Any, Protocol
 from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.process import collector_paused
-from mcore_ckpt.core.ranks import RankGroup, reached_every_rank
+from mcore_ckpt.core.process import collector_paused, interruptible
+from mcore_ckpt.core.ranks import RankGroup, interrupts_wait_for_others, reached_every_rank
 from mcore_ckpt.directory.commit import (
     Target,
     abandon,
@@ -125,13 +125,18 @@ def begin_save(
         PlanError: the ranks' shards do not make up the tensors; nothing was written.
         SaveError: the directory cannot be used.
     """
+    with interrupts_wait_for_others():
+        return _begin(sharded_state_dict, request, group, structure)
+
+
+def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, structure: Structure) -> SaveTransaction:
     began = time.monotonic()
     _give_up_what_nobody_commits()
     directory = SaveDirectory(request.directory, request.options)
     started: list[Writing] = []
     try:
         with collector_paused():
-            state = attempt(partial(collect, sharded_state_dict, structure.shards))
+            state = attempt(interruptible()(partial(collect, sharded_state_dict, structure.shards)))
             if request.beside_training and _is_left_out(state, request.options, group):
                 directory.abandon()
                 return SaveTransaction(request, group, directory, None, SkippedSave(str(directory.path)), [], [])
@@ -145,7 +150,8 @@ def begin_save(
         planned = time.monotonic()
         sources = rank_state.sources(plan.layout, plan.placed, plan.save_id)
         try:
-            writing = _write(rank_state, sources, plan, request, group, directory, started.append)
+            with interruptible():
+                writing = _write(rank_state, sources, plan, request, group, directory, started.append)
         except BaseException as interrupt:
             if group.size == 1:
                 raise
@@ -220,7 +226,8 @@ def _prepare(
     value_of(state)
     if directory is None:
         return -1, unchanged, b""
-    first_file, save_id = directory.open()
+    with interruptible():
+        first_file, save_id = directory.open()
     return first_file, unchanged, save_id
 
 
@@ -381,14 +388,18 @@ class SaveTransaction:
             raise SaveError(f"{self._directory.path}: the save was skipped, the one before was still being written")
         self._commits = True
         _begun.discard(self)
+        with interrupts_wait_for_others():
+            return self._commit(self.plan)
+
+    def _commit(self, plan: SavePlan) -> SaveReport:
         started = time.monotonic()
         try:
-            mine = attempt(partial(self._finished, self.plan))
+            mine = attempt(interruptible()(partial(self._finished, plan)))
             gathered = self._group.run_gather("write the data files", partial(value_of, mine), wrap=SaveError)
             waited = time.monotonic()
             self._spans.append(Span("gather", started, waited))
             self._publishes = True
-            publish = partial(self._publish, self.plan, gathered)
+            publish = partial(self._publish, plan, gathered)
             self._group.run_on_coordinator("publish the checkpoint", publish, wrap=SaveError)
         except BaseException as error:
             # Only when every rank knows that nothing was published may files go; a lost contact says nothing.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
-from mcore_ckpt.directory.commit import common_file_in_force
+from mcore_ckpt.directory.commit import common_file_in_force, with_common_files
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, object_key
@@ -65,6 +65,7 @@ def stored_common_state(index: CheckpointIndex) -> StoredState | None:
     """The common state of a checkpoint; None if it has none. Raises as `read_plain_state`."""
     directory = Path(index.path)
     names = [path.name for path in directory.iterdir() if path.is_file()]
+    names = with_common_files(LocalStorage(directory), names, index)
     file = common_file_in_force(names, index)
     if file is not None and (directory / file).is_file():
         where = str(directory / file)

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
-from mcore_ckpt.directory.commit import common_file_in_force
+from mcore_ckpt.directory.commit import common_file_in_force, with_common_files
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.run import common_state_flaw, is_megatrons, structure_flaws
 from mcore_ckpt.format.crc import crc32
@@ -180,7 +180,7 @@ def _common_state(
     directory: Path, index: CheckpointIndex, storage: Storage, megatron: bool
 ) -> tuple[list[ItemCheck], list[Problem]]:
     """The file of the common state, an archive like any item, whose checksums nobody else compares either."""
-    names = [path.name for path in directory.iterdir()]
+    names = with_common_files(storage, [path.name for path in directory.iterdir()], index)
     file = common_file_in_force(names, index)
     if file is not None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,13 @@ from mcore_ckpt.convert.import_ import import_checkpoint
 from mcore_ckpt.convert.reshard import reshard_checkpoint
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.directory import run
 from mcore_ckpt.directory.common_file import accept_common_file
 from mcore_ckpt.directory.remove import remove_tensors
 from mcore_ckpt.directory.run import look_at
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_config, read_index
 from mcore_ckpt.megatron.common_state import load_common, save_common
+from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.plain_state import read_plain_state
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
@@ -85,6 +88,41 @@ def test_another_common_state_is_refused_with_a_way_out(
     (problem,) = verify_checkpoint(a).problems
     assert problem.file == COMMON_FILE
     assert "--accept-common-state" in problem.message
+
+
+def test_the_way_out_can_be_copied(a: Path) -> None:
+    odd = a.rename(a.with_name("it's a"))
+    change_with_torch(odd, odd)
+    (problem,) = verify_checkpoint(odd).problems
+    program, *arguments = shlex.split(problem.message.split("`")[1])
+    assert program == "mcore-ckpt"
+    assert main(arguments) == 0
+    assert load_common(odd)["args"] == {"lr": 1e-4}
+
+
+def test_a_listing_that_lags_behind_does_not_make_it_missing(a: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lag(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+
+        def lagging(*arguments: Any) -> Any:
+            listed = method(*arguments)
+            if isinstance(listed, dict):
+                return {name: size for name, size in listed.items() if name != COMMON_FILE}
+            return [entry for entry in listed if getattr(entry, "name", entry) != COMMON_FILE]
+
+        monkeypatch.setattr(owner, name, lagging)
+
+    lag(Path, "iterdir")
+    lag(LocalStorage, "list")
+    lag(run, "_sizes")
+    assert COMMON_FILE not in LocalStorage(a).list()
+    assert verify_checkpoint(a).whole
+    assert look_at(a)[0].whole
+    assert load_common(a) == common(1)
+    assert accept_common_file(a) is None
+    assert read_plain_state(read_index(a))
+    reshard_checkpoint(a, a.with_name("target"), tp=2, pp=1)
+    assert (a.with_name("target") / COMMON_FILE).exists()
 
 
 def test_what_was_changed_on_purpose_is_accepted(a: Path, capsys: pytest.CaptureFixture[str]) -> None:

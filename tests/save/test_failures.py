@@ -20,9 +20,12 @@ import torch.distributed as dist
 
 from mcore_ckpt.core.errors import CheckpointError, SaveError, WriterDiedError, WriteTimeoutError
 from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
-from mcore_ckpt.save.async_queue import AsyncCallsQueue
+from mcore_ckpt.save._async_save import AsyncSave
+from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
+from mcore_ckpt.save.transaction import SaveTransaction
 from mcore_ckpt.writing import forked_call
 from mcore_ckpt.writing.persistent_writer import shared_writer
 from tests.support.gloo_ranks import rank_outcomes, run_ranks
@@ -408,12 +411,11 @@ def _interrupted_while_staging(rank: int, directory: str) -> None:
         strategy = TorchDistSaveStrategy(options=SaveOptions(progress=False, on_failure=policy))
         queue = AsyncCallsQueue()
         _save_whole(rank, directory, 2 * number, queue, strategy)
-        ends = KeyboardInterrupt if rank == 1 else SaveError if policy == "raise" else None
         if rank == 1:
             BucketSource.fill_stage = interrupted
         started_s = time.monotonic()
-        with contextlib.nullcontext() if ends is None else pytest.raises(ends):
-            _save(rank, directory, 2 * number + 1, queue, strategy)
+        _save(rank, directory, 2 * number + 1, queue, strategy)
+        with pytest.raises(KeyboardInterrupt if rank == 1 else SaveError):
             queue.maybe_finalize_async_calls(blocking=True)
         assert time.monotonic() - started_s < 10 * _RAISED_WITHIN_S
         BucketSource.fill_stage = fill_stage
@@ -425,6 +427,63 @@ def _interrupted_while_staging(rank: int, directory: str) -> None:
 
 def test_all_ranks_hear_of_one_that_is_interrupted_while_it_stages(tmp_path: Path) -> None:
     run_ranks(_interrupted_while_staging, 2, str(tmp_path))
+
+
+# --- interrupted while it waits for the others ------------------------------------------------------------------------
+
+
+def _interrupted_while_waiting(rank: int, directory: str) -> None:
+    """Rank 1 gets a Ctrl-C in the midst of a blocking finalization, and lives on."""
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if rank == 1 and len(calls) < 1:
+            calls.append(name)
+            os.kill(os.getpid(), signal.SIGINT)
+        return method(*args, **kwargs)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    started_s = time.monotonic()
+    # While it waits for its writer, and where it compares notes with the others, which would go on without it.
+    for number, (owner, name) in enumerate([(AsyncSave, "wait"), (RankGroup, "maximum")]):
+        where = f"{directory}/{name}"
+        options = SaveOptions(progress=False, on_failure="warn")
+        strategy, queue = TorchDistSaveStrategy(options=options), AsyncCallsQueue()
+        _save_whole(rank, where, number, queue, strategy)
+        before = _names(where)
+        pid = shared_writer().pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        log = _save(rank, where, 7, queue, strategy)
+        queue.schedule_async_request(AsyncRequest(None, (), [partial(log.append, "of the next")]))
+        calls: list[str] = []
+        method: Any = getattr(owner, name)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt if rank == 1 else SaveError):
+                queue.close() if number else queue.maybe_finalize_async_calls(blocking=True)
+        assert len(calls) == rank
+        assert queue.get_num_unfinalized_calls() == 1 - number  # closing gives up all
+        queue.close(abort=True)
+        assert not log
+        dist.barrier()
+        _check(rank, where, number)
+        assert [name for name in _names(where) if name != INCOMPLETE_MARKER] == before
+    # When nothing waits any more, the save is published on all ranks, and the interrupt comes afterwards.
+    queue = AsyncCallsQueue()
+    log = _save(rank, where, 9, queue, strategy)
+    method, calls = SaveTransaction._report, []
+    ends = contextlib.nullcontext() if rank == 0 else pytest.raises(KeyboardInterrupt)
+    with pytest.MonkeyPatch.context() as patch, ends:
+        patch.setattr(SaveTransaction, "_report", interrupted)
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert log == ["tracker"]
+    dist.barrier()
+    _check(rank, where, 9)
+    assert time.monotonic() - started_s < 20 * _RAISED_WITHIN_S
+
+
+def test_no_rank_waits_for_one_that_is_interrupted_in_a_finalization(tmp_path: Path) -> None:
+    run_ranks(_interrupted_while_waiting, 2, str(tmp_path))
 
 
 # --- interrupted right after the publish ------------------------------------------------------------------------------

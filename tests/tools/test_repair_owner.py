@@ -13,13 +13,15 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, SaveError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.directory.claim import Owner, is_claim_file
-from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.directory.claim import Claim, Owner, is_claim_file
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools import repair
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.forked import in_child
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -151,8 +153,12 @@ def test_a_repair_that_was_taken_for_gone_changes_nothing_of_the_save_after_it(
 def test_what_a_killed_repair_has_left_goes(checkpoint: Path, copy: Path) -> None:
     (checkpoint / MISSING).unlink()
     (checkpoint / f".{MISSING}.0123456789abcdef.repair").write_bytes(b"half")
+    kept: list[Claim] = []
+    in_child(lambda: kept.append(Claim.take(LocalStorage(checkpoint), common_ahead=True)))  # and dies
+    assert list(checkpoint.glob(f"{INCOMPLETE_MARKER}*"))
     report = repair_checkpoint(verify_checkpoint(checkpoint), copy)
     assert report.whole
     assert report.repaired == (MISSING,)
     assert contents(checkpoint) == contents(copy)
+    assert not list(checkpoint.glob(f"{INCOMPLETE_MARKER}*"))
     assert_same(read_all(checkpoint), model_tensors())
