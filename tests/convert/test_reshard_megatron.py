@@ -33,13 +33,14 @@ class Case:
     saved: Parallel
     loaded: Parallel
     world: int  # ranks that load
+    flat_buckets: bool = False  # the optimizer's state is saved as those that saved divide it
 
 
 # World that saves -> cases. Megatron's local layers allow no tensor parallelism with experts.
 CASES = {
     4: [
         Case("dense", DENSE, Parallel(tensor=4), Parallel(tensor=2, pipeline=2), 4),
-        Case("gated", GATED, Parallel(tensor=2, pipeline=2), Parallel(tensor=4), 4),
+        Case("gated", GATED, Parallel(tensor=2), Parallel(tensor=4), 4, flat_buckets=True),
         Case("gated-to-one", GATED, Parallel(tensor=4), Parallel(), 1),
         Case("moe", MOE_SEQUENTIAL, Parallel(pipeline=2, expert=2), Parallel(expert=4), 4),
     ],
@@ -51,7 +52,9 @@ CASES = {
 
 def test_stock_megatron_loads_what_was_resharded(tmp_path: Path) -> None:
     cases = {case.name: case for found in CASES.values() for case in found}
-    saved = {name: Job(name, case.shape, case.saved, tmp_path / name) for name, case in cases.items()}
+    saved = {
+        name: Job(name, case.shape, case.saved, tmp_path / name, case.flat_buckets) for name, case in cases.items()
+    }
     for job in saved.values():
         job.directory.mkdir()
     for world, found in CASES.items():
@@ -64,10 +67,12 @@ def test_stock_megatron_loads_what_was_resharded(tmp_path: Path) -> None:
         resharded[name] = replace(saved[name], layout=case.loaded, directory=target)
         sizes = [f"--tp={case.loaded.tensor}", f"--pp={case.loaded.pipeline}", f"--ep={case.loaded.expert}", "--etp=1"]
         sizes = sizes if case.shape.experts else sizes[:2]
+        sizes += ["--optimizer=fully_reshardable"] if case.flat_buckets else []
         assert main(["reshard", str(saved[name].checkpoint), str(resharded[name].checkpoint), *sizes, "-q"]) == 0
         (target / "reference").symlink_to(saved[name].reference)
         assert verify_checkpoint(resharded[name].checkpoint).whole
-        assert_same(read_all(resharded[name].checkpoint), read_all(saved[name].checkpoint))
+        if not case.flat_buckets:
+            assert_same(read_all(resharded[name].checkpoint), read_all(saved[name].checkpoint))
 
     for world in (1, 4):
         jobs = [resharded[name] for name, case in cases.items() if case.world == world]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import mcore_ckpt
 from tests.launch.pretrain import Side, launch
 from tests.launch.variants import ASYNC, Variant, assert_ours_ran, command_line, resumed, trained
 
@@ -50,6 +51,32 @@ def test_goes_on_under_another_layout(name: str, launches: Path) -> None:
     if name == "pp2":
         from_stock = resumed("ours", variant, stock_checkpoints, places["from-stock"], ranks, layout)
         assert from_stock.losses == on.losses
+
+
+# Small buckets, cut between parameters, and parameters cut between data parallel ranks.
+BUCKETS = Variant(
+    "small-buckets",
+    (
+        *(*ASYNC, *_NO_DROPOUT, "--bf16", "--swiglu"),
+        *("--use-distributed-optimizer", "--overlap-grad-reduce", "--ddp-bucket-size", "15000"),
+    ),
+)
+
+
+@pytest.mark.parametrize("saved", [(_TP, "2"), (_PP, "2")], ids=["tp2", "pp2-tied"])
+def test_flat_buckets_go_on_when_they_are_made_reshardable(saved: tuple[str, str], launches: Path) -> None:
+    """At the layout of the save as if nothing had been, and under another as well."""
+    place = launches / f"buckets{saved[0]}"
+    saving = ["--save", str(place / "saved"), "--save-interval", "3"]
+    never_stopped = launch("ours", 4, [*command_line("ours", BUCKETS), *saved, *saving], place / "run")
+    later = {iteration: loss for iteration, loss in never_stopped.losses.items() if iteration > 3}
+    made = place / "made" / "iter_0000003"
+    mcore_ckpt.reshard_checkpoint(place / "saved" / "iter_0000003", made, optimizer="fully_reshardable")
+    for side in SIDES:
+        on = resumed(side, BUCKETS, made.parent, place / side, 4, saved)
+        assert on.losses == later
+    elsewhere = resumed("stock", BUCKETS, made.parent, place / "elsewhere", 2)
+    assert elsewhere.losses == pytest.approx(later, rel=1e-4)  # bfloat16, added in another order
 
 
 def test_optimizer_state_of_another_tensor_parallel_size_is_refused(launches: Path) -> None:

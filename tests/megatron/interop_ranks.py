@@ -19,12 +19,13 @@ STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One model to save or load: where, and under which layout."""
+    """One model to save or load: where, under which layout; whether the optimizer's state is saved in flat buckets."""
 
     name: str
     shape: ModelShape
     layout: Parallel
     directory: Path
+    flat_buckets: bool = False
 
     @property
     def checkpoint(self) -> Path:
@@ -71,6 +72,8 @@ def save_all(rank: int, jobs: list[Job], ours: bool, asynchronous: bool = False)
         training.train(STEPS)
         state_dict = training.sharded_state_dict()
         write_reference(job.reference, rank, state_dict)
+        if job.flat_buckets:
+            state_dict = training.sharded_state_dict(flat_buckets=True)
         if rank == 0:
             job.checkpoint.mkdir()
         dist.barrier()

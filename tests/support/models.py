@@ -8,6 +8,7 @@ state_dict = training.sharded_state_dict()
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
@@ -110,16 +111,41 @@ class Training:
         self.losses += losses
         return losses
 
-    def sharded_state_dict(self, is_loading: bool = False) -> dict[str, Any]:
-        """Model and optimizer as `dist_checkpointing.save` and `load` take them, the optimizer reshardable in full."""
+    def sharded_state_dict(self, is_loading: bool = False, flat_buckets: bool = False) -> dict[str, Any]:
+        """Model and optimizer as `dist_checkpointing.save` and `load` take them.
+
+        Args:
+            is_loading: for a load.
+            flat_buckets: the optimizer's state as launches save it unless told otherwise, with the arguments of a
+                launch; by default it is reshardable in full.
+        """
         model = self.model[0].module.sharded_state_dict()
-        optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, **_optimizer_layout())
-        return {
-            "model": model,
-            "optimizer": optimizer,
-            "iteration": self.step,
-            "arguments": {"hidden": self.shape.hidden},
-        }
+        layout: dict[str, Any] = _optimizer_layout()
+        others: dict[str, Any] = {"arguments": {"hidden": self.shape.hidden}}
+        if flat_buckets:
+            layout = {"metadata": {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}}
+            others |= {"content_metadata": dict(layout["metadata"]), "args": self._arguments()}
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, **layout)
+        return {"model": model, "optimizer": optimizer, "iteration": self.step, **others}
+
+    def _arguments(self) -> Namespace:
+        """What the arguments of a launch would say of this model."""
+        shape = self.shape
+        return Namespace(
+            num_layers=shape.layers,
+            hidden_size=shape.hidden,
+            num_attention_heads=4,
+            ffn_hidden_size=2 * shape.hidden,
+            swiglu=shape.gated,
+            add_bias_linear=not shape.gated and not shape.experts,
+            normalization="LayerNorm",
+            padded_vocab_size=shape.vocabulary,
+            max_position_embeddings=shape.sequence,
+            position_embedding_type="rope",
+            untie_embeddings_and_output_weights=True,
+            tensor_model_parallel_size=self.parallel.tensor,
+            pipeline_model_parallel_size=self.parallel.pipeline,
+        )
 
     def load(self, state_dict: dict[str, Any]) -> None:
         """Take over what `dist_checkpointing.load` returned."""
