@@ -1,9 +1,12 @@
 """A directory of files that appears under its name when all of them are written, whoever else wants that name.
 
-For what is made in one go and holds no `.metadata`, by which it could be told that it is not whole. The work is done in
+For what holds no `.metadata`, by which it could be told that it is not whole. The work is done in
 `TARGET.partial/ID`, where ID is that of a claim of `TARGET.partial`: nobody else ever writes there. Who takes the
 claim over, since its holder is gone or was thought to be, gives the folder another name before anything in it is
 removed. A holder that goes on all the same has nothing left to write to, and nothing to give the target's name to.
+
+What was interrupted can be gone on with, if it keeps a journal: who comes next gives that folder its own name. A holder
+that goes on all the same then writes, into files that are open, the bytes that belong there.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mcore_ckpt.convert._reshard_copy import JOURNAL_FILE, Journal
 from mcore_ckpt.convert._reshard_target import appear, claim_partial
-from mcore_ckpt.core.errors import OptionError, SaveError
+from mcore_ckpt.core.errors import CheckpointError, OptionError, SaveError
 from mcore_ckpt.directory.claim import Claim, is_claim_file
 from mcore_ckpt.storage.local import LocalStorage
 
@@ -26,13 +30,17 @@ _FOLDER = re.compile(r"[0-9a-f]{16}(?:\.gone\d*)?")
 
 
 @contextmanager
-def new_directory(target: Path, is_left_over: Callable[[str], bool]) -> Iterator[Path]:
-    """An empty directory to write into, which becomes `target` on leaving the block, and is removed on an error.
+def new_directory(
+    target: Path, is_left_over: Callable[[str], bool], fingerprint: str | None = None
+) -> Iterator[tuple[Path, Journal | None]]:
+    """A directory to write into, which becomes `target` on leaving the block, and is removed on an error.
 
     Args:
         target: it must not exist, or be empty.
         is_left_over: whether a file of this name, which lies in the temporary directory, is one that an earlier run
             has left. Those are removed.
+        fingerprint: of what is made, which then has a journal: what an interrupted run has left of the same is in the
+            directory, and stays there if this run is interrupted, or cannot write. Otherwise the directory is empty.
 
     Raises:
         OptionError: there is something else in the temporary directory.
@@ -43,12 +51,27 @@ def new_directory(target: Path, is_left_over: Callable[[str], bool]) -> Iterator
         partial = Path(claim.storage.location)
         folder = partial / claim.owner.save_id
         try:
+            if fingerprint is not None:
+                _take_up(partial, folder, fingerprint)
             _clear(partial, folder.name, is_left_over)
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
         except OSError as error:
             raise SaveError(f"{folder}: the directory cannot be made: {error.strerror or error}") from error
+        kept = False
         try:
-            yield folder
+            if fingerprint is None:
+                yield folder, None
+            else:
+                with Journal(folder, fingerprint) as journal:
+                    try:
+                        yield folder, journal
+                    except CheckpointError as error:
+                        kept = bool(journal.done) and isinstance(error, SaveError)
+                        raise
+                    except BaseException:
+                        kept = bool(journal.done)
+                        raise
+                LocalStorage(folder).delete(JOURNAL_FILE)
             LocalStorage(folder).sync_directory()
             claim.check()
             appear(folder, target)
@@ -56,8 +79,23 @@ def new_directory(target: Path, is_left_over: Callable[[str], bool]) -> Iterator
             claim.check()  # says better what has happened, if the folder was taken away
             raise
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if not kept:
+                shutil.rmtree(folder, ignore_errors=True)
             _let_go(claim, partial)
+
+
+def _take_up(partial: Path, folder: Path, fingerprint: str) -> None:
+    """Give what an interrupted run has left of the same work the name of this run's folder."""
+    for path in sorted(partial.iterdir()):
+        if _FOLDER.fullmatch(path.name) and "." not in path.name and (path / JOURNAL_FILE).is_file():
+            try:
+                with Journal(path, fingerprint) as journal:
+                    same = bool(journal.done)
+            except (OptionError, SaveError):
+                continue  # other work, which goes
+            if same:
+                path.rename(folder)
+                return
 
 
 def _clear(partial: Path, own: str, is_left_over: Callable[[str], bool]) -> None:

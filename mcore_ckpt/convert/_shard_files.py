@@ -6,16 +6,19 @@ calls this gives the directory its name when it is complete.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from mcore_ckpt.convert._file_stream import Streams, StreamSink, TargetFile, WriteBehind
-from mcore_ckpt.convert._reshard_copy import CastSource, check_chunks, chunk_sources
+from mcore_ckpt.convert._file_stream import FileStream, Streams, TargetFile, WriteBehind
+from mcore_ckpt.convert._reshard_copy import CastSource, Journal, check_chunks, chunk_sources
 from mcore_ckpt.convert._safetensors_files import safetensors_header
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress
@@ -26,7 +29,7 @@ from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.regrid import Sink, Walk
 
-__all__ = ["MODEL_FILES", "Exported", "FileFormat", "is_exported", "write_files"]
+__all__ = ["MODEL_FILES", "Exported", "FileFormat", "export_fingerprint", "is_exported", "write_files"]
 
 FileFormat = Literal["safetensors", "torch"]
 
@@ -37,6 +40,9 @@ MODEL_FILES = (
 """What lies beside the weights of a model of the Hugging Face libraries."""
 
 _BUFFER_BYTES = 8 * 1024**2
+# While one waits for the disk, another puts together.
+_THREADS = 2
+_SYNC_BYTES = 1024**3
 _EXPORTED_FILE = re.compile(r"(?:model|pytorch_model)[-.].*(?:safetensors|bin|index\.json|tmp)")
 
 
@@ -67,6 +73,27 @@ def is_exported(name: str) -> bool:
     return _EXPORTED_FILE.fullmatch(name) is not None
 
 
+def export_fingerprint(
+    payloads: StoredPayloads, tensors: Sequence[Exported], max_shard_bytes: int, files: Mapping[str, Sequence[int]]
+) -> str:
+    """Of everything that the bytes of safetensors files depend on.
+
+    Args:
+        payloads: the source.
+        tensors: what is written, in this order.
+        max_shard_bytes: no file holds more.
+        files: length and time of change of each file of the source.
+    """
+    found: dict[str, Any] = {
+        "source": str(Path(payloads.index.path).resolve()),
+        "files": {name: list(state) for name, state in files.items()},
+        "tensors": [[tensor.name, tensor.entry.fqn, tensor.dtype, *tensor.shape] for tensor in tensors],
+        "shards": [max_shard_bytes, _THREADS],
+        "recipe": hashlib.sha256("\n".join(payloads.recipe()).encode()).hexdigest(),
+    }
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
 def write_files(
     payloads: StoredPayloads,
     directory: Path,
@@ -74,16 +101,18 @@ def write_files(
     tensors: Sequence[Exported],
     max_shard_bytes: int,
     progress: bool | None,
+    journal: Journal | None = None,
 ) -> list[str]:
     """Write tensors, in their order, and where there are several files, their index.
 
     Args:
         payloads: what is stored.
-        directory: an empty one.
+        directory: an empty one, or one that an interrupted run has left.
         to: format of the files.
         tensors: what to write.
         max_shard_bytes: no file holds more, unless one tensor is larger.
         progress: show a bar; None: if standard error is a terminal.
+        journal: of the directory; what is done already is not done again (safetensors only).
 
     Returns:
         Names of the files with tensors.
@@ -94,12 +123,13 @@ def write_files(
     """
     shards = _shards(tensors, max_shard_bytes)
     total = sum(tensor.nbytes for tensor in tensors)
+    files = [_file_name(to, n, len(shards)) for n in range(1, len(shards) + 1)]
     with Progress("export", total, shown=progress) as bar:
-        write = _write_safetensors if to == "safetensors" else _write_torch
-        files = [
-            write(payloads, directory, _file_name(to, n, len(shards)), shard, bar.advance)
-            for n, shard in enumerate(shards, 1)
-        ]
+        if to == "safetensors":
+            _write_safetensors(payloads, directory, files, shards, bar.advance, journal)
+        else:
+            for name, shard in zip(files, shards, strict=True):
+                _write_torch(payloads, directory, name, shard, bar.advance)
     if len(files) > 1:
         _write_weight_map(directory, to, files, shards, total)
     return files
@@ -135,30 +165,124 @@ def _write_weight_map(
     LocalStorage(directory).publish(f"{stem}.{ending}.index.json", json.dumps(document, indent=2).encode() + b"\n")
 
 
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """A safetensors file: its name, its header, where each tensor starts in it, and its size."""
+
+    name: str
+    header: bytes
+    starts: dict[str, int]
+    size_bytes: int
+
+
+def _described(name: str, tensors: Sequence[Exported]) -> _Shard:
+    header, starts = safetensors_header(
+        [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], {"format": "pt"}
+    )
+    return _Shard(name, header, starts, len(header) + sum(tensor.nbytes for tensor in tensors))
+
+
+@dataclass(slots=True)
+class _Writing:
+    """What the threads share that write safetensors files: each has a stretch of the tensors, one after another."""
+
+    payloads: StoredPayloads
+    directory: Path
+    work: list[list[tuple[_Shard, Exported]]]
+    journal: Journal | None
+    advance: Callable[[int], None]
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
 def _write_safetensors(
-    payloads: StoredPayloads, directory: Path, name: str, tensors: Sequence[Exported], advance: Callable[[int], None]
-) -> str:
-    described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
-    header, starts = safetensors_header(described, {"format": "pt"})
-    size = len(header) + sum(tensor.nbytes for tensor in tensors)
-    file = TargetFile(str(directory / name), size)
+    payloads: StoredPayloads,
+    directory: Path,
+    names: Sequence[str],
+    shards: Sequence[Sequence[Exported]],
+    advance: Callable[[int], None],
+    journal: Journal | None,
+) -> None:
+    tensors: list[tuple[_Shard, Exported]] = []
+    for name, content in zip(names, shards, strict=True):
+        shard = _described(name, content)
+        if not content:
+            LocalStorage(directory).publish(name, shard.header)
+        tensors += [(shard, tensor) for tensor in content]
+    run = _Writing(payloads, directory, _stretches(tensors), journal, advance)
+    with ThreadPoolExecutor(len(run.work), thread_name_prefix="mcore-ckpt-export") as pool:
+        futures = [pool.submit(_write_stretch, run, number) for number in range(len(run.work))]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            run.stop.set()
+            raise
+
+
+def _stretches(tensors: list[tuple[_Shard, Exported]]) -> list[list[tuple[_Shard, Exported]]]:
+    """As many as there are threads, of about as many bytes."""
+    total = sum(tensor.nbytes for _, tensor in tensors)
+    found: list[list[tuple[_Shard, Exported]]] = [[] for _ in range(_THREADS)]
+    done = 0
+    for shard, tensor in tensors:
+        found[min(_THREADS - 1, done * _THREADS // max(1, total))].append((shard, tensor))
+        done += tensor.nbytes
+    return found
+
+
+def _write_stretch(run: _Writing, number: int) -> None:
+    """Write what a thread has of the files; every gibibyte, and in the end, it is durable and noted in the journal."""
+    work = run.work[number]
+    done = 0 if run.journal is None else run.journal.done.get(number, 0)
+    for _, tensor in work[:done]:
+        run.advance(tensor.nbytes)
+    files: dict[str, TargetFile] = {}
+    unsynced_bytes = 0
     try:
         with WriteBehind() as writes:
-            streams = Streams(writes, _BUFFER_BYTES, 4)
-            stream = streams.open(file, 0)
-            stream.write(header)
-            for tensor in tensors:
-                assert stream.position == starts[tensor.name]
-                _stream_tensor(payloads, tensor, StreamSink(stream))
-                advance(tensor.nbytes)
-            stream.flush()
-        file.sync()
+            streams, walk = Streams(writes, _BUFFER_BYTES, 4), Walk()
+
+            def sync() -> None:
+                streams.flush()
+                writes.drain()
+                for file in files.values():
+                    file.sync()
+                if run.journal is not None:
+                    run.journal.record(number, done, {}, {})
+
+            stream: FileStream | None = None
+            try:
+                for shard, tensor in work[done:]:
+                    if run.stop.is_set():
+                        break
+                    start = shard.starts[tensor.name]
+                    if shard.name not in files:
+                        files[shard.name] = TargetFile(str(run.directory / shard.name), shard.size_bytes)
+                    if stream is None or stream.file is not files[shard.name]:
+                        if stream is not None:
+                            stream.flush()
+                        first = start == len(shard.header)
+                        stream = streams.open(files[shard.name], 0 if first else start)
+                        if first:
+                            stream.write(shard.header)
+                    assert stream.position == start
+                    _stream_tensor(run.payloads, tensor, stream, walk)
+                    run.advance(tensor.nbytes)
+                    done += 1
+                    unsynced_bytes += tensor.nbytes
+                    if unsynced_bytes >= _SYNC_BYTES:
+                        sync()
+                        unsynced_bytes = 0
+            except BaseException:
+                run.stop.set()
+                raise
+            sync()
     finally:
-        file.close()
-    return name
+        for file in files.values():
+            file.close()
 
 
-def _stream_tensor(payloads: StoredPayloads, tensor: Exported, sink: Sink) -> None:
+def _stream_tensor(payloads: StoredPayloads, tensor: Exported, sink: Sink, walk: Walk) -> None:
     """One tensor, put together from its chunks in C order; each chunk is held against its checksum."""
     entry = tensor.entry
     if 0 in entry.shape:
@@ -167,7 +291,8 @@ def _stream_tensor(payloads: StoredPayloads, tensor: Exported, sink: Sink) -> No
     sources = chunk_sources(payloads, located, entry, tensor.dtype)
     whole = Box((0,) * len(entry.shape), entry.shape)
     boxes = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-    read = Walk(element_bytes(tensor.dtype)).move(boxes, sources, [whole], [sink])
+    walk.elem_bytes = element_bytes(tensor.dtype)
+    read = walk.move(boxes, sources, [whole], [sink])
     check_chunks(located, sources, read, payloads.index.path, "export")
     for chunk, source, given in zip(entry.chunks, sources, read, strict=True):
         payloads.was_read(entry, chunk, source.crc32 if isinstance(source, CastSource) else given)
@@ -175,13 +300,15 @@ def _stream_tensor(payloads: StoredPayloads, tensor: Exported, sink: Sink) -> No
 
 def _write_torch(
     payloads: StoredPayloads, directory: Path, name: str, tensors: Sequence[Exported], advance: Callable[[int], None]
-) -> str:
+) -> None:
     import torch
 
     from mcore_ckpt.convert._torch_files import write_torch_file
 
+    walk = Walk()
+
     def fill(number: int, sink: Sink) -> None:
-        _stream_tensor(payloads, tensors[number], sink)
+        _stream_tensor(payloads, tensors[number], sink, walk)
         advance(tensors[number].nbytes)
 
     lacking = next((tensor for tensor in tensors if not hasattr(torch, tensor.dtype)), None)
@@ -191,4 +318,3 @@ def _write_torch(
         )
     described = [(tensor.name, getattr(torch, tensor.dtype), tensor.shape) for tensor in tensors]
     write_torch_file(directory / name, described, fill)
-    return name

@@ -16,7 +16,7 @@ from typing import Literal
 from mcore_ckpt.convert._new_directory import new_directory
 from mcore_ckpt.convert._partition import Partitioner
 from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, file_states, refuse_changed, refuse_target
-from mcore_ckpt.convert._shard_files import Exported, is_exported, write_files
+from mcore_ckpt.convert._shard_files import Exported, export_fingerprint, is_exported, write_files
 from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan, target_dtype
 from mcore_ckpt.convert.rules import RenameRule, parse_rename_rules, rename_keys, rules_in
 from mcore_ckpt.core.errors import OptionError
@@ -97,8 +97,9 @@ def export_checkpoint(
     with StoredPayloads(index) as payloads:
         if to == "dcp":
             return _export_dcp(payloads, directory, names, dtype, progress)
-        with new_directory(directory, is_exported) as folder:
-            files = write_files(payloads, folder, to, exported, max_shard_bytes, progress)
+        fingerprint = export_fingerprint(payloads, exported, max_shard_bytes, seen) if to == "safetensors" else None
+        with new_directory(directory, is_exported, fingerprint) as (folder, journal):
+            files = write_files(payloads, folder, to, exported, max_shard_bytes, progress, journal)
             refuse_changed(index, seen, names)
         total = sum(tensor.nbytes for tensor in exported)
     return ExportReport(

@@ -28,7 +28,7 @@ from mcore_ckpt.convert._pieces import PiecePayloads, Source, Wanted
 from mcore_ckpt.convert._quantized import PlainPayloads, plain_payloads
 from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, file_states, refuse_changed, refuse_target
 from mcore_ckpt.convert._safetensors_files import RawPayloads, parse_json
-from mcore_ckpt.convert._shard_files import MODEL_FILES, Exported, is_exported, write_files
+from mcore_ckpt.convert._shard_files import MODEL_FILES, Exported, export_fingerprint, is_exported, write_files
 from mcore_ckpt.convert._sources import open_source
 from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan, target_dtype
 from mcore_ckpt.convert.rules import RenameRule, parse_rename_rules, rules_in
@@ -295,8 +295,9 @@ def export_model(
             Exported(key, entry, target_dtype(entry, options.dtype), conversion.relation.joined.get(key))
             for key, entry in payloads.index.tensors.items()
         ]
-        with new_directory(directory, is_exported) as folder:
-            files = write_files(payloads, folder, "safetensors", tensors, options.max_shard_bytes, progress)
+        fingerprint = export_fingerprint(payloads, tensors, options.max_shard_bytes, seen)
+        with new_directory(directory, is_exported, fingerprint) as (folder, journal):
+            files = write_files(payloads, folder, "safetensors", tensors, options.max_shard_bytes, progress, journal)
             payloads.check_rest()
             _write_model_files(folder, conversion, tensors, options)
             refuse_changed(index, seen)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.convert import _reshard_target, _torch_files
+from mcore_ckpt.convert import _reshard_target, _shard_files, _torch_files
 from mcore_ckpt.convert.export import Format, export_checkpoint
 from mcore_ckpt.convert.import_ import import_checkpoint
 from mcore_ckpt.convert.reshard import reshard_checkpoint
@@ -424,6 +424,74 @@ MAKERS: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
+class TestInterruptedExport:
+    """What is on the disk when an export ends early is not written again by the same command."""
+
+    LIMIT = 20_000
+
+    def interrupt(self, checkpoint: Path, target: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
+        """End an export in its middle; returns how many chunks it had located."""
+        calls = 0
+        located = StoredPayloads.locate
+
+        def locate(self: StoredPayloads, *arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 12:
+                raise error
+            return located(self, *arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(StoredPayloads, "locate", locate)
+            patched.setattr(_shard_files, "_SYNC_BYTES", 1)
+            with pytest.raises(type(error)):
+                export_checkpoint(checkpoint, target, max_shard_bytes=self.LIMIT)
+        assert not target.exists()
+        return calls
+
+    def exported(self, checkpoint: Path, target: Path, monkeypatch: pytest.MonkeyPatch, limit: int = LIMIT) -> int:
+        """Export; returns how many chunks were located, and holds what is written against what has to be."""
+        located, calls = StoredPayloads.locate, 0
+
+        def locate(self: StoredPayloads, *arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return located(self, *arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(StoredPayloads, "locate", locate)
+            export_checkpoint(checkpoint, target, max_shard_bytes=limit)
+        assert not target.with_name(f"{target.name}.partial").exists()
+        assert not any(is_claim_file(name) or "journal" in name for name in names_in(target))
+        found: dict[str, torch.Tensor] = {}
+        for path in target.glob("*.safetensors"):
+            found |= read_by_definition(path)
+        assert_same(found, model_tensors())
+        return calls
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt(), SaveError("the disk is full")], ids=repr)
+    def test_the_same_command_goes_on(
+        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    ) -> None:
+        whole = self.exported(checkpoint, tmp_path / "alone", monkeypatch)
+        self.interrupt(checkpoint, tmp_path / "t", monkeypatch, error)
+        assert self.exported(checkpoint, tmp_path / "t", monkeypatch) < whole
+        assert contents(tmp_path / "t") == contents(tmp_path / "alone")
+
+    def test_what_another_command_has_left_goes(
+        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        whole = self.exported(checkpoint, tmp_path / "alone", monkeypatch, 10**6)
+        self.interrupt(checkpoint, tmp_path / "t", monkeypatch, KeyboardInterrupt())
+        assert self.exported(checkpoint, tmp_path / "t", monkeypatch, 10**6) == whole
+
+    def test_an_error_of_the_source_leaves_nothing(
+        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.interrupt(checkpoint, tmp_path / "t", monkeypatch, CorruptCheckpointError("a file was damaged"))
+        assert not (tmp_path / "t.partial").exists()
+
+
 class TestTwoAtOnce:
     """Two commands that make one target: one of them makes it whole, the other one says why it does not."""
 
@@ -500,8 +568,11 @@ class TestTwoAtOnce:
 
         thread = threading.Thread(target=other, daemon=True)
 
+        first: list[StoredPayloads] = []
+
         def locate(self: StoredPayloads, *arguments: Any) -> Any:
-            if threading.current_thread() is thread and len(list(tmp_path.rglob("*.safetensors"))) > 1:
+            first.append(self)
+            if self is not first[0] and len(list(tmp_path.rglob("*.safetensors"))) > 1:
                 begun.set()
                 assert proceed.wait(60)
             return located(self, *arguments)
