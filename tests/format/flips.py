@@ -43,7 +43,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,8 @@ GOLDEN_KINDS = ("megatron-0.16.1", "megatron-0.19.2", "dcp-2.13.0", "ours-0.1.0"
 OUTCOMES = ("seen", "harmless", "missed", "part", "WRONG", "FOREIGN", "DIED")
 DEADLINE_S = 60.0
 MEMORY_BYTES = 2 * 1024**3
+FLIPS_AT_ONCE = 100
+"""Of one checkpoint, between two times that the result is told: so a run that is interrupted has told most of it."""
 _SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
 
 
@@ -376,7 +378,7 @@ class Trials:
     def __init__(self, subject: Subject, scratch: Path, tally: Tally) -> None:
         self._subject = subject
         self._tally = tally
-        self._directory = scratch / f"{subject.kind}, damaged"
+        self._directory = scratch / f"{subject.kind}, damaged by {os.getpid()}"
         shutil.rmtree(self._directory, ignore_errors=True)
         shutil.copytree(subject.directory, self._directory)
         self.files = [path.name for path in _files(subject.directory)]
@@ -385,13 +387,19 @@ class Trials:
 
     def _trial(self, changed: dict[str, bytes], kind: str, what: str) -> None:
         for name, content in changed.items():
-            (self._directory / name).write_bytes(content)
+            self._put(name, content)
         try:
             outcome = in_bounds(lambda: outcome_of(self._directory, self._truth))
         finally:
             for name in changed:
-                (self._directory / name).write_bytes(self._contents[name])
+                self._put(name, self._contents[name])
         self._tally.add(self._subject, kind, outcome, what)
+
+    def _put(self, name: str, content: bytes) -> None:
+        """Over what is there: a file that is truncated first is flushed by some file systems when it is closed."""
+        with (self._directory / name).open("r+b") as file:
+            file.write(content)
+            file.truncate()
 
     def flip(self, rng: random.Random) -> None:
         """One random bit; the files weigh by the square root of their size, so that small ones get their share."""
@@ -449,31 +457,56 @@ def _occurrences(content: bytes, what: bytes) -> Iterator[int]:
         at = content.find(what, at + 1)
 
 
-def run(flips: int, seed: int, scratch: Path, *, cuts: bool = True, workers: int = 1) -> Tally:
-    """All trials: `flips` random bits over all checkpoints, and with `cuts` every boundary; `workers` processes."""
+def run(
+    flips: int,
+    seed: int,
+    scratch: Path,
+    *,
+    cuts: bool = True,
+    workers: int = 1,
+    told: Callable[[Tally], None] = lambda tally: None,
+) -> Tally:
+    """All trials: `flips` random bits over all checkpoints, and with `cuts` every boundary; `workers` processes.
+
+    The checkpoints take turns, some flips at a time; `told` is called with all that is known whenever some have ended.
+    """
     subjects = make_subjects(scratch)
     shares = [flips // len(subjects) + (number < flips % len(subjects)) for number in range(len(subjects))]
-    tries = [
-        partial(_try, subject, scratch, share, seed, cuts) for subject, share in zip(subjects, shares, strict=True)
-    ]
+    tries = [partial(_others, subject, scratch, cuts) for subject in subjects]
+    for first in range(0, max(shares), FLIPS_AT_ONCE):
+        tries += [
+            partial(_flips, subject, scratch, min(FLIPS_AT_ONCE, share - first), f"{seed} {subject.kind} {first}")
+            for subject, share in zip(subjects, shares, strict=True)
+            if share > first
+        ]
     if workers == 1:
         return Tally.of_all(attempt() for attempt in tries)
+    whole = Tally()
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        return Tally.of_all(done.result() for done in [pool.submit(attempt) for attempt in tries])
+        for done in as_completed([pool.submit(attempt) for attempt in tries]):
+            whole = Tally.of_all((whole, done.result()))
+            told(whole)
+    return whole
 
 
-def _try(subject: Subject, scratch: Path, flips: int, seed: int, cuts: bool) -> Tally:
-    """All trials with one checkpoint."""
-    started, tally = time.monotonic(), Tally()
+def _others(subject: Subject, scratch: Path, cuts: bool) -> Tally:
+    """All trials with one checkpoint but its flips."""
+    tally = Tally()
     trials = Trials(subject, scratch, tally)
     trials.swap()
     trials.stale()
-    rng = random.Random(f"{seed} {subject.kind}")
-    for _ in range(flips):
-        trials.flip(rng)
     if cuts:
         trials.cut()
-    print(f"{subject.kind}: {tally.trials} trials in {time.monotonic() - started:.0f} s", flush=True)
+    return tally
+
+
+def _flips(subject: Subject, scratch: Path, flips: int, seed: str) -> Tally:
+    """So many flipped bits of one checkpoint."""
+    tally = Tally()
+    trials = Trials(subject, scratch, tally)
+    rng = random.Random(seed)
+    for _ in range(flips):
+        trials.flip(rng)
     return tally
 
 
@@ -504,8 +537,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-cuts", action="store_true", help="leave out cutting files at every boundary")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    started = time.monotonic()
+
+    def told(tally: Tally) -> None:
+        if chosen.write is not None:
+            write_page(chosen.write, tally, chosen.seed)
+        bad = f"{len(tally.unexpected)} as they must not{''.join(f'; {what}' for what in tally.unexpected[-3:])}"
+        print(f"{time.monotonic() - started:.0f} s: {tally.trials} trials, {bad}", flush=True)
+
     with tempfile.TemporaryDirectory(prefix="flips-") as scratch:
-        tally = run(chosen.flips, chosen.seed, Path(scratch), cuts=not chosen.no_cuts, workers=chosen.workers)
+        cuts = not chosen.no_cuts
+        tally = run(chosen.flips, chosen.seed, Path(scratch), cuts=cuts, workers=chosen.workers, told=told)
     print(f"\n{tally.trials} trials, seed {chosen.seed}\n\n{tally.table()}\n")
     if chosen.write is not None:
         write_page(chosen.write, tally, chosen.seed)
