@@ -472,13 +472,15 @@ def run(
     """
     subjects = make_subjects(scratch)
     shares = [flips // len(subjects) + (number < flips % len(subjects)) for number in range(len(subjects))]
-    tries = [partial(_others, subject, scratch, cuts) for subject in subjects]
+    tries = [partial(_swaps, subject, scratch) for subject in subjects]
     for first in range(0, max(shares), FLIPS_AT_ONCE):
         tries += [
             partial(_flips, subject, scratch, min(FLIPS_AT_ONCE, share - first), f"{seed} {subject.kind} {first}")
             for subject, share in zip(subjects, shares, strict=True)
             if share > first
         ]
+    if cuts:
+        tries += [partial(_cuts, subject, scratch) for subject in subjects]
     if workers == 1:
         return Tally.of_all(attempt() for attempt in tries)
     whole = Tally()
@@ -489,14 +491,19 @@ def run(
     return whole
 
 
-def _others(subject: Subject, scratch: Path, cuts: bool) -> Tally:
-    """All trials with one checkpoint but its flips."""
+def _swaps(subject: Subject, scratch: Path) -> Tally:
+    """Files of one checkpoint under another's name, and of the save before."""
     tally = Tally()
     trials = Trials(subject, scratch, tally)
     trials.swap()
     trials.stale()
-    if cuts:
-        trials.cut()
+    return tally
+
+
+def _cuts(subject: Subject, scratch: Path) -> Tally:
+    """Files of one checkpoint, cut at every boundary."""
+    tally = Tally()
+    Trials(subject, scratch, tally).cut()
     return tally
 
 
