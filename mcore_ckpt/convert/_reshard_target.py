@@ -52,7 +52,7 @@ from mcore_ckpt.format.metadata_read import (
     read_small_file,
 )
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, SealedFile, seal_metadata
+from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, SealedFile, seal_metadata, shown_id
 from mcore_ckpt.load.fetch import in_parallel
 from mcore_ckpt.storage.local import LocalStorage, open_regular
 from mcore_ckpt.tools.payloads import MADE_HERE, PayloadSource, StoredPayloads
@@ -151,11 +151,10 @@ def build_target(
         SaveError: the target cannot be written; what is done is kept for the next run.
         LoadError: the source cannot be read, or another program has changed its files meanwhile.
     """
-    content = encode_metadata(plan.index)
     with claim_partial(target) as claim:
         if options.restart:
             _empty(partial_directory(target))
-        return _build(payloads, plan, target, options, claim, content, carry=carry, progress=progress)
+        return _build(payloads, plan, target, options, claim, carry=carry, progress=progress)
 
 
 @contextmanager
@@ -187,7 +186,6 @@ def _build(
     target: Path,
     options: BuildOptions,
     claim: Claim,
-    content: bytes,
     *,
     carry: Callable[[Path], None],
     progress: bool | None,
@@ -196,7 +194,7 @@ def _build(
     partial = partial_directory(target)
     total = sum(move.payload_bytes for moves in plan.work for move in moves)
     seen = file_states(payloads.index)
-    with Journal(partial, _fingerprint(payloads, plan, content)) as journal:
+    with Journal(partial, _fingerprint(payloads, plan)) as journal:
         resumed = bool(journal.done)
         if not resumed:
             _check_space(partial, plan.sizes)
@@ -214,7 +212,10 @@ def _build(
                 move_files=options.move_files and options.verify,
             )
         payloads.check_rest()
-        content = seal_metadata(content, _seal_files(plan, payloads, partial, journal))
+        seal = _seal_files(plan, payloads, partial, journal)
+        # Another checkpoint than the source, and than what the source was resharded to before: of another save.
+        meta = {**(plan.index.storage_meta or {}), "save_id": shown_id(seal.save_id)}
+        content = seal_metadata(encode_metadata(plan.index, storage_meta=meta), seal)
         copied = time.monotonic()
         if options.verify:
             written = parse_index(content, str(partial))
@@ -275,11 +276,11 @@ def _empty(partial: Path) -> None:
             path.unlink()
 
 
-def _fingerprint(payloads: StoredPayloads, plan: ReshardPlan, content: bytes) -> str:
+def _fingerprint(payloads: StoredPayloads, plan: ReshardPlan) -> str:
     """Of everything that the bytes of the target depend on: its layout, and the files that they come from."""
     found: dict[str, Any] = {
         "source": str(Path(payloads.index.path).resolve()),
-        "target": hashlib.sha256(content).hexdigest(),
+        "target": hashlib.sha256(encode_metadata(plan.index)).hexdigest(),
         "keys": [[move.entry.fqn, move.target_fqn] for moves in plan.work for move in moves],
         **file_states(payloads.index),
     }

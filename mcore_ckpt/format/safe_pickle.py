@@ -47,7 +47,7 @@ from mcore_ckpt.format._pickle_machine import (
 )
 from mcore_ckpt.format._plain_index import plainly_built
 from mcore_ckpt.format.crc import crc32
-from mcore_ckpt.format.tensor_pickle import DTYPE_OF_STORAGE
+from mcore_ckpt.format.tensor_pickle import DTYPE_OF_STORAGE, DTYPES
 from mcore_ckpt.format.zip_records import ItemBytes, ItemStream, ZipRecord, read_directory, record_start
 
 __all__ = [
@@ -264,14 +264,21 @@ class StoredStorage:
     content: bytes
 
 
+class _Referred(NamedTuple):
+    """A storage that is referred to: the stand-in of its class, and which of the records it is."""
+
+    kind: type
+    key: str
+
+
 class _KindsOfStorages(_Opaques):
-    """As `_Opaques`; and the stand-in of its class for each storage."""
+    """As `_Opaques`; and a `_Referred` for each storage."""
 
     def referred(self, reference: Any) -> Any:
-        kind = reference[1] if type(reference) is tuple and len(reference) > 1 else None
-        if not (isinstance(kind, type) and issubclass(kind, Opaque)):
+        kind, key = reference[1:3] if type(reference) is tuple and len(reference) > 2 else (None, None)
+        if not (isinstance(kind, type) and issubclass(kind, Opaque)) or type(key) is not str:
             raise WrongArgumentsError("a reference to no storage")
-        return kind
+        return _Referred(kind, key)
 
 
 def read_tensor_outline(read: Callable[[int, int], bytes], item_bytes: int, where: str) -> TensorOutline | None:
@@ -293,14 +300,16 @@ def read_tensor_outline(read: Callable[[int, int], bytes], item_bytes: int, wher
             name = next(name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl"))
             if archive.getinfo(name).file_size > _MAX_INFLATION * item_bytes:
                 raise WrongArgumentsError(f"a pickle that would be inflated to {archive.getinfo(name).file_size} bytes")
-            return _outline(unpickle(archive.read(name), _KindsOfStorages(), where), where)
+            made = unpickle(archive.read(name), _KindsOfStorages(), where)
+            folder = name.partition("/")[0]
+            return _outline(made, lambda key: archive.getinfo(f"{folder}/data/{key}").file_size, where)
     except LoadError:
         raise
     except Exception as error:  # a damaged archive can fail in any way
         raise _unreadable(where, error) from error
 
 
-def _outline(made: Any, where: str) -> TensorOutline | None:
+def _outline(made: Any, storage_bytes: Callable[[str], int], where: str) -> TensorOutline | None:
     if not isinstance(made, Opaque):
         raise CorruptCheckpointError(f"{where}: expected a tensor, stored is {type(made).__name__}")
     function, arguments = made.name, made.arguments
@@ -320,9 +329,20 @@ def _outline(made: Any, where: str) -> TensorOutline | None:
     typed = function in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_qtensor")
     if not typed and function != "torch._utils._rebuild_tensor_v3":
         return None
-    kind: Any = arguments[0 if typed else 6]
-    dtype = getattr(kind, "name", "").removeprefix("torch.") if isinstance(kind, type) else ""
-    return TensorOutline(DTYPE_OF_STORAGE.get(dtype) if typed else dtype or None, checked_size(arguments[2]))
+    storage: Any = arguments[0]
+    kind: Any = storage.kind if typed else arguments[6]
+    name = getattr(kind, "name", "").removeprefix("torch.") if isinstance(kind, type) else ""
+    dtype = DTYPE_OF_STORAGE.get(name) if typed else name or None
+    start, sizes, strides = arguments[1], checked_size(arguments[2]), checked_size(arguments[3])
+    if dtype in DTYPES and 0 not in sizes:
+        last = start + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        stored = storage_bytes(storage.key) // DTYPES[dtype].element_bytes
+        if not 0 <= start <= last < stored:
+            raise CorruptCheckpointError(
+                f"{where}: expected the elements [{start}, {last}] of a storage, which has {stored}; load another copy "
+                "or an earlier checkpoint"
+            )
+    return TensorOutline(dtype, sizes)
 
 
 _WRAPPERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -24,7 +25,7 @@ from mcore_ckpt.load.checksums import check_records, checksum_error
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
 from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.load.ranges import Extent, coalesce
-from mcore_ckpt.load.stored_items import chunk_name, item_name
+from mcore_ckpt.load.stored_items import check_proportion, chunk_name, item_name
 from mcore_ckpt.storage.base import Storage
 
 __all__ = ["ItemDecoder"]
@@ -84,6 +85,7 @@ class ItemDecoder:
             CorruptCheckpointError, ChecksumError, LoadError: it is not what was written, or not what the index says.
         """
         where = chunk_name(fqn, chunk)
+        check_proportion(math.prod(chunk.sizes) * dtype.itemsize, chunk.item, where)
         kind = re.sub(r"\d+", "#", reason)
         if kind not in self._reasons:
             self._reasons.add(kind)

@@ -16,9 +16,13 @@ from mcore_ckpt.format.item_reading import LocatedTensor
 __all__ = [
     "check_apart",
     "check_located",
+    "check_proportion",
     "chunk_name",
     "item_name",
 ]
+
+# More than any deflated record can grow.
+_MAX_INFLATION = 1100
 
 
 def item_name(fqn: str, item: StoredItem) -> str:
@@ -105,4 +109,22 @@ def check_located(
         raise ChecksumError(
             f"the item states the CRC-32 {located.crc32:#010x} for its elements, .metadata {crc:#010x}: the file was"
             " damaged after it was written, or part of it is another save's; load another copy or an earlier checkpoint"
+        )
+
+
+def check_proportion(nbytes: int, item: StoredItem, where: str) -> None:
+    """Raise `CorruptCheckpointError` if an item is to hold many times more elements than it has bytes.
+
+    No checkpoint stores a tensor so: the item makes all elements of one (a stride of 0), or the index is damaged; and
+    the elements would fill the memory.
+
+    Args:
+        nbytes: of the elements.
+        item: that is said to hold them.
+        where: key, file and bytes, for messages.
+    """
+    if not item.transforms and nbytes > _MAX_INFLATION * item.length:
+        raise CorruptCheckpointError(
+            f"{where}: {nbytes} bytes of elements are said to lie in an item of {item.length} bytes; no checkpoint "
+            "stores a tensor so, and it would fill the memory; load another copy or an earlier checkpoint"
         )

@@ -30,7 +30,7 @@ from mcore_ckpt.load.checksums import BlockSums, checksum_error, contiguous_arou
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
 from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.load.ranges import split_box
-from mcore_ckpt.load.stored_items import check_apart, check_located, chunk_name
+from mcore_ckpt.load.stored_items import check_apart, check_located, check_proportion, chunk_name
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.dtype_cast import carrier
@@ -55,8 +55,6 @@ _MAX_LOCATED = 4096
 _WINDOW_BYTES = 4 * 1024 * 1024
 _BOX_WINDOW_BYTES = 8 * 1024 * 1024
 _MAX_GAP_BYTES = 256 * 1024
-# More than any deflated record can grow: an item that is to hold more elements than this many times its bytes does not.
-_MAX_INFLATION = 1100
 
 
 class StoredPayload(NamedTuple):
@@ -168,12 +166,6 @@ class StoredPayloads:
             )
         dtype = stored_dtype(entry)
         loaded = decoder.tensor(entry.fqn, chunk, dtype, reason)
-        nbytes = math.prod(chunk.sizes) * element_bytes(entry.dtype)
-        if nbytes > _MAX_INFLATION * chunk.item.length and nbytes > loaded.untyped_storage().nbytes():
-            raise CorruptCheckpointError(
-                f"{where}: {nbytes} bytes of elements are made of an item of {chunk.item.length} bytes that repeats "
-                "them; no checkpoint stores a tensor so, and it would fill the memory"
-            )
         try:
             # A copy, since what is decoded may have any strides.
             tensor = torch.empty(chunk.sizes, dtype=dtype).copy_(loaded)
@@ -247,11 +239,7 @@ def check_tiled(index: CheckpointIndex, keys: Iterable[str]) -> None:
                     f"{chunk_name(entry.fqn, chunk)}: the file ends at byte {sizes[item.file]}; it was truncated, or "
                     "belongs to another save. Nothing was written"
                 )
-            if not item.transforms and nbytes > _MAX_INFLATION * item.length:
-                raise CorruptCheckpointError(
-                    f"{chunk_name(entry.fqn, chunk)}: {nbytes} bytes of elements cannot lie in {item.length} bytes; "
-                    f"the index of {index.path} is damaged. Nothing was written"
-                )
+            check_proportion(nbytes, item, chunk_name(entry.fqn, chunk))
 
 
 def _check_sum(payload: StoredPayload, value: int) -> None:

@@ -317,10 +317,10 @@ def _is_same_save(
     directory: Path,
     payloads: StoredPayloads,
 ) -> bool:
-    """Whether the copy is one of the very same save: by the id that DCP gives each, and by checksums.
+    """Whether the copy is one of the very same save: by the ids of both, and by checksums.
 
-    What a sealed index says of its save, the files say, too. Any other may have been taken from this very copy, by a
-    repair that ended early: then its id says nothing of the files.
+    What a sealed index says of its save, the files say, too. Any other has the id that DCP gives a save, which may have
+    been taken from this very copy, by a repair that ended early: then it says nothing of the files.
 
     Args:
         index: of the damaged checkpoint; None if it was taken from the copy, so that its id says nothing.
@@ -328,6 +328,8 @@ def _is_same_save(
         directory: of the damaged checkpoint.
         payloads: the copy.
     """
+    if index is not None and index.seal is not None and payloads.index.seal is not None:
+        return index.seal.save_id == payloads.index.seal.save_id
     own = ((index.storage_meta if index else None) or {}).get("save_id")
     theirs = (payloads.index.storage_meta or {}).get("save_id")
     same_id = bool(own and own == theirs)

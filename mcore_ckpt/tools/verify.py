@@ -35,7 +35,7 @@ from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
 from mcore_ckpt.load.checksums import check_records, checksum_error, range_crc
 from mcore_ckpt.load.fetch import OpenFiles, in_parallel, naming
 from mcore_ckpt.load.file_seals import check_seal, items_by_file, read_table, table_problems
-from mcore_ckpt.load.stored_items import check_located, item_name
+from mcore_ckpt.load.stored_items import check_located, check_proportion, item_name
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.local import LocalStorage
@@ -410,8 +410,9 @@ def check_item(
     except NotRangeable:
         checked = verify_compressed(read, item.length, where)
         if check.entry is not None and check.chunk is not None:
-            outline = read_tensor_outline(read, item.length, where)
             dtype, sizes = check.entry.dtype, check.chunk.sizes
+            check_proportion(math.prod(sizes) * element_bytes(dtype), item, where)
+            outline = read_tensor_outline(read, item.length, where)
             if outline is not None and (outline.shape != sizes or outline.dtype not in (None, dtype)):
                 raise CorruptCheckpointError(
                     f"{where}: the index says {dtype} of shape {list(sizes)}, stored is {outline.dtype} of shape "

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -32,8 +33,11 @@ from mcore_ckpt.core.errors import CheckpointExistsError, ChecksumError, Corrupt
 from mcore_ckpt.format.index import StoredChunk, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.load.read_requests import ReadRequest, stored_dtype
+from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.parallel_layout import data_file_rank
+from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.model_like import LAYERS, assert_same, model_tensors, read_all, write_model
 from tests.support.stored_layouts import StoredTensor, flip_byte, tilings, write_checkpoint
@@ -50,6 +54,19 @@ def files_of(directory: Path) -> dict[str, str]:
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }
+
+
+def read_by_ours(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, read by this package's reader."""
+    reader = FileSystemReader(directory)
+    found = {key: torch.empty(entry.shape, dtype=stored_dtype(entry)) for key, entry in reader.index.tensors.items()}
+    reader.read_items(
+        [
+            ReadRequest(key, tensor, (0,) * tensor.dim(), tuple(tensor.shape), tuple(tensor.shape))
+            for key, tensor in found.items()
+        ]
+    )
+    return found
 
 
 def grid(index: CheckpointIndex, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...], int | None]]:
@@ -606,6 +623,42 @@ def test_a_target_is_sealed_and_its_files_belong_to_it_alone(source: Path, tmp_p
     assert [problem.file for problem in report.problems] == [name]
     with pytest.raises(CorruptCheckpointError, match="mixed"):
         reshard(first, tmp_path / "third", ReshardOptions(TargetLayout(tp=1, pp=1)))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [ReshardOptions(TargetLayout(2, 1), dtype="float16"), ReshardOptions(TargetLayout(2, 1), only="decoder.*")],
+    ids=["cast", "filtered"],
+)
+def test_a_target_is_another_save_than_its_source(source: Path, tmp_path: Path, how: ReshardOptions) -> None:
+    """Neither takes files or items of the other, and a `.metadata` without its seal makes no wrong tensor of them."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    reshard(source, first, ReshardOptions(TargetLayout(2, 1)))
+    reshard(first, second, how)
+    for directory in (first, second):
+        index = read_index(directory)
+        assert index.seal is not None
+        assert index.storage_meta is not None
+        assert index.storage_meta["save_id"] == index.seal.save_id.hex()
+    names = {path.name for path in first.glob("*.distcp")} & {path.name for path in second.glob("*.distcp")}
+    assert names
+    for into, other in ((first, second), (second, first)):
+        expected, sealed = read_by_ours(into), (into / ".metadata").read_bytes()
+        for name in sorted(names):
+            own = (into / name).read_bytes()
+            (into / name).write_bytes((other / name).read_bytes())
+            assert not verify_checkpoint(into).whole
+            assert not repair_checkpoint(verify_checkpoint(into), other).repaired
+            with pytest.raises(CorruptCheckpointError, match="mixed"):
+                read_by_ours(into)
+            (into / ".metadata").write_bytes(pickle.dumps(pickle.loads(sealed)))  # as a program of somebody else would
+            try:
+                assert_same(read_by_ours(into), expected)
+            except CorruptCheckpointError:
+                assert not verify_checkpoint(into).whole
+            (into / ".metadata").write_bytes(sealed)
+            (into / name).write_bytes(own)
+        assert verify_checkpoint(into).whole
 
 
 @pytest.mark.timeout(60)

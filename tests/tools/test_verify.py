@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,9 @@ from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.load.read_requests import ReadRequest
+from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
@@ -263,6 +268,49 @@ class TestRepair:
         report = repair_checkpoint(verify_checkpoint(checkpoint), copy)
         assert len(report.problems) == 1
         assert report.repaired == ()
+
+
+def _repeated(count: int) -> bytes:
+    stream = io.BytesIO()
+    torch.save(torch.ones(1).expand(count), stream)
+    return stream.getvalue()
+
+
+def _transposed_in(payload_bytes: int) -> bytes:
+    """A transposed tensor of 6 x 4, of which so many bytes are there."""
+    stream, shorter = io.BytesIO(), io.BytesIO()
+    torch.save(torch.arange(24.0).view(4, 6).T, stream)
+    with zipfile.ZipFile(stream) as archive, zipfile.ZipFile(shorter, "w") as written:
+        for name in archive.namelist():
+            content = archive.read(name)
+            written.writestr(name, content[:payload_bytes] if name.endswith("/data/0") else content)
+    return shorter.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("shape", "item"),
+    [((2**28,), _repeated(2**28)), ((2**40,), _repeated(2**40)), ((6, 4), _transposed_in(92))],
+    ids=["repeated", "repeated without end", "payload too short"],
+)
+def test_elements_that_are_not_there(tmp_path: Path, shape: tuple[int, ...], item: bytes) -> None:
+    """Verify, loads, slices and copies are of one opinion, and none takes the memory that the elements would."""
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "__0_0.distcp").write_bytes(item)
+    chunk = StoredChunk((0,) * len(shape), shape, StoredItem("__0_0.distcp", 0, len(item)))
+    rewrite(
+        tmp_path / "c", CheckpointIndex(str(tmp_path / "c"), {"w": TensorEntry("w", "float32", shape, (chunk,))}, {})
+    )
+    report = verify_checkpoint(tmp_path / "c")
+    assert [(problem.kind, problem.fqn) for problem in report.problems] == [("item", "w")]
+    with pytest.raises(CorruptCheckpointError, match="w at"):
+        open_checkpoint(tmp_path / "c")["w"][0:2]
+    part = torch.empty((2, *shape[1:]))
+    request = ReadRequest("w", part, (0,) * len(shape), tuple(part.shape), shape)
+    with pytest.raises(CorruptCheckpointError, match="w at"):
+        FileSystemReader(tmp_path / "c").read_items([request])
+    with pytest.raises(CorruptCheckpointError, match="w at"):
+        reshard(tmp_path / "c", tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
 
 
 class TestCommonState:
