@@ -125,6 +125,6 @@ def check_proportion(nbytes: int, item: StoredItem, where: str) -> None:
     """
     if not item.transforms and nbytes > _MAX_INFLATION * item.length:
         raise CorruptCheckpointError(
-            f"{where}: {nbytes} bytes of elements are said to lie in an item of {item.length} bytes; no checkpoint "
-            "stores a tensor so, and it would fill the memory; load another copy or an earlier checkpoint"
+            f"{where}: {nbytes} bytes of elements cannot lie in {item.length} bytes: the index is damaged, or the item "
+            "repeats one element, as no checkpoint does; load another copy or an earlier checkpoint"
         )
