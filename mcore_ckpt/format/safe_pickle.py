@@ -332,9 +332,9 @@ def _outline(made: Any, storage_bytes: Callable[[str], int], where: str) -> Tens
     storage: Any = arguments[0]
     kind: Any = storage.kind if typed else arguments[6]
     name = getattr(kind, "name", "").removeprefix("torch.") if isinstance(kind, type) else ""
-    dtype = DTYPE_OF_STORAGE.get(name) if typed else name or None
+    dtype: str | None = DTYPE_OF_STORAGE.get(name) if typed else name or None
     start, sizes, strides = arguments[1], checked_size(arguments[2]), checked_size(arguments[3])
-    if dtype in DTYPES and 0 not in sizes:
+    if dtype is not None and dtype in DTYPES and 0 not in sizes:
         last = start + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         stored = storage_bytes(storage.key) // DTYPES[dtype].element_bytes
         if not 0 <= start <= last < stored:
