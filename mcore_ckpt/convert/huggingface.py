@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -356,6 +357,7 @@ def _export_conversion(index: CheckpointIndex, options: HuggingFaceOptions) -> _
     model = family.model(config)
     if options.hf_config is not None:
         _hold_against_arguments(model, arguments, where)
+    _refuse_too_many(model, index, where)
     naming, relation = _naming_of(index, names, family, model, padded)
     _compare_tensors(
         {name: index.tensors[key].shape for name, key in names.items()},
@@ -397,6 +399,20 @@ def _naming_of(
         if len(other.megatron.keys() ^ found) < len(relation.megatron.keys() ^ found):
             return engine, other
     return naming, relation
+
+
+def _refuse_too_many(model: Model, index: CheckpointIndex, where: str) -> None:
+    """Raise `OptionError` for more layers and experts than the stored elements can be of, before each gets its rows.
+
+    A norm of each layer has an element for each of the hidden size, and each expert's matrices have more.
+    """
+    instances = model.layers + sum(model.expert_layers) * model.experts
+    elements = sum(math.prod(entry.shape) for entry in index.tensors.values())
+    if instances * model.sizes["hidden"] > elements:
+        raise OptionError(
+            f"{where}: {model.layers} layers, {model.experts} experts and a hidden size of {model.sizes['hidden']}, of "
+            f"which the {elements} elements in {index.path} cannot be. Nothing was written"
+        )
 
 
 def _hold_against_arguments(model: Model, arguments: Mapping[str, Any], where: str) -> None:
@@ -624,7 +640,9 @@ def _import_conversion(
     family = family_of_config(config, where) if options.arch == "auto" else family_named(options.arch)
     if options.vocabulary_multiple < 1:
         raise OptionError(f"vocabulary multiple {options.vocabulary_multiple}: expected at least 1")
-    model, arguments = family.model(config), family.arguments(config)
+    model = family.model(config)
+    _refuse_too_many(model, stored.index, where)
+    arguments = family.arguments(config)
     alike = len(set(model.expert_layers)) < 2
     naming = Naming(options.transformer_impl, stacked_layers=alike and not options.numbered_layers)
     unit = options.vocabulary_multiple * options.layout.tp

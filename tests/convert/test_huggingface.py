@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from mcore_ckpt.convert.huggingface import (
 )
 from mcore_ckpt.convert.reshard import reshard_checkpoint
 from mcore_ckpt.core.errors import (
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     ChecksumError,
@@ -279,6 +281,68 @@ def test_a_configuration_of_another_model_is_refused(model: Path, checkpoint: Pa
     (other / "config.json").write_text("[1]")
     with pytest.raises(CorruptCheckpointError, match="settings by name"):
         export_huggingface(checkpoint, tmp_path / "e", hf_config=other)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("settings", "error", "match"),
+    [
+        ({"num_hidden_layers": 90_000}, OptionError, "90000 layers"),
+        ({"num_hidden_layers": 10**400}, OptionError, "num_hidden_layers"),
+        ({"num_attention_heads": 2**39, "num_key_value_heads": 2**39}, OptionError, "heads"),
+        ({"rms_norm_eps": float("nan")}, OptionError, "rms_norm_eps"),
+        ({"rope_theta": float("inf")}, OptionError, "rope_theta"),
+        ({"rope_scaling": {"rope_type": ["llama3"]}}, OptionError, "rotary scaling"),
+        ({"hidden_act": ["silu"]}, OptionError, "hidden_act"),
+        ({"vocab_size": True}, OptionError, "vocab_size"),
+        ({"model_type": ["llama"]}, OptionError, "model_type"),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else None,
+)
+def test_a_configuration_of_a_stranger(
+    model: Path, tmp_path: Path, settings: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    (tmp_path / "m").mkdir()
+    for path in model.iterdir():
+        (tmp_path / "m" / path.name).hardlink_to(path)
+    (tmp_path / "m" / "config.json").unlink()
+    (tmp_path / "m" / "config.json").write_text(json.dumps({**CONFIG, **settings}))
+    with pytest.raises(error, match=match):
+        import_huggingface(tmp_path / "m", tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.timeout(60)
+def test_files_of_a_stranger(model: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """Nested without end, named twice, outside the directory, pipes: each ends in an error of ours with the name."""
+    other = tmp_path / "m"
+    other.mkdir()
+    for path in model.iterdir():
+        (other / path.name).hardlink_to(path)
+    config, index = other / "config.json", other / "model.safetensors.index.json"
+    for text in ("[" * 100_000, '{"model_type": "llama", "model_type": "gpt2"}', "9" * 5000, ""):
+        config.unlink()
+        config.write_text(text)
+        with pytest.raises(CorruptCheckpointError, match=r"config\.json"):
+            import_huggingface(other, tmp_path / "c")
+    config.unlink()
+    config.write_text(json.dumps(CONFIG))
+    for name in ("../m/model.safetensors", str(tmp_path / "m" / "model.safetensors"), ["x"], 1, None, ""):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(model_tensors(), name)}))
+        with pytest.raises(CheckpointError, match="m"):
+            import_huggingface(other, tmp_path / "c")
+    index.unlink()
+    config.unlink()
+    os.mkfifo(config)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        import_huggingface(other, tmp_path / "c")
+    tokens = tmp_path / "tokens"
+    tokens.mkdir()
+    (tokens / "config.json").write_text(json.dumps(CONFIG))
+    os.mkfifo(tokens / "tokenizer.json")  # not taken along, and waited for by nobody
+    export_huggingface(checkpoint, tmp_path / "e", hf_config=tokens)
+    assert not (tmp_path / "e" / "tokenizer.json").exists()
+    assert not (tmp_path / "c").exists()
 
 
 def test_tokenizer_files_come_along(model: Path, checkpoint: Path, tmp_path: Path) -> None:
