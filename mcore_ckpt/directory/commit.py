@@ -576,7 +576,7 @@ def _tidy_up(storage: Storage, target: Target, has_common_state: bool) -> None:
     elif storage.version(pending) is not None:
         _rename_for_sure(storage, pending, COMMON_FILE)
     names = storage.list()
-    if _INTEGRITY_FILE in names:
+    if target.replaces or _INTEGRITY_FILE in names:  # a listing may lag behind
         # Megatron sums up the files after the save: what is there now are the sums of another checkpoint.
         storage.delete(_INTEGRITY_FILE)
     for name in target.old_files:

@@ -206,7 +206,8 @@ def look_at(directory: Path, *, tracked: str | None = None) -> tuple[RunCheckpoi
 def is_claimed(directory: Path) -> bool:
     """Whether a save has marked the directory as its own, and has not finished; also if that cannot be told."""
     try:
-        return any(path.name.startswith(INCOMPLETE_MARKER) for path in directory.iterdir())
+        listed = any(path.name.startswith(INCOMPLETE_MARKER) for path in directory.iterdir())
+        return listed or os.path.lexists(directory / INCOMPLETE_MARKER)  # a listing may lag behind
     except OSError:
         return True
 

@@ -226,7 +226,7 @@ def _take_index(damaged: _Damaged, copy: Path, progress: bool | None) -> VerifyR
     index = parse_index(content, str(damaged.path), strict=False)
     report = verify_index(index, progress=progress)
     wrong = sum(problem.kind in ("item", "structure") for problem in report.problems)
-    files = index_files(index) & set(damaged.storage.list())
+    files = {name for name in index_files(index) if damaged.storage.version(name) is not None}
     strangers = {problem.file for problem in report.problems if problem.kind == "file"} & files
     if len(strangers) * 2 > len(files):
         wrong = 2 * report.items + 1

@@ -125,6 +125,15 @@ def test_a_listing_that_lags_behind_does_not_make_it_missing(a: Path, monkeypatc
     assert (a.with_name("target") / COMMON_FILE).exists()
 
 
+def test_a_listing_that_lags_behind_keeps_no_sums_of_the_save_before(a: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sums, method = a / "integrity.json", LocalStorage.list
+    sums.write_text("{}")
+    monkeypatch.setattr(LocalStorage, "list", lambda storage: [name for name in method(storage) if name != sums.name])
+    save(a, 3)
+    assert load_common(a) == common(3)
+    assert not sums.exists()
+
+
 def test_what_was_changed_on_purpose_is_accepted(a: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change_with_torch(a, a)
     assert main(["verify", str(a)]) == 1

@@ -50,7 +50,7 @@ class StandingRanks:
         self._stacks = stacks
 
     def call(
-        self, function: Callable[..., Any], *args: Any, within_s: float = 60.0, only: int | None = None
+        self, function: Callable[..., Any], *args: Any, within_s: float = 300.0, only: int | None = None
     ) -> list[RankOutcome]:
         """Call `function(rank, *args)` on every rank at once; what became of it, by rank.
 
