@@ -275,7 +275,7 @@ def test_what_happens_to_functions_of_others_is_noticed(
         assert isinstance(caught.value.__cause__, OSError)
         assert caught.value.__cause__.errno == 28
         assert "in _misbehave" in str(caught.value.__cause__.__cause__), "the traceback from over there"
-    assert time.monotonic() - started_s < 30
+    assert time.monotonic() - started_s < 180  # a new worker imports torch
     assert log == []
     queue.schedule_async_request(AsyncRequest(_write, (str(path), torch.ones(1), "x"), []))
     assert queue.maybe_finalize_async_calls(blocking=True) == [1], "the next one works"
