@@ -15,7 +15,7 @@ import torch
 import mcore_ckpt
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
-from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.metadata_read import encode_config, read_index
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron.common_state import load_common
 from mcore_ckpt.tools.verify import verify_checkpoint
@@ -32,6 +32,7 @@ def checkpoint(tmp_path: Path) -> Path:
     path = tmp_path / "checkpoint"
     write_checkpoint(path, {"w": whole(TENSOR)}, {"extra": [1]})
     torch.save({"iteration": 7}, path / "common.pt")
+    (path / "metadata.json").write_bytes(encode_config())
     return path
 
 
