@@ -358,7 +358,7 @@ class _Shapes:
                 start + size > whole for start, size, whole in zip(offsets, sizes, shape, strict=True)
             ):
                 raise _NotOwnError
-        if len(set(gets)) != len(gets):  # two chunks that are one in `storage_data`
+        if len(set(starts)) != len(starts):  # two chunks that are one in `storage_data`
             raise _NotOwnError
         numbers = tuple(map(integer, range(len(gets))))
         return _Parts(shape, tuple(starts), tuple(lengths), tuple(gets), numbers, self.memoized - before)

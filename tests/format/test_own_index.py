@@ -106,6 +106,22 @@ def test_keys_that_cannot_be_read_off_are_unpickled() -> None:
         assert parse_index(data, "a").tensors == {key: entry}
 
 
+def test_two_chunks_in_one_place_are_left_to_the_unpickler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal offsets that are pickled twice, as no writer does: they are one key of `storage_data`."""
+    chunks = [StoredChunk((at, 0), (2, 3), StoredItem("__0_0.distcp", 700 * at, 700, (), 1)) for at in (2, 4)]
+    entry = TensorEntry("w", "float32", (6, 3), tuple(chunks))
+    data = encoded({"tensors": {"w": entry}, "objects": {}})
+    assert is_own(data)
+    pickle, seal = split_metadata(data, "a")
+    assert seal is not None
+    offsets = [b"(K\x02K\x00t", b"(K\x04K\x00t"]
+    assert [pickle.count(offset) for offset in offsets] == [1, 1]
+    changed = seal_metadata(pickle.replace(offsets[1], offsets[0]), seal)
+    assert not is_own(changed)
+    with pytest.raises(CheckpointError, match="each key and offset once"):
+        parse_index(changed, "a")
+
+
 def test_changed_bytes_are_read_as_the_unpickler_reads_them_or_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(5)
     pickle, seal = split_metadata(encoded(sample(60, 6)), "a")
