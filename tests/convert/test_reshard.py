@@ -268,7 +268,7 @@ class TestRefusals:
         key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(a, b).bucket_idx_0.exp_avg"
         tensors = {**model_tensors(optimizer=False), key: torch.randn(100)}
         write_model(tmp_path / "s", tensors=tensors)
-        with pytest.raises(OptionError, match="fully-reshardable"):
+        with pytest.raises(OptionError, match="--optimizer fully_reshardable"):
             reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
         assert sorted(path.name for path in tmp_path.iterdir()) == ["s"]
         reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1), drop_optimizer=True))
