@@ -24,6 +24,7 @@ _RENAMED = {
     "num_moe_experts": "num_experts",
     "layernorm_epsilon": "norm_epsilon",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "bias_activation_fusion": "bias_gelu_fusion",
     "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
     "seq_length": "max_position_embeddings",
 }
@@ -89,8 +90,12 @@ def _activation(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     name = function.get("_target_") if isinstance(function, dict) else function
     last = name.rpartition(".")[2] if isinstance(name, str) else ""
     gated = bool(config.get("gated_linear_unit"))
-    if (gated and last == "silu") or (not gated and "gelu" in last):
-        return {"swiglu": gated, "squared_relu": False}
+    if gated and last == "silu":
+        return {"swiglu": True, "squared_relu": False}
+    if not gated and last in ("gelu", "fast_gelu", "openai_gelu"):
+        # All but the first are the approximation, and so is what Megatron-Core has fused of that.
+        approximate = last != "gelu" or bool(config.get("bias_activation_fusion"))
+        return {"swiglu": False, "squared_relu": False, "bias_gelu_fusion": approximate}
     if not gated and last == "squared_relu":
         return {"swiglu": False, "squared_relu": True}
     raise OptionError(

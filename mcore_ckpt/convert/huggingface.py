@@ -36,7 +36,7 @@ from mcore_ckpt.convert.rules import RenameRule, parse_rename_rules, rules_in
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from mcore_ckpt.core.paths import local_path
-from mcore_ckpt.families.registry import family_named, family_of_arguments, family_of_config
+from mcore_ckpt.families.registry import family_named, family_of_arguments, family_of_config, hold_against
 from mcore_ckpt.families.table import (
     Family,
     Implementation,
@@ -355,9 +355,8 @@ def _export_conversion(index: CheckpointIndex, options: HuggingFaceOptions) -> _
     config = {**config, "model_type": config.get("model_type", family.model_types[0])}
     config.setdefault("architectures", [family.architecture])
     model = family.model(config)
-    if options.hf_config is not None:
-        _hold_against_arguments(model, arguments, where)
     _refuse_too_many(model, index, where)
+    notes += hold_against(family, config, arguments, where, given=options.hf_config is not None)
     naming, relation = _naming_of(index, names, family, model, padded)
     _compare_tensors(
         {name: index.tensors[key].shape for name, key in names.items()},
@@ -413,22 +412,6 @@ def _refuse_too_many(model: Model, index: CheckpointIndex, where: str) -> None:
             f"{where}: {model.layers} layers, {model.experts} experts and a hidden size of {model.sizes['hidden']}, of "
             f"which the {elements} elements in {index.path} cannot be. Nothing was written"
         )
-
-
-def _hold_against_arguments(model: Model, arguments: Mapping[str, Any], where: str) -> None:
-    """Raise `OptionError` where a configuration and stored arguments differ in what shapes alone do not show."""
-    heads = arguments.get("num_attention_heads")
-    pairs = [("num_layers", model.layers), ("num_attention_heads", model.heads)]
-    if arguments.get("group_query_attention"):
-        pairs.append(("num_query_groups", model.groups))
-    elif heads is not None and "group_query_attention" in arguments:
-        pairs.append(("num_attention_heads", model.groups))
-    for name, wanted in pairs:
-        if name in arguments and arguments[name] != wanted:
-            raise OptionError(
-                f"{where}: says {wanted} where the checkpoint's stored argument {name} is {arguments[name]}; it "
-                "belongs to another model"
-            )
 
 
 def _compare_tensors(
@@ -679,8 +662,9 @@ def _import_conversion(
         "expert_tensor_parallel_size": options.layout.expert_tp,
     }
     left_out += [*optimizer.left_out, *others]
+    notes = family.remarks(family.complete(config))
     conversion = _Conversion(
-        family, model, config, arguments, relation, naming, wanted, (), tuple(left_out), names, optimizer
+        family, model, config, arguments, relation, naming, wanted, notes, tuple(left_out), names, optimizer
     )
     return conversion, payloads
 

@@ -415,8 +415,9 @@ def _activation(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
     if arguments.get("quick_geglu"):
         return {"gated_linear_unit": True, "activation_func": quick_gelu}
-    # What Megatron's fused kernel computes, which a launch uses.
-    gelu = functools.partial(torch.nn.functional.gelu, approximate="tanh")
+    # What Megatron's fused kernel computes, which a launch uses unless it is told not to.
+    fused = arguments.get("bias_gelu_fusion", True)
+    gelu = functools.partial(torch.nn.functional.gelu, approximate="tanh" if fused else "none")
     return {"activation_func": gelu, "gated_linear_unit": bool(arguments.get("gated_linear_unit"))}
 
 

@@ -12,10 +12,12 @@ from typing import Any
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.families._rows import DENSE_MLP, EMBEDDING, gated_experts, shared_experts
 from mcore_ckpt.families._settings import (
+    DECODER_DEFAULTS,
     count,
     decoder_arguments,
     decoder_config,
     expect,
+    expect_whole_rotation,
     expert_arguments,
     expert_layers_of,
     layer_count,
@@ -26,6 +28,9 @@ from mcore_ckpt.families.table import Family, Model, Part, Row
 
 __all__ = ["DEEPSEEK_V2", "DEEPSEEK_V3"]
 
+_DEFAULTS = {**DECODER_DEFAULTS, "q_lora_rank": 1536}
+# The norms of latent vectors have it in `transformers`, whatever the configuration says of the others.
+_LATENT_EPSILON = 1e-6
 _HERE = "decoder.layers.{layer}."
 _THERE = "model.layers.{layer}."
 _ATTENTION = f"{_HERE}self_attention."
@@ -114,7 +119,7 @@ def _model(config: Mapping[str, Any]) -> Model:
         "values": heads * values,
         "experts": experts,
         "expert ffn": inner,
-        "shared ffn": inner * count(config, "n_shared_experts", 1),
+        "shared ffn": inner * count(config, "n_shared_experts"),
     }
     holds = set() if config.get("tie_word_embeddings", False) else {"untied"}
     if config.get("q_lora_rank") is None:
@@ -130,8 +135,9 @@ def _rotary_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise OptionError(f"rope_parameters={scaling!r:.80}: expected settings by name")
-    theta = number(scaling, "rope_theta", number(config, "rope_theta", 10000.0))
+    theta = number(scaling, "rope_theta", config.get("rope_theta"))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    expect_whole_rotation(config)
     base = int(theta) if theta == int(theta) else theta
     if kind == "default":
         return {"rotary_base": base, "rope_type": "rope", "rotary_scaling_factor": 1.0}
@@ -188,7 +194,7 @@ def _arguments(config: Mapping[str, Any], **router: Any) -> dict[str, Any]:
         "v_head_dim": count(config, "v_head_dim"),
         "moe_shared_expert_intermediate_size": model.sizes["shared ffn"],
         **expert_arguments(config, model, **router),
-        "moe_router_topk_scaling_factor": number(config, "routed_scaling_factor", 1.0),
+        "moe_router_topk_scaling_factor": number(config, "routed_scaling_factor"),
     }
 
 
@@ -297,6 +303,15 @@ def _v3_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
     }
 
 
+def _remarks(config: Mapping[str, Any]) -> tuple[str, ...]:
+    epsilon = number(config, "rms_norm_eps")
+    text = (
+        f"rms_norm_eps is {epsilon}: Megatron-Core's norms of latent vectors add it, too, those of transformers "
+        f"(q_a_layernorm, kv_a_layernorm) add {_LATENT_EPSILON} to the variance always"
+    )
+    return () if epsilon == _LATENT_EPSILON else (text,)
+
+
 def _is_latent(arguments: Mapping[str, Any], score_function: str) -> bool:
     return (
         bool(arguments.get("multi_latent_attention"))
@@ -318,10 +333,21 @@ DEEPSEEK_V2 = Family(
     model_types=("deepseek_v2",),
     architecture="DeepseekV2ForCausalLM",
     rows=(*EMBEDDING, *_LATENT_ATTENTION, *_MLP),
-    model=_model,
-    arguments=_v2_arguments,
-    config=_v2_config,
+    defaults={
+        **_DEFAULTS,
+        "first_k_dense_replace": 0,
+        "n_group": None,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": None,
+        "routed_scaling_factor": 1.0,
+        "topk_group": None,
+        "topk_method": "greedy",
+    },
+    model_of=_model,
+    arguments_of=_v2_arguments,
+    config_of=_v2_config,
     recognizes=_is_v2,
+    remarks=_remarks,
 )
 
 DEEPSEEK_V3 = Family(
@@ -329,10 +355,23 @@ DEEPSEEK_V3 = Family(
     model_types=("deepseek_v3",),
     architecture="DeepseekV3ForCausalLM",
     rows=(*EMBEDDING, *_LATENT_ATTENTION, *_MLP, _ROUTER_BIAS),
-    model=_model,
-    arguments=_v3_arguments,
-    config=_v3_config,
+    defaults={
+        **_DEFAULTS,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 128,
+        "rope_interleave": True,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+    },
+    model_of=_model,
+    arguments_of=_v3_arguments,
+    config_of=_v3_config,
     recognizes=_is_v3,
+    remarks=_remarks,
     # Layers behind the last one predict further tokens; transformers loads the model without them.
     derived=(r"^model\.layers\.{layers}\.",),
 )

@@ -11,21 +11,17 @@ from typing import Any
 
 from mcore_ckpt.families._rows import ATTENTION, DENSE_MLP, EMBEDDING
 from mcore_ckpt.families._settings import (
+    DECODER_DEFAULTS,
     decoder_arguments,
     decoder_config,
     decoder_model,
     expect,
 )
-from mcore_ckpt.families.table import Family, Model
+from mcore_ckpt.families.table import Family
 
 __all__ = ["GEMMA"]
 
 _SCALE = "scale_embeddings_by_hidden_size"
-
-
-def _model(config: Mapping[str, Any]) -> Model:
-    # Hugging Face's default is tied, unlike that of other families.
-    return decoder_model({"tie_word_embeddings": True, "head_dim": 256, **config})
 
 
 def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,7 +30,7 @@ def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     expect(config, "hidden_act", "gelu_pytorch_tanh", "gelu", None)
     expect(config, "hidden_activation", "gelu_pytorch_tanh", None)
     expect(config, "use_bidirectional_attention", None, False)
-    plain = {"tie_word_embeddings": True, "head_dim": 256, **config, "hidden_act": "silu"}
+    plain = {**config, "hidden_act": "silu"}
     return decoder_arguments(
         plain,
         swiglu=False,
@@ -70,9 +66,17 @@ GEMMA = Family(
     model_types=("gemma",),
     architecture="GemmaForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *DENSE_MLP),
-    model=_model,
-    arguments=_arguments,
-    config=_config,
+    defaults={
+        **DECODER_DEFAULTS,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "num_key_value_heads": 16,
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": None,
+    },
+    model_of=decoder_model,
+    arguments_of=_arguments,
+    config_of=_config,
     recognizes=_recognizes,
     derived=(r"\.rotary_emb\.inv_freq$",),
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.families._settings import count, epsilon_of, expect, layer_count, number
+from mcore_ckpt.families._settings import count, epsilon_of, expect, layer_count, number, setting
 from mcore_ckpt.families.table import Family, Model, Part, Row
 
 __all__ = ["GPT2"]
@@ -59,12 +59,12 @@ def _model(config: Mapping[str, Any]) -> Model:
 
 
 def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expect(config, "activation_function", "gelu_new", "gelu_pytorch_tanh")
+    expect(config, "activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu")
     expect(config, "scale_attn_weights", True)
     expect(config, "scale_attn_by_inverse_layer_idx", False)
     expect(config, "add_cross_attention", False)
     model = _model(config)
-    epsilon = number(config, "layer_norm_epsilon", 1e-5)
+    epsilon = number(config, "layer_norm_epsilon")
     return {
         "num_layers": model.layers,
         "hidden_size": model.sizes["hidden"],
@@ -88,6 +88,8 @@ def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         "qk_layernorm": False,
         "squared_relu": False,
         "swiglu": False,
+        # What Megatron-Core has fused of it is the approximation.
+        "bias_gelu_fusion": config["activation_function"] != "gelu",
         "untie_embeddings_and_output_weights": "untied" in model.holds,
         "attention_dropout": number(config, "attn_pdrop", 0.1),
         "hidden_dropout": number(config, "resid_pdrop", 0.1),
@@ -101,6 +103,7 @@ def _config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
         raise OptionError("the stored arguments ask for attention that GPT-2 has not: grouped, or wider than the model")
     if arguments.get("apply_layernorm_1p") or arguments.get("squared_relu"):
         raise OptionError("the stored arguments apply_layernorm_1p and squared_relu: GPT-2 has no such layers")
+    fused = setting(arguments, "bias_gelu_fusion", "bias_activation_fusion", default=True)
     return {
         "vocab_size": vocabulary,
         "n_positions": count(arguments, "max_position_embeddings"),
@@ -108,8 +111,7 @@ def _config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
         "n_layer": count(arguments, "num_layers"),
         "n_head": heads,
         "n_inner": count(arguments, "ffn_hidden_size"),
-        # What Megatron has fused of it is the approximation.
-        "activation_function": "gelu_new",
+        "activation_function": "gelu_new" if fused else "gelu",
         "layer_norm_epsilon": epsilon_of(arguments),
         "attn_pdrop": number(arguments, "attention_dropout", 0.1),
         "resid_pdrop": number(arguments, "hidden_dropout", 0.1),
@@ -131,9 +133,20 @@ GPT2 = Family(
     model_types=("gpt2",),
     architecture="GPT2LMHeadModel",
     rows=_ROWS,
-    model=_model,
-    arguments=_arguments,
-    config=_config,
+    defaults={
+        "activation_function": "gelu_new",
+        "add_cross_attention": False,
+        "attn_pdrop": 0.1,
+        "layer_norm_epsilon": 1e-5,
+        "n_inner": None,
+        "resid_pdrop": 0.1,
+        "scale_attn_by_inverse_layer_idx": False,
+        "scale_attn_weights": True,
+        "tie_word_embeddings": True,
+    },
+    model_of=_model,
+    arguments_of=_arguments,
+    config_of=_config,
     recognizes=_recognizes,
     derived=(r"^(?:transformer\.)?h\.\d+\.attn\.(?:masked_)?bias$",),
     optional_prefix="transformer.",

@@ -12,12 +12,14 @@ from typing import Any
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.families._rows import ATTENTION, EMBEDDING, EXPERT_NORM, QKV_BIAS
 from mcore_ckpt.families._settings import (
+    DECODER_DEFAULTS,
     check_router,
     count,
     decoder_arguments,
     decoder_config,
     decoder_model,
     expect,
+    expect_whole_rotation,
     expert_arguments,
     layer_count,
     number,
@@ -81,9 +83,10 @@ def _rotary_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind != "yarn":
         raise OptionError(f"rotary scaling {kind!r}: expected 'yarn' for this family")
+    expect_whole_rotation(config)
     for name in ("mscale", "mscale_all_dim", "attention_factor"):
         expect(scaling, name, None)
-    theta = number(scaling, "rope_theta", number(config, "rope_theta", 150000.0))
+    theta = number(scaling, "rope_theta", config.get("rope_theta"))
     return {
         "position_embedding_type": "yarn",
         "rotary_base": int(theta) if theta == int(theta) else theta,
@@ -141,21 +144,21 @@ def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     return decoder_arguments(
         plain,
         **_rotary_arguments(config),
-        **window_arguments({"sliding_window": count(config, "sliding_window", 128)}),
+        **window_arguments({"sliding_window": count(config, "sliding_window")}),
         window_attn_skip_freq=_window_layers(config, model.layers),
         softmax_type="learnable",
         add_bias_linear=True,
         add_qkv_bias=True,
         swiglu=False,
         quick_geglu=True,
-        activation_func_clamp_value=float(number(config, "swiglu_limit", 7.0)),
+        activation_func_clamp_value=float(number(config, "swiglu_limit")),
         glu_linear_offset=1.0,
         **expert_arguments(config, model),
     )
 
 
 def _config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    check_router(arguments, moe_router_pre_softmax=False, moe_layer_freq=1)
+    check_router(arguments, moe_router_pre_softmax=False)
     for name, wanted in (
         ("softmax_type", "learnable"),
         ("quick_geglu", True),
@@ -195,8 +198,21 @@ GPT_OSS = Family(
     model_types=("gpt_oss",),
     architecture="GptOssForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *QKV_BIAS, *_ROWS),
-    model=_model,
-    arguments=_arguments,
-    config=_config,
+    defaults={
+        **DECODER_DEFAULTS,
+        "attention_bias": True,
+        "head_dim": 64,
+        "layer_types": None,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "swiglu_alpha": _ALPHA,
+        "swiglu_limit": 7.0,
+    },
+    model_of=_model,
+    arguments_of=_arguments,
+    config_of=_config,
     recognizes=_recognizes,
 )

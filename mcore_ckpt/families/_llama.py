@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.families._rows import ATTENTION, DENSE_MLP, EMBEDDING
-from mcore_ckpt.families._settings import decoder_arguments, decoder_config, decoder_model, expect, is_plain_decoder
+from mcore_ckpt.families._settings import (
+    DECODER_DEFAULTS,
+    decoder_arguments,
+    decoder_config,
+    decoder_model,
+    expect,
+    is_plain_decoder,
+)
 from mcore_ckpt.families.table import Family
 
 __all__ = ["LLAMA"]
@@ -31,9 +38,10 @@ LLAMA = Family(
     model_types=("llama",),
     architecture="LlamaForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *DENSE_MLP),
-    model=decoder_model,
-    arguments=_arguments,
-    config=_config,
+    defaults=DECODER_DEFAULTS,
+    model_of=decoder_model,
+    arguments_of=_arguments,
+    config_of=_config,
     recognizes=_recognizes,
     derived=(r"\.rotary_emb\.inv_freq$",),
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from mcore_ckpt.families._rows import ATTENTION, DENSE_MLP, EMBEDDING
 from mcore_ckpt.families._settings import (
+    DECODER_DEFAULTS,
     decoder_arguments,
     decoder_config,
     decoder_model,
@@ -36,8 +37,9 @@ MISTRAL = Family(
     model_types=("mistral",),
     architecture="MistralForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *DENSE_MLP),
-    model=decoder_model,
-    arguments=_arguments,
-    config=_config,
+    defaults={**DECODER_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
+    model_of=decoder_model,
+    arguments_of=_arguments,
+    config_of=_config,
     recognizes=_recognizes,
 )

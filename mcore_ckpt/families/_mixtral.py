@@ -7,6 +7,7 @@ from typing import Any
 
 from mcore_ckpt.families._rows import ATTENTION, EMBEDDING, gated_experts
 from mcore_ckpt.families._settings import (
+    DECODER_DEFAULTS,
     check_router,
     count,
     decoder_arguments,
@@ -34,7 +35,7 @@ def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    check_router(arguments, moe_router_pre_softmax=False, moe_layer_freq=1)
+    check_router(arguments, moe_router_pre_softmax=False)
     return decoder_config(
         arguments,
         vocabulary,
@@ -54,8 +55,16 @@ MIXTRAL = Family(
     model_types=("mixtral",),
     architecture="MixtralForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *gated_experts("block_sparse_moe", "w1", "w3", "w2")),
-    model=_model,
-    arguments=_arguments,
-    config=_config,
+    defaults={
+        **DECODER_DEFAULTS,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+    },
+    model_of=_model,
+    arguments_of=_arguments,
+    config_of=_config,
     recognizes=_recognizes,
 )

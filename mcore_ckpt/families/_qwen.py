@@ -7,6 +7,7 @@ from typing import Any
 
 from mcore_ckpt.families._rows import ATTENTION, DENSE_MLP, EMBEDDING, QK_NORM, QKV_BIAS
 from mcore_ckpt.families._settings import (
+    DECODER_DEFAULTS,
     decoder_arguments,
     decoder_config,
     decoder_model,
@@ -36,9 +37,10 @@ QWEN2 = Family(
     model_types=("qwen2",),
     architecture="Qwen2ForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *QKV_BIAS, *DENSE_MLP),
-    model=decoder_model,
-    arguments=_qwen2_arguments,
-    config=_qwen2_config,
+    defaults={**DECODER_DEFAULTS, "num_key_value_heads": 32, "use_sliding_window": False},
+    model_of=decoder_model,
+    arguments_of=_qwen2_arguments,
+    config_of=_qwen2_config,
     recognizes=_is_qwen2,
 )
 
@@ -62,8 +64,9 @@ QWEN3 = Family(
     model_types=("qwen3",),
     architecture="Qwen3ForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *QK_NORM, *DENSE_MLP),
-    model=decoder_model,
-    arguments=_qwen3_arguments,
-    config=_qwen3_config,
+    defaults={**DECODER_DEFAULTS, "head_dim": 128, "num_key_value_heads": 32, "use_sliding_window": False},
+    model_of=decoder_model,
+    arguments_of=_qwen3_arguments,
+    config_of=_qwen3_config,
     recognizes=_is_qwen3,
 )

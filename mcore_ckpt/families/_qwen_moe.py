@@ -8,6 +8,7 @@ from typing import Any
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.families._rows import ATTENTION, DENSE_MLP, EMBEDDING, QK_NORM, QKV_BIAS, gated_experts, shared_experts
 from mcore_ckpt.families._settings import (
+    DECODER_DEFAULTS,
     check_router,
     count,
     decoder_arguments,
@@ -23,6 +24,13 @@ from mcore_ckpt.families.table import Family, Model, Part, Row
 
 __all__ = ["QWEN2_MOE", "QWEN3_MOE"]
 
+_DEFAULTS = {
+    **DECODER_DEFAULTS,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "norm_topk_prob": False,
+    "use_sliding_window": False,
+}
 _HERE = "decoder.layers.{layer}.mlp."
 _THERE = "model.layers.{layer}.mlp."
 
@@ -114,9 +122,10 @@ QWEN2_MOE = Family(
         *gated_experts("mlp", "gate_proj", "up_proj", "down_proj"),
         *_SHARED_EXPERT,
     ),
-    model=_qwen2_model,
-    arguments=_qwen2_arguments,
-    config=_qwen2_config,
+    defaults={**_DEFAULTS, "num_experts_per_tok": 4, "num_key_value_heads": 16, "qkv_bias": True},
+    model_of=_qwen2_model,
+    arguments_of=_qwen2_arguments,
+    config_of=_qwen2_config,
     recognizes=_is_qwen2_moe,
 )
 
@@ -142,8 +151,9 @@ QWEN3_MOE = Family(
         *DENSE_MLP,
         *gated_experts("mlp", "gate_proj", "up_proj", "down_proj"),
     ),
-    model=_model,
-    arguments=_qwen3_arguments,
-    config=_qwen3_config,
+    defaults={**_DEFAULTS, "num_experts_per_tok": 8, "num_key_value_heads": 4},
+    model_of=_model,
+    arguments_of=_qwen3_arguments,
+    config_of=_qwen3_config,
     recognizes=_is_qwen3_moe,
 )

@@ -6,22 +6,31 @@ Megatron-Core has no layer for is refused, in both directions: a model that comp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.families.table import Model
 
 __all__ = [
+    "COMPUTATION",
+    "DECODER_DEFAULTS",
+    "TRAINED_WITH",
     "check_router",
+    "contradictions",
     "count",
     "decoder_arguments",
     "decoder_config",
     "decoder_model",
     "epsilon_of",
     "expect",
+    "expect_whole_rotation",
     "expert_arguments",
+    "expert_layers_of",
     "groups_of",
+    "is_plain_decoder",
+    "layer_count",
     "number",
     "rope_arguments",
     "rope_config",
@@ -29,6 +38,18 @@ __all__ = [
     "window_arguments",
     "window_config",
 ]
+
+DECODER_DEFAULTS: Mapping[str, Any] = {
+    "attention_bias": False,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "num_key_value_heads": None,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+"""What `transformers` takes for settings that a `config.json` leaves out; a family has others for some."""
 
 _MOST = 2**40
 _MOST_LAYERS = 100_000
@@ -112,7 +133,7 @@ def decoder_arguments(config: Mapping[str, Any], **constants: Any) -> dict[str, 
     expect(config, "hidden_act", "silu")
     model = decoder_model(config)
     grouped = model.groups != model.heads
-    epsilon = number(config, "rms_norm_eps", 1e-6)
+    epsilon = number(config, "rms_norm_eps")
     positions = count(config, "max_position_embeddings")
     return {
         "num_layers": model.layers,
@@ -144,6 +165,7 @@ def decoder_arguments(config: Mapping[str, Any], **constants: Any) -> dict[str, 
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "vocab_size": model.sizes["vocab"],
+        "window_size": None,
         **constants,
     }
 
@@ -199,7 +221,8 @@ def rope_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise OptionError(f"rope_parameters={scaling!r:.80}: expected settings by name")
-    theta = number(scaling, "rope_theta", number(config, "rope_theta", 10000.0))
+    expect_whole_rotation(config)
+    theta = number(scaling, "rope_theta", config.get("rope_theta"))
     base = int(theta) if theta == int(theta) else theta
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
@@ -216,6 +239,13 @@ def rope_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         if number(scaling, name, fixed) != fixed:
             raise OptionError(f"rotary scaling with {name}={scaling[name]!r}: Megatron-Core has {fixed} built in")
     return {"rotary_base": base, "use_rope_scaling": True, "rope_scaling_factor": number(scaling, "factor")}
+
+
+def expect_whole_rotation(config: Mapping[str, Any]) -> None:
+    """Raise `OptionError` where only a part of each head is rotated."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for settings in (config, scaling):
+        expect(settings, "partial_rotary_factor", 1.0, None)
 
 
 def rope_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -301,3 +331,254 @@ def expert_arguments(config: Mapping[str, Any], model: Model, **constants: Any) 
         "moe_router_pre_softmax": False,
         **constants,
     }
+
+
+# --- what changes the computation
+
+COMPUTATION: Mapping[str, tuple[Any, ...]] = {
+    # the layers
+    "num_layers": (),
+    "hidden_size": (),
+    "apply_residual_connection_post_layernorm": (False,),
+    "normalization": (),
+    "norm_epsilon": (),
+    "layernorm_epsilon": (),
+    "apply_layernorm_1p": (False,),
+    "layernorm_zero_centered_gamma": (False,),
+    "heterogeneous_block_specs": (False,),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
+    "is_hybrid_model": (False,),
+    "hybrid_layer_pattern": (None,),
+    "hybrid_override_pattern": (None,),
+    "mtp_num_layers": (None, 0),
+    "use_mup": (False,),
+    "scale_embeddings_by_hidden_size": (False,),
+    # what is between the matrices of an MLP
+    "swiglu": (False,),
+    "quick_geglu": (False,),
+    "squared_relu": (False,),
+    "gated_linear_unit": (False,),
+    "bias_gelu_fusion": (True,),  # the fused kernel has the approximation
+    "use_te_activation_func": (False,),
+    "glu_linear_offset": (0.0,),
+    "activation_func_clamp_value": (None,),
+    # attention
+    "num_attention_heads": (),
+    "num_query_groups": (),
+    "kv_channels": (),
+    "softmax_scale": (None,),
+    "softmax_type": ("vanilla",),
+    "qk_layernorm": (False,),
+    "qk_l2_norm": (False,),
+    "attention_output_gate": (False,),
+    "window_size": (None,),
+    "window_attn_skip_freq": (None,),
+    "experimental_attention_variant": (None,),
+    "linear_attention_freq": (None,),
+    "linear_attention_type": (None,),
+    # positions
+    "position_embedding_type": (),
+    "no_rope_freq": (None, 0),
+    "mrope_section": (None,),
+    "rotary_base": (),
+    "rotary_percent": (1.0,),
+    "rotary_interleaved": (False,),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "use_rope_scaling": (False,),
+    "rope_scaling_factor": (),
+    "yarn_rotary_scaling_factor": (),
+    "yarn_original_max_position_embeddings": (),
+    "yarn_beta_fast": (),
+    "yarn_beta_slow": (),
+    "yarn_mscale": (),
+    "yarn_mscale_all_dim": (),
+    "yarn_correction_range_round_to_int": (),
+    # latent attention
+    "multi_latent_attention": (False,),
+    "q_lora_rank": (None,),
+    "kv_lora_rank": (),
+    "qk_head_dim": (),
+    "qk_pos_emb_head_dim": (),
+    "v_head_dim": (),
+    "rope_type": (),
+    "rotary_scaling_factor": (),
+    "original_max_position_embeddings": (),
+    "beta_fast": (),
+    "beta_slow": (),
+    "mscale": (),
+    "mscale_all_dim": (),
+    # experts
+    "moe_layer_freq": (),
+    "moe_router_topk": (),
+    "moe_router_score_function": ("softmax",),
+    "moe_router_pre_softmax": (False,),
+    "moe_router_topk_scaling_factor": (None, 1.0),
+    "moe_router_num_groups": (None, 1),
+    "moe_router_group_topk": (None,),
+    "moe_router_topk_limited_devices": (None,),
+    "moe_router_enable_expert_bias": (False,),
+    "moe_router_load_balancing_type": ("top-k",),
+    "moe_router_force_load_balancing": (False,),
+    "moe_router_force_biased": (None,),
+    "moe_apply_probs_on_input": (False,),
+    "moe_latent_size": (None,),
+    "moe_shared_expert_gate": (False,),
+    "moe_mlp_glu_interleave_size": (None,),
+    "moe_shared_expert_glu_interleave_size": (None,),
+}
+"""Megatron's arguments that change what a model computes, each with the values by which it changes nothing.
+
+Without any, each value says something. Sizes that shapes of tensors show, and biases and norms that have tensors of
+their own, are not here; nor is what only rounds otherwise.
+"""
+
+TRAINED_WITH: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "moe_expert_capacity_factor": ((None,), "an expert takes no tokens beyond its capacity"),
+    "moe_expert_rank_capacity_factor": ((None,), "a rank takes no tokens beyond the capacity of its experts"),
+    "moe_input_jitter_eps": ((None, 0.0), "what a router sees is multiplied by noise"),
+    "spec": ((None,), "the layers are what that function makes of them"),
+}
+"""Arguments of a launch that no model of Hugging Face has, and that its weights may do without: they are named."""
+
+
+def _is_rotary(arguments: Mapping[str, Any]) -> bool:
+    return setting(arguments, "position_embedding_type", default="rope") in ("rope", "yarn", "mrope")
+
+
+def _is_latent(arguments: Mapping[str, Any]) -> bool:
+    return bool(arguments.get("multi_latent_attention"))
+
+
+def _is_plainly_rotary(arguments: Mapping[str, Any]) -> bool:
+    return _is_rotary(arguments) and not _is_latent(arguments)
+
+
+def _has_yarn(arguments: Mapping[str, Any]) -> bool:
+    return arguments.get("position_embedding_type") == "yarn"
+
+
+def _has_latent_yarn(arguments: Mapping[str, Any]) -> bool:
+    return _is_latent(arguments) and setting(arguments, "rope_type", default="yarn") == "yarn"
+
+
+def _has_gelu(arguments: Mapping[str, Any]) -> bool:
+    return not any(arguments.get(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
+
+
+def _is_gated(arguments: Mapping[str, Any]) -> bool:
+    return any(arguments.get(name) for name in ("swiglu", "quick_geglu", "gated_linear_unit"))
+
+
+def _has_experts(arguments: Mapping[str, Any]) -> bool:
+    return bool(arguments.get("num_experts"))
+
+
+def _has_groups_of_experts(arguments: Mapping[str, Any]) -> bool:
+    return _has_experts(arguments) and arguments.get("moe_router_num_groups") not in (None, 1)
+
+
+def _has_softmax_router(arguments: Mapping[str, Any]) -> bool:
+    return _has_experts(arguments) and setting(arguments, "moe_router_score_function", default="softmax") == "softmax"
+
+
+_ASKED: tuple[tuple[str, Callable[[Mapping[str, Any]], bool]], ...] = (
+    ("gated_linear_unit bias_gelu_fusion use_te_activation_func", _has_gelu),
+    ("glu_linear_offset activation_func_clamp_value", _is_gated),
+    ("kv_channels num_query_groups", lambda arguments: not _is_latent(arguments)),
+    ("window_attn_skip_freq", lambda arguments: _window(arguments.get("window_size")) is not None),
+    ("no_rope_freq rotary_base rotary_percent rotary_interleaved", _is_rotary),
+    ("rotary_seq_len_interpolation_factor use_rope_scaling", _is_plainly_rotary),
+    (
+        "rope_scaling_factor",
+        lambda arguments: _is_plainly_rotary(arguments) and bool(arguments.get("use_rope_scaling")),
+    ),
+    (" ".join(name for name in COMPUTATION if name.startswith("yarn_")), _has_yarn),
+    ("q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type", _is_latent),
+    (
+        "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim",
+        _has_latent_yarn,
+    ),
+    (" ".join(name for name in COMPUTATION if name.startswith("moe_")), _has_experts),
+    ("moe_router_pre_softmax", _has_softmax_router),
+    ("moe_router_num_groups moe_router_group_topk", _has_groups_of_experts),
+)
+"""Arguments that are asked for in some models only: a launch stores all that there are, whatever the model."""
+
+
+def _window(value: Any) -> Any:
+    """A window; nothing for an infinite one."""
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        return value
+    return None if value[0] == -1 else (value[0], 0 if value[1] == -1 else value[1])
+
+
+def _layers_of(value: Any, layers: Any, *, last: bool) -> Any:
+    """A pattern of layers, given as one for each, or by how often a layer is another; None: all are as most are."""
+    if type(value) is int and value > 0 and type(layers) is int and 0 < layers <= _MOST_LAYERS:
+        value = [((layer + 1) % value == 0) is last for layer in range(layers)]
+    if not isinstance(value, (list, tuple)):
+        return value
+    pattern = tuple(map(bool, value))
+    return None if all(kind is not last for kind in pattern) else pattern
+
+
+def _meaning(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that change what is computed, in one way of saying it; without those that nothing asks for."""
+    found = {name: arguments[name] for name in COMPUTATION if name in arguments}
+    for names, asked in _ASKED:
+        if not asked(arguments):
+            for name in names.split():
+                found.pop(name, None)
+    layers = arguments.get("num_layers")
+    for name, meaning in (
+        ("window_size", _window),
+        ("window_attn_skip_freq", functools.partial(_layers_of, layers=layers, last=False)),
+        ("no_rope_freq", functools.partial(_layers_of, layers=layers, last=True)),
+        ("moe_router_load_balancing_type", _selection),
+    ):
+        if name in found:
+            found[name] = meaning(found[name])
+    if "group_query_attention" not in arguments or arguments.get("num_attention_heads") is None:
+        found.pop("num_query_groups", None)
+    elif "num_query_groups" in found:
+        found["num_query_groups"] = groups_of(arguments)
+    if "rope_type" in found:
+        found["rope_type"] = setting(arguments, "rope_type", default="yarn")
+    if "moe_layer_freq" in found:
+        if layers is None:
+            del found["moe_layer_freq"]
+        else:
+            found["moe_layer_freq"] = expert_layers_of(arguments)
+    return found
+
+
+def _selection(value: Any) -> Any:
+    """How experts are chosen, for a way to balance their load: most ways leave that as it is."""
+    kinds = value if isinstance(value, (list, tuple)) else [value]
+    return next((kind for kind in kinds if kind in ("sinkhorn", "quantile_balancing")), "top-k")
+
+
+def contradictions(stored: Mapping[str, Any], family: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Stored arguments that change what is computed, where a model of the family computes something else.
+
+    Args:
+        stored: a launch's arguments; what is absent, or None without meaning anything by it, is not compared.
+        family: all that the family has to say of a model, as `Family.arguments` does.
+
+    Returns:
+        For each the name, what is stored, and what the family has; None: nothing.
+
+    Raises:
+        OptionError: a stored argument says nothing that can be understood.
+    """
+    ours, theirs = _meaning(stored), _meaning(family)
+    found = []
+    for name, value in ours.items():
+        neutral = COMPUTATION[name]
+        if (value is None and None not in neutral) or (name not in theirs and not neutral):
+            continue
+        other = theirs.get(name, neutral[0] if neutral else None)
+        if value != other and not (value in neutral and other in neutral):
+            found.append((name, stored[name], family.get(name)))
+    return found

@@ -15,9 +15,10 @@ from mcore_ckpt.families._mistral import MISTRAL
 from mcore_ckpt.families._mixtral import MIXTRAL
 from mcore_ckpt.families._qwen import QWEN2, QWEN3
 from mcore_ckpt.families._qwen_moe import QWEN2_MOE, QWEN3_MOE
+from mcore_ckpt.families._settings import TRAINED_WITH, contradictions
 from mcore_ckpt.families.table import Family
 
-__all__ = ["FAMILIES", "family_named", "family_of_arguments", "family_of_config"]
+__all__ = ["FAMILIES", "family_named", "family_of_arguments", "family_of_config", "hold_against"]
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
@@ -63,3 +64,45 @@ def family_of_arguments(arguments: Mapping[str, Any], where: str) -> Family:
         f"{where}: its stored arguments are those of no family known here; name one (--arch) or give the model's "
         "config.json (--hf-config)"
     )
+
+
+def hold_against(
+    family: Family, config: Mapping[str, Any], arguments: Mapping[str, Any], where: str, *, given: bool
+) -> tuple[str, ...]:
+    """Hold stored arguments against the model that a `config.json` says: both have to compute the same.
+
+    Args:
+        family: the model's.
+        config: what `transformers` is going to compute.
+        arguments: Megatron's, as they are stored; without any, nothing is compared.
+        where: for messages: the file or the checkpoint that `config` comes from.
+        given: somebody gave `config`; otherwise it was made of the arguments.
+
+    Returns:
+        What is to be said of differences that the weights may do without.
+
+    Raises:
+        OptionError: stored arguments change what the model computes, and `config` says otherwise, or nothing.
+    """
+    if not arguments:
+        return family.remarks(family.complete(config))
+    found = contradictions(arguments, family.arguments(config))
+    if found:
+        name, value, other = found[0]
+        more = f" (and {', '.join(name for name, _, _ in found[1:])})" if found[1:] else ""
+        has = "nothing of the kind" if other is None else f"{other!r:.80}"
+        if given:
+            raise OptionError(
+                f"{where}: says {has} where the checkpoint's stored argument {name} is {value!r:.80}{more}; it belongs "
+                "to another model. Nothing was written"
+            )
+        raise OptionError(
+            f"{where}: {name}={value!r:.80} changes what the model computes, and the family {family.name} has {has}"
+            f"{more}: transformers would compute something else. Nothing was written"
+        )
+    notes = [
+        f"the stored argument {name} is {arguments[name]!r:.80}: {what}; nothing of this is in transformers' model"
+        for name, (neutral, what) in TRAINED_WITH.items()
+        if name in arguments and arguments[name] not in neutral
+    ]
+    return (*notes, *family.remarks(family.complete(config)))

@@ -118,25 +118,52 @@ class Family:
         model_types: what `config.json` calls it.
         architecture: the class that `transformers` loads it with.
         rows: the table of parameters.
-        model: what a `config.json` says about shapes.
-        arguments: Megatron's arguments for a `config.json`; raises `OptionError` for what Megatron-Core has not.
-        config: a `config.json` for Megatron's arguments, the vocabulary's size given; raises `OptionError` likewise.
+        defaults: what `transformers` takes for a setting that `config.json` leaves out, of all that is asked for but
+            sizes without which no shape is known.
+        model_of: what a complete `config.json` says about shapes.
+        arguments_of: Megatron's arguments for a complete `config.json`; raises `OptionError` for what Megatron-Core has
+            not. What it says is also what a model of the family computes: stored arguments are held against it.
+        config_of: a `config.json` for Megatron's arguments, the vocabulary's size given; raises `OptionError` likewise.
         recognizes: whether arguments are of this family; of several that do, the first in the registry is taken.
         derived: regular expressions of keys that hold nothing of their own: buffers that are computed, or layers that
             this family's models are loaded without.
         optional_prefix: of keys that some checkpoints of the family leave out.
+        remarks: where `transformers` computes a little else than Megatron-Core for a complete `config.json`.
     """
 
     name: str
     model_types: tuple[str, ...]
     architecture: str
     rows: tuple[Row, ...]
-    model: Callable[[Mapping[str, Any]], Model]
-    arguments: Callable[[Mapping[str, Any]], dict[str, Any]]
-    config: Callable[[Mapping[str, Any], int], dict[str, Any]]
+    defaults: Mapping[str, Any]
+    model_of: Callable[[Mapping[str, Any]], Model]
+    arguments_of: Callable[[Mapping[str, Any]], dict[str, Any]]
+    config_of: Callable[[Mapping[str, Any], int], dict[str, Any]]
     recognizes: Callable[[Mapping[str, Any]], bool]
     derived: tuple[str, ...] = ()
     optional_prefix: str = ""
+    remarks: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda config: ()
+
+    def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A `config.json` as `transformers` reads it: with the defaults of what it leaves out."""
+        return {**self.defaults, **config}
+
+    def model(self, config: Mapping[str, Any]) -> Model:
+        """What a `config.json` says about shapes; raises `OptionError` if it cannot be."""
+        return self.model_of(self.complete(config))
+
+    def arguments(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Megatron's arguments for a `config.json`; raises `OptionError` for what Megatron-Core has not."""
+        return self.arguments_of(self.complete(config))
+
+    def config(self, arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+        """A `config.json` for Megatron's arguments; raises `OptionError` for what the family has not.
+
+        Args:
+            arguments: Megatron's, by name.
+            vocabulary: its size, without padding.
+        """
+        return self.config_of(arguments, vocabulary)
 
 
 @dataclass(frozen=True, slots=True)

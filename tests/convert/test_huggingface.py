@@ -276,6 +276,11 @@ def test_a_configuration_of_another_model_is_refused(model: Path, checkpoint: Pa
     (other / "config.json").write_text(json.dumps(halved))
     with pytest.raises(OptionError, match="num_attention_heads is 4"):
         export_huggingface(checkpoint, tmp_path / "e", hf_config=other)
+    # A sibling's, which differs in nothing that has a shape.
+    for sibling in ({"rope_theta": 500000.0}, {"rms_norm_eps": 1e-5}, {"model_type": "mistral", "sliding_window": 8}):
+        (other / "config.json").write_text(json.dumps({**CONFIG, **sibling}))
+        with pytest.raises(OptionError, match="where the checkpoint's stored argument"):
+            export_huggingface(checkpoint, tmp_path / "e", hf_config=other)
     with pytest.raises(CheckpointNotFoundError, match=r"config\.json"):
         export_huggingface(checkpoint, tmp_path / "e", hf_config=tmp_path)
     (other / "config.json").write_text("[1]")
@@ -464,10 +469,20 @@ def test_the_vocabulary_is_as_stored_where_nothing_tells_it(model: Path, tmp_pat
     import_huggingface(model, tmp_path / "c")
     common = torch.load(tmp_path / "c" / "common.pt", weights_only=False)
     common["args"].vocab_size = None
+    common["args"].spec = ["layers", "made_elsewhere"]
     torch.save(common, tmp_path / "c" / "common.pt")
     assert main(["verify", "--accept-common-state", str(tmp_path / "c"), "-q"]) == 0
     report = export_huggingface(tmp_path / "c", tmp_path / "e")
     assert "128 rows" in report.notes[0]
+    assert "made_elsewhere" in report.notes[1]
+    common["args"].no_rope_freq = 2
+    torch.save(common, tmp_path / "c" / "common.pt")
+    assert main(["verify", "--accept-common-state", str(tmp_path / "c"), "-q"]) == 0
+    with pytest.raises(OptionError, match=r"no_rope_freq=2 changes what the model computes"):
+        export_huggingface(tmp_path / "c", tmp_path / "not")
+    del common["args"].no_rope_freq
+    torch.save(common, tmp_path / "c" / "common.pt")
+    assert main(["verify", "--accept-common-state", str(tmp_path / "c"), "-q"]) == 0
     assert read_by_definition(tmp_path / "e" / "model.safetensors")["lm_head.weight"].shape == (128, HIDDEN)
     export_huggingface(tmp_path / "c", tmp_path / "k", hf_config=model)
     assert_same(read_by_definition(tmp_path / "k" / "model.safetensors"), model_tensors())

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.families.registry import FAMILIES, family_named, family_of_arguments, family_of_config
+from mcore_ckpt.families._settings import COMPUTATION, TRAINED_WITH
+from mcore_ckpt.families.registry import (
+    FAMILIES,
+    family_named,
+    family_of_arguments,
+    family_of_config,
+    hold_against,
+)
 from mcore_ckpt.families.table import Family, Naming, extra_state_keys, relate
 
 SMALL: dict[str, Any] = {
@@ -146,6 +157,8 @@ def test_a_configuration_that_cannot_be_is_refused(settings: dict[str, Any], wor
         ("llama", {"attention_bias": True}, "attention_bias=True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
+        ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
+        ("qwen3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "partial"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, "low_freq_factor"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
         ("gpt2", {"activation_function": "relu"}, "activation_function"),
@@ -234,3 +247,198 @@ def test_unknown_names_are_answered_with_the_known_ones() -> None:
         family_of_config({"model_type": "bert"}, "config.json")
     with pytest.raises(OptionError, match="--arch"):
         family_of_arguments({"normalization": "LayerNorm"}, "ckpt")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("llama", {"no_rope_freq": 3}, "no_rope_freq=3"),
+        ("llama", {"softmax_type": "off-by-one"}, "softmax_type"),
+        ("llama", {"softmax_scale": 0.5}, "softmax_scale"),
+        ("llama", {"qk_l2_norm": True}, "qk_l2_norm"),
+        ("llama", {"window_size": (7, 0)}, "window_size"),
+        ("llama", {"glu_linear_offset": 1.0}, "glu_linear_offset"),
+        ("llama", {"use_mup": True, "hybrid_layer_pattern": "M*"}, "hybrid_layer_pattern='M.'.*and use_mup"),
+        ("mistral", {"window_attn_skip_freq": 2}, "window_attn_skip_freq"),
+        ("gpt2", {"apply_residual_connection_post_layernorm": True}, "post_layernorm"),
+        ("gpt2", {"window_size": [3, 0]}, "window_size"),
+        ("mixtral", {"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+        ("mixtral", {"moe_mlp_glu_interleave_size": 32}, "interleave"),
+        ("deepseek-v3", {"mtp_num_layers": 1}, "mtp_num_layers"),
+        ("gpt-oss", {"no_rope_freq": [0, 0, 1]}, "no_rope_freq"),
+    ],
+)
+def test_arguments_that_change_the_computation_are_refused(name: str, arguments: dict[str, Any], words: str) -> None:
+    """None of them changes a shape, or the family that arguments are of."""
+    family = family_named(name)
+    stored = {**family.arguments(CONFIGS[name]), **arguments}
+    with pytest.raises(OptionError, match=words):
+        hold_against(family, family.config(stored, 100), stored, "ckpt", given=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        # What a launch stores of models that it does not train, and other ways to say the same.
+        ("llama", {"window_size": (-1, 0), "window_attn_skip_freq": 2, "no_rope_freq": [0, 0, 0], "v_head_dim": 128}),
+        ("llama", {"num_moe_experts": None, "moe_router_topk": 2, "moe_layer_freq": 2, "rope_scaling_factor": 4.0}),
+        ("mistral", {"window_size": [15, -1], "window_attn_skip_freq": [1, 1, 1], "bias_gelu_fusion": False}),
+        ("gpt2", {"rotary_base": 10000, "rotary_percent": 0.5, "num_query_groups": 8, "no_rope_freq": 3}),
+        ("mixtral", {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_layer_freq": [1, 1, 1]}),
+        ("qwen2-moe", {"moe_router_topk_scaling_factor": None, "moe_router_num_groups": 1}),
+        ("deepseek-v3", {"kv_channels": 128, "num_query_groups": 1, "use_rope_scaling": True}),
+        ("gpt-oss", {"window_attn_skip_freq": [1, 0, 1]}),
+    ],
+)
+def test_arguments_that_say_the_same_otherwise_are_taken(name: str, arguments: dict[str, Any]) -> None:
+    family = family_named(name)
+    stored = {**family.arguments(CONFIGS[name]), **arguments}
+    assert hold_against(family, family.config(stored, 100), stored, "ckpt", given=False) == ()
+    assert hold_against(family, CONFIGS[name], stored, "ckpt", given=True) == ()
+
+
+def test_what_weights_may_do_without_is_named() -> None:
+    mixtral, deepseek = family_named("mixtral"), family_named("deepseek-v3")
+    stored = {**mixtral.arguments(CONFIGS["mixtral"]), "moe_expert_capacity_factor": 1.25}
+    (note,) = hold_against(mixtral, CONFIGS["mixtral"], stored, "ckpt", given=True)
+    assert "moe_expert_capacity_factor is 1.25" in note
+    (note,) = hold_against(deepseek, {**CONFIGS["deepseek-v3"], "rms_norm_eps": 1e-5}, {}, "ckpt", given=True)
+    assert "q_a_layernorm" in note
+
+
+def test_gelu_is_as_megatron_computes_it() -> None:
+    """Only what is fused is the approximation."""
+    gpt2 = family_named("gpt2")
+    stored = gpt2.arguments(CONFIGS["gpt2"])
+    assert gpt2.config(stored, 100)["activation_function"] == "gelu_new"
+    assert gpt2.config({**stored, "bias_gelu_fusion": False}, 100)["activation_function"] == "gelu"
+    del stored["bias_gelu_fusion"]
+    assert gpt2.config(stored, 100)["activation_function"] == "gelu_new"
+    exact = {**CONFIGS["gpt2"], "activation_function": "gelu"}
+    with pytest.raises(OptionError, match="bias_gelu_fusion"):
+        hold_against(gpt2, exact, {**stored, "bias_gelu_fusion": True}, "ckpt", given=True)
+
+
+# Fields of Megatron-Core's configuration of layers that `COMPUTATION` leaves out, and why.
+_SHOWN_BY_TENSORS = """
+add_bias_linear add_qkv_bias ffn_hidden_size moe_ffn_hidden_size moe_shared_expert_intermediate_size num_moe_experts
+mla_down_proj_fusion moe_single_grouped_bias moe_single_grouped_weight moe_use_legacy_grouped_gemm
+"""
+_SAID_BY_ANOTHER = """
+activation_func bias_activation_fusion moe_token_dropping
+dsa_indexer_head_dim dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff dsa_indexer_n_heads
+dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset
+dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_use_sparse_loss dsa_kernel_backend
+linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim
+mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim mamba_training_ssm_states_dtype use_mamba_mem_eff_path
+moe_pad_expert_input_to_capacity moe_token_drop_policy mtp_hybrid_override_pattern mtp_use_repeated_layer
+mup_attn_scale_power mup_base_head_dim mup_base_hidden_size mup_embedding_mult mup_output_mult mup_width_mult
+"""
+_OF_TRAINING = """
+attention_dropout calculate_per_token_loss embedding_init_method embedding_init_method_std
+experimental_attention_variant_loss_scale_func hidden_dropout init_method init_method_std log_max_attention_logit
+moe_aux_loss_coeff moe_enable_routing_replay moe_per_layer_logging moe_router_bias_update_rate
+moe_router_quantile_balancing_ema moe_z_loss_coeff mtp_detach_heads mtp_loss_scaling_factor output_layer_init_method
+qk_clip qk_clip_alpha qk_clip_threshold test_mode
+"""
+_OF_SPEED_AND_ROUNDING = """
+account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split activation_func_fp8_input_store
+activation_offload_fraction apply_query_key_layer_scaling apply_rope_fusion attention_backend attention_softmax_in_fp32
+batch_invariant_mode bias_dropout_fusion cache_mla_latents clone_scatter_output_in_embedding config_logger_dir
+cp_comm_type cuda_graph_impl cuda_graph_modules cuda_graph_retain_backward_graph cuda_graph_scope
+cuda_graph_use_single_mempool cuda_graph_warmup_steps delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks
+disable_bf16_reduced_precision_matmul disable_parameter_transpose_cache distribute_saved_activations enable_cuda_graph
+external_cuda_graph fine_grained_activation_offloading fine_grained_offloading_max_inflight_offloads
+first_last_layers_bf16 flash_attention_version flash_decode fp32_residual_connection fp4 fp4_param fp4_quantizer_factory
+fp4_recipe fp8 fp8_amax_compute_algo fp8_amax_history_len fp8_dot_product_attention fp8_interval fp8_margin
+fp8_multi_head_attention fp8_output_proj fp8_param fp8_quantizer_factory fp8_recipe fp8_wgrad fused_residual_rmsnorm
+fused_single_qkv_rope hetereogenous_dist_checkpoint high_priority_a2a_comm_stream inference_cuda_graph_scope
+inference_disable_triton_nvls_kernels inference_fuse_tp_communication inference_grouped_gemm_backend
+inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type inference_rng_tracker
+inference_sampling_seed init_model_with_meta_device kitchen_attention_backend masked_softmax_fusion
+memory_efficient_layer_norm min_offloaded_tensor_size mlp_chunks_for_prefill mlp_chunks_for_training moe_deepep_num_sms
+moe_enable_deepep moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_grouped_gemm
+moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms
+moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs moe_layer_recompute moe_ncclep_static_shape
+moe_ncclep_zero_copy moe_pad_experts_for_cuda_graph_inference moe_paged_stash moe_paged_stash_buffer_size_factor_cpu
+moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size moe_permute_fusion moe_permute_fusion_into_hybridep
+moe_router_dtype moe_router_fusion moe_router_padding_for_fp8 moe_router_padding_for_quantization
+moe_shared_expert_overlap moe_token_dispatcher_type nccl_all_reduce_for_prefill num_layers_at_end_in_bf16
+num_layers_at_start_in_bf16 num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage offload_modules
+persist_layer_norm pipeline_model_parallel_layout quant_recipe recompute_granularity recompute_method recompute_modules
+recompute_num_layers symmetric_ar_type tp_only_amax_red transformer_impl use_fused_weighted_squared_relu
+use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert use_inference_optimized_layers use_kitchen
+use_kitchen_attention use_te_rng_tracker use_transformer_engine_op_fuser
+"""
+
+
+def _fields_of_megatron() -> dict[str, Any]:
+    """Fields of the installed Megatron-Core's configuration of layers with their defaults, where these are plain."""
+    found = importlib.util.find_spec("megatron.core") if importlib.util.find_spec("megatron") else None
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("megatron-core is not installed")
+    path = Path(found.submodule_search_locations[0]) / "transformer" / "transformer_config.py"
+    fields: dict[str, Any] = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name in ("TransformerConfig", "MLATransformerConfig"):
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    value = ast.literal_eval(field.value) if isinstance(field.value, ast.Constant) else None
+                    fields.setdefault(field.target.id, value)
+    assert len(fields) > 100
+    return fields
+
+
+def test_every_field_of_megatrons_configuration_is_known_to_change_the_computation_or_not_to() -> None:
+    others = f"{_SHOWN_BY_TENSORS} {_SAID_BY_ANOTHER} {_OF_TRAINING} {_OF_SPEED_AND_ROUNDING}".split()
+    assert not set(others) & (COMPUTATION.keys() | TRAINED_WITH.keys())
+    unknown = _fields_of_megatron().keys() - COMPUTATION.keys() - TRAINED_WITH.keys() - set(others)
+    assert not unknown, "look at what they do: families/_settings.py has those that change what a model computes"
+
+
+def test_megatrons_defaults_contradict_no_family(family: Family) -> None:
+    """What a launch stores of all that it does not use."""
+    config = CONFIGS[family.name]
+    stored = {**_fields_of_megatron(), **family.arguments(config)}
+    assert hold_against(family, family.config(stored, 100), stored, "ckpt", given=False) == ()
+    assert hold_against(family, config, stored, "ckpt", given=True) == ()
+
+
+class _Asked(Mapping[str, Any]):
+    """Settings that remember which of them somebody asked for."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.content, self.names = content, set[str]()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return self.content[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.content)
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+
+_SIZES = """
+hidden_size intermediate_size kv_lora_rank max_position_embeddings moe_intermediate_size n_embd n_head n_layer
+n_positions n_routed_experts num_attention_heads num_experts num_hidden_layers num_local_experts qk_nope_head_dim
+qk_rope_head_dim shared_expert_intermediate_size v_head_dim vocab_size rope_parameters rope_scaling
+"""
+
+
+@pytest.mark.long
+def test_defaults_are_those_of_transformers(family: Family) -> None:
+    """For each setting that is asked for, and that `config.json` may leave out, what its class there has."""
+    transformers = pytest.importorskip("transformers")
+    there = getattr(transformers, family.architecture.replace("ForCausalLM", "Config").replace("LMHeadModel", "Config"))
+    config = {"rope_scaling": None, **family.complete(CONFIGS[family.name])}
+    asked = _Asked(config)
+    family.model_of(asked)
+    family.arguments_of(asked)
+    known = {name: field.default for name, field in there.__dataclass_fields__.items()}
+    known["rope_theta"] = getattr(there, "default_theta", None)
+    for name in sorted(asked.names & known.keys() - set(_SIZES.split()) | family.defaults.keys() & known.keys()):
+        assert name in family.defaults, f"{name}: {there.__name__} has {known[name]!r} for it"
+        assert family.defaults[name] == known[name], name
