@@ -201,10 +201,11 @@ def test_a_nemo_directory_becomes_a_hugging_face_model(nemo: Path, tmp_path: Pat
     }.items() <= config.items()
     # NeMo does not say how many of the embedding's rows are padding; a config.json does.
     assert "256 rows" in report.notes[0]
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    same = {**CONFIG, "rope_theta": 500000.0, "rope_scaling": config["rope_scaling"]}
+    (tmp_path / "config.json").write_text(json.dumps(same))
     export_huggingface(nemo, tmp_path / "k", hf_config=tmp_path)
     assert_same(read_by_definition(tmp_path / "k" / "model.safetensors"), model_tensors())
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "num_attention_heads": 8, "head_dim": 4}))
+    (tmp_path / "config.json").write_text(json.dumps({**same, "num_attention_heads": 8, "head_dim": 4}))
     with pytest.raises(OptionError, match="num_attention_heads is 4"):
         export_huggingface(nemo, tmp_path / "x", hf_config=tmp_path)
 
