@@ -107,6 +107,11 @@ class RankFiles:
         """Name of the model's file, in the directory."""
         return f"{self.folder}/{MODEL_FILE}"
 
+    @property
+    def optimizer_file(self) -> str:
+        """Name of the distributed optimizer's file, in the directory."""
+        return f"{self.folder}/{OPTIMIZER_FILE}"
+
 
 def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
     """All ranks' files, in the order of pipeline, expert and tensor parallel rank, and the first rank's arguments.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import os
 import pickle
 import re
@@ -21,12 +22,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_ckpt.convert._legacy_files import (
+    OPTIMIZER_FILE,
     Arguments,
     LegacyPayloads,
     Place,
     RankFiles,
     owned,
     read_ranks,
+)
+from mcore_ckpt.convert._legacy_optimizer import (
+    is_buffer,
+    is_distributed,
+    main_parameter,
+    optimizers_of,
+    state_parts,
 )
 from mcore_ckpt.convert._partition import Partition, Partitioner
 from mcore_ckpt.convert._pieces import PiecePayloads, Source, Wanted
@@ -36,10 +45,12 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, object_key
+from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_config
 from mcore_ckpt.format.safe_pickle import Unavailable
 from mcore_ckpt.format.state_file import FileTensor
 from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.tools.dtype_cast import cast_floats
 from mcore_ckpt.tools.inspection import checkpoint_directory
 
 __all__ = ["LegacyKey", "LegacyOptions", "LegacyPlan", "LegacyReport", "import_legacy", "plan_legacy_import"]
@@ -492,6 +503,112 @@ def _check_same(payloads: LegacyPayloads, pairs: Iterable[tuple[_Piece, _Piece, 
         )
 
 
+# ----------------------------------------------------------------------------------------------------------- optimizer
+
+
+def _read_optimizer(
+    draft: _Draft, parameters: Iterable[_Parameter], common: dict[str, Any]
+) -> list[tuple[_Parameter, str]]:
+    """Find the pieces of the optimizer's tensors, and put its settings into the common state.
+
+    Returns:
+        Parameters, and the base key of the optimizer's own copy of each.
+    """
+    by_rank: dict[str, list[_Parameter]] = {rank.folder: [] for rank in draft.ranks}
+    for parameter in parameters:
+        by_rank[parameter.rank.folder].append(parameter)
+    masters = []
+    for rank in draft.ranks:
+        own = by_rank[rank.folder]
+        for parts, distributed in state_parts(rank, own, draft.arguments):
+            for part in parts:
+                parameter = own[part.number]
+                key = f"optimizer.state.{part.state}.{parameter.name.key}"
+                base = f"{rank.folder}/{part.state}{parameter.chunk}/{parameter.stored}"
+                where = f"{part.place.file}: {parameter.stored}"
+                piece = _Piece(base, where, parameter.name.index, rank)
+                draft.add(key, parameter.name, part.place, part.dtype, parameter.tensor.shape, piece)
+                if part.state == main_parameter(distributed):
+                    masters.append((parameter, base))
+    first = draft.ranks[0]
+    settings = [_settings(draft, optimizer) for optimizer in optimizers_of(first)]
+    if any("param_state_sharding_type" in one for one in settings):
+        common["content_metadata"] = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            **common["content_metadata"],
+        }
+    several = type(first.state["optimizer"]) is list
+    common["optimizer"] = dict(enumerate(settings)) if several else settings[0]
+    with_state = {key.split(".", 3)[3] for key in draft.tensors if key.startswith("optimizer.state.")}
+    lacking = next((p for p in parameters if not is_buffer(p) and p.name.key not in with_state), None)
+    if lacking is not None:
+        raise CorruptCheckpointError(
+            f"{draft.directory}: no file holds the optimizer's state of {lacking.name.key} ({lacking.where}); is "
+            f"{OPTIMIZER_FILE} missing? Without that state, take --drop optimizer"
+        )
+    return masters
+
+
+def _settings(draft: _Draft, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an optimizer all ranks share: groups without their parameters, the step, the loss scale."""
+    first, step = draft.ranks[0], None
+    storage = LocalStorage(draft.directory)
+
+    def own(value: Any) -> Any:
+        return owned(value, storage, first.file, first.model.records)
+
+    inner = dict(optimizer.get("optimizer", optimizer))
+    if isinstance(inner.get("state"), dict):
+        steps = [own(state["step"]) for state in inner["state"].values() if isinstance(state, dict) and "step" in state]
+        if len({float(value) for value in steps}) > 1:
+            raise OptionError(f"{first.file}: the optimizer's steps differ among parameters; Megatron-Core has one")
+        step = steps[0] if steps else None
+    found = {key: own(value) for key, value in inner.items() if key not in ("state", "param_groups")}
+    found["param_groups"] = [
+        {key: own(value) for key, value in group.items() if key != "params"} for group in inner["param_groups"]
+    ]
+    if step is not None:
+        found["state"] = {"common_step": step}
+    if "optimizer" in optimizer:
+        rest = ("optimizer", "fp32_from_fp16_params", "fp32_from_fp16")
+        found = {"optimizer": found, **{key: own(value) for key, value in optimizer.items() if key not in rest}}
+    if is_distributed(optimizer):
+        found["param_state_sharding_type"] = "fully_reshardable"
+    return found
+
+
+_COMPARED_ELEMENTS = 64
+
+
+def _check_masters(payloads: LegacyPayloads, masters: Iterable[tuple[_Parameter, str]]) -> None:
+    """Raise `CorruptCheckpointError` where the optimizer's copy of a parameter is not the model's parameter.
+
+    The first and last elements are compared. Where they are the same, the order of the optimizer's state is right.
+    """
+    for parameter, base in masters:
+        model = f"{parameter.rank.folder}/model{parameter.chunk}/{parameter.stored}"
+        entries = [payloads.index.tensors[key] for key in (base, model)]
+        count = math.prod(entries[0].shape)
+        length = min(count, _COMPARED_ELEMENTS)
+        for start in {0, count - length}:
+            found = []
+            for entry in entries:
+                width = element_bytes(entry.dtype)
+                view = memoryview(bytearray(length * width))
+                payloads.read_into(payloads.locate(entry, entry.chunks[0]), start * width, view)
+                found.append(view)
+            if entries[0].dtype != entries[1].dtype:
+                found[0] = memoryview(cast_floats(found[0], entries[0].dtype, entries[1].dtype))
+            if bytes(found[0]) != bytes(found[1]):
+                raise CorruptCheckpointError(
+                    f"{payloads.index.path}: the optimizer's copy of {parameter.where} does not round to the "
+                    f"parameter, in elements [{start}, {start + length}): the order of its state is not what it is "
+                    "taken to be, or the weights were changed after it was saved. The model alone can be had by "
+                    "--drop optimizer"
+                )
+
+
 # -------------------------------------------------------------------------------------------------------- common state
 
 
@@ -512,8 +629,6 @@ def _common_state(draft: _Draft) -> dict[str, Any]:
             draft.left_out.append(f"{str(key)[:200]} (of each rank, and not known how it belongs together)")
             continue
         common[key] = owned(value, storage, first.file, first.model.records)
-    if "optimizer" in first.state:
-        draft.left_out.append("the optimizer's state")
     common["content_metadata"] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return common
 
@@ -688,14 +803,19 @@ def _plan(index: CheckpointIndex, conversion: _Conversion, options: LegacyOption
 def _convert(directory: Path, options: LegacyOptions) -> tuple[_Conversion, LegacyPayloads]:
     ranks, arguments = read_ranks(directory)
     draft = _Draft(directory, ranks, arguments)
-    _read_model(draft)
+    parameters = _read_model(draft)
     common = _common_state(draft)
+    masters: list[tuple[_Parameter, str]] = []
+    if "optimizer" in ranks[0].state and not options.drop_optimizer:
+        masters = _read_optimizer(draft, parameters, common)
     draft.objects |= _random_states(draft)
     partitions = _partitions(draft)
     wanted, pairs, counts = _put_together(draft, partitions)
     records = {rank.file: rank.model.records for rank in ranks}
+    records |= {rank.optimizer_file: rank.optimizer.records for rank in ranks if rank.optimizer is not None}
     payloads = LegacyPayloads(directory, draft.places, records)
     try:
+        _check_masters(payloads, masters)
         _check_same(payloads, pairs)
     except BaseException:
         payloads.close()

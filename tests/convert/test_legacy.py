@@ -1,0 +1,397 @@
+"""Files of `--ckpt-format torch`, built by hand as Megatron builds them, come out as the tensors that they are of."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.convert._legacy_optimizer import FlatLayout, flat_places
+from mcore_ckpt.convert.legacy import LegacyOptions, import_legacy
+from mcore_ckpt.core.errors import CheckpointError, ChecksumError, CorruptCheckpointError, OptionError
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.safe_pickle import load_object
+from mcore_ckpt.tools.checkpoint import open_checkpoint
+from mcore_ckpt.tools.verify import verify_checkpoint
+
+HIDDEN, FFN, LAYERS, ROWS = 8, 12, 4, 16
+EMBEDDING = "embedding.word_embeddings.weight"
+# Axis along which tensor parallel ranks divide a parameter (None: all have it), and whether it has two halves.
+LAYER = {
+    "input_layernorm.weight": ((HIDDEN,), None, False),
+    "self_attention.linear_proj.weight": ((HIDDEN, HIDDEN), 1, False),
+    "self_attention.linear_qkv.weight": ((3 * HIDDEN, HIDDEN), 0, False),
+    "self_attention.linear_qkv.bias": ((3 * HIDDEN,), 0, False),
+    "pre_mlp_layernorm.weight": ((HIDDEN,), None, False),
+    "mlp.linear_fc1.weight": ((2 * FFN, HIDDEN), 0, True),
+    "mlp.linear_fc2.weight": ((HIDDEN, FFN), 1, False),
+}
+AT_TARGET = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+class Parameter:
+    """A parameter of the whole model, and its states."""
+
+    def __init__(self, shape: tuple[int, ...], axis: int | None, gated: bool, dtype: torch.dtype) -> None:
+        self.axis, self.gated = axis, gated
+        main = torch.randn(shape)
+        self.states = {"main": main, "exp_avg": torch.randn(shape), "exp_avg_sq": torch.rand(shape)}
+        self.model = main.to(dtype)
+        if dtype == torch.float32:
+            self.states["main"] = self.model
+
+    def part(self, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+        if self.axis is None:
+            return tensor
+        halves = tensor.chunk(2 if self.gated else 1, self.axis)
+        return torch.cat([half.chunk(ranks, self.axis)[rank] for half in halves], self.axis).contiguous()
+
+
+class Model:
+    """Writes the files of all ranks, and knows what has to come of them."""
+
+    def __init__(self, tp: int, pp: int, dtype: torch.dtype, *, vpp: int = 1) -> None:
+        torch.manual_seed(tp * 10 + pp)
+        self.tp, self.pp, self.vpp, self.dtype = tp, pp, vpp, dtype
+        self.outer = {
+            EMBEDDING: Parameter((ROWS, HIDDEN), 0, False, dtype),
+            "decoder.final_layernorm.weight": Parameter((HIDDEN,), None, False, dtype),
+        }
+        self.layers = [{name: Parameter(*how, dtype) for name, how in LAYER.items()} for _ in range(LAYERS)]
+
+    def chunks(self, stage: int) -> list[dict[str, Parameter]]:
+        """The parameters of a stage by their local keys, in the model's order; tied, the last one has the embedding."""
+        found = []
+        size = LAYERS // self.pp // self.vpp
+        for chunk in range(self.vpp):
+            first = (chunk * self.pp + stage) * size
+            state: dict[str, Parameter] = {}
+            if stage == 0 and chunk == 0:
+                state[EMBEDDING] = self.outer[EMBEDDING]
+            for local, layer in enumerate(self.layers[first : first + size]):
+                state |= {f"decoder.layers.{local}.{name}": parameter for name, parameter in layer.items()}
+            if stage == self.pp - 1 and chunk == self.vpp - 1:
+                state["decoder.final_layernorm.weight"] = self.outer["decoder.final_layernorm.weight"]
+                if self.pp > 1:
+                    state["output_layer.weight"] = self.outer[EMBEDDING]
+            found.append(state)
+        return found
+
+    def arguments(self, **more: Any) -> Namespace:
+        sizes = {"tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp}
+        shape = {"num_layers": LAYERS, "hidden_size": HIDDEN, "swiglu": True, "padded_vocab_size": ROWS}
+        how = {"transformer_impl": "local", "ckpt_format": "torch", "params_dtype": self.dtype}
+        return Namespace(**sizes, **shape, **how, untie_embeddings_and_output_weights=False, **more)
+
+    def save(self, directory: Path, optimizer: str, **more: Any) -> Path:
+        """Write all files; the optimizer's are `"none"`, `"plain"` or `"distributed"`."""
+        for stage in range(self.pp):
+            for rank in range(self.tp):
+                folder = directory / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if self.pp > 1 else ""))
+                folder.mkdir(parents=True)
+                chunks = self.chunks(stage)
+                state: dict[str, Any] = {
+                    "args": self.arguments(**more),
+                    "checkpoint_version": 3.0,
+                    "iteration": 7,
+                    "opt_param_scheduler": {"num_steps": 3},
+                    "rng_state": [{"torch_rng_state": torch.full((4,), 10 * stage + rank, dtype=torch.uint8)}],
+                }
+                for number, chunk in enumerate(chunks):
+                    holder = torch.nn.Module()  # whose state dict carries `_metadata`, as a model's does
+                    saved = holder.state_dict()
+                    saved |= {key: p.part(p.model, rank, self.tp) for key, p in chunk.items()}
+                    for local in range(LAYERS // self.pp // self.vpp):
+                        saved[f"decoder.layers.{local}.mlp.linear_fc1._extra_state"] = None
+                    state["model" if self.vpp == 1 else f"model{number}"] = saved
+                if optimizer == "plain":
+                    state["optimizer"] = self.plain_optimizer(chunks, rank)
+                elif optimizer == "distributed":
+                    groups = [{"wd_mult": wd, "is_expert_parallel": False, "step": 7} for wd in (1.0, 0.0)]
+                    state["optimizer"] = {"optimizer": {"param_groups": groups}}
+                    torch.save(self.flat_buffers(chunks, rank), folder / "distrib_optim.pt")
+                torch.save(state, folder / "model_optim_rng.pt")
+        return directory
+
+    def plain_optimizer(self, chunks: list[dict[str, Parameter]], rank: int) -> dict[str, Any]:
+        parameters = [parameter for chunk in chunks for parameter in chunk.values()]
+        decayed = [p for p in parameters if p.model.dim() > 1]
+        groups, state, copies, number = [], {}, [], 0
+        for wd, members in ((1.0, decayed), (0.0, [p for p in parameters if p.model.dim() == 1])):
+            numbers = list(range(number, number + len(members)))
+            number += len(members)
+            groups.append({"wd_mult": wd, "is_expert_parallel": False, "lr": 0.1, "params": numbers})
+            copies.append([p.part(p.states["main"], rank, self.tp) for p in members])
+            for place, p in zip(numbers, members, strict=True):
+                state[place] = {name: p.part(p.states[name], rank, self.tp) for name in ("exp_avg", "exp_avg_sq")}
+                state[place]["step"] = torch.tensor(7.0)
+        inner = {"state": state, "param_groups": groups}
+        if self.dtype == torch.float32:
+            return inner
+        return {"optimizer": inner, "fp32_from_fp16_params": copies}
+
+    def flat_buffers(self, chunks: list[dict[str, Parameter]], rank: int) -> dict[Any, Any]:
+        found: dict[Any, Any] = {"buckets_coalesced": True}
+        for number, chunk in enumerate(chunks):
+            buckets: list[list[torch.Tensor]] = [[]]
+            inside = 0
+            for key, parameter in reversed(chunk.items()):
+                alone = self.pp > 1 and parameter is self.outer[EMBEDDING]
+                inside += -inside % 64
+                if alone and inside:
+                    buckets.append([])
+                    inside = 0
+                size = parameter.part(parameter.model, rank, self.tp).numel()
+                buckets[-1].append((key, inside, size))  # type: ignore[arg-type]
+                inside += size
+                if alone:
+                    buckets.append([])
+                    inside = 0
+            tensors: dict[str, Any] = {}
+            for name, state in (("param", "main"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+                flats = []
+                for at, bucket in enumerate(buckets):
+                    if not bucket:
+                        continue
+                    key, start, size = bucket[-1]
+                    # What comes behind the last one is its alignment, where a bucket ends because of the next.
+                    end = start + size
+                    end += -end % 64 if at + 1 < len(buckets) and buckets[at + 1] and at == 0 and self.pp > 1 else 0
+                    flat = torch.zeros(end)
+                    for key, start, size in bucket:
+                        part = chunk[key].part(chunk[key].states[state], rank, self.tp)
+                        flat[start : start + size] = part.reshape(-1).float()
+                    flats.append(flat)
+                tensors[name] = torch.cat(flats)
+            tensors["numel_unpadded"] = tensors["param"].numel()
+            found[number] = {(self.dtype, torch.float32): tensors}
+        return found
+
+    def expected(self, main: str | None) -> dict[str, torch.Tensor]:
+        """The target's tensors; `main` is what it calls the optimizer's own copy, None if it has none."""
+        found = {key: parameter.model for key, parameter in self.outer.items()}
+        keys = {name: f"decoder.layers.{AT_TARGET.get(name, name)}" for name in LAYER}
+        found |= {key: torch.stack([layer[name].model for layer in self.layers]) for name, key in keys.items()}
+        for state in ("exp_avg", "exp_avg_sq", *(["main"] if main else [])):
+            called = main if state == "main" else state
+            found |= {f"optimizer.state.{called}.{key}": p.states[state] for key, p in self.outer.items()}
+            found |= {
+                f"optimizer.state.{called}.{key}": torch.stack([layer[name].states[state] for layer in self.layers])
+                for name, key in keys.items()
+            }
+        return found
+
+
+def assert_holds(directory: Path, expected: dict[str, torch.Tensor]) -> None:
+    with open_checkpoint(directory) as checkpoint:
+        assert sorted(checkpoint.index.tensors) == sorted(expected)
+        for key, tensor in expected.items():
+            stored = checkpoint[key][...]
+            assert stored.dtype == tensor.dtype, key
+            assert torch.equal(stored, tensor), key
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "vpp", "dtype", "optimizer", "main_key"),
+    [
+        (2, 1, 1, torch.float32, "plain", None),
+        (2, 2, 1, torch.bfloat16, "plain", "fp32_param"),
+        (1, 1, 1, torch.bfloat16, "distributed", "param"),
+        (2, 2, 1, torch.bfloat16, "distributed", "param"),
+        (1, 2, 2, torch.bfloat16, "distributed", "param"),
+    ],
+)
+def test_ranks_files_become_whole_tensors(
+    tp: int, pp: int, vpp: int, dtype: torch.dtype, optimizer: str, main_key: str | None, tmp_path: Path
+) -> None:
+    model = Model(tp, pp, dtype, vpp=vpp)
+    source = model.save(tmp_path / "iter_0000007", optimizer)
+    report = import_legacy(source, tmp_path / "target", LegacyOptions())
+    assert not report.left_out
+    assert_holds(tmp_path / "target", model.expected(main_key))
+    assert verify_checkpoint(tmp_path / "target").whole
+
+    common = load_object(tmp_path / "target" / "common.pt")
+    assert common["iteration"] == 7
+    assert common["opt_param_scheduler"] == {"num_steps": 3}
+    assert (common["args"].num_layers, common["args"].ckpt_format) == (LAYERS, "torch_dist")
+    assert common["args"].params_dtype == dtype
+    settings = common["optimizer"]
+    groups = settings["optimizer"]["param_groups"] if "optimizer" in settings else settings["param_groups"]
+    assert [group["wd_mult"] for group in groups] == [1.0, 0.0]
+    assert "params" not in groups[0]
+    assert settings.get("param_state_sharding_type") == ("fully_reshardable" if main_key == "param" else None)
+    if optimizer == "plain":
+        assert settings.get("optimizer", settings)["state"]["common_step"] == 7
+    objects = read_index(tmp_path / "target").objects
+    assert {key for key in objects if key.startswith("rng_state")} == {
+        f"rng_state/shard_{p}.{t}_{pp}.{tp}" for p in range(pp) for t in range(tp)
+    }
+    assert "decoder.layers.mlp.linear_fc1._extra_state/shard_0_4" in objects
+
+
+def test_another_layout_and_the_model_alone(tmp_path: Path) -> None:
+    model = Model(2, 2, torch.bfloat16)
+    source = model.save(tmp_path / "iter_0000007", "distributed")
+    arguments = [str(source), str(tmp_path / "target"), "--from", "megatron-legacy", "--drop", "optimizer"]
+    assert main(["import", *arguments, "--tp", "4", "--pp", "1", "--dry-run"]) == 0
+    assert not (tmp_path / "target").exists()
+    assert main(["import", *arguments, "--tp", "4", "--pp", "1", "--dtype", "fp32", "--quiet"]) == 0
+    wanted = {key: tensor.float() for key, tensor in model.expected(None).items() if not key.startswith("optimizer")}
+    assert_holds(tmp_path / "target", wanted)
+    assert len(read_index(tmp_path / "target").tensors[EMBEDDING].chunks) == 4
+
+
+def test_a_dry_run_lists_source_transform_and_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = Model(2, 2, torch.bfloat16).save(tmp_path / "iter_0000007", "distributed")
+    assert main(["import", str(source), str(tmp_path / "to"), "--from", "megatron-legacy", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line for line in lines if "  decoder.layers.mlp.linear_fc1.weight " in line)
+    assert row.split()[0] == "decoder.layers.*.mlp.linear_fc1.weight"
+    assert "joined along axis 0, each half by itself, stacked" in row
+
+
+def _changed(source: Path, folder: str, change: Any, file: str = "model_optim_rng.pt") -> None:
+    state = torch.load(source / folder / file, weights_only=False)
+    change(state)
+    torch.save(state, source / folder / file)
+
+
+def test_what_all_ranks_hold_has_to_be_the_same(tmp_path: Path) -> None:
+    source = Model(2, 1, torch.float32).save(tmp_path / "iter_0000007", "none")
+
+    def change(state: dict[str, Any]) -> None:
+        state["model"]["decoder.layers.2.input_layernorm.weight"][5] += 1
+
+    _changed(source, "mp_rank_01", change)
+    with pytest.raises(CorruptCheckpointError, match=r"layer_norm_weight.*mp_rank_00.*mp_rank_01.*element \[5\]"):
+        import_legacy(source, tmp_path / "target", LegacyOptions())
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "distributed"])
+def test_an_order_that_the_weights_contradict_is_refused(optimizer: str, tmp_path: Path) -> None:
+    source = Model(1, 1, torch.bfloat16).save(tmp_path / "iter_0000007", optimizer)
+
+    def swap(state: dict[Any, Any]) -> None:
+        if optimizer == "plain":
+            copies = state["optimizer"]["fp32_from_fp16_params"][0]
+            copies[2], copies[6] = copies[6], copies[2]
+        else:
+            state[0][torch.bfloat16, torch.float32]["param"][0:8] += 1
+
+    _changed(source, "mp_rank_00", swap, "model_optim_rng.pt" if optimizer == "plain" else "distrib_optim.pt")
+    with pytest.raises(CorruptCheckpointError, match="does not round to the parameter"):
+        import_legacy(source, tmp_path / "target", LegacyOptions())
+
+
+class _Harm:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def _without_a_rank(source: Path) -> None:
+    (source / "mp_rank_01" / "model_optim_rng.pt").unlink()
+    (source / "mp_rank_01").rmdir()
+
+
+def _truncated(source: Path) -> None:
+    path = source / "mp_rank_01" / "model_optim_rng.pt"
+    path.write_bytes(path.read_bytes()[:-500])
+
+
+def _of_another_iteration(source: Path) -> None:
+    _changed(source, "mp_rank_01", lambda state: state.update(iteration=8))
+
+
+def _of_another_shape(source: Path) -> None:
+    _changed(source, "mp_rank_01", lambda state: state["model"].update({EMBEDDING: torch.zeros(3, HIDDEN)}))
+
+
+def _with_a_missing_layer(source: Path) -> None:
+    def change(state: dict[str, Any]) -> None:
+        state["model"] = {key: value for key, value in state["model"].items() if ".layers.3." not in key}
+
+    _changed(source, "mp_rank_01", change)
+
+
+def _with_unknown_layers(source: Path) -> None:
+    for folder in ("mp_rank_00", "mp_rank_01"):
+        _changed(source, folder, lambda state: state["model"].update({"decoder.layers.0.mixer.odd": torch.zeros(2)}))
+
+
+def _from_before_core(source: Path) -> None:
+    _changed(source, "mp_rank_00", lambda state: state.update(model={"language_model": {"encoder": {}}}))
+
+
+def _strided(source: Path) -> None:
+    key = "decoder.layers.0.self_attention.linear_proj.weight"
+    _changed(source, "mp_rank_01", lambda state: state["model"].update({key: torch.zeros(4, 8).t()}))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _without_a_rank,
+        _truncated,
+        _of_another_iteration,
+        _of_another_shape,
+        _with_a_missing_layer,
+        _with_unknown_layers,
+        _from_before_core,
+        _strided,
+    ],
+)
+def test_files_that_are_not_one_checkpoint_end_in_errors_of_ours(spoil: Any, tmp_path: Path) -> None:
+    source = Model(2, 1, torch.float32).save(tmp_path / "iter_0000007", "none")
+    spoil(source)
+    with pytest.raises(CheckpointError) as caught:
+        import_legacy(source, tmp_path / "target", LegacyOptions())
+    assert str(source) in str(caught.value) or "mp_rank_0" in str(caught.value)
+    assert not (tmp_path / "target").exists()
+
+
+def test_nothing_that_a_file_names_is_called_or_carried(tmp_path: Path) -> None:
+    source = Model(1, 1, torch.float32).save(tmp_path / "iter_0000007", "none", odd=_Harm(tmp_path / "made"))
+    report = import_legacy(source, tmp_path / "target", LegacyOptions())
+    assert report.left_out == ("the argument odd (of a class that is not known here)",)
+    assert not hasattr(load_object(tmp_path / "target" / "common.pt")["args"], "odd")
+    _changed(source, "mp_rank_00", lambda state: state.update(rng_state=[_Harm(tmp_path / "more")]))
+    (tmp_path / "made").rmdir()  # which torch.load has made just now
+    (tmp_path / "more").rmdir() if (tmp_path / "more").exists() else None
+    with pytest.raises(OptionError, match=r"mkdir"):
+        import_legacy(source, tmp_path / "other", LegacyOptions())
+    assert not (tmp_path / "made").exists()
+    assert not (tmp_path / "more").exists()
+
+
+def test_a_damaged_buffer_is_noticed_though_it_is_read_in_parts(tmp_path: Path) -> None:
+    source = Model(1, 1, torch.bfloat16).save(tmp_path / "iter_0000007", "distributed")
+    path = source / "mp_rank_00" / "distrib_optim.pt"
+    content = bytearray(path.read_bytes())
+    second = torch.load(path, weights_only=False)[0][torch.bfloat16, torch.float32]["exp_avg"]
+    at = content.index(second.numpy().tobytes()[:64]) + 4 * second.numel() // 2
+    content[at] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(ChecksumError, match=r"distrib_optim\.pt"):
+        import_legacy(source, tmp_path / "target", LegacyOptions())
+    assert not (tmp_path / "target").exists()
+
+
+def test_places_in_a_flat_buffer() -> None:
+    sizes = {0: 100, 1: 64, 2: 30}
+    assert flat_places(sizes, (), FlatLayout(64, None)) == ({2: 0, 1: 64, 0: 128}, 228)
+    assert flat_places(sizes, (), FlatLayout(64, 90)) == ({2: 0, 1: 64, 0: 128}, 228)
+    assert flat_places(sizes, (), FlatLayout(64, 30)) == ({2: 0, 1: 30, 0: 94}, 194)
+    assert flat_places(sizes, (0,), FlatLayout(1, None)) == ({2: 0, 1: 30, 0: 94}, 194)
