@@ -27,15 +27,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="directory to make; must not exist yet")
     parser.add_argument(
         "--to",
-        choices=["safetensors", "torch", "dcp", "hf"],
+        choices=["safetensors", "torch", "dcp", "hf", "megatron-legacy"],
         default="safetensors",
-        help="format (safetensors); hf: a model that transformers loads, by its architecture",
+        help="format (safetensors); hf: a model that transformers loads, by its architecture; "
+        "megatron-legacy: files that --ckpt-format torch loads",
     )
     parser.add_argument("--max-shard-size", metavar="SIZE", help="largest file, e.g. 2G (5G)")
     parser.add_argument("--rename", metavar="RULES", help="file of lines: key pattern, replacement or `-` to drop")
     parser.add_argument("--only", metavar="PATTERN", help="keys that match (shell pattern, or a part of the key)")
     parser.add_argument("--drop", choices=["optimizer"], help="leave the optimizer's state out")
     parser.add_argument("--dtype", metavar="TYPE", help="convert the model's floating-point tensors: bf16, fp16, fp32")
+    legacy = parser.add_argument_group("with --to megatron-legacy")
+    legacy.add_argument("--tp", type=int, metavar="N", help="tensor parallel size (1)")
+    legacy.add_argument("--pp", type=int, metavar="M", help="pipeline parallel size (1)")
     model = parser.add_argument_group("with --to hf")
     model.add_argument("--arch", metavar="FAMILY", help="the model's family (auto: as arguments or config.json say)")
     model.add_argument(
@@ -51,6 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Export."""
+    if arguments.to == "megatron-legacy":
+        return _run_legacy(arguments)
+    if arguments.tp or arguments.pp:
+        raise OptionError("--tp and --pp need --to megatron-legacy: other formats do not divide a model among ranks")
     if arguments.to == "hf":
         return _run_hf(arguments)
     if arguments.arch or arguments.hf_config or arguments.dry_run or arguments.check:
@@ -81,6 +89,27 @@ def run(arguments: argparse.Namespace) -> Outcome:
 
 def _max_shard_bytes(arguments: argparse.Namespace) -> dict[str, int]:
     return {} if arguments.max_shard_size is None else {"max_shard_bytes": parse_size(arguments.max_shard_size)}
+
+
+def _run_legacy(arguments: argparse.Namespace) -> Outcome:
+    from mcore_ckpt.convert.legacy_export import export_legacy
+
+    names = ("rename", "only", "dtype", "max_shard_size", "arch", "hf_config", "dry_run", "check")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name, None)]
+    if given:
+        raise OptionError(f"{', '.join(given)}: not with --to megatron-legacy, whose files hold what Megatron wants")
+    report = export_legacy(
+        arguments.checkpoint,
+        arguments.directory,
+        tp=1 if arguments.tp is None else arguments.tp,
+        pp=1 if arguments.pp is None else arguments.pp,
+        drop_optimizer=arguments.drop == "optimizer",
+        progress=False if arguments.quiet else None,
+    )
+    text = (
+        f"{report.target}: {report.tensors} tensors, {human_bytes(report.payload_bytes)} in {len(report.files)} files"
+    )
+    return Outcome(report, "\n".join([text, *(f"left out: {what}" for what in report.left_out)]))
 
 
 def _run_hf(arguments: argparse.Namespace) -> Outcome:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import threading
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ __all__ = [
     "RankFiles",
     "owned",
     "read_ranks",
+    "reading",
 ]
 
 MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
@@ -343,7 +344,17 @@ def _elements(shape: Iterable[int]) -> int:
 # --------------------------------------------------------------------------------------------- what is carried as it is
 
 
-def owned(value: Any, storage: LocalStorage, file: str, records: Mapping[str, StateRecord]) -> Any:
+def reading(storage: LocalStorage, file: str) -> Callable[[int, int], bytes]:
+    """What reads bytes of a file, opened for each time."""
+
+    def read(offset: int, length: int) -> bytes:
+        with storage.open_reader(file) as reader:
+            return reader.read(offset, length)
+
+    return read
+
+
+def owned(value: Any, read: Callable[[int, int], bytes], file: str, records: Mapping[str, StateRecord]) -> Any:
     """`value` with its tensors read from the file: for random states, and what else is small and no parameter.
 
     Raises:
@@ -361,8 +372,7 @@ def owned(value: Any, storage: LocalStorage, file: str, records: Mapping[str, St
         left -= record.nbytes
         if left < 0:
             raise CorruptCheckpointError(f"{file}: more than {_MAX_OWNED_BYTES} bytes of tensors outside the model")
-        with storage.open_reader(file) as reader:
-            content = bytearray(reader.read(record.start, record.nbytes))
+        content = bytearray(read(record.start, record.nbytes))
         if record.crc32 is not None and crc32(content) != record.crc32:
             raise ChecksumError(
                 f"{file}: record data/{given.record} has CRC-32 {crc32(content):#010x}, expected "

@@ -21,8 +21,10 @@ __all__ = [
     "RankParameter",
     "StatePart",
     "flat_places",
+    "group_members",
     "is_buffer",
     "is_distributed",
+    "likely_layout",
     "main_parameter",
     "optimizers_of",
     "state_parts",
@@ -116,7 +118,7 @@ def state_parts(
     """
     covered: set[int] = set()
     for position, optimizer in enumerate(optimizers_of(rank)):
-        groups = _members(rank, optimizer, parameters, arguments)
+        groups = group_members(rank.file, _inner(optimizer)["param_groups"], parameters, arguments)
         for number in (number for group in groups for number in group):
             if number in covered:
                 raise OptionError(
@@ -146,11 +148,14 @@ def is_buffer(parameter: RankParameter) -> bool:
     return parameter.stored.rpartition(".")[2] in _BUFFERS
 
 
-def _members(
-    rank: RankFiles, optimizer: Mapping[str, Any], parameters: Sequence[RankParameter], arguments: Arguments
+def group_members(
+    where: str, groups: Sequence[Mapping[str, Any]], parameters: Sequence[RankParameter], arguments: Arguments
 ) -> list[list[int]]:
-    """Numbers of the parameters of each group, by what is said of it, in the order of the state dict."""
-    groups = _inner(optimizer)["param_groups"]
+    """Numbers of the parameters of each group of an optimizer, by what is said of it, in the order given.
+
+    Raises:
+        OptionError: nothing that is known tells two groups apart.
+    """
     experts_apart = arguments.count("expert_model_parallel_size", default=1) > 1
     decoupled = any(_said(group, "is_decoupled_lr") for group in groups)
 
@@ -173,7 +178,7 @@ def _members(
         )
         if wanted in kinds:
             raise OptionError(
-                f"{rank.file}: groups {kinds[wanted]} and {position} of the optimizer differ in nothing that tells "
+                f"{where}: groups {kinds[wanted]} and {position} of the optimizer differ in nothing that tells "
                 "their parameters apart; leave the optimizer's state out (--drop optimizer)"
             )
         kinds[wanted] = position
@@ -325,7 +330,7 @@ def _places_of(
     }
     sizes = {number: math.prod(parameters[number].tensor.shape) for number in numbers}
     totals = []
-    for layout in _layouts(rank, chunk, arguments, sum(sizes.values())):
+    for layout in _layouts(rank.pp, chunk, arguments, sum(sizes.values())):
         starts, total = flat_places(sizes, alone, layout)
         if total == length:
             return starts
@@ -337,10 +342,21 @@ def _places_of(
     )
 
 
-def _layouts(rank: RankFiles, chunk: int, arguments: Arguments, elements: int) -> list[FlatLayout]:
+def likely_layout(stage: int, arguments: Arguments, elements: int) -> FlatLayout:
+    """How a launch with these arguments lays a buffer out.
+
+    Args:
+        stage: pipeline parallel rank.
+        arguments: of the launch.
+        elements: of all its parameters.
+    """
+    return _layouts(stage, 0, arguments, elements)[0]
+
+
+def _layouts(stage: int, chunk: int, arguments: Arguments, elements: int) -> list[FlatLayout]:
     """How a buffer may be laid out, most likely first."""
     sizes: list[int | None] = [None]
-    if arguments.flag("overlap_grad_reduce") and rank.pp == 0 and chunk == 0:
+    if arguments.flag("overlap_grad_reduce") and stage == 0 and chunk == 0:
         ranks = arguments.count("data_parallel_size", default=1) * arguments.count("context_parallel_size", default=1)
         size = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_RANK * ranks)
         if arguments.values.get("ddp_num_buckets"):

@@ -29,7 +29,7 @@ from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.regrid import Sink, Walk
 
-__all__ = ["MODEL_FILES", "Exported", "FileFormat", "export_fingerprint", "is_exported", "write_files"]
+__all__ = ["MODEL_FILES", "Exported", "FileFormat", "export_fingerprint", "is_exported", "stream_tensor", "write_files"]
 
 FileFormat = Literal["safetensors", "torch"]
 
@@ -266,7 +266,7 @@ def _write_stretch(run: _Writing, number: int) -> None:
                         if first:
                             stream.write(shard.header)
                     assert stream.position == start
-                    _stream_tensor(run.payloads, tensor, stream, walk)
+                    stream_tensor(run.payloads, tensor, stream, walk)
                     run.advance(tensor.nbytes)
                     done += 1
                     unsynced_bytes += tensor.nbytes
@@ -282,7 +282,7 @@ def _write_stretch(run: _Writing, number: int) -> None:
             file.close()
 
 
-def _stream_tensor(payloads: StoredPayloads, tensor: Exported, sink: Sink, walk: Walk) -> None:
+def stream_tensor(payloads: StoredPayloads, tensor: Exported, sink: Sink, walk: Walk) -> None:
     """One tensor, put together from its chunks in C order; each chunk is held against its checksum."""
     entry = tensor.entry
     if 0 in entry.shape:
@@ -308,7 +308,7 @@ def _write_torch(
     walk = Walk()
 
     def fill(number: int, sink: Sink) -> None:
-        _stream_tensor(payloads, tensors[number], sink, walk)
+        stream_tensor(payloads, tensors[number], sink, walk)
         advance(tensors[number].nbytes)
 
     lacking = next((tensor for tensor in tensors if not hasattr(torch, tensor.dtype)), None)

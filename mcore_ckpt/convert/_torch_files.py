@@ -151,7 +151,12 @@ def _mappings(path: Path) -> list[tuple[int, int, int]]:
 
 
 def write_torch_file(
-    path: Path, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], fill: Callable[[int, Sink], None]
+    path: Path,
+    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+    fill: Callable[[int, Sink], None],
+    *,
+    around: Callable[[Sequence[torch.Tensor]], Any] | None = None,
+    pickle_module: Any = pickle,
 ) -> None:
     """Write what `torch.save({name: tensor, ...}, path)` would, and make it durable.
 
@@ -159,6 +164,8 @@ def write_torch_file(
         path: of the file; its folder has to have room for it.
         tensors: name, dtype and shape of each.
         fill: called with the number of each tensor in turn, to put its elements into the sink.
+        around: what is saved, given the tensors; a pickle of it has to come by them in their order.
+        pickle_module: as for `torch.save`.
 
     Raises:
         OSError, SaveError: it cannot be written.
@@ -166,7 +173,7 @@ def write_torch_file(
     """
     scratch = path.with_name(f"{path.name}.space.tmp")
     try:
-        _lay_out(path, scratch, tensors)
+        _lay_out(path, scratch, tensors, around, pickle_module)
     finally:
         scratch.unlink(missing_ok=True)
     file = TargetFile(str(path), path.stat().st_size)
@@ -199,7 +206,13 @@ def write_torch_file(
         file.close()
 
 
-def _lay_out(path: Path, scratch: Path, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
+def _lay_out(
+    path: Path,
+    scratch: Path,
+    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+    around: Callable[[Sequence[torch.Tensor]], Any] | None,
+    pickle_module: Any,
+) -> None:
     """Let torch write the file around elements that it leaves out; the tensors lie in a file without any blocks."""
     largest = max((torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in tensors), default=0)
     with scratch.open("wb") as file:
@@ -215,7 +228,8 @@ def _lay_out(path: Path, scratch: Path, tensors: Sequence[tuple[str, torch.dtype
         content[name] = flat.view(dtype).view(shape)
     try:
         with torch.serialization.skip_data():
-            torch.save(content, path)
+            saved = content if around is None else around(list(content.values()))
+            torch.save(saved, path, pickle_module=pickle_module)
     except RuntimeError as error:
         # Its writer says so of whatever the file system answers, a full disk or an I/O error alike.
         raise SaveError(

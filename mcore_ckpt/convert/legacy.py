@@ -29,6 +29,7 @@ from mcore_ckpt.convert._legacy_files import (
     RankFiles,
     owned,
     read_ranks,
+    reading,
 )
 from mcore_ckpt.convert._legacy_optimizer import (
     is_buffer,
@@ -53,7 +54,16 @@ from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.dtype_cast import cast_floats
 from mcore_ckpt.tools.inspection import checkpoint_directory
 
-__all__ = ["LegacyKey", "LegacyOptions", "LegacyPlan", "LegacyReport", "import_legacy", "plan_legacy_import"]
+__all__ = [
+    "LOCAL_NORMS",
+    "LegacyKey",
+    "LegacyOptions",
+    "LegacyPlan",
+    "LegacyReport",
+    "PickledByName",
+    "import_legacy",
+    "plan_legacy_import",
+]
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _EXTRA_STATE = "._extra_state"
@@ -62,7 +72,7 @@ _LOCAL_EXPERT = re.compile(r"(.*\.?mlp\.experts)\.local_experts\.(\d{1,6})\.(.+)
 _GROUPED_EXPERT = re.compile(r"(.*\.?mlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d{1,6})")
 _EXPERTS = re.compile(r"\.experts\.")
 # The local layers' norms are called as Transformer Engine calls those that it keeps in the layer behind.
-_LOCAL_NORMS = (
+LOCAL_NORMS = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 )
@@ -227,7 +237,7 @@ class _Naming:
             fused = any(".linear_qkv.layer_norm_weight" in key for key in keys)
             implementation = "transformer_engine" if fused else "local"
         latent = arguments.flag("multi_latent_attention")
-        self._norms = _LOCAL_NORMS if implementation == "local" and not latent else ()
+        self._norms = LOCAL_NORMS if implementation == "local" and not latent else ()
         frequency, linear = arguments.values.get("moe_layer_freq", 1), arguments.values.get("linear_attention_freq")
         self._stacked = not (
             isinstance(frequency, list)
@@ -393,7 +403,7 @@ def _note_extra_state(
         key = name.key if grouped is None else name.key.removesuffix(".weight") + _EXTRA_STATE
         full = object_key(key, name.index or (0,), name.counts or (1,))
         if full not in draft.objects:
-            draft.objects[full] = [owned(value, storage, rank.file, rank.model.records)]
+            draft.objects[full] = [owned(value, reading(storage, rank.file), rank.file, rank.model.records)]
 
 
 # ---------------------------------------------------------------------------------------------------------- the pieces
@@ -556,7 +566,7 @@ def _settings(draft: _Draft, optimizer: Mapping[str, Any]) -> dict[str, Any]:
     storage = LocalStorage(draft.directory)
 
     def own(value: Any) -> Any:
-        return owned(value, storage, first.file, first.model.records)
+        return owned(value, reading(storage, first.file), first.file, first.model.records)
 
     inner = dict(optimizer.get("optimizer", optimizer))
     if isinstance(inner.get("state"), dict):
@@ -628,7 +638,7 @@ def _common_state(draft: _Draft) -> dict[str, Any]:
         ):
             draft.left_out.append(f"{str(key)[:200]} (of each rank, and not known how it belongs together)")
             continue
-        common[key] = owned(value, storage, first.file, first.model.records)
+        common[key] = owned(value, reading(storage, first.file), first.file, first.model.records)
     common["content_metadata"] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return common
 
@@ -637,7 +647,7 @@ def _carried_arguments(draft: _Draft) -> Namespace:
     carried = {}
     for name, value in draft.arguments.values.items():
         try:
-            carried[name] = owned(value, LocalStorage(draft.directory), draft.arguments.where, {})
+            carried[name] = owned(value, reading(LocalStorage(draft.directory), ""), draft.arguments.where, {})
         except (OptionError, KeyError):
             draft.left_out.append(f"the argument {name[:200]} (of a class that is not known here)")
     carried |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
@@ -654,7 +664,9 @@ def _random_states(draft: _Draft) -> dict[str, Any]:
     ep = count("expert_model_parallel_size", default=1)
     storage = LocalStorage(draft.directory)
     states = {
-        (rank.pp, rank.tp, rank.ep): owned(rank.state["rng_state"], storage, rank.file, rank.model.records)
+        (rank.pp, rank.tp, rank.ep): owned(
+            rank.state["rng_state"], reading(storage, rank.file), rank.file, rank.model.records
+        )
         for rank in draft.ranks
         if rank.state.get("rng_state") is not None
     }
@@ -680,7 +692,7 @@ def _random_states(draft: _Draft) -> dict[str, Any]:
 _Pickler: Any = pickle._Pickler  # noqa: SLF001
 
 
-class _ByName:
+class PickledByName:
     """Pickles stand-ins as what they stand in for, without importing it; for `torch.save(pickle_module=)`."""
 
     __name__ = "pickle"
@@ -710,7 +722,7 @@ def _saved(value: Any) -> bytes:
     import torch
 
     content = io.BytesIO()
-    torch.save(value, content, pickle_module=_ByName())
+    torch.save(value, content, pickle_module=PickledByName())
     return content.getvalue()
 
 

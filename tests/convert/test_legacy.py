@@ -13,6 +13,7 @@ import torch
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.convert._legacy_optimizer import FlatLayout, flat_places
 from mcore_ckpt.convert.legacy import LegacyOptions, import_legacy
+from mcore_ckpt.convert.legacy_export import export_legacy
 from mcore_ckpt.core.errors import CheckpointError, ChecksumError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.safe_pickle import load_object
@@ -88,7 +89,7 @@ class Model:
     def arguments(self, **more: Any) -> Namespace:
         sizes = {"tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp}
         shape = {"num_layers": LAYERS, "hidden_size": HIDDEN, "swiglu": True, "padded_vocab_size": ROWS}
-        how = {"transformer_impl": "local", "ckpt_format": "torch", "params_dtype": self.dtype}
+        how = {"transformer_impl": "local", "params_dtype": self.dtype, "accumulate_allreduce_grads_in_fp32": True}
         return Namespace(**sizes, **shape, **how, untie_embeddings_and_output_weights=False, **more)
 
     def save(self, directory: Path, optimizer: str, **more: Any) -> Path:
@@ -257,6 +258,70 @@ def test_a_dry_run_lists_source_transform_and_target(tmp_path: Path, capsys: pyt
     row = next(line for line in lines if "  decoder.layers.mlp.linear_fc1.weight " in line)
     assert row.split()[0] == "decoder.layers.*.mlp.linear_fc1.weight"
     assert "joined along axis 0, each half by itself, stacked" in row
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return set(one) == set(other) and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "dtype", "optimizer"),
+    [
+        (2, 1, torch.float32, "plain"),
+        (2, 2, torch.bfloat16, "plain"),
+        (1, 2, torch.bfloat16, "distributed"),
+    ],
+)
+def test_the_way_back_gives_what_was_there(
+    tp: int, pp: int, dtype: torch.dtype, optimizer: str, tmp_path: Path
+) -> None:
+    model = Model(tp, pp, dtype)
+    source = model.save(tmp_path / "iter_0000007", optimizer)
+    import_legacy(source, tmp_path / "target", LegacyOptions())
+    sizes = ["--tp", str(tp), "--pp", str(pp)]
+    arguments = [str(tmp_path / "target"), str(tmp_path / "back"), "--to", "megatron-legacy", "--quiet"]
+    assert main(["export", *arguments, *sizes]) == 0
+    files = sorted(path.relative_to(source) for path in source.rglob("*.pt"))
+    assert files == sorted(path.relative_to(tmp_path / "back") for path in (tmp_path / "back").rglob("*.pt"))
+    for file in files:
+        before = torch.load(source / file, weights_only=False)
+        after = torch.load(tmp_path / "back" / file, weights_only=False)
+        if "model" in after:
+            assert after["model"].pop("output_layer._extra_state", None) is None
+            assert vars(before.pop("args")).items() <= vars(after.pop("args")).items()
+        assert _same(before, after), file
+
+
+def test_back_at_another_layout_and_here_again(tmp_path: Path) -> None:
+    model = Model(2, 2, torch.bfloat16)
+    import_legacy(model.save(tmp_path / "iter_0000007", "distributed"), tmp_path / "first", LegacyOptions())
+    report = export_legacy(tmp_path / "first", tmp_path / "other", tp=4, pp=1)
+    assert report.left_out == ("rng_state (of another number of ranks; a launch has to be given --no-load-rng)",)
+    assert len(report.files) == 8
+    import_legacy(tmp_path / "other", tmp_path / "second", LegacyOptions())
+    assert_holds(tmp_path / "second", model.expected("param"))
+
+
+def test_an_order_that_is_not_known_is_not_written(tmp_path: Path) -> None:
+    source = Model(1, 1, torch.bfloat16).save(tmp_path / "iter_0000007", "distributed")
+    import_legacy(source, tmp_path / "target", LegacyOptions())
+    common = torch.load(tmp_path / "target" / "common.pt", weights_only=False)
+    assert main(["export", str(tmp_path / "target"), str(tmp_path / "a"), "--to", "megatron-legacy", "--pp", "3"]) == 2
+    common["args"].transformer_impl = "transformer_engine"
+    torch.save(common, tmp_path / "common.pt")
+    arguments = [str(tmp_path / "target"), str(tmp_path / "engine"), "--tp", "1", "--pp", "1", "--quiet"]
+    assert main(["reshard", *arguments]) == 0
+    (tmp_path / "common.pt").replace(tmp_path / "engine" / "common.pt")
+    assert main(["verify", "--accept-common-state", "--quiet", str(tmp_path / "engine")]) == 0
+    with pytest.raises(OptionError, match=r"--drop optimizer"):
+        export_legacy(tmp_path / "engine", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
 
 
 def _changed(source: Path, folder: str, change: Any, file: str = "model_optim_rng.pt") -> None:
