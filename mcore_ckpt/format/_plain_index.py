@@ -61,13 +61,17 @@ def _stretch(puts: bool, high_byte: int, higher_byte: int) -> re.Pattern[bytes]:
         b"name": b"(?:\x8c(?:%b))" % _lengths(40),
     }
     opcodes = (
-        b"%(get)b",
+        # The most frequent first, in forms that begin with one byte: what does not is left out by that alone.
+        b"h[^\x94]",
+        b"j[^\x94]{4}",
+        b"K[^\x94]K[^\x94]\x86%(m)b(?:\x85%(m)bR%(m)b)?",
+        b"\\)\x81%(m)b",
+        b"[}\\]]%(m)b\\(?",
+        b"u(?:b%(mp)b|\\()?",
         # A shape, or a tuple of ints that something is called with.
         b"(?:%(small)b(?:\x85|%(small)b(?:\x86|%(small)b\x87))|\\((?:%(small)b){0,64}t)%(m)b(?:(?:\x85%(m)b)?R%(m)b)?",
         b"%(int)b",
         b"\\)(?:\x81%(m)b|(?:\x85%(m)b)?R%(m)b)?",
-        b"[}\\]]%(m)b\\(?",
-        b"u(?:b%(mp)b|\\()?",
         b"%(text)b(?:%(m)b\x85%(m)bR%(m)b|%(mp)b)",
         b"\x93%(mp)b",
         b"e\\(?|[aN\x88\x89]|s(?!b)|G[^\x94]{8}",
@@ -189,12 +193,14 @@ class _Look:
                 at = self._memoized_text(self._end_of(at))
             if data[at] != 0x74:  # TUPLE
                 return 0
-        elif self._starts:
-            items = self._last_items(self._starts[-_STRETCHES:][0], at)[0x84 - opcode :]
-            if len(items) != opcode - 0x84:
-                return 0
         else:
-            return 0
+            # Mostly the last stretch has them all; those before it are looked through only if it has not.
+            for start in reversed(self._starts[-_STRETCHES:]):
+                items = self._last_items(start, at)[0x84 - opcode :]
+                if len(items) == opcode - 0x84:
+                    break
+            else:
+                return 0
         at += 1
         weight = len(items)
         for item in items:
