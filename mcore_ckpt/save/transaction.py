@@ -125,8 +125,16 @@ def begin_save(
         PlanError: the ranks' shards do not make up the tensors; nothing was written.
         SaveError: the directory cannot be used.
     """
-    with interrupts_wait_for_others():
-        return _begin(sharded_state_dict, request, group, structure)
+    begun: list[SaveTransaction] = []
+    try:
+        with interrupts_wait_for_others():
+            begun.append(_begin(sharded_state_dict, request, group, structure))
+        return begun[0]
+    except BaseException:
+        # What has waited is raised when the save has been begun: nobody else knows of that yet, to give it up.
+        for transaction in begun:
+            transaction.call.abort()
+        raise
 
 
 def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, structure: Structure) -> SaveTransaction:
@@ -184,7 +192,7 @@ def _is_left_out(state: RankState | BaseException, options: SaveOptions, group: 
     """
     skips = options.when_busy == "skip"
     busy = skips and is_busy(0 if isinstance(state, BaseException) else state.nbytes, options)
-    return group.any(busy)
+    return bool(group.maximum([int(busy)], wrap=SaveError)[0])
 
 
 def _plan(

@@ -39,6 +39,7 @@ def replaced_between(rank: int, directory: Path) -> list[str]:
     """The messages of loads of a checkpoint that is replaced behind the common state, and behind all of rank 0."""
     dist_checkpointing = installed()
     from mcore_ckpt.load.reader import FileSystemReader
+    from mcore_ckpt.megatron import _go_back
     from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
 
     messages = []
@@ -69,11 +70,17 @@ def replaced_between(rank: int, directory: Path) -> list[str]:
             done.touch()
         return found
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(FileSystemReader, "read_objects", replace_behind)
+    agree: Any = _go_back._check_all_agree
+
+    def agree_and_wait(*args: Any) -> None:
+        agree(*args)
         until_s = time.monotonic() + DEADLINE_S
         while rank == 1 and not done.exists() and time.monotonic() < until_s:
             time.sleep(0.01)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(FileSystemReader, "read_objects", replace_behind)
+        patched.setattr(_go_back, "_check_all_agree", agree_and_wait)
         with pytest.raises(LoadError) as raised:
             dist_checkpointing.load(state(0), str(named), validate_access_integrity=False)
     messages.append(str(raised.value))
