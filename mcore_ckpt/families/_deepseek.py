@@ -230,39 +230,62 @@ def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _groups(name: str, groups: int, chosen: int, experts: int, best: int) -> dict[str, Any]:
+    """Megatron's arguments for a router that looks for experts in the best groups only; raises `OptionError`.
+
+    Megatron-Core rates a group by the sum of its best `experts // chosen` scores, whatever the model; each family has a
+    number of its own. Where all groups are chosen, they change nothing.
+    """
+    if chosen >= groups:
+        return {}
+    rated = experts // chosen
+    if rated != best:
+        raise OptionError(
+            f"n_group={groups}, topk_group={chosen}, num_experts_per_tok={experts}: {name} rates a group of experts by "
+            f"its best {best}, Megatron-Core by its best {rated} (moe_router_topk over moe_router_group_topk), so that "
+            "it would choose other experts"
+        )
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+
+
+def _stored_groups(name: str, arguments: Mapping[str, Any], best: int) -> tuple[int, int]:
+    """How many groups a router has, and how many it chooses; raises `OptionError` for a rating that is another."""
+    if not arguments.get("moe_router_group_topk"):
+        return 1, 1
+    groups, chosen = count(arguments, "moe_router_num_groups", 1), count(arguments, "moe_router_group_topk")
+    rated = count(arguments, "moe_router_topk") // chosen
+    if chosen >= groups:
+        return 1, 1
+    if rated != best:
+        raise OptionError(
+            f"the stored argument moe_router_group_topk={chosen}: {name} rates a group by its best {best} experts, and "
+            f"this checkpoint's router by its best {rated}"
+        )
+    return groups, chosen
+
+
 def _v2_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     expect(config, "topk_method", "greedy", "group_limited_greedy")
     router: dict[str, Any] = {"moe_router_pre_softmax": True}
     if config.get("topk_method") == "group_limited_greedy":
-        groups, chosen, experts = (
-            count(config, "n_group"),
-            count(config, "topk_group"),
-            count(config, "num_experts_per_tok"),
-        )
-        if experts // chosen != 1:
-            raise OptionError(
-                f"num_experts_per_tok={experts}, topk_group={chosen}: Megatron-Core rates a group by its best "
-                f"{experts // chosen} experts, DeepSeek-V2 by its best one"
-            )
-        router |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+        groups, chosen = count(config, "n_group"), count(config, "topk_group")
+        router |= _groups("DeepSeek-V2", groups, chosen, count(config, "num_experts_per_tok"), 1)
     return _arguments(config, **router)
 
 
 def _v2_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
     if not arguments.get("moe_router_pre_softmax"):
         raise OptionError("the stored argument moe_router_pre_softmax: DeepSeek-V2's router takes the softmax first")
-    groups, chosen = arguments.get("moe_router_num_groups"), arguments.get("moe_router_group_topk")
-    if chosen and count(arguments, "moe_router_topk") // count(arguments, "moe_router_group_topk") != 1:
-        raise OptionError("the stored argument moe_router_group_topk: DeepSeek-V2 rates a group by its best expert")
     if arguments.get("moe_router_enable_expert_bias"):
         raise OptionError("the stored argument moe_router_enable_expert_bias: DeepSeek-V2's router has no bias")
+    groups, chosen = _stored_groups("DeepSeek-V2", arguments, 1)
     return {
         **decoder_config(arguments, vocabulary),
         **_fields(arguments),
-        "topk_method": "group_limited_greedy" if chosen else "greedy",
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
         "norm_topk_prob": False,
-        "n_group": groups if chosen else None,
-        "topk_group": chosen or None,
+        "n_group": groups if groups > 1 else None,
+        "topk_group": chosen if groups > 1 else None,
     }
 
 
@@ -270,29 +293,16 @@ def _v3_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     expect(config, "norm_topk_prob", True)
     expect(config, "rope_interleave", True)
     expect(config, "topk_method", "noaux_tc")
-    groups, chosen, experts = (
-        count(config, "n_group", 1),
-        count(config, "topk_group", 1),
-        count(config, "num_experts_per_tok"),
-    )
+    groups, chosen = count(config, "n_group", 1), count(config, "topk_group", 1)
     router: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-    if groups > 1:
-        if experts // chosen != 2:
-            raise OptionError(
-                f"num_experts_per_tok={experts}, topk_group={chosen}: Megatron-Core rates a group by its best "
-                f"{experts // chosen} experts, DeepSeek-V3 by its best 2"
-            )
-        router |= {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+    router |= _groups("DeepSeek-V3", groups, chosen, count(config, "num_experts_per_tok"), 2)
     return _arguments(config, **router)
 
 
 def _v3_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
     if not arguments.get("moe_router_enable_expert_bias"):
         raise OptionError("the stored arguments have no moe_router_enable_expert_bias: DeepSeek-V3's router has a bias")
-    groups = count(arguments, "moe_router_num_groups", 1)
-    chosen = count(arguments, "moe_router_group_topk", 1)
-    if groups > 1 and count(arguments, "moe_router_topk") // chosen != 2:
-        raise OptionError("the stored argument moe_router_group_topk: DeepSeek-V3 rates a group by its best 2 experts")
+    groups, chosen = _stored_groups("DeepSeek-V3", arguments, 2)
     return {
         **decoder_config(arguments, vocabulary),
         **_fields(arguments),

@@ -475,7 +475,9 @@ def _has_experts(arguments: Mapping[str, Any]) -> bool:
 
 
 def _has_groups_of_experts(arguments: Mapping[str, Any]) -> bool:
-    return _has_experts(arguments) and arguments.get("moe_router_num_groups") not in (None, 1)
+    """Whether a router leaves out groups: without a number of those to choose Megatron-Core looks at none."""
+    groups, chosen = arguments.get("moe_router_num_groups"), arguments.get("moe_router_group_topk")
+    return _has_experts(arguments) and bool(chosen) and chosen != groups
 
 
 def _has_softmax_router(arguments: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.families._deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from mcore_ckpt.families._gemma import GEMMA
+from mcore_ckpt.families._gemma import GEMMA, LATER_GEMMAS
 from mcore_ckpt.families._gpt2 import GPT2
 from mcore_ckpt.families._gpt_oss import GPT_OSS
 from mcore_ckpt.families._llama import LLAMA
@@ -51,6 +51,11 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
     for family in FAMILIES:
         if kind in family.model_types:
             return family
+    if isinstance(kind, str) and kind in LATER_GEMMAS:
+        raise OptionError(
+            f"{where}: model_type {kind!r}: such a model has {LATER_GEMMAS[kind]}; Megatron-Core has no layers "
+            "for that, so that whatever it made of these weights would be another model"
+        )
     known = ", ".join(kind for family in FAMILIES for kind in family.model_types)
     raise OptionError(f"{where}: model_type {kind!r:.80} is not known here; expected one of {known}")
 

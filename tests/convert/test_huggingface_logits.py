@@ -78,7 +78,11 @@ CASES = [
     HfCase("qwen2-moe", "Qwen2MoeConfig", {**SMALL, **EXPERTS, "shared_expert_intermediate_size": 24}),
     HfCase("qwen3-moe", "Qwen3MoeConfig", {**SMALL, **EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     HfCase("qwen3-moe-dense-layer", "Qwen3MoeConfig", {**SMALL, **EXPERTS, "mlp_only_layers": [0]}),
-    HfCase("deepseek-v2", "DeepseekV2Config", {**LATENT, "q_lora_rank": None}),
+    HfCase(  # all of its groups are chosen, which Megatron-Core has no groups for
+        "deepseek-v2",
+        "DeepseekV2Config",
+        {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 2},
+    ),
     HfCase(
         "deepseek-v2-all-experts",
         "DeepseekV2Config",
