@@ -175,14 +175,33 @@ def _compare(checkpoint: Path, model: Path, family: Family) -> LogitsReport:
     if not isinstance(arguments, dict):
         arguments = family.arguments(json.loads((model / "config.json").read_text()))
     engine_keys = {row.megatron: row.engine for row in family.rows if row.engine}
-    ids, theirs = _transformers_logits(model)
-    ours = _megatron_logits(index, arguments, engine_keys, ids)[..., : theirs.shape[-1]]
+    narrow = _narrow_dtype(index, model)
+    ids, theirs = _transformers_logits(model, narrow)
+    ours = _megatron_logits(index, arguments, engine_keys, ids, narrow)[..., : theirs.shape[-1]]
     if ours.shape != theirs.shape:
         raise LoadError(f"logits {list(ours.shape)} of megatron-core, {list(theirs.shape)} of transformers")
     return LogitsReport(float((ours - theirs).abs().max()), float(theirs.abs().max()), ids.shape[1])
 
 
-def _transformers_logits(directory: Path) -> tuple[Any, Any]:
+def _narrow_dtype(index: CheckpointIndex, model: Path) -> str | None:
+    """The 16-bit floats that one of the two is stored in; a conversion may have rounded the other's to them."""
+    config = json.loads((model / "config.json").read_text())
+    found = {entry.dtype for key, entry in index.tensors.items() if not is_optimizer_key(key)}
+    found |= {config[name] for name in ("dtype", "torch_dtype") if isinstance(config.get(name), str)}
+    return next((dtype for dtype in ("bfloat16", "float16") if dtype in found), None)
+
+
+def _round(model: Any, narrow: str | None) -> None:
+    """Let parameters have the values that they would have in 16 bits, so that both models have the same ones."""
+    import torch
+
+    if narrow is not None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.to(getattr(torch, narrow)))
+
+
+def _transformers_logits(directory: Path, narrow: str | None) -> tuple[Any, Any]:
     """Random tokens, `[batch, sequence]`, and what `transformers` makes of them, `[batch, sequence, vocabulary]`."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -190,6 +209,7 @@ def _transformers_logits(directory: Path) -> tuple[Any, Any]:
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     ).eval()
+    _round(model, narrow)
     length = min(_MAX_TOKENS, model.config.max_position_embeddings)
     ids = torch.randint(model.config.vocab_size, (_BATCH, length), generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
@@ -197,7 +217,11 @@ def _transformers_logits(directory: Path) -> tuple[Any, Any]:
 
 
 def _megatron_logits(
-    index: CheckpointIndex, arguments: Mapping[str, Any], engine_keys: Mapping[str, str], ids: Any
+    index: CheckpointIndex,
+    arguments: Mapping[str, Any],
+    engine_keys: Mapping[str, str],
+    ids: Any,
+    narrow: str | None,
 ) -> Any:
     """What Megatron-Core makes of them, `[batch, sequence, padded vocabulary]`."""
     import torch
@@ -208,7 +232,7 @@ def _megatron_logits(
         rows = index.tensors["embedding.word_embeddings.weight"].shape[0]
         model = build_gpt_model(arguments, padded_vocabulary=rows)
         _fill(model, index, engine_keys)
-        model.eval()
+        _round(model.eval(), narrow)
         positions = torch.arange(ids.shape[1]).unsqueeze(0).expand_as(ids)
         mask = torch.ones(1, 1, ids.shape[1], ids.shape[1]).triu(1).bool()
         with torch.no_grad():

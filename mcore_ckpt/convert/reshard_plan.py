@@ -30,6 +30,9 @@ from mcore_ckpt.tools.tilings import Block, blocks
 __all__ = ["ObjectMove", "ReshardPlan", "TargetLayout", "TensorMove", "make_plan", "target_dtype"]
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
+# A router's bias, by Megatron's name and by Hugging Face's: both keep it so whatever the model is in, as rounding it
+# would let tokens go to other experts.
+_ALWAYS_FLOAT32 = (".expert_bias", ".e_score_correction_bias")
 _LAST_STAGE = re.compile(r"(?:^|\.)(?:output_layer|lm_head|final_layernorm|final_norm|ln_f|mtp)(?:\.|$)")
 _NUMBERED_EXPERT = re.compile(r"\.experts\.(?:local_experts\.)?(\d{1,9})\.")
 _MOST_RANKS = 1_000_000
@@ -359,6 +362,8 @@ def _seals(target: CheckpointIndex, files: Iterable[str]) -> dict[str, FileSealP
 def target_dtype(entry: TensorEntry, wanted: str | None) -> str:
     """A tensor's dtype at the target: `wanted` for floating-point tensors of the model; the optimizer's stay."""
     converted = wanted and entry.dtype in _FLOATING and not is_optimizer_key(entry.fqn)
+    if entry.dtype == "float32" and entry.fqn.endswith(_ALWAYS_FLOAT32):
+        return entry.dtype
     return wanted if wanted and converted else entry.dtype
 
 

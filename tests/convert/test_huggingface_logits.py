@@ -65,6 +65,23 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+GPT_OSS = {
+    **SMALL,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "swiglu_limit": 0.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+    },
+}
 CASES = [
     HfCase("llama", "LlamaConfig", SMALL),
     HfCase("llama-tied-scaled", "LlamaConfig", {**SMALL, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
@@ -104,27 +121,9 @@ CASES = [
 ]
 CASES += [
     HfCase("gemma", "GemmaConfig", {**SMALL, "head_dim": 16}),
-    HfCase(
-        "gpt-oss",
-        "GptOssConfig",
-        {
-            **SMALL,
-            "head_dim": 16,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": 8,
-            "swiglu_limit": 0.5,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 150000.0,
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 16,
-            },
-        },
-    ),
+    HfCase("deepseek-v3-fp8", "DeepseekV3Config", {**LATENT, "n_group": 4, "topk_group": 2}, "fp8"),
+    HfCase("gpt-oss", "GptOssConfig", GPT_OSS),
+    HfCase("gpt-oss-mxfp4", "GptOssConfig", {**GPT_OSS, "hidden_size": 64, "intermediate_size": 32}, "mxfp4"),
 ]
 LAYOUTS = [Parallel(), Parallel(tensor=2), Parallel(pipeline=2), Parallel(expert=2)]
 
@@ -153,6 +152,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 ep=layout.expert,
                 etp=1,
                 transformer_impl="local",
+                dtype="fp32" if case.quantized else None,
             )
             assert case.name.startswith(report.family)
     return root
@@ -179,7 +179,7 @@ def test_megatron_computes_the_same_logits(models: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_same_bits_come_back(models: Path, tmp_path: Path, case: HfCase) -> None:
-    original = weights(models / case.name / "hf")
+    original, dtype = weights(models / case.name / "hf"), "fp32" if case.quantized else None
     for number, layout in enumerate(layouts_of(case)):
         checkpoint = imported(case, layout, models)
         assert verify_checkpoint(checkpoint).whole
@@ -191,7 +191,7 @@ def test_the_same_bits_come_back(models: Path, tmp_path: Path, case: HfCase) -> 
             assert all(torch.equal(back[key], tensor) for key, tensor in original.items())
     for numbered in (False, True):  # names of Transformer Engine's layers, which cannot run here
         checkpoint = tmp_path / f"engine-{numbered}"
-        import_huggingface(models / case.name / "hf", checkpoint, numbered_layers=numbered, tp=2)
+        import_huggingface(models / case.name / "hf", checkpoint, numbered_layers=numbered, tp=2, dtype=dtype)
         export_huggingface(checkpoint, tmp_path / f"engine-{numbered}-hf")
         back = weights(tmp_path / f"engine-{numbered}-hf")
         assert all(torch.equal(back[key], tensor) for key, tensor in original.items())
@@ -223,12 +223,25 @@ def test_what_megatron_saves_computes_the_same_in_transformers(models: Path, tmp
         assert difference < TOLERANCE, f"{name} {naming}: {difference}"
 
 
+def test_a_routers_bias_keeps_its_precision(models: Path, tmp_path: Path) -> None:
+    source = models / "deepseek-v3-fp8" / "hf"
+    import_huggingface(source, tmp_path / "c", numbered_layers=True, dtype="bf16")
+    export_huggingface(tmp_path / "c", tmp_path / "e", dtype="bf16")
+    given, back = weights(source), weights(tmp_path / "e")
+    biases = {key for key, tensor in back.items() if tensor.dtype == torch.float32}
+    assert biases == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    for key, tensor in back.items():
+        assert torch.equal(tensor, given[key] if key in biases else given[key].bfloat16())
+
+
 def test_a_user_can_check_a_conversion_of_his_own(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--check`, of layers named as Transformer Engine's are; and of a model that is run with other settings."""
-    source = str(models / "qwen3-moe-dense-layer" / "hf")
-    assert main(["import", source, str(tmp_path / "imported"), "--from", "hf", "--tp", "2", "--check", "--json"]) == 0
+    """`--check`, of layers named as Transformer Engine's are, in which all is rounded, and of a model that is run with
+    other settings."""
+    source = str(models / "gpt-oss-mxfp4" / "hf")
+    words = ["import", source, str(tmp_path / "imported"), "--from", "hf", "--tp", "2", "--numbered-layers"]
+    assert main([*words, "--dtype", "bf16", "--check", "--json"]) == 0
     check = json.loads(capsys.readouterr().out)["check"]
     assert check["same"]
     assert check["scale"] > 1

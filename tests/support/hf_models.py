@@ -6,10 +6,11 @@ stored, with its own layers, on the gloo ranks that there are.
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -45,11 +46,12 @@ _SEQUENCE, _BATCH = 24, 2
 
 @dataclass(frozen=True)
 class HfCase:
-    """A model: the name of its configuration's class in `transformers`, and settings of it."""
+    """A model: the name of its configuration's class in `transformers`, settings of it, and how it is quantized."""
 
     name: str
     config: str
     settings: dict[str, Any] = field(default_factory=dict)
+    quantized: Literal["fp8", "mxfp4"] | None = None
 
 
 def make_hf_model(case: HfCase, directory: Path, **save: Any) -> None:
@@ -65,16 +67,66 @@ def make_hf_model(case: HfCase, directory: Path, **save: Any) -> None:
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(directory, **save)
+    if case.quantized:
+        _quantize(directory, case.quantized)
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a directory of safetensors."""
+    """All tensors of a directory of safetensors; those in blocks as `transformers` makes plain ones of them."""
     from safetensors.torch import load_file
 
     found: dict[str, torch.Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         found |= load_file(path)
+    for key in list(found):
+        if key.endswith("_scale_inv"):
+            from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+            values = key.removesuffix("_scale_inv")
+            found[values] = Fp8Dequantize(None)._dequantize_one(found[values], found.pop(key), torch.float32)
+        elif key.endswith("_scales"):
+            from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+            values = key.removesuffix("_scales")
+            found[values] = convert_moe_packed_tensors(
+                found.pop(f"{values}_blocks"), found.pop(key), dtype=torch.float32
+            )
     return found
+
+
+_FP8_BLOCK = [4, 8]
+# 4-bit floats by their codes, of which those from 8 on are negative.
+_FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def _quantize(directory: Path, how: str) -> None:
+    """Store a model's large weights in few bits, with a scale for each block, as DeepSeek and OpenAI do."""
+    from safetensors.torch import save_file
+
+    tensors = weights(directory)
+    generator = torch.Generator().manual_seed(11)
+    for key, tensor in list(tensors.items()):
+        if how == "fp8" and (key.endswith("_proj.weight") or "kv_a_proj" in key):
+            rows, columns = (size // block for size, block in zip(tensor.shape, _FP8_BLOCK, strict=True))
+            scales = (torch.rand(rows, columns, generator=generator) + 0.5) / 100
+            spread = scales.repeat_interleave(_FP8_BLOCK[0], 0).repeat_interleave(_FP8_BLOCK[1], 1)
+            tensors |= {key: (tensor / spread).to(torch.float8_e4m3fn), f"{key}_scale_inv": scales}
+        elif (how == "mxfp4" and key.endswith("experts.gate_up_proj")) or key.endswith("experts.down_proj"):
+            blocks = tensors.pop(key).transpose(1, 2)
+            blocks = blocks.reshape(*blocks.shape[:2], -1, 32)  # [experts, outputs, blocks, 32]
+            exponents = torch.randint(-4, -2, blocks.shape[:-1], generator=generator)
+            codes = (blocks.abs() / 2.0 ** exponents.unsqueeze(-1)).unsqueeze(-1).sub(_FLOAT4).abs().argmin(-1)
+            codes = codes + 8 * (blocks < 0)
+            tensors[f"{key}_blocks"] = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+            tensors[f"{key}_scales"] = (exponents + 127).to(torch.uint8)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = (
+        {"quant_method": "fp8", "weight_block_size": _FP8_BLOCK, "dequantize": True}
+        if how == "fp8"
+        else {"quant_method": "mxfp4", "dequantize": True}
+    )
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 def tokens(vocabulary: int) -> torch.Tensor:
@@ -95,9 +147,12 @@ def hf_logits(directory: Path, vocabulary: int) -> torch.Tensor:
 def _transformers() -> Any:
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
     import transformers
+    import transformers.quantizers.quantizer_finegrained_fp8
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    # Asked for before 8-bit floats are made plain ones, which does without it.
+    transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available = lambda: True
     return transformers
 
 
