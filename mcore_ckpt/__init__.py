@@ -14,13 +14,16 @@ from mcore_ckpt.core.errors import __all__ as _error_names
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
-    from mcore_ckpt.convert.export import ExportReport, export_checkpoint
-    from mcore_ckpt.convert.huggingface import (
-        HuggingFaceReport,
+    from mcore_ckpt.convert.conversion import ConversionReport
+    from mcore_ckpt.convert.exchange import (
+        export_checkpoint,
         export_huggingface,
+        export_legacy,
+        import_checkpoint,
         import_huggingface,
+        import_legacy,
+        import_megatron,
     )
-    from mcore_ckpt.convert.import_ import ImportReport, import_checkpoint
     from mcore_ckpt.convert.reshard import ReshardReport, reshard_checkpoint
     from mcore_ckpt.dcp.planners import MCoreLoadPlanner, MCoreSavePlanner
     from mcore_ckpt.dcp.writer import FileSystemWriterAsync
@@ -43,12 +46,10 @@ _HOME = {
     "AsyncCallsQueue": "save.async_queue",
     "Checkpoint": "tools.checkpoint",
     "CheckpointSummary": "tools.inspection",
+    "ConversionReport": "convert.conversion",
     "DiffReport": "tools.diff",
-    "ExportReport": "convert.export",
     "FileSystemReader": "load.reader",
     "FileSystemWriterAsync": "dcp.writer",
-    "HuggingFaceReport": "convert.huggingface",
-    "ImportReport": "convert.import_",
     "LazyTensor": "tools.checkpoint",
     "MCoreLoadPlanner": "dcp.planners",
     "MCoreSavePlanner": "dcp.planners",
@@ -59,11 +60,14 @@ _HOME = {
     "TorchDistSaveStrategy": "megatron.strategy",
     "VerifyReport": "tools.verify",
     "diff_checkpoints": "tools.diff",
-    "export_checkpoint": "convert.export",
-    "export_huggingface": "convert.huggingface",
+    "export_checkpoint": "convert.exchange",
+    "export_huggingface": "convert.exchange",
+    "export_legacy": "convert.exchange",
     "get_strategy": "megatron.registry",
-    "import_checkpoint": "convert.import_",
-    "import_huggingface": "convert.huggingface",
+    "import_checkpoint": "convert.exchange",
+    "import_huggingface": "convert.exchange",
+    "import_legacy": "convert.exchange",
+    "import_megatron": "convert.exchange",
     "install": "megatron.install",
     "list_run": "tools.run",
     "load_sharded_optimizer_state": "megatron.optimizer_state",
@@ -81,12 +85,10 @@ __all__ = [
     "AsyncCallsQueue",
     "Checkpoint",
     "CheckpointSummary",
+    "ConversionReport",
     "DiffReport",
-    "ExportReport",
     "FileSystemReader",
     "FileSystemWriterAsync",
-    "HuggingFaceReport",
-    "ImportReport",
     "LazyTensor",
     "LoadOptions",
     "MCoreLoadPlanner",
@@ -102,9 +104,12 @@ __all__ = [
     "diff_checkpoints",
     "export_checkpoint",
     "export_huggingface",
+    "export_legacy",
     "get_strategy",
     "import_checkpoint",
     "import_huggingface",
+    "import_legacy",
+    "import_megatron",
     "install",
     "list_run",
     "load_sharded_optimizer_state",

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from mcore_ckpt.commands._shell import (
     Outcome,
     checked_outcome,
     few,
-    key_plan_outcome,
     one_line,
     parse_size,
+    plan_outcome,
     require_check,
 )
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from mcore_ckpt.convert.conversion import ConversionReport
 
 __all__ = ["add_arguments", "run"]
 
@@ -53,88 +57,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dry-run", action="store_true", help="show each key's source and transform; write nothing")
 
 
+_OF_MODELS = ("arch", "hf_config", "dry_run", "check")
+
+
 def run(arguments: argparse.Namespace) -> Outcome:
     """Export."""
-    if arguments.to == "megatron-legacy":
-        return _run_legacy(arguments)
-    if arguments.tp or arguments.pp:
-        raise OptionError("--tp and --pp need --to megatron-legacy: other formats do not divide a model among ranks")
-    if arguments.to == "hf":
-        return _run_hf(arguments)
-    if arguments.arch or arguments.hf_config or arguments.dry_run or arguments.check:
-        raise OptionError("--arch, --hf-config, --check and --dry-run need --to hf: other formats know no models")
-    from mcore_ckpt.convert.export import export_checkpoint
+    _refuse(arguments)
+    from mcore_ckpt.convert.conversion import ExportOptions
+    from mcore_ckpt.convert.exchange import export_as, plan_export
+    from mcore_ckpt.convert.rules import parse_rename_rules, rules_in
     from mcore_ckpt.tools.dtype_cast import floating_dtype
 
-    report = export_checkpoint(
-        arguments.checkpoint,
-        arguments.directory,
-        to=arguments.to,
-        rename=arguments.rename or None,
-        only=arguments.only,
-        drop_optimizer=arguments.drop == "optimizer",
+    most = {} if arguments.max_shard_size is None else {"max_shard_bytes": parse_size(arguments.max_shard_size)}
+    options = ExportOptions(
         dtype=floating_dtype(arguments.dtype, "--dtype"),
-        progress=False if arguments.quiet else None,
-        **_max_shard_bytes(arguments),
-    )
-    text = (
-        f"{report.target}: {report.tensors} tensors, {human_bytes(report.payload_bytes)} in {len(report.files)} files"
-    )
-    if report.left_out:
-        text += (
-            f"; {report.left_out} objects have no place in this format and were left out: {few(report.left_out_keys)}"
-        )
-    return Outcome(report, text)
-
-
-def _max_shard_bytes(arguments: argparse.Namespace) -> dict[str, int]:
-    return {} if arguments.max_shard_size is None else {"max_shard_bytes": parse_size(arguments.max_shard_size)}
-
-
-def _run_legacy(arguments: argparse.Namespace) -> Outcome:
-    from mcore_ckpt.convert.legacy_export import export_legacy
-
-    names = ("rename", "only", "dtype", "max_shard_size", "arch", "hf_config", "dry_run", "check")
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name, None)]
-    if given:
-        raise OptionError(f"{', '.join(given)}: not with --to megatron-legacy, whose files hold what Megatron wants")
-    report = export_legacy(
-        arguments.checkpoint,
-        arguments.directory,
+        drop_optimizer=arguments.drop == "optimizer",
+        rename=rules_in(arguments.rename or None, parse_rename_rules),
+        only=arguments.only,
+        arch=arguments.arch or "auto",
+        hf_config=arguments.hf_config,
         tp=1 if arguments.tp is None else arguments.tp,
         pp=1 if arguments.pp is None else arguments.pp,
-        drop_optimizer=arguments.drop == "optimizer",
-        progress=False if arguments.quiet else None,
-    )
-    text = (
-        f"{report.target}: {report.tensors} tensors, {human_bytes(report.payload_bytes)} in {len(report.files)} files"
-    )
-    return Outcome(report, "\n".join([text, *(f"left out: {what}" for what in report.left_out)]))
-
-
-def _run_hf(arguments: argparse.Namespace) -> Outcome:
-    from mcore_ckpt.convert.huggingface import HuggingFaceOptions, export_model, plan_export
-    from mcore_ckpt.tools.dtype_cast import floating_dtype
-
-    if arguments.rename or arguments.only:
-        raise OptionError("--rename and --only do not go with --to hf: a model has all of its family's keys, so named")
-    options = HuggingFaceOptions(
-        arguments.arch or "auto",
-        arguments.hf_config,
-        floating_dtype(arguments.dtype, "--dtype"),
-        **_max_shard_bytes(arguments),
+        **most,
     )
     if arguments.check:
         require_check(arguments.dry_run)
     if arguments.dry_run:
-        return key_plan_outcome(plan_export(arguments.checkpoint, options), to_megatron=False)
-    report = export_model(
-        arguments.checkpoint, arguments.directory, options, progress=False if arguments.quiet else None
-    )
-    text = (
-        f"{report.target}: {report.family}, {report.tensors} tensors, {human_bytes(report.payload_bytes)} in "
-        f"{len(report.files)} files"
-    )
-    text += f"; left out: {few(report.left_out)}" if report.left_out else ""
-    text = "\n".join([text, *(one_line(f"note: {note}") for note in report.notes)])
-    return checked_outcome(report, text, to_megatron=False) if arguments.check else Outcome(report, text)
+        return plan_outcome(plan_export(arguments.to, arguments.checkpoint, options))
+    progress = False if arguments.quiet else None
+    report = export_as(arguments.to, arguments.checkpoint, arguments.directory, options, progress=progress)
+    if arguments.check:
+        return checked_outcome(report, _text(report), to_megatron=False)
+    return Outcome(report, _text(report))
+
+
+def _refuse(arguments: argparse.Namespace) -> None:
+    """Raise `OptionError` for options that say nothing of the target's format."""
+    if arguments.to == "megatron-legacy":
+        names = ("rename", "only", "dtype", "max_shard_size", *_OF_MODELS)
+        given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name, None)]
+        if given:
+            raise OptionError(
+                f"{', '.join(given)}: not with --to megatron-legacy, whose files hold what Megatron wants"
+            )
+    elif arguments.tp or arguments.pp:
+        raise OptionError("--tp and --pp need --to megatron-legacy: other formats do not divide a model among ranks")
+    elif arguments.to == "hf":
+        if arguments.rename or arguments.only:
+            raise OptionError(
+                "--rename and --only do not go with --to hf: a model has all of its family's keys, so named"
+            )
+    elif any(getattr(arguments, name) for name in _OF_MODELS):
+        raise OptionError("--arch, --hf-config, --check and --dry-run need --to hf: other formats know no models")
+
+
+def _text(report: ConversionReport) -> str:
+    size = f"{report.tensors} tensors, {human_bytes(report.payload_bytes)} in {len(report.files)} files"
+    text = f"{report.target}: {report.family}, {size}" if report.family else f"{report.target}: {size}"
+    if report.format == "megatron-legacy":
+        return "\n".join([text, *(one_line(f"left out: {what}") for what in report.left_out)])
+    if report.format == "hf":
+        text += f"; left out: {few(report.left_out)}" if report.left_out else ""
+        return "\n".join([text, *(one_line(f"note: {note}") for note in report.notes)])
+    if report.left_out:
+        count = len(report.left_out)
+        text += f"; {count} objects have no place in this format and were left out: {few(report.left_out)}"
+    return text

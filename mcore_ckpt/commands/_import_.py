@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mcore_ckpt.commands._shell import (
@@ -10,19 +11,17 @@ from mcore_ckpt.commands._shell import (
     Outcome,
     checked_outcome,
     few,
-    key_plan_outcome,
-    numbers,
     one_line,
     parse_size,
+    plan_outcome,
     require_check,
-    table,
 )
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.convert.huggingface import MegatronOptions
-    from mcore_ckpt.convert.legacy import LegacyPlan
+    from mcore_ckpt.convert.conversion import ConversionReport
+    from mcore_ckpt.convert.exchange import SourceKind
 
 __all__ = ["add_arguments", "run"]
 
@@ -90,152 +89,88 @@ _OF_MODELS = ("arch", "transformer_impl", "numbered_layers", "make_vocab_size_di
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Import."""
-    if arguments.source_kind in _MODELS:
-        return _run_model(arguments)
-    if given := _given(arguments, _OF_MODELS):
-        raise OptionError(f"{given}: needs --from hf, dcp or ucp")
-    if arguments.source_kind == "megatron-legacy":
-        return _run_legacy(arguments)
-    if given := _given(arguments, ("etp", "dry_run")):
-        raise OptionError(f"{given}: needs --from hf, dcp, ucp or megatron-legacy")
-    _refuse_drop(arguments)
-    from mcore_ckpt.convert.import_ import import_checkpoint
+    kind = _kind(arguments)
+    from mcore_ckpt.convert.conversion import ImportOptions
+    from mcore_ckpt.convert.exchange import import_as, plan_import
+    from mcore_ckpt.convert.rules import parse_partition_rules, parse_rename_rules, rules_in
     from mcore_ckpt.tools.dtype_cast import floating_dtype
 
-    report = import_checkpoint(
-        arguments.source,
-        arguments.target,
-        **_sizes(arguments),
-        rename=arguments.rename or None,
-        rules=arguments.rules or None,
+    multiple = arguments.make_vocab_size_divisible_by
+    options = ImportOptions(
+        tp=arguments.tp,
+        pp=arguments.pp,
+        ep=arguments.ep,
+        etp=arguments.etp,
         dtype=floating_dtype(arguments.dtype, "--dtype"),
+        drop_optimizer=arguments.drop == "optimizer",
+        arch=arguments.arch or "auto",
+        transformer_impl=arguments.transformer_impl or "transformer_engine",
+        numbered_layers=arguments.numbered_layers,
+        vocabulary_multiple=128 if multiple is None else multiple,
+        hf_config=arguments.hf_config,
+        rename=rules_in(arguments.rename or None, parse_rename_rules),
+        rules=rules_in(arguments.rules or None, parse_partition_rules),
         common=arguments.common,
         workers=max(1, arguments.workers),
         verify=arguments.verify,
         memory_bytes=parse_size(arguments.memory, at_least=MIN_MEMORY_BYTES),
-        progress=False if arguments.quiet else None,
     )
-    text = f"{report.target}: {report.tensors} tensors, {human_bytes(report.payload_bytes)} from {report.format}"
-    if report.left_out:
-        text += f"; {report.left_out} entries that are no tensors were left out: {few(report.left_out_keys)}"
-    return Outcome(report, text)
+    if arguments.check:
+        require_check(arguments.dry_run)
+    if arguments.dry_run:
+        return plan_outcome(plan_import(kind, arguments.source, options))
+    progress = False if arguments.quiet else None
+    report = import_as(kind, arguments.source, arguments.target, options, progress=progress)
+    if arguments.check:
+        return checked_outcome(report, _text(kind, report), to_megatron=True)
+    return Outcome(report, _text(kind, report))
 
 
-def _given(arguments: argparse.Namespace, names: tuple[str, ...]) -> str:
+def _kind(arguments: argparse.Namespace) -> SourceKind:
+    """What SRC is; raises `OptionError` for options that say nothing of it."""
+    kind = arguments.source_kind
+    if kind not in _MODELS and (given := _given(arguments, _OF_MODELS)):
+        raise OptionError(f"{given}: needs --from hf, dcp or ucp")
+    if kind == "megatron-legacy":
+        if given := _given(arguments, ("rename", "rules", "common")):
+            raise OptionError(
+                f"{given}: not with --from megatron-legacy, where keys, axes and arguments are Megatron's own"
+            )
+        return "megatron-legacy"
+    if kind == "files" and (given := _given(arguments, ("etp", "dry_run"))):
+        raise OptionError(f"{given}: needs --from hf, dcp, ucp or megatron-legacy")
+    taken = () if kind == "files" else ("rename", "rules", "common") if kind == "hf" else ("rules", "common")
+    if given := _given(arguments, taken):
+        raise OptionError(f"{given}: not with --from {kind}, where the model's family says all of that")
+    if arguments.drop:
+        raise OptionError("--drop optimizer: needs --from megatron-legacy; for files, a rename rule can drop keys")
+    if kind == "files":
+        return "files"
+    if kind == "hf" or arguments.hf_config:
+        if arguments.check and (kind != "hf" or arguments.hf_config):
+            raise OptionError("--check: transformers has to load SRC as it is, so --from hf alone, without --hf-config")
+        return "hf"
+    if given := _given(arguments, tuple(name for name in _OF_MODELS if name != "hf_config")):
+        raise OptionError(f"{given}: needs --hf-config; without it, SRC has Megatron's own names")
+    return "megatron"
+
+
+def _given(arguments: argparse.Namespace, names: Sequence[str]) -> str:
     return ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name))
 
 
-def _refuse_drop(arguments: argparse.Namespace) -> None:
-    if arguments.drop:
-        raise OptionError("--drop optimizer: needs --from megatron-legacy; for files, a rename rule can drop keys")
-
-
-def _sizes(arguments: argparse.Namespace) -> dict[str, int]:
-    given = {name: getattr(arguments, name) for name in ("tp", "pp", "ep")}
-    return {name: 1 if size is None else size for name, size in given.items()}
-
-
-def _run_legacy(arguments: argparse.Namespace) -> Outcome:
-    from mcore_ckpt.convert.legacy import LegacyOptions, import_legacy, plan_legacy_import
-    from mcore_ckpt.tools.dtype_cast import floating_dtype
-
-    if given := _given(arguments, ("rename", "rules", "common")):
-        raise OptionError(
-            f"{given}: not with --from megatron-legacy, where keys, axes and arguments are Megatron's own"
-        )
-    options = LegacyOptions(
-        arguments.tp,
-        arguments.pp,
-        arguments.ep,
-        arguments.etp,
-        drop_optimizer=arguments.drop == "optimizer",
-        dtype=floating_dtype(arguments.dtype, "--dtype"),
-        workers=max(1, arguments.workers),
-        verify=arguments.verify,
-        memory_bytes=parse_size(arguments.memory, at_least=MIN_MEMORY_BYTES),
-    )
-    if arguments.dry_run:
-        return _legacy_plan_outcome(plan_legacy_import(arguments.source, options))
-    report = import_legacy(arguments.source, arguments.target, options, progress=False if arguments.quiet else None)
-    text = (
-        f"{report.target}: {report.source_layout} as {report.target_layout}, {report.tensors} tensors, "
-        f"{human_bytes(report.payload_bytes)} in {len(report.files)} files"
-    )
-    return Outcome(report, "\n".join([text, *(one_line(f"left out: {what}") for what in report.left_out)]))
-
-
-def _legacy_plan_outcome(plan: LegacyPlan) -> Outcome:
-    rows = [
-        (key.source, str(key.pieces), key.transform, key.target, numbers(key.shape), key.dtype) for key in plan.keys
-    ]
-    lines = [
-        table(("source", "pieces", "transform", "target", "shape", "dtype"), rows),
-        "",
-        f"{plan.source_layout} as {plan.target_layout}: {len(plan.keys)} tensors and {len(plan.objects)} objects",
-        "nothing was written",
-        *(one_line(f"left out: {what}") for what in plan.left_out),
-    ]
-    return Outcome(plan, "\n".join(lines))
-
-
-def _run_named(arguments: argparse.Namespace, options: MegatronOptions) -> Outcome:
-    """A model with Megatron's own names, which need no family's table."""
-    from mcore_ckpt.convert.megatron_named import import_named, plan_named
-
-    given = _given(arguments, tuple(name for name in _OF_MODELS if name != "hf_config"))
-    if given:
-        raise OptionError(f"{given}: needs --hf-config; without it, SRC has Megatron's own names")
-    if arguments.dry_run:
-        return key_plan_outcome(plan_named(arguments.source, options), to_megatron=True)
-    report = import_named(arguments.source, arguments.target, options, progress=False if arguments.quiet else None)
-    text = (
-        f"{report.target}: {report.family} for {options.layout}, {report.tensors} tensors, "
-        f"{human_bytes(report.payload_bytes)} in {len(report.files)} files"
-    )
+def _text(kind: SourceKind, report: ConversionReport) -> str:
+    size = f"{report.tensors} tensors, {human_bytes(report.payload_bytes)}"
+    if kind == "files":
+        text = f"{report.target}: {size} from {report.format}"
+        if report.left_out:
+            count = len(report.left_out)
+            text += f"; {count} entries that are no tensors were left out: {few(report.left_out)}"
+        return text
+    size = f"{size} in {len(report.files)} files"
+    if kind == "megatron-legacy":
+        text = f"{report.target}: {report.source_layout} as {report.target_layout}, {size}"
+        return "\n".join([text, *(one_line(f"left out: {what}") for what in report.left_out)])
+    text = f"{report.target}: {report.family} for {report.target_layout}, {size}"
     text += f"; left out: {few(report.left_out)}" if report.left_out else ""
-    return Outcome(report, text)
-
-
-def _run_model(arguments: argparse.Namespace) -> Outcome:
-    from mcore_ckpt.convert.huggingface import MegatronOptions, import_model, plan_import
-    from mcore_ckpt.convert.rules import parse_rename_rules, rules_in
-    from mcore_ckpt.tools.dtype_cast import floating_dtype
-
-    taken = ("rules", "common") if arguments.source_kind in ("dcp", "ucp") else ("rename", "rules", "common")
-    given = [f"--{name}" for name in taken if getattr(arguments, name)]
-    if given:
-        raise OptionError(
-            f"{', '.join(given)}: not with --from {arguments.source_kind}, where the model's family says all of that"
-        )
-    _refuse_drop(arguments)
-    multiple = arguments.make_vocab_size_divisible_by
-    options = MegatronOptions(
-        **_sizes(arguments),
-        etp=arguments.etp,
-        arch=arguments.arch or "auto",
-        dtype=floating_dtype(arguments.dtype, "--dtype"),
-        transformer_impl=arguments.transformer_impl or "transformer_engine",
-        numbered_layers=arguments.numbered_layers,
-        vocabulary_multiple=128 if multiple is None else multiple,
-        workers=max(1, arguments.workers),
-        verify=arguments.verify,
-        memory_bytes=parse_size(arguments.memory, at_least=MIN_MEMORY_BYTES),
-        hf_config=arguments.hf_config,
-        rename=rules_in(arguments.rename or None, parse_rename_rules),
-    )
-    if arguments.source_kind != "hf" and not arguments.hf_config:
-        return _run_named(arguments, options)
-    if arguments.check:
-        if arguments.source_kind != "hf" or arguments.hf_config:
-            raise OptionError("--check: transformers has to load SRC as it is, so --from hf alone, without --hf-config")
-        require_check(arguments.dry_run)
-    if arguments.dry_run:
-        return key_plan_outcome(plan_import(arguments.source, options), to_megatron=True)
-    report = import_model(arguments.source, arguments.target, options, progress=False if arguments.quiet else None)
-    text = (
-        f"{report.target}: {report.family} for {options.layout}, {report.tensors} tensors, "
-        f"{human_bytes(report.payload_bytes)} in {len(report.files)} files"
-    )
-    text += f"; left out: {few(report.left_out)}" if report.left_out else ""
-    text = "\n".join([text, *(one_line(f"note: {note}") for note in report.notes)])
-    return checked_outcome(report, text, to_megatron=True) if arguments.check else Outcome(report, text)
+    return "\n".join([text, *(one_line(f"note: {note}") for note in report.notes)])

@@ -10,7 +10,7 @@ from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import CheckpointError, OptionError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.convert.huggingface import HuggingFacePlan, HuggingFaceReport
+    from mcore_ckpt.convert.conversion import ConversionPlan, ConversionReport
 
 __all__ = [
     "DIFFERS",
@@ -21,10 +21,10 @@ __all__ = [
     "checked_outcome",
     "few",
     "human_age",
-    "key_plan_outcome",
     "numbers",
     "one_line",
     "parse_size",
+    "plan_outcome",
     "require_check",
     "table",
 ]
@@ -109,22 +109,25 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Ite
     return "\n".join(line(row) for row in [list(header), ["-" * width for width in widths], *cells])
 
 
-def key_plan_outcome(plan: HuggingFacePlan, *, to_megatron: bool) -> Outcome:
-    """A conversion by architecture, key by key: source, transform, target."""
-    rows = []
-    for key in plan.keys:
-        pair = (key.hf, key.megatron) if to_megatron else (key.megatron, key.hf)
-        rows.append((pair[0], key.transform, pair[1], numbers(key.shape), key.dtype))
-    lines = [
-        table(("source", "transform", "target", "shape at Hugging Face", "dtype"), rows),
-        "",
-        f"{plan.family}: {len(plan.keys)} keys"
-        + (f", {plan.objects} empty objects that its layers ask for" if plan.objects else "")
-        + "; nothing was written",
-        *(one_line(f"left out: {key}") for key in plan.left_out),
-        *(one_line(f"note: {note}") for note in plan.notes),
-    ]
-    return Outcome(plan, "\n".join(lines))
+def plan_outcome(plan: ConversionPlan) -> Outcome:
+    """A conversion, key by key: source, transform, target."""
+    header: tuple[str, ...]
+    rows: list[tuple[object, ...]]
+    if plan.format == "megatron-legacy":
+        header = ("source", "pieces", "transform", "target", "shape", "dtype")
+        rows = [(key.source, key.pieces, key.transform, key.target, numbers(key.shape), key.dtype) for key in plan.keys]
+        said = [
+            f"{plan.source_layout} as {plan.target_layout}: {len(plan.keys)} tensors and {plan.objects} objects",
+            "nothing was written",
+        ]
+    else:
+        header = ("source", "transform", "target", "shape at Hugging Face", "dtype")
+        rows = [(key.source, key.transform, key.target, numbers(key.shape), key.dtype) for key in plan.keys]
+        objects = f", {plan.objects} empty objects that its layers ask for" if plan.objects else ""
+        said = [f"{plan.family}: {len(plan.keys)} keys{objects}; nothing was written"]
+    left_out = [one_line(f"left out: {what}") for what in plan.left_out]
+    notes = [one_line(f"note: {note}") for note in plan.notes]
+    return Outcome(plan, "\n".join([table(header, rows), "", *said, *left_out, *notes]))
 
 
 def require_check(dry_run: bool) -> None:
@@ -136,7 +139,7 @@ def require_check(dry_run: bool) -> None:
     require_packages()
 
 
-def checked_outcome(report: HuggingFaceReport, text: str, *, to_megatron: bool) -> Outcome:
+def checked_outcome(report: ConversionReport, text: str, *, to_megatron: bool) -> Outcome:
     """A conversion that was made, and then held against its source by logits (`--check`)."""
     from dataclasses import asdict
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.convert._foreign_optimizer import OptimizerSettings
+from mcore_ckpt.convert._foreign import OptimizerSettings
 from mcore_ckpt.convert._legacy_files import LegacyPayloads, Place
 from mcore_ckpt.convert.rules import RenameRule, rename_keys
 from mcore_ckpt.core.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, OptionError

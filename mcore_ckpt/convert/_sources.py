@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from mcore_ckpt.convert._deepspeed import is_universal, open_universal
+from mcore_ckpt.convert._foreign import OptimizerSettings, stored_settings
 from mcore_ckpt.convert._safetensors_files import RawPayloads, RawTensor, parse_json, raw_index, read_safetensors
 from mcore_ckpt.convert.rules import RenameRule, rename_keys
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
@@ -14,13 +16,40 @@ from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index, read_smal
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 
-__all__ = ["ImportFormat", "open_source"]
+__all__ = ["ImportFormat", "Opened", "open_model", "open_source"]
 
 ImportFormat = Literal["safetensors", "torch", "dcp", "ucp"]
 
 # Of an index file, some hundred bytes for each key.
 _MAX_INDEX_BYTES = 256 * 1024**2
 _TORCH_ENDINGS = (".bin", ".pt", ".pth")
+
+
+class Opened(NamedTuple):
+    """A source of a model, and what is known of it before anybody asks what model it is.
+
+    Attributes:
+        directory: where it is.
+        payloads: its tensors, open.
+        left_out: what is no tensor of it, each with the reason.
+        settings: of an optimizer whose state it has.
+    """
+
+    directory: Path
+    kind: ImportFormat
+    payloads: StoredPayloads
+    left_out: list[str]
+    settings: OptimizerSettings
+
+
+def open_model(directory: Path, rename: Sequence[RenameRule]) -> Opened:
+    """A model of others, in whichever format it is; raises as `open_source` and `open_universal` do."""
+    if is_universal(directory):
+        payloads, left_out, settings = open_universal(directory, rename)
+        return Opened(directory, "ucp", payloads, left_out, settings)
+    kind, stored, others = open_source(directory, rename)
+    settings = stored_settings(stored, directory) if kind == "dcp" else OptimizerSettings()
+    return Opened(directory, kind, stored, [f"{key} (no tensor)" for key in others], settings)
 
 
 def open_source(source: Path, rename: Sequence[RenameRule]) -> tuple[ImportFormat, StoredPayloads, list[str]]:

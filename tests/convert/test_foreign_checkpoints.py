@@ -14,10 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.convert.export import export_checkpoint
-from mcore_ckpt.convert.huggingface import MegatronOptions, export_huggingface, import_huggingface
-from mcore_ckpt.convert.import_ import import_checkpoint
-from mcore_ckpt.convert.megatron_named import import_named
+from mcore_ckpt.convert.exchange import (
+    export_checkpoint,
+    export_huggingface,
+    import_checkpoint,
+    import_huggingface,
+    import_megatron,
+)
 from mcore_ckpt.convert.rules import RenameRule
 from mcore_ckpt.core.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.metadata_read import read_index
@@ -91,7 +94,7 @@ def test_a_dry_run_names_the_stored_keys(fsdp: Path, capsys: pytest.CaptureFixtu
     words = ["import", str(fsdp / "wrapped"), "unused", "--from", "dcp", "--hf-config", str(fsdp), "--dry-run"]
     assert main([*words, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert {key["hf"] for key in document["keys"]} == {f"app.model.{key}" for key in model_tensors()}
+    assert {key["source"] for key in document["keys"]} == {f"app.model.{key}" for key in model_tensors()}
     assert "app.epoch (no tensor)" in document["left_out"]
     assert not Path("unused").exists()
 
@@ -371,14 +374,14 @@ def test_experts_of_megatron_fsdp_are_stacked(tmp_path: Path, grouped: bool) -> 
     ]
     given = layers_of(*experts)
     dcp.save({"model": {f"module.{key}": tensor for key, tensor in given.items()}}, checkpoint_id=tmp_path / "f")
-    import_named(tmp_path / "f", tmp_path / "c", MegatronOptions(ep=3))
+    import_megatron(tmp_path / "f", tmp_path / "c", ep=3)
     stored = read_all(tmp_path / "c")["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
     gate, up = (given[f"decoder.layers.1.{experts[6 + half]}"] for half in (0, 1))
     assert torch.equal(stored[1, 2], torch.cat([gate, up]))
     del given[f"decoder.layers.1.{experts[6]}"]
     dcp.save({"model": {f"module.{key}": tensor for key, tensor in given.items()}}, checkpoint_id=tmp_path / "g")
     with pytest.raises(CorruptCheckpointError, match=r"linear_fc1\.weight"):
-        import_named(tmp_path / "g", tmp_path / "x", MegatronOptions())
+        import_megatron(tmp_path / "g", tmp_path / "x")
 
 
 @pytest.mark.parametrize("pipeline", [False, True])

@@ -14,9 +14,8 @@ import torch
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.convert import logits
 from mcore_ckpt.convert._safetensors_files import safetensors_header
-from mcore_ckpt.convert.huggingface import (
-    HuggingFaceOptions,
-    MegatronOptions,
+from mcore_ckpt.convert.conversion import ExportOptions, ImportOptions
+from mcore_ckpt.convert.exchange import (
     export_huggingface,
     import_huggingface,
     plan_export,
@@ -239,8 +238,7 @@ def test_keys_and_shapes_that_are_not_the_familys_are_named(model: Path, tmp_pat
 
 
 def test_an_export_accounts_for_every_tensor(model: Path, tmp_path: Path) -> None:
-    from mcore_ckpt.convert.export import export_checkpoint
-    from mcore_ckpt.convert.import_ import import_checkpoint
+    from mcore_ckpt.convert.exchange import export_checkpoint, import_checkpoint
 
     import_huggingface(model, tmp_path / "c")
     export_checkpoint(tmp_path / "c", tmp_path / "files")
@@ -431,8 +429,8 @@ def test_an_interrupted_import_goes_on(model: Path, tmp_path: Path, monkeypatch:
 
 
 def test_a_dry_run_lists_every_key(model: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert {key.hf for key in plan_import(model, MegatronOptions()).keys} == model_tensors().keys()
-    assert {key.hf for key in plan_export(checkpoint, HuggingFaceOptions()).keys} == model_tensors().keys()
+    assert {key.source for key in plan_import("hf", model, ImportOptions()).keys} == model_tensors().keys()
+    assert {key.target for key in plan_export("hf", checkpoint, ExportOptions()).keys} == model_tensors().keys()
     assert main(["import", str(model), "unused", "--from", "hf", "--tp", "2", "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert all(key in text for key in model_tensors())

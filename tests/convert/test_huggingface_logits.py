@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.convert.huggingface import (
+from mcore_ckpt.convert.exchange import (
     export_huggingface,
     import_huggingface,
 )

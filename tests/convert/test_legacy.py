@@ -12,8 +12,7 @@ import torch
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.convert._legacy_optimizer import FlatLayout, flat_places
-from mcore_ckpt.convert.legacy import LegacyOptions, import_legacy
-from mcore_ckpt.convert.legacy_export import export_legacy
+from mcore_ckpt.convert.exchange import export_legacy, import_legacy
 from mcore_ckpt.core.errors import CheckpointError, ChecksumError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.safe_pickle import load_object
@@ -215,7 +214,7 @@ def test_ranks_files_become_whole_tensors(
 ) -> None:
     model = Model(tp, pp, dtype, vpp=vpp)
     source = model.save(tmp_path / "iter_0000007", optimizer)
-    report = import_legacy(source, tmp_path / "target", LegacyOptions())
+    report = import_legacy(source, tmp_path / "target")
     assert not report.left_out
     assert_holds(tmp_path / "target", model.expected(main_key))
     assert verify_checkpoint(tmp_path / "target").whole
@@ -283,7 +282,7 @@ def test_the_way_back_gives_what_was_there(
 ) -> None:
     model = Model(tp, pp, dtype)
     source = model.save(tmp_path / "iter_0000007", optimizer)
-    import_legacy(source, tmp_path / "target", LegacyOptions())
+    import_legacy(source, tmp_path / "target")
     sizes = ["--tp", str(tp), "--pp", str(pp)]
     arguments = [str(tmp_path / "target"), str(tmp_path / "back"), "--to", "megatron-legacy", "--quiet"]
     assert main(["export", *arguments, *sizes]) == 0
@@ -300,17 +299,17 @@ def test_the_way_back_gives_what_was_there(
 
 def test_back_at_another_layout_and_here_again(tmp_path: Path) -> None:
     model = Model(2, 2, torch.bfloat16)
-    import_legacy(model.save(tmp_path / "iter_0000007", "distributed"), tmp_path / "first", LegacyOptions())
+    import_legacy(model.save(tmp_path / "iter_0000007", "distributed"), tmp_path / "first")
     report = export_legacy(tmp_path / "first", tmp_path / "other", tp=4, pp=1)
     assert report.left_out == ("rng_state (of another number of ranks; a launch has to be given --no-load-rng)",)
     assert len(report.files) == 8
-    import_legacy(tmp_path / "other", tmp_path / "second", LegacyOptions())
+    import_legacy(tmp_path / "other", tmp_path / "second")
     assert_holds(tmp_path / "second", model.expected("param"))
 
 
 def test_an_order_that_is_not_known_is_not_written(tmp_path: Path) -> None:
     source = Model(1, 1, torch.bfloat16).save(tmp_path / "iter_0000007", "distributed")
-    import_legacy(source, tmp_path / "target", LegacyOptions())
+    import_legacy(source, tmp_path / "target")
     common = torch.load(tmp_path / "target" / "common.pt", weights_only=False)
     assert main(["export", str(tmp_path / "target"), str(tmp_path / "a"), "--to", "megatron-legacy", "--pp", "3"]) == 2
     common["args"].transformer_impl = "transformer_engine"
@@ -338,7 +337,7 @@ def test_what_all_ranks_hold_has_to_be_the_same(tmp_path: Path) -> None:
 
     _changed(source, "mp_rank_01", change)
     with pytest.raises(CorruptCheckpointError, match=r"layer_norm_weight.*mp_rank_00.*mp_rank_01.*element \[5\]"):
-        import_legacy(source, tmp_path / "target", LegacyOptions())
+        import_legacy(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()
 
 
@@ -355,7 +354,7 @@ def test_an_order_that_the_weights_contradict_is_refused(optimizer: str, tmp_pat
 
     _changed(source, "mp_rank_00", swap, "model_optim_rng.pt" if optimizer == "plain" else "distrib_optim.pt")
     with pytest.raises(CorruptCheckpointError, match="does not round to the parameter"):
-        import_legacy(source, tmp_path / "target", LegacyOptions())
+        import_legacy(source, tmp_path / "target")
 
 
 class _Harm:
@@ -422,21 +421,21 @@ def test_files_that_are_not_one_checkpoint_end_in_errors_of_ours(spoil: Any, tmp
     source = Model(2, 1, torch.float32).save(tmp_path / "iter_0000007", "none")
     spoil(source)
     with pytest.raises(CheckpointError) as caught:
-        import_legacy(source, tmp_path / "target", LegacyOptions())
+        import_legacy(source, tmp_path / "target")
     assert str(source) in str(caught.value) or "mp_rank_0" in str(caught.value)
     assert not (tmp_path / "target").exists()
 
 
 def test_nothing_that_a_file_names_is_called_or_carried(tmp_path: Path) -> None:
     source = Model(1, 1, torch.float32).save(tmp_path / "iter_0000007", "none", odd=_Harm(tmp_path / "made"))
-    report = import_legacy(source, tmp_path / "target", LegacyOptions())
+    report = import_legacy(source, tmp_path / "target")
     assert report.left_out == ("the argument odd (of a class that is not known here)",)
     assert not hasattr(load_object(tmp_path / "target" / "common.pt")["args"], "odd")
     _changed(source, "mp_rank_00", lambda state: state.update(rng_state=[_Harm(tmp_path / "more")]))
     (tmp_path / "made").rmdir()  # which torch.load has made just now
     (tmp_path / "more").rmdir() if (tmp_path / "more").exists() else None
     with pytest.raises(OptionError, match=r"mkdir"):
-        import_legacy(source, tmp_path / "other", LegacyOptions())
+        import_legacy(source, tmp_path / "other")
     assert not (tmp_path / "made").exists()
     assert not (tmp_path / "more").exists()
 
@@ -450,7 +449,7 @@ def test_a_damaged_buffer_is_noticed_though_it_is_read_in_parts(tmp_path: Path) 
     content[at] ^= 1
     path.write_bytes(bytes(content))
     with pytest.raises(ChecksumError, match=r"distrib_optim\.pt"):
-        import_legacy(source, tmp_path / "target", LegacyOptions())
+        import_legacy(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()
 
 

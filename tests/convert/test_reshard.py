@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.convert._reshard_copy import JOURNAL_FILE
-from mcore_ckpt.convert.import_ import import_checkpoint
+from mcore_ckpt.convert.exchange import import_checkpoint
 from mcore_ckpt.convert.reshard import ReshardOptions, reshard
 from mcore_ckpt.convert.reshard_plan import ReshardPlan, TargetLayout
 from mcore_ckpt.convert.rules import parse_partition_rules

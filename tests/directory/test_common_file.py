@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.convert.import_ import import_checkpoint
+from mcore_ckpt.convert.exchange import import_checkpoint
 from mcore_ckpt.convert.reshard import reshard_checkpoint
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync

@@ -24,8 +24,7 @@ from torch.distributed import checkpoint as dcp
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the saves are those of Megatron's sharded state")
 
-from mcore_ckpt.convert.export import export_checkpoint
-from mcore_ckpt.convert.import_ import import_checkpoint
+from mcore_ckpt.convert.exchange import export_checkpoint, import_checkpoint
 from mcore_ckpt.convert.reshard import reshard_checkpoint
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync

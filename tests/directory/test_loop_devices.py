@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the saves are those of Megatron's sharded state")
 
-from mcore_ckpt.convert.export import export_checkpoint
+from mcore_ckpt.convert.exchange import export_checkpoint
 from mcore_ckpt.convert.reshard import reshard_checkpoint
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER

@@ -20,7 +20,7 @@ from torch.distributed import checkpoint as dcp
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
-from mcore_ckpt.convert.import_ import import_checkpoint
+from mcore_ckpt.convert.exchange import import_checkpoint
 from mcore_ckpt.convert.reshard import reshard_checkpoint
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.core.options import SaveOptions

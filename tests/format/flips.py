@@ -52,7 +52,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mcore_ckpt.convert.import_ import import_checkpoint
+from mcore_ckpt.convert.exchange import import_checkpoint
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mcore_ckpt.convert.huggingface import export_huggingface, import_huggingface
+from mcore_ckpt.convert.exchange import export_huggingface, import_huggingface
 from mcore_ckpt.convert.logits import check_logits
 from tests.launch.pretrain import launch, tracked_iteration
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mcore_ckpt.convert.legacy import LegacyOptions, import_legacy
-from mcore_ckpt.convert.legacy_export import export_legacy
+from mcore_ckpt.convert.exchange import export_legacy, import_legacy
 from tests.launch.pretrain import launch
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def test_training_goes_on_from_what_was_converted(tp: int, pp: int, arguments: l
     assert sorted(later) == [4, 5, 6]
 
     converted, back = place / "converted", place / "back"
-    report = import_legacy(place / "saved" / "iter_0000003", converted / "iter_0000003", LegacyOptions())
+    report = import_legacy(place / "saved" / "iter_0000003", converted / "iter_0000003")
     assert not report.left_out
     export_legacy(converted / "iter_0000003", back / "iter_0000003", tp=tp, pp=pp)
     for folder in (converted, back):

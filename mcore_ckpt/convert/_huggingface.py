@@ -9,74 +9,52 @@ every tensor of the target has to be filled: what is missing, and what is too mu
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.convert._deepspeed import is_universal, open_universal, universal_directory
-from mcore_ckpt.convert._foreign_names import is_foreign_optimizer_key, plain_names
-from mcore_ckpt.convert._foreign_optimizer import OptimizerPlan, OptimizerSettings, plan_optimizer, stored_settings
-from mcore_ckpt.convert._nemo import nemo_arguments
-from mcore_ckpt.convert._new_directory import new_directory
-from mcore_ckpt.convert._partition import Partitioner
+from mcore_ckpt.convert._foreign import (
+    OptimizerPlan,
+    is_foreign_optimizer_key,
+    nemo_arguments,
+    plain_names,
+    plan_optimizer,
+)
 from mcore_ckpt.convert._pieces import PiecePayloads, Source, Wanted
 from mcore_ckpt.convert._quantized import PlainPayloads, plain_payloads
-from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, file_states, refuse_changed, refuse_target
+from mcore_ckpt.convert._reshard_copy import Journal
+from mcore_ckpt.convert._reshard_target import file_states
 from mcore_ckpt.convert._safetensors_files import RawPayloads, parse_json
-from mcore_ckpt.convert._shard_files import MODEL_FILES, Exported, export_fingerprint, is_exported, write_files
-from mcore_ckpt.convert._sources import open_source
-from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan, target_dtype
-from mcore_ckpt.convert.rules import RenameRule, parse_rename_rules, rules_in
+from mcore_ckpt.convert._shard_files import MODEL_FILES, Exported, export_fingerprint, write_files
+from mcore_ckpt.convert._sources import Opened
+from mcore_ckpt.convert.conversion import (
+    Export,
+    ExportOptions,
+    Import,
+    ImportOptions,
+    KeyPlan,
+    Made,
+    saved,
+    write_directory,
+)
+from mcore_ckpt.convert.reshard_plan import target_dtype
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
-from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.families.registry import family_named, family_of_arguments, family_of_config, hold_against
-from mcore_ckpt.families.table import (
-    Family,
-    Implementation,
-    Link,
-    Model,
-    Naming,
-    Relation,
-    extra_state_keys,
-    relate,
-)
+from mcore_ckpt.families.table import Family, Link, Model, Naming, Relation, extra_state_keys, relate
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, object_key
-from mcore_ckpt.format.metadata_read import (
-    COMMON_FILE,
-    CONFIG_FILE,
-    TRACKER_FILE,
-    encode_config,
-    read_index,
-    read_small_file,
-)
+from mcore_ckpt.format.metadata_read import read_small_file
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.tools.dtype_cast import floating_dtype
-from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 from mcore_ckpt.tools.plain_state import read_plain_state
 
-__all__ = [
-    "HuggingFaceOptions",
-    "HuggingFacePlan",
-    "HuggingFaceReport",
-    "KeyPlan",
-    "MegatronOptions",
-    "export_huggingface",
-    "export_model",
-    "import_huggingface",
-    "import_model",
-    "open_model",
-    "plan_export",
-    "plan_import",
-]
+__all__ = ["export_model", "import_model"]
 
 _MODEL_CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
@@ -87,114 +65,6 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _NUMBERED_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 _NUMBERED_EXPERT = re.compile(r"\.experts\.experts\.\d+\.")
 _HALF = re.compile(r"\.linear_fc1\.weight_[wv]$")
-_ITERATION = re.compile(r"iter_(\d{7,})")
-
-
-@dataclass(frozen=True, slots=True)
-class HuggingFaceOptions:
-    """What to make of a checkpoint of Megatron-Core.
-
-    Attributes:
-        arch: a family's name; `"auto"`: what `hf_config` or the stored arguments say.
-        hf_config: directory with the model's `config.json`, which is taken over and held against the stored shapes;
-            tokenizer files and `generation_config.json` beside it are taken along.
-        dtype: convert to it, torch's name without `torch.`.
-        max_shard_bytes: no file holds more, unless one tensor is larger.
-    """
-
-    arch: str = "auto"
-    hf_config: str | None = None
-    dtype: str | None = None
-    max_shard_bytes: int = 5 * 1000**3
-
-
-@dataclass(frozen=True, slots=True)
-class MegatronOptions:
-    """What to make of a Hugging Face model.
-
-    Attributes:
-        tp, pp, ep, etp: tensor, pipeline, expert, and expert tensor parallel size (by default `tp`) of the files; a
-            launch loads them under any other layout as well.
-        arch: a family's name; `"auto"`: what `config.json` says.
-        dtype: convert to it, torch's name without `torch.`.
-        transformer_impl: as `--transformer-impl` of the launch: the layers call some parameters differently.
-        numbered_layers: a tensor for each layer; otherwise, as Megatron does, one for all, if they are alike.
-        vocabulary_multiple: `--make-vocab-size-divisible-by` of the launch: rows of the embedding are padded to a
-            multiple of this for each tensor parallel rank.
-        workers, verify, memory_bytes: as for `reshard`.
-        hf_config: directory with the model's `config.json`; None: it lies beside the tensors.
-        rename: rules for the stored keys, before the family's table is held against them.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    etp: int | None = None
-    arch: str = "auto"
-    dtype: str | None = None
-    transformer_impl: Implementation = "transformer_engine"
-    numbered_layers: bool = False
-    vocabulary_multiple: int = 128
-    workers: int = 2
-    verify: bool = True
-    memory_bytes: int = 1024**3
-    hf_config: str | None = None
-    rename: tuple[RenameRule, ...] = ()
-
-    @property
-    def layout(self) -> TargetLayout:
-        """The sizes together; raises `OptionError` where they cannot be."""
-        return TargetLayout(self.tp, self.pp, self.ep, self.etp)
-
-
-@dataclass(frozen=True, slots=True)
-class KeyPlan:
-    """One tensor of Hugging Face and one of Megatron-Core, and how they are one another.
-
-    Attributes:
-        megatron: its key, and in brackets the index along axes that count layers and experts.
-        shape: of the tensor of Hugging Face.
-    """
-
-    hf: str
-    megatron: str
-    transform: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class HuggingFacePlan:
-    """What would be done.
-
-    Attributes:
-        config: the model's `config.json`.
-        arguments: Megatron's.
-        objects: how many objects the target has.
-        left_out: keys of the source that have no place in the target, each with the reason.
-    """
-
-    family: str
-    keys: tuple[KeyPlan, ...]
-    config: Mapping[str, Any]
-    arguments: Mapping[str, Any]
-    objects: int
-    notes: tuple[str, ...]
-    left_out: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class HuggingFaceReport:
-    """What was made."""
-
-    source: str
-    target: str
-    family: str
-    files: tuple[str, ...]
-    tensors: int
-    payload_bytes: int
-    notes: tuple[str, ...]
-    left_out: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,109 +83,71 @@ class _Conversion:
     names: Mapping[str, str] = field(default_factory=dict)  # stored keys by Hugging Face's, where they are others
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
 
-    def plan(self, dtypes: Mapping[str, str], objects: int) -> HuggingFacePlan:
-        """For showing; `dtypes` by Hugging Face's key."""
-        found: dict[tuple[str, str], KeyPlan] = {}
+    def keys(self, dtype_of: Callable[[str], str], *, to_megatron: bool) -> Iterator[KeyPlan]:
+        """One after another, for showing; `dtype_of` gives the target's, by Hugging Face's key."""
+        seen = set()
         for link in self.relation.links:
             shape = self.relation.joined.get(link.hf, self.relation.hf[link.hf])
             lead = link.lead
             index = ", ".join(map(str, link.megatron_box.offsets[:lead]))
             megatron = f"{link.megatron}[{index}]" if index else link.megatron
+            if (link.hf, megatron) in seen:
+                continue
+            seen.add((link.hf, megatron))
             stored = self.names.get(link.hf, link.hf)
-            found[link.hf, megatron] = KeyPlan(stored, megatron, link.how, shape, dtypes[link.hf])
+            pair = (stored, megatron) if to_megatron else (megatron, stored)
+            yield KeyPlan(pair[0], 1, link.how, pair[1], shape, dtype_of(link.hf))
             for state, keys in self.optimizer.states.items():
-                target = f"{_STATE}.{state}.{megatron}"
-                found[keys[link.hf], target] = KeyPlan(keys[link.hf], target, link.how, shape, "float32")
-        return HuggingFacePlan(
-            self.family.name, tuple(found.values()), self.config, self.arguments, objects, self.notes, self.left_out
-        )
+                yield KeyPlan(keys[link.hf], 1, link.how, f"{_STATE}.{state}.{megatron}", shape, "float32")
 
 
 # --- to Hugging Face
 
 
-def plan_export(source: str | os.PathLike[str], options: HuggingFaceOptions) -> HuggingFacePlan:
-    """What an export would do; reads indexes and small files only, and raises what it would raise for them."""
-    index = read_index(checkpoint_directory(source))
-    conversion = _export_conversion(index, options)
-    dtypes = {
-        key: target_dtype(index.tensors[_source_key(wanted)], options.dtype)
-        for key, wanted in conversion.wanted.items()
-    }
-    return conversion.plan(dtypes, 0)
-
-
-def export_huggingface(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    *,
-    arch: str = "auto",
-    hf_config: str | os.PathLike[str] | None = None,
-    dtype: str | None = None,
-    max_shard_bytes: int = 5 * 1000**3,
-    progress: bool | None = False,
-) -> HuggingFaceReport:
-    """Write the model in a checkpoint as a directory that `AutoModelForCausalLM.from_pretrained` loads.
-
-    Args:
-        source: directory of the checkpoint, or one with a tracker file.
-        target: directory to make; it must not exist, or be empty. It appears when it is complete.
-        arch: the model's family; `"auto"`: what `hf_config`, or else Megatron's stored arguments say.
-        hf_config: directory with the model's `config.json`, which is taken over and held against the stored shapes;
-            tokenizer files and `generation_config.json` beside it are taken along.
-        dtype: convert floating-point tensors: `"bf16"`, `"fp16"`, `"fp32"`, or torch's names for them.
-        max_shard_bytes: no file holds more, unless one tensor is larger.
-        progress: show a bar; None: if standard error is a terminal.
+def export_model(index: CheckpointIndex, options: ExportOptions) -> Export:
+    """The model in a checkpoint as a directory that `AutoModelForCausalLM.from_pretrained` loads.
 
     Raises:
-        CheckpointNotFoundError, CorruptCheckpointError, ChecksumError: the source cannot be read, or is damaged.
-        CheckpointExistsError: there is something at `target`.
         OptionError: the model is of no family known here, or keys or shapes are not what its family has.
-        SaveError: it cannot be written.
+        CheckpointNotFoundError, CorruptCheckpointError: the checkpoint, or what `hf_config` names, is not there or is
+            damaged.
     """
-    config = None if hf_config is None else os.fspath(hf_config)
-    options = HuggingFaceOptions(arch, config, floating_dtype(dtype), max_shard_bytes)
-    return export_model(source, target, options, progress=progress)
-
-
-def export_model(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    options: HuggingFaceOptions,
-    *,
-    progress: bool | None = False,
-) -> HuggingFaceReport:
-    """As `export_huggingface`, which says what is raised."""
-    index, directory = read_index(checkpoint_directory(source)), local_path(target)
-    refuse_target(Path(index.path), directory)
     seen = file_states(index)
     conversion = _export_conversion(index, options)
     payloads = PiecePayloads(StoredPayloads(index), conversion.wanted)
-    with payloads:
+
+    def make(target: Path, progress: bool | None) -> Made:
         tensors = [
             Exported(key, entry, target_dtype(entry, options.dtype), conversion.relation.joined.get(key))
             for key, entry in payloads.index.tensors.items()
         ]
         fingerprint = export_fingerprint(payloads, tensors, options.max_shard_bytes, seen)
-        with new_directory(directory, is_exported, fingerprint) as (folder, journal):
+
+        def write(folder: Path, journal: Journal | None) -> list[str]:
             files = write_files(payloads, folder, "safetensors", tensors, options.max_shard_bytes, progress, journal)
-            payloads.check_rest()
             _write_model_files(folder, conversion, tensors, options)
-            refuse_changed(index, seen)
-    total = sum(tensor.nbytes for tensor in tensors)
-    return HuggingFaceReport(
-        index.path,
-        str(directory),
-        conversion.family.name,
-        tuple(files),
-        len(tensors),
-        total,
-        conversion.notes,
-        conversion.left_out,
+            return files
+
+        files = write_directory(target, index, seen, payloads, write, fingerprint=fingerprint)
+        return Made(files, len(tensors), sum(tensor.nbytes for tensor in tensors))
+
+    def dtype_of(key: str) -> str:
+        return target_dtype(index.tensors[_source_key(conversion.wanted[key])], options.dtype)
+
+    return Export(
+        format="hf",
+        family=conversion.family.name,
+        keys=lambda: conversion.keys(dtype_of, to_megatron=False),
+        config=conversion.config,
+        arguments=conversion.arguments,
+        notes=conversion.notes,
+        left_out=conversion.left_out,
+        payloads=payloads,
+        make=make,
     )
 
 
-def _export_conversion(index: CheckpointIndex, options: HuggingFaceOptions) -> _Conversion:
+def _export_conversion(index: CheckpointIndex, options: ExportOptions) -> _Conversion:
     keys = [key for key in index.tensors if not is_optimizer_key(key)]
     check_tiled(index, keys)
     common = read_plain_state(index)
@@ -445,9 +277,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return document
 
 
-def _write_model_files(
-    folder: Path, conversion: _Conversion, tensors: list[Exported], options: HuggingFaceOptions
-) -> None:
+def _write_model_files(folder: Path, conversion: _Conversion, tensors: list[Exported], options: ExportOptions) -> None:
     """`config.json`, and what else belongs beside the weights."""
     storage = LocalStorage(folder)
     # What most elements are: norms and routers may be kept in another.
@@ -478,145 +308,43 @@ def _source_key(wanted: Wanted) -> str:
 # --- from Hugging Face
 
 
-def plan_import(source: str | os.PathLike[str], options: MegatronOptions) -> HuggingFacePlan:
-    """What an import would do; reads headers and small files only, and raises what it would raise for them."""
-    directory = universal_directory(Path(checkpoint_directory(source)))
-    payloads, others, settings = open_model(directory, options)
-    with payloads:
-        conversion, payloads = _import_conversion(payloads, directory, options, others, settings)
-        dtypes = {
-            name: target_dtype(payloads.index.tensors[key], options.dtype) for name, key in conversion.names.items()
-        }
-        return conversion.plan(dtypes, len(_objects(conversion, b"")))
-
-
-def import_huggingface(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
-    etp: int | None = None,
-    arch: str = "auto",
-    dtype: str | None = None,
-    transformer_impl: Implementation = "transformer_engine",
-    numbered_layers: bool = False,
-    vocabulary_multiple: int = 128,
-    workers: int = 2,
-    verify: bool = True,
-    memory_bytes: int = 1024**3,
-    hf_config: str | os.PathLike[str] | None = None,
-    rename: str | os.PathLike[str] | Iterable[RenameRule] | None = None,
-    progress: bool | None = False,
-) -> HuggingFaceReport:
-    """Make a `torch_dist` checkpoint of a Hugging Face model, with which a launch of Megatron starts.
+def import_model(opened: Opened, options: ImportOptions) -> Import:
+    """A Hugging Face model as a checkpoint with which a launch of Megatron starts.
 
     Args:
-        source: directory of the model: `config.json`, and safetensors or torch files; or a checkpoint that
-            `torch.distributed.checkpoint` has saved of such a model (FSDP2, for one), and `hf_config`.
-        target: directory to make; it must not exist, or be empty. It appears when it is complete. Called `release` or
-            `iter_0000000`, it gets a tracker file beside it, if there is none, and the directory around it can be given
-            to `--load`.
-        tp: tensor parallel size of the files; a launch loads them under other layouts as well.
-        pp: pipeline parallel size of the files.
-        ep: expert parallel size of the files.
-        etp: tensor parallel size of experts; by default `tp`.
-        arch: the model's family; `"auto"`: what `config.json` says.
-        dtype: convert floating-point tensors: `"bf16"`, `"fp16"`, `"fp32"`, or torch's names for them.
-        transformer_impl: as `--transformer-impl` of the launch: the layers call some parameters differently.
-        numbered_layers: a tensor for each layer, instead of one for all layers where they are alike.
-        vocabulary_multiple: `--make-vocab-size-divisible-by` of the launch.
-        workers: threads, and files for each rank.
-        verify: prove the target against the source before it appears.
-        memory_bytes: for everything.
-        hf_config: directory with the model's `config.json`; by default `source`.
-        rename: a file of rename rules for the stored keys, applied before they are held against the family's names.
-        progress: show a bar; None: if standard error is a terminal.
+        opened: files of the model, or a checkpoint of others with its parameters under Hugging Face's names.
+        options: what to make of it.
 
     Raises:
-        CheckpointNotFoundError: there is no such model.
-        CorruptCheckpointError: its files contradict themselves.
         OptionError: it is of no family known here, or has settings, keys or shapes that Megatron-Core has not.
-        CheckpointExistsError, SaveError, ChecksumError: as for `reshard_checkpoint`.
+        CheckpointNotFoundError, CorruptCheckpointError: its configuration is not there, or is none.
     """
-    options = MegatronOptions(
-        tp,
-        pp,
-        ep,
-        etp,
-        arch,
-        floating_dtype(dtype),
-        transformer_impl,
-        numbered_layers,
-        vocabulary_multiple,
-        workers,
-        verify,
-        memory_bytes,
-        None if hf_config is None else os.fspath(hf_config),
-        rules_in(rename, parse_rename_rules),
-    )
-    return import_model(source, target, options, progress=progress)
-
-
-def import_model(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    options: MegatronOptions,
-    *,
-    progress: bool | None = False,
-) -> HuggingFaceReport:
-    """As `import_huggingface`, which says what is raised."""
-    directory, dst = universal_directory(Path(checkpoint_directory(source))), local_path(target)
-    refuse_target(directory, dst)
-    raw, others, settings = open_model(directory, options)
-    with raw:
-        conversion, base = _import_conversion(raw, directory, options, others, settings)
-        payloads = PiecePayloads(base, conversion.wanted, _objects(conversion, _saved([None])))
-        plan = make_plan(
-            payloads.index,
-            options.layout,
-            Partitioner(payloads.index, arguments=conversion.arguments, chunks_tell=False),
-            dtype=options.dtype,
-            workers=options.workers,
-            arguments=conversion.arguments,
-        )
-        common = _saved(_common_state(conversion, directory, {move.dtype for move in plan.moves}, options))
-
-        def carry(partial: Path) -> None:
-            storage = LocalStorage(partial)
-            storage.publish(CONFIG_FILE, encode_config())
-            storage.publish(COMMON_FILE, common)
-
-        build = BuildOptions(workers=options.workers, verify=options.verify, memory_bytes=options.memory_bytes)
-        build_target(payloads, plan, dst, build, carry=carry, progress=progress)
-    _write_tracker(dst)
-    total = sum(move.payload_bytes for move in plan.moves)
-    return HuggingFaceReport(
-        str(directory),
-        str(dst),
-        conversion.family.name,
-        tuple(sorted(plan.sizes)),
-        len(plan.moves),
-        total,
-        conversion.notes,
-        conversion.left_out,
+    conversion, payloads = _import_conversion(opened, options)
+    index = payloads.index
+    empty = [None]
+    objects = extra_state_keys(conversion.family, conversion.model, conversion.naming)
+    return Import(
+        format=opened.kind,
+        family=conversion.family.name,
+        target_layout=str(options.layout),
+        keys=lambda: conversion.keys(
+            lambda key: target_dtype(index.tensors[conversion.names[key]], options.dtype), to_megatron=True
+        ),
+        config=conversion.config,
+        arguments=conversion.arguments,
+        objects={object_key(*place): empty for place in objects},
+        notes=conversion.notes,
+        left_out=conversion.left_out,
+        payloads=payloads,
+        layout=options.layout,
+        common=lambda dtypes: saved(_common_state(conversion, opened.directory, dtypes, options)),
+        wanted=conversion.wanted,
     )
 
 
-def open_model(directory: Path, options: MegatronOptions) -> tuple[StoredPayloads, list[str], OptimizerSettings]:
-    """What is stored, what of it is left out, and settings of an optimizer."""
-    if is_universal(directory):
-        return open_universal(directory, options.rename)
-    kind, payloads, others = open_source(directory, options.rename)
-    settings = stored_settings(payloads, directory) if kind == "dcp" else OptimizerSettings()
-    return payloads, [f"{key} (no tensor)" for key in others], settings
-
-
-def _import_conversion(
-    stored: StoredPayloads, directory: Path, options: MegatronOptions, others: list[str], settings: OptimizerSettings
-) -> tuple[_Conversion, StoredPayloads]:
+def _import_conversion(opened: Opened, options: ImportOptions) -> tuple[_Conversion, StoredPayloads]:
     """What is to be done, and the plain tensors, of which it is to be done."""
+    stored, directory = opened.payloads, opened.directory
     beside = directory if options.hf_config is None else Path(options.hf_config)
     config = _read_config(beside)
     where = str(beside / _MODEL_CONFIG)
@@ -648,7 +376,7 @@ def _import_conversion(
     for name in relation.joined:
         payloads.index = _taken_apart(payloads.index, names[name], _turned(relation.hf[name], names[name], turned))
     wanted = _by_megatron_key(relation, names, turned)
-    optimizer = plan_optimizer(index, names, settings, experts=model.experts > 0)
+    optimizer = plan_optimizer(index, names, opened.settings, experts=model.experts > 0)
     for state, keys in optimizer.states.items():
         wanted |= {f"{_STATE}.{state}.{key}": tensor for key, tensor in _by_megatron_key(relation, keys).items()}
     arguments = {
@@ -661,7 +389,7 @@ def _import_conversion(
         "expert_model_parallel_size": options.layout.ep,
         "expert_tensor_parallel_size": options.layout.expert_tp,
     }
-    left_out += [*optimizer.left_out, *others]
+    left_out += [*optimizer.left_out, *opened.left_out]
     notes = family.remarks(family.complete(config))
     conversion = _Conversion(
         family, model, config, arguments, relation, naming, wanted, notes, tuple(left_out), names, optimizer
@@ -733,27 +461,8 @@ def _known_names(
     return names, left_out
 
 
-def _objects(conversion: _Conversion, content: bytes) -> dict[str, bytes]:
-    return {
-        object_key(key, offset, shape): content
-        for key, offset, shape in extra_state_keys(conversion.family, conversion.model, conversion.naming)
-    }
-
-
-def _saved(value: Any) -> bytes:
-    import torch
-
-    content = io.BytesIO()
-    torch.save(value, content)
-    return content.getvalue()
-
-
-def _common_state(
-    conversion: _Conversion, directory: Path, dtypes: set[str], options: MegatronOptions
-) -> dict[str, Any]:
+def _common_state(conversion: _Conversion, directory: Path, dtypes: set[str], options: ImportOptions) -> dict[str, Any]:
     """What a launch looks for beside the tensors."""
-    from argparse import Namespace
-
     return {
         "args": Namespace(
             **conversion.arguments,
@@ -770,11 +479,3 @@ def _common_state(
         "num_floating_point_operations_so_far": 0,
         **conversion.optimizer.common,
     }
-
-
-def _write_tracker(target: Path) -> None:
-    """The tracker file beside a checkpoint that is named as a launch names them, if there is none."""
-    found = _ITERATION.fullmatch(target.name)
-    text = "release" if target.name == "release" else str(int(found.group(1))) if found else None
-    if text is not None and not (target.parent / TRACKER_FILE).exists():
-        LocalStorage(target.parent).publish(TRACKER_FILE, text.encode())

@@ -1,4 +1,4 @@
-"""Checkpoints of `--ckpt-format torch`, one file for each model-parallel rank, as `torch_dist`, and back.
+"""Checkpoints of `--ckpt-format torch`, one file for each model-parallel rank, as `torch_dist`.
 
     state dict of each rank -> key, layer and expert of each parameter -> which box of which tensor it is -> a view
     of the ranks' tensors under the keys of `torch_dist` (`_pieces`) -> a reshard like any other
@@ -9,17 +9,14 @@ hold alike has to be alike; what is missing, too much, or unknown is an error th
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
-import os
-import pickle
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mcore_ckpt.convert._legacy_files import (
     OPTIMIZER_FILE,
@@ -39,31 +36,18 @@ from mcore_ckpt.convert._legacy_optimizer import (
     state_parts,
 )
 from mcore_ckpt.convert._partition import Partition, Partitioner
-from mcore_ckpt.convert._pieces import PiecePayloads, Source, Wanted
-from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, refuse_target
-from mcore_ckpt.convert.reshard_plan import ReshardPlan, TargetLayout, make_plan, target_dtype
+from mcore_ckpt.convert._pieces import Source, Wanted
+from mcore_ckpt.convert.conversion import Import, ImportOptions, KeyPlan, saved
+from mcore_ckpt.convert.reshard_plan import TargetLayout, target_dtype
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
-from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, object_key
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_config
-from mcore_ckpt.format.safe_pickle import Unavailable
 from mcore_ckpt.format.state_file import FileTensor
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.dtype_cast import cast_floats
-from mcore_ckpt.tools.inspection import checkpoint_directory
 
-__all__ = [
-    "LOCAL_NORMS",
-    "LegacyKey",
-    "LegacyOptions",
-    "LegacyPlan",
-    "LegacyReport",
-    "PickledByName",
-    "import_legacy",
-    "plan_legacy_import",
-]
+__all__ = ["LOCAL_NORMS", "legacy_import"]
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _EXTRA_STATE = "._extra_state"
@@ -77,75 +61,6 @@ LOCAL_NORMS = (
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 )
 _MODEL_CHUNK = re.compile(r"model(\d{0,4})")
-
-
-@dataclass(frozen=True, slots=True)
-class LegacyOptions:
-    """What to make of a checkpoint of ranks' files.
-
-    Attributes:
-        tp, pp, ep, etp: sizes of the target's files; those of the source where None.
-        drop_optimizer: leave the optimizer's state out.
-        dtype: convert the model's floating-point tensors to it, torch's name without `torch.`.
-        workers, verify, memory_bytes: as for `reshard`.
-    """
-
-    tp: int | None = None
-    pp: int | None = None
-    ep: int | None = None
-    etp: int | None = None
-    drop_optimizer: bool = False
-    dtype: str | None = None
-    workers: int = 2
-    verify: bool = True
-    memory_bytes: int = 1024**3
-
-
-class LegacyKey(NamedTuple):
-    """A tensor of the target, and what it is put together from.
-
-    Attributes:
-        source: the key that ranks have it under, with `*` for numbers of layers and experts.
-        pieces: how many of the ranks' tensors it is made of; further ones are the same as these.
-    """
-
-    source: str
-    pieces: int
-    transform: str
-    target: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class LegacyPlan:
-    """What would be done.
-
-    Attributes:
-        source_layout, target_layout: sizes, for showing.
-        objects: keys of the objects that are carried.
-        left_out: what has no place in the target, each with the reason.
-    """
-
-    source_layout: str
-    target_layout: str
-    keys: tuple[LegacyKey, ...]
-    objects: tuple[str, ...]
-    left_out: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LegacyReport:
-    """What was made."""
-
-    source: str
-    target: str
-    source_layout: str
-    target_layout: str
-    files: tuple[str, ...]
-    tensors: int
-    payload_bytes: int
-    left_out: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -688,81 +603,17 @@ def _random_states(draft: _Draft) -> dict[str, Any]:
     return found
 
 
-# Its pickler in Python, whose way of writing names can be changed.
-_Pickler: Any = pickle._Pickler  # noqa: SLF001
-
-
-class PickledByName:
-    """Pickles stand-ins as what they stand in for, without importing it; for `torch.save(pickle_module=)`."""
-
-    __name__ = "pickle"
-    HIGHEST_PROTOCOL = pickle.HIGHEST_PROTOCOL
-
-    class Pickler(_Pickler):  # type: ignore[misc]
-        """Writes names of what is not there."""
-
-        def reducer_override(self, value: Any) -> Any:
-            """An instance of the class that it stands in for."""
-            if isinstance(value, Unavailable):
-                made = type(value), value.arguments
-                return made if value.state is None else (*made, value.state)
-            return NotImplemented
-
-        def save_global(self, value: Any, name: Any = None) -> None:
-            """Write the name of a class."""
-            if not (isinstance(value, type) and issubclass(value, Unavailable)):
-                super().save_global(value, name)
-                return
-            module, _, qualified = value.class_name.rpartition(".")
-            self.write(pickle.GLOBAL + f"{module}\n{qualified}\n".encode())
-            self.memoize(value)
-
-
-def _saved(value: Any) -> bytes:
-    import torch
-
-    content = io.BytesIO()
-    torch.save(value, content, pickle_module=PickledByName())
-    return content.getvalue()
-
-
 # --------------------------------------------------------------------------------------------------------------- import
 
 
-@dataclass(frozen=True, slots=True)
-class _Conversion:
-    """An import that has been thought through; nothing has been written."""
+def legacy_import(directory: Path, options: ImportOptions) -> Import:
+    """What a launch has saved with `--ckpt-format torch` as a checkpoint.
 
-    source_layout: TargetLayout
-    layout: TargetLayout
-    wanted: dict[str, Wanted]
-    objects: dict[str, Any]
-    common: dict[str, Any]
-    plan: LegacyPlan
-
-
-def plan_legacy_import(source: str | os.PathLike[str], options: LegacyOptions) -> LegacyPlan:
-    """What an import would do; reads indexes, small files and what ranks hold alike, and raises what it would raise."""
-    directory = Path(checkpoint_directory(source))
-    conversion, payloads = _convert(directory, options)
-    with payloads:
-        return conversion.plan
-
-
-def import_legacy(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    options: LegacyOptions,
-    *,
-    progress: bool | None = False,
-) -> LegacyReport:
-    """Make a `torch_dist` checkpoint of one that a launch has saved with `--ckpt-format torch`.
+    Reads indexes, small files, what ranks hold alike, and the ends of what the optimizer copies.
 
     Args:
-        source: directory of an iteration (`iter_0001000`), or one with a tracker file.
-        target: directory to make; it must not exist, or be empty. It appears when it is complete.
+        directory: of an iteration.
         options: what to make.
-        progress: show bars; None: if standard error is a terminal.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
@@ -770,49 +621,7 @@ def import_legacy(
         ChecksumError: a file is damaged.
         UnsafePickleError: a file was made to do harm.
         OptionError: it holds what is not known here.
-        CheckpointExistsError, SaveError: as for `reshard_checkpoint`.
     """
-    directory, dst = Path(checkpoint_directory(source)), local_path(target)
-    refuse_target(directory, dst)
-    conversion, raw = _convert(directory, options)
-    objects = {key: _saved(value) for key, value in conversion.objects.items()}
-    common = _saved(conversion.common)
-    payloads = PiecePayloads(raw, conversion.wanted, objects)
-    with payloads:
-        plan = _plan(payloads.index, conversion, options)
-
-        def carry(partial: Path) -> None:
-            storage = LocalStorage(partial)
-            storage.publish(CONFIG_FILE, encode_config())
-            storage.publish(COMMON_FILE, common)
-
-        build = BuildOptions(workers=options.workers, verify=options.verify, memory_bytes=options.memory_bytes)
-        build_target(payloads, plan, dst, build, carry=carry, progress=progress)
-    return LegacyReport(
-        str(directory),
-        str(dst),
-        str(conversion.source_layout),
-        str(conversion.layout),
-        tuple(sorted(plan.sizes)),
-        len(plan.moves),
-        sum(move.payload_bytes for move in plan.moves),
-        conversion.plan.left_out,
-    )
-
-
-def _plan(index: CheckpointIndex, conversion: _Conversion, options: LegacyOptions) -> ReshardPlan:
-    arguments = vars(conversion.common["args"])
-    return make_plan(
-        index,
-        conversion.layout,
-        Partitioner(index, arguments=arguments, chunks_tell=False),
-        dtype=options.dtype,
-        workers=options.workers,
-        arguments=arguments,
-    )
-
-
-def _convert(directory: Path, options: LegacyOptions) -> tuple[_Conversion, LegacyPayloads]:
     ranks, arguments = read_ranks(directory)
     draft = _Draft(directory, ranks, arguments)
     parameters = _read_model(draft)
@@ -838,17 +647,22 @@ def _convert(directory: Path, options: LegacyOptions) -> tuple[_Conversion, Lega
         arguments.count("expert_model_parallel_size", default=1),
         arguments.values.get("expert_tensor_parallel_size"),
     )
-    layout = TargetLayout(
-        options.tp or source_layout.tp,
-        options.pp or source_layout.pp,
-        options.ep or source_layout.ep,
-        options.etp or (source_layout.etp if options.tp is None else None),
+    layout = options.layout_like(source_layout)
+    return Import(
+        format="megatron-legacy",
+        source_layout=str(source_layout),
+        target_layout=str(layout),
+        keys=lambda: (
+            _shown(key, draft.tensors[key], partitions[key], wanted[key], counts[key], draft, options) for key in wanted
+        ),
+        arguments=vars(common["args"]),
+        objects=draft.objects,
+        left_out=tuple(draft.left_out),
+        payloads=payloads,
+        layout=layout,
+        common=lambda _: saved(common),
+        wanted=wanted,
     )
-    keys = tuple(
-        _shown(key, draft.tensors[key], partitions[key], wanted[key], counts[key], draft, options) for key in wanted
-    )
-    plan = LegacyPlan(str(source_layout), str(layout), keys, tuple(draft.objects), tuple(draft.left_out))
-    return _Conversion(source_layout, layout, wanted, draft.objects, common, plan), payloads
 
 
 def _shown(
@@ -858,8 +672,8 @@ def _shown(
     wanted: Wanted,
     pieces: int,
     draft: _Draft,
-    options: LegacyOptions,
-) -> LegacyKey:
+    options: ImportOptions,
+) -> KeyPlan:
     how = []
     slots = 1 if partition.axis is None else _slots(draft, partition.expert)
     if slots > 1 and partition.axis is not None:
@@ -868,6 +682,6 @@ def _shown(
     if tensor.counts:
         how.append("stacked")
     entry = TensorEntry(key, tensor.dtype, wanted.shape, ())
-    return LegacyKey(
+    return KeyPlan(
         tensor.source, pieces, ", ".join(how) or "as it is", key, wanted.shape, target_dtype(entry, options.dtype)
     )

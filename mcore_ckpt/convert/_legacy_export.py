@@ -9,7 +9,6 @@ is known here for the local ones of a decoder without experts; for others there 
 from __future__ import annotations
 
 import math
-import os
 import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -18,30 +17,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_ckpt.convert._legacy_files import MODEL_FILE, OPTIMIZER_FILE, Arguments, owned
+from mcore_ckpt.convert._legacy_import import LOCAL_NORMS
 from mcore_ckpt.convert._legacy_optimizer import flat_places, group_members, likely_layout, main_parameter
-from mcore_ckpt.convert._new_directory import new_directory
 from mcore_ckpt.convert._partition import Partitioner
 from mcore_ckpt.convert._pieces import PiecePayloads, Source, Wanted
-from mcore_ckpt.convert._reshard_target import file_states, refuse_changed, refuse_target
+from mcore_ckpt.convert._reshard_target import file_states
 from mcore_ckpt.convert._shard_files import Exported, stream_tensor
-from mcore_ckpt.convert._torch_files import write_torch_file
-from mcore_ckpt.convert.legacy import LOCAL_NORMS, PickledByName
+from mcore_ckpt.convert.conversion import Export, ExportOptions, Made, PickledByName, write_directory
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
-from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.format.index import CheckpointIndex, object_key, parse_object_key
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.format.metadata_read import COMMON_FILE, read_index
+from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.state_file import FileTensor, read_state_file
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 from mcore_ckpt.tools.plain_state import read_object, stored_common_state, unwrapped
 from mcore_ckpt.tools.regrid import Sink, Walk
 
-__all__ = ["LegacyExport", "export_legacy"]
+__all__ = ["legacy_export"]
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
@@ -59,18 +55,6 @@ _LAYER_ORDER = (
 )
 _PARAMETERS = ("weight", "bias")
 _WINDOW_BYTES = 4 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class LegacyExport:
-    """What was written."""
-
-    source: str
-    target: str
-    files: tuple[str, ...]
-    tensors: int
-    payload_bytes: int
-    left_out: tuple[str, ...]
 
 
 class _Local(NamedTuple):
@@ -92,51 +76,32 @@ class _Rank:
     parameters: list[_Local] = field(default_factory=list)
 
 
-def export_legacy(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    drop_optimizer: bool = False,
-    progress: bool | None = False,
-) -> LegacyExport:
-    """Write the files that a launch with `--ckpt-format torch` loads at this tensor and pipeline parallel size.
-
-    Args:
-        source: directory of the checkpoint, or one with a tracker file.
-        target: directory to make (`iter_0001000`); it must not exist, or be empty. It appears when it is complete.
-        tp: tensor parallel size.
-        pp: pipeline parallel size.
-        drop_optimizer: leave the optimizer's state out.
-        progress: show a bar; None: if standard error is a terminal.
+def legacy_export(index: CheckpointIndex, options: ExportOptions) -> Export:
+    """The files that a launch with `--ckpt-format torch` loads at a tensor and pipeline parallel size.
 
     Raises:
-        CheckpointNotFoundError, CorruptCheckpointError, ChecksumError: the source cannot be read, or is damaged.
-        CheckpointExistsError: there is something at `target`.
         OptionError: the model cannot be divided so, or it is not known how it is.
-        SaveError: it cannot be written.
+        CheckpointNotFoundError, CorruptCheckpointError: the checkpoint is damaged.
     """
-    index, directory = read_index(checkpoint_directory(source)), local_path(target)
-    refuse_target(Path(index.path), directory)
-    keys = [key for key in index.tensors if not (drop_optimizer and is_optimizer_key(key))]
+    keys = [key for key in index.tensors if not (options.drop_optimizer and is_optimizer_key(key))]
     check_tiled(index, keys)
     seen = file_states(index, keys)
-    draft = _Draft(index, keys, tp, pp)
+    draft = _Draft(index, keys, options.tp, options.pp)
     payloads = PiecePayloads(StoredPayloads(index), draft.wanted)
-    with payloads:
-        files: list[str] = []
-        with (
-            new_directory(directory, lambda _name: False) as (folder, _),
-            Progress("ranks", len(draft.ranks), shown=progress) as bar,
-        ):
-            for rank in draft.ranks:
-                files += _write_rank(draft, rank, payloads, folder)
-                bar.advance(1)
-            payloads.check_rest()
-            refuse_changed(index, seen, keys)
-    nbytes = sum((directory / file).stat().st_size for file in files)
-    return LegacyExport(index.path, str(directory), tuple(files), len(draft.wanted), nbytes, tuple(draft.left_out))
+
+    def make(target: Path, progress: bool | None) -> Made:
+        def write(folder: Path, _: object) -> list[str]:
+            files: list[str] = []
+            with Progress("ranks", len(draft.ranks), shown=progress) as bar:
+                for rank in draft.ranks:
+                    files += _write_rank(draft, rank, payloads, folder)
+                    bar.advance(1)
+            return files
+
+        files = write_directory(target, index, seen, payloads, write, keys=keys)
+        return Made(files, len(draft.wanted), sum((target / file).stat().st_size for file in files))
+
+    return Export(format="megatron-legacy", left_out=tuple(draft.left_out), payloads=payloads, make=make)
 
 
 class _Draft:
@@ -335,6 +300,8 @@ def _write_rank(draft: _Draft, rank: _Rank, payloads: PiecePayloads, folder: Pat
 
 def _write_file(path: Path, content: Any, payloads: PiecePayloads) -> None:
     import torch
+
+    from mcore_ckpt.convert._torch_files import write_torch_file
 
     tensors: list[_Filled] = []
 

@@ -12,8 +12,6 @@ model is built.
 
 from __future__ import annotations
 
-import io
-import os
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
@@ -21,30 +19,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mcore_ckpt.convert._deepspeed import stored_arguments, universal_directory
-from mcore_ckpt.convert._foreign_names import is_foreign_optimizer_key, without_wrappers
-from mcore_ckpt.convert._foreign_optimizer import OptimizerPlan, OptimizerSettings, plan_optimizer
-from mcore_ckpt.convert._partition import Partitioner
-from mcore_ckpt.convert._pieces import PiecePayloads, Source, Wanted
-from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, refuse_target
-from mcore_ckpt.convert.huggingface import (
-    HuggingFacePlan,
-    HuggingFaceReport,
-    KeyPlan,
-    MegatronOptions,
-    open_model,
-)
-from mcore_ckpt.convert.reshard_plan import make_plan, target_dtype
+from mcore_ckpt.convert._deepspeed import stored_arguments
+from mcore_ckpt.convert._foreign import OptimizerPlan, is_foreign_optimizer_key, plan_optimizer, without_wrappers
+from mcore_ckpt.convert._pieces import Source, Wanted
+from mcore_ckpt.convert._sources import Opened
+from mcore_ckpt.convert.conversion import Import, ImportOptions, KeyPlan, saved
+from mcore_ckpt.convert.reshard_plan import target_dtype
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
-from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.format.index import CheckpointIndex, object_key
-from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, encode_config, read_index
-from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.tools.inspection import checkpoint_directory
+from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
 from mcore_ckpt.tools.plain_state import read_plain_object
 
-__all__ = ["import_named", "plan_named"]
+__all__ = ["import_named"]
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _VOCABULARY = (_EMBEDDING, "output_layer.weight")
@@ -93,83 +80,36 @@ class _Conversion:
     keys: list[KeyPlan] = field(default_factory=list)
 
 
-def plan_named(source: str | os.PathLike[str], options: MegatronOptions) -> HuggingFacePlan:
-    """What an import would do; reads indexes and small files only, and raises what it would raise for them."""
-    directory = universal_directory(Path(checkpoint_directory(source)))
-    payloads, others, settings = open_model(directory, options)
-    with payloads:
-        found = _convert(payloads.index, directory, options, others, settings)
-    return HuggingFacePlan(
-        "Megatron's own names",
-        tuple(found.keys),
-        {},
-        found.arguments,
-        len(found.objects),
-        (),
-        tuple(found.left_out),
-    )
-
-
-def import_named(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    options: MegatronOptions,
-    *,
-    progress: bool | None = False,
-) -> HuggingFaceReport:
-    """Make a `torch_dist` checkpoint of a DCP or universal checkpoint of a model of Megatron's.
+def import_named(opened: Opened, options: ImportOptions) -> Import:
+    """A model of Megatron's, in a DCP or universal checkpoint under the names of its modules, as a checkpoint.
 
     Args:
-        source: directory of the checkpoint.
-        target: directory to make; it must not exist, or be empty. It appears when it is complete.
+        opened: the checkpoint.
         options: sizes of the target's files and the like; those that speak of a family are not for here.
-        progress: show bars; None: if standard error is a terminal.
 
     Raises:
-        CheckpointNotFoundError, CorruptCheckpointError, ChecksumError: the source is not there, or damaged.
         OptionError: its keys are none of Megatron's.
-        CheckpointExistsError, SaveError: as for `reshard_checkpoint`.
+        CorruptCheckpointError: parameters are not there.
     """
-    directory, dst = universal_directory(Path(checkpoint_directory(source))), local_path(target)
-    refuse_target(directory, dst)
-    raw, others, settings = open_model(directory, options)
-    with raw:
-        found = _convert(raw.index, directory, options, others, settings)
-        empty = _saved([None])
-        objects = {object_key(*place): empty for place in found.objects}
-        payloads = PiecePayloads(raw, found.wanted, objects)
-        plan = make_plan(
-            payloads.index,
-            options.layout,
-            Partitioner(payloads.index, arguments=found.arguments, chunks_tell=False),
-            dtype=options.dtype,
-            workers=options.workers,
-            arguments=found.arguments,
-        )
-        common = _saved(found.common)
-
-        def carry(partial: Path) -> None:
-            storage = LocalStorage(partial)
-            storage.publish(CONFIG_FILE, encode_config())
-            storage.publish(COMMON_FILE, common)
-
-        build = BuildOptions(workers=options.workers, verify=options.verify, memory_bytes=options.memory_bytes)
-        build_target(payloads, plan, dst, build, carry=carry, progress=progress)
-    return HuggingFaceReport(
-        str(directory),
-        str(dst),
-        "Megatron's own names",
-        tuple(sorted(plan.sizes)),
-        len(plan.moves),
-        sum(move.payload_bytes for move in plan.moves),
-        (),
-        tuple(found.left_out),
+    found = _convert(opened, options)
+    empty = [None]
+    return Import(
+        format=opened.kind,
+        family="Megatron's own names",
+        target_layout=str(options.layout),
+        keys=lambda: found.keys,
+        arguments=found.arguments,
+        objects={object_key(*place): empty for place in found.objects},
+        left_out=tuple(found.left_out),
+        payloads=opened.payloads,
+        layout=options.layout,
+        common=lambda _: saved(found.common),
+        wanted=found.wanted,
     )
 
 
-def _convert(
-    index: CheckpointIndex, directory: Path, options: MegatronOptions, others: list[str], settings: OptimizerSettings
-) -> _Conversion:
+def _convert(opened: Opened, options: ImportOptions) -> _Conversion:
+    index, directory, settings = opened.payloads.index, opened.directory, opened.settings
     names, left_out = _module_names(index)
     arguments, iteration = _arguments(directory)
     places = _places(names, arguments)
@@ -201,15 +141,16 @@ def _convert(
     shown = [
         KeyPlan(
             key,
-            f"{prefix}{places[name].key}{list(places[name].at) or ''}",
+            1,
             {"w": "first half", "v": "second half"}.get(places[name].half, "as it is"),
+            f"{prefix}{places[name].key}{list(places[name].at) or ''}",
             shapes[name],
             target_dtype(index.tensors[key], options.dtype) if not prefix else "float32",
         )
         for prefix, keys in states.items()
         for name, key in keys.items()
     ]
-    left_out += [*optimizer.left_out, *others]
+    left_out += [*optimizer.left_out, *opened.left_out]
     objects = _extra_states(places, layers, experts)
     return _Conversion(wanted, objects, arguments, common, left_out, shown)
 
@@ -414,11 +355,3 @@ def _extra_states(
             lead = _lead(place, layers, experts)
             found[f"{owner}._extra_state", place.at or (0,)] = lead or (1,)
     return [(key, index, counts) for (key, index), counts in found.items()]
-
-
-def _saved(value: Any) -> bytes:
-    import torch
-
-    content = io.BytesIO()
-    torch.save(value, content)
-    return content.getvalue()

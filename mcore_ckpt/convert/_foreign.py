@@ -1,4 +1,10 @@
-"""The state of an Adam optimizer of another framework, as Megatron's distributed optimizer keeps it.
+"""What other frameworks have for what Megatron has: names of parameters, the optimizer's state, arguments of a launch.
+
+Names. A checkpoint of `torch.distributed.checkpoint` holds whatever state dict was given to it: `model.layers.0...`,
+`app.model.model.layers.0...`, `module.model.layers.0...`. So no prefix is known beforehand; it is what stands before
+the names that a model has in most keys.
+
+The state of an Adam optimizer, as Megatron's distributed optimizer keeps it:
 
     optim.state.NAME.exp_avg, .exp_avg_sq    ->  optimizer.state.exp_avg.KEY, optimizer.state.exp_avg_sq.KEY
     the weights, in float32                  ->  optimizer.state.param.KEY
@@ -6,25 +12,87 @@
 
 Megatron has one step and one pair of betas for all parameters, and keeps everything in float32. What does not fit is
 left out as a whole, with the reason: half of an optimizer's state is none.
+
+Arguments, of NeMo 2, which writes beside a checkpoint what its model was, every field, defaults included:
+
+    DIR/weights/              a torch_dist checkpoint; its keys begin with `module.`, and no arguments are stored
+    DIR/context/model.yaml    {_target_: ...LlamaModel, config: {_target_: ...Llama31Config8B, num_layers: 32, ...}}
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.convert._foreign_names import is_foreign_optimizer_key, without_wrappers
-from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
+from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.metadata_read import NEMO_CONTEXT, NEMO_WEIGHTS, read_index, read_small_file
 from mcore_ckpt.tools.dtype_cast import as_numbers
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
 from mcore_ckpt.tools.plain_state import read_plain_object
 
-__all__ = ["OptimizerPlan", "OptimizerSettings", "plan_optimizer", "stored_settings"]
+__all__ = [
+    "OptimizerPlan",
+    "OptimizerSettings",
+    "is_foreign_optimizer_key",
+    "nemo_arguments",
+    "plain_names",
+    "plan_optimizer",
+    "stored_settings",
+    "without_wrappers",
+]
+
+# --- names
+
+# Put into names by wrappers of modules: torch.compile, activation checkpointing, FSDP.
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_OPTIMIZER = re.compile(r"(?:^|\.)(?:optim|optimizers?|chained_\d+)\.")
+
+
+def is_foreign_optimizer_key(key: str) -> bool:
+    """Whether a key belongs to an optimizer's state, whatever stands before it."""
+    return _OPTIMIZER.search(key) is not None
+
+
+def without_wrappers(key: str) -> str:
+    """A key without what wrappers of modules put into it."""
+    return _WRAPPERS.sub("", key)
+
+
+def plain_names(keys: Iterable[str], known: Collection[str]) -> dict[str, str]:
+    """Stored keys by the names that a model has for them.
+
+    Args:
+        keys: as stored, without the optimizer's.
+        known: the names that the model has.
+
+    Returns:
+        Every key is in it: one that has no known name under what it is called without wrappers and without what
+        stands before the known names in most of the keys, or, of two keys that would get one name, as stored.
+    """
+    bare = {key: without_wrappers(key) for key in keys}
+    found: Counter[str] = Counter()
+    for name in bare.values():
+        at = 0
+        while name[at:] not in known:
+            at = name.find(".", at) + 1
+            if not at:
+                break
+        else:
+            found[name[:at]] += 1
+    prefix = min(found, key=lambda text: (-found[text], len(text)), default="")
+    names: dict[str, str] = {}
+    for key, name in bare.items():
+        new = name.removeprefix(prefix)
+        names[key if new in names else new] = key
+    return names
+
+
+# --- the optimizer's state
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "step")
@@ -197,3 +265,102 @@ def _same(found: Sequence[Iterable[float]], name: str) -> list[float]:
     if len(different) != 1:
         raise CorruptCheckpointError(f"expected the same {name} for all groups of parameters, got {len(different)}")
     return list(different.pop())
+
+
+# --- arguments
+
+_MAX_YAML_BYTES = 16 * 1024**2
+# NeMo's and Megatron-Core's name of what a launch calls otherwise.
+_RENAMED = {
+    "num_moe_experts": "num_experts",
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "bias_activation_fusion": "bias_gelu_fusion",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+    "seq_length": "max_position_embeddings",
+}
+_PLAIN = (bool, int, float, str)
+# What Megatron-Core's `rope_scaling` has built in, by NeMo's names.
+_LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "old_context_len": 8192}
+
+
+def nemo_arguments(checkpoint: Path) -> dict[str, Any]:
+    """Megatron's arguments for the model of a NeMo directory; empty where there is no `context/model.yaml`.
+
+    Args:
+        checkpoint: the directory `weights` in it.
+
+    Raises:
+        OptionError: it cannot be read here, or asks for what Megatron's launch has no arguments for.
+        CorruptCheckpointError: it is no configuration of a model.
+    """
+    path = checkpoint.parent / NEMO_CONTEXT / "model.yaml"
+    if checkpoint.name != NEMO_WEIGHTS or not path.is_file():
+        return {}
+    document = _parse(read_small_file(path.parent, path.name, _MAX_YAML_BYTES, follow_links=True), path)
+    config = document.get("config") if isinstance(document, dict) else None
+    if not isinstance(config, dict) or not isinstance(config.get("num_layers"), int):
+        raise CorruptCheckpointError(f"{path}: expected a model with a `config` that says how many layers it has")
+    plain = {
+        name: value
+        for name, value in config.items()
+        if isinstance(value, _PLAIN) or (isinstance(value, list) and all(isinstance(part, _PLAIN) for part in value))
+    }
+    arguments = {**plain, **{new: plain[old] for old, new in _RENAMED.items() if old in plain}}
+    groups = plain.get("num_query_groups")
+    arguments |= {
+        "group_query_attention": groups is not None and groups != plain.get("num_attention_heads"),
+        "untie_embeddings_and_output_weights": not plain.get("share_embeddings_and_output_weights", True),
+        **_activation(config, path),
+        **_rope_scaling(plain, path),
+    }
+    return arguments
+
+
+def _parse(content: bytes, path: Path) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise OptionError(
+            f"{path}: reading it takes PyYAML, which is not installed (pip install pyyaml); or give the model's "
+            "config.json (--hf-config DIR)"
+        ) from None
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Plain values only: what a tag would build is nothing."""
+
+    Loader.add_multi_constructor("", lambda loader, suffix, node: None)
+    try:
+        return yaml.load(content, Loader)
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
+        raise CorruptCheckpointError(f"{path}: is no YAML ({type(error).__name__}: {error!s:.200})") from error
+
+
+def _activation(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    function = config.get("activation_func")
+    name = function.get("_target_") if isinstance(function, dict) else function
+    last = name.rpartition(".")[2] if isinstance(name, str) else ""
+    gated = bool(config.get("gated_linear_unit"))
+    if gated and last == "silu":
+        return {"swiglu": True, "squared_relu": False}
+    if not gated and last in ("gelu", "fast_gelu", "openai_gelu"):
+        # All but the first are the approximation, and so is what Megatron-Core has fused of that.
+        approximate = last != "gelu" or bool(config.get("bias_activation_fusion"))
+        return {"swiglu": False, "squared_relu": False, "bias_gelu_fusion": approximate}
+    if not gated and last == "squared_relu":
+        return {"swiglu": False, "squared_relu": True}
+    raise OptionError(
+        f"{path}: activation {name!r:.120}, {'gated' if gated else 'not gated'}: expected a gated silu, or gelu; "
+        "give the model's config.json (--hf-config DIR)"
+    )
+
+
+def _rope_scaling(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """NeMo's Llama 3.1 has fields of its own for what Megatron-Core calls `rope_scaling`."""
+    if config.get("scale_factor") is None or "old_context_len" not in config:
+        scaling = bool(config.get("rope_scaling"))
+        return {"use_rope_scaling": scaling, "rope_scaling_factor": config.get("rope_scaling_factor") or 8.0}
+    for name, fixed in _LLAMA3_SCALING.items():
+        if config.get(name) != fixed:
+            raise OptionError(f"{path}: rotary scaling with {name}={config.get(name)!r:.40}: expected {fixed}")
+    return {"use_rope_scaling": True, "rope_scaling_factor": float(config["scale_factor"])}
