@@ -349,6 +349,7 @@ def _import_conversion(opened: Opened, options: ImportOptions) -> tuple[_Convers
     config = _read_config(beside)
     where = str(beside / _MODEL_CONFIG)
     family = family_of_config(config, where) if options.arch == "auto" else family_named(options.arch)
+    family = family.of_keys(stored.index.tensors)
     if options.vocabulary_multiple < 1:
         raise OptionError(f"vocabulary multiple {options.vocabulary_multiple}: expected at least 1")
     model = family.model(config)

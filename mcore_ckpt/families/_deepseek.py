@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.families._rows import DENSE_MLP, EMBEDDING, gated_experts, shared_experts
+from mcore_ckpt.families._rows import DENSE_MLP, EMBEDDING, as_loaded, gated_experts, shared_experts
 from mcore_ckpt.families._settings import (
     DECODER_DEFAULTS,
     count,
@@ -98,6 +98,9 @@ _ROUTER_BIAS = Row(
     when=("expert layer",),
 )
 
+_V2_ROWS = (*EMBEDDING, *_LATENT_ATTENTION, *_MLP)
+_V3_ROWS = (*_V2_ROWS, _ROUTER_BIAS)
+
 
 def _model(config: Mapping[str, Any]) -> Model:
     layers, heads = layer_count(config), count(config, "num_attention_heads")
@@ -119,6 +122,7 @@ def _model(config: Mapping[str, Any]) -> Model:
         "values": heads * values,
         "experts": experts,
         "expert ffn": inner,
+        "expert gate and up": 2 * inner,
         "shared ffn": inner * count(config, "n_shared_experts"),
     }
     holds = set() if config.get("tie_word_embeddings", False) else {"untied"}
@@ -342,7 +346,8 @@ DEEPSEEK_V2 = Family(
     name="deepseek-v2",
     model_types=("deepseek_v2",),
     architecture="DeepseekV2ForCausalLM",
-    rows=(*EMBEDDING, *_LATENT_ATTENTION, *_MLP),
+    rows=_V2_ROWS,
+    loaded=as_loaded(_V2_ROWS),
     defaults={
         **_DEFAULTS,
         "first_k_dense_replace": 0,
@@ -364,7 +369,8 @@ DEEPSEEK_V3 = Family(
     name="deepseek-v3",
     model_types=("deepseek_v3",),
     architecture="DeepseekV3ForCausalLM",
-    rows=(*EMBEDDING, *_LATENT_ATTENTION, *_MLP, _ROUTER_BIAS),
+    rows=_V3_ROWS,
+    loaded=as_loaded(_V3_ROWS),
     defaults={
         **_DEFAULTS,
         "first_k_dense_replace": 3,

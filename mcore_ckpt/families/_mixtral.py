@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.families._rows import ATTENTION, EMBEDDING, gated_experts
+from mcore_ckpt.families._rows import ATTENTION, EMBEDDING, as_loaded, gated_experts
 from mcore_ckpt.families._settings import (
     DECODER_DEFAULTS,
     check_router,
@@ -25,8 +25,8 @@ __all__ = ["MIXTRAL"]
 
 
 def _model(config: Mapping[str, Any]) -> Model:
-    experts = count(config, "num_local_experts")
-    sizes = {"experts": experts, "expert ffn": count(config, "intermediate_size")}
+    experts, inner = count(config, "num_local_experts"), count(config, "intermediate_size")
+    sizes = {"experts": experts, "expert ffn": inner, "expert gate and up": 2 * inner}
     return decoder_model(config, sizes=sizes, experts=experts, expert_layers=(True,) * layer_count(config))
 
 
@@ -50,11 +50,14 @@ def _recognizes(arguments: Mapping[str, Any]) -> bool:
     return is_plain_decoder(arguments, "num_experts", may_have=("window_size",))
 
 
+_ROWS = (*EMBEDDING, *ATTENTION, *gated_experts("block_sparse_moe", "w1", "w3", "w2"))
+
 MIXTRAL = Family(
     name="mixtral",
     model_types=("mixtral",),
     architecture="MixtralForCausalLM",
-    rows=(*EMBEDDING, *ATTENTION, *gated_experts("block_sparse_moe", "w1", "w3", "w2")),
+    rows=_ROWS,
+    loaded=as_loaded(_ROWS, "block_sparse_moe"),
     defaults={
         **DECODER_DEFAULTS,
         "num_experts_per_tok": 2,

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.families._rows import ATTENTION, DENSE_MLP, EMBEDDING, QK_NORM, QKV_BIAS, gated_experts, shared_experts
+from mcore_ckpt.families._rows import (
+    ATTENTION,
+    DENSE_MLP,
+    EMBEDDING,
+    QK_NORM,
+    QKV_BIAS,
+    as_loaded,
+    gated_experts,
+    shared_experts,
+)
 from mcore_ckpt.families._settings import (
     DECODER_DEFAULTS,
     check_router,
@@ -54,7 +63,8 @@ def _expert_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
 
 def _model(config: Mapping[str, Any], **sizes: int) -> Model:
     experts = count(config, "num_experts", config.get("num_local_experts"))
-    sizes = {"experts": experts, "expert ffn": count(config, "moe_intermediate_size"), **sizes}
+    inner = count(config, "moe_intermediate_size")
+    sizes = {"experts": experts, "expert ffn": inner, "expert gate and up": 2 * inner, **sizes}
     return decoder_model(config, sizes=sizes, experts=experts, expert_layers=_expert_layers(config))
 
 
@@ -110,18 +120,21 @@ def _is_qwen3_moe(arguments: Mapping[str, Any]) -> bool:
     return is_plain_decoder(arguments, "num_experts", "qk_layernorm")
 
 
+_QWEN2_MOE_ROWS = (
+    *EMBEDDING,
+    *ATTENTION,
+    *QKV_BIAS,
+    *DENSE_MLP,
+    *gated_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    *_SHARED_EXPERT,
+)
+
 QWEN2_MOE = Family(
     name="qwen2-moe",
     model_types=("qwen2_moe",),
     architecture="Qwen2MoeForCausalLM",
-    rows=(
-        *EMBEDDING,
-        *ATTENTION,
-        *QKV_BIAS,
-        *DENSE_MLP,
-        *gated_experts("mlp", "gate_proj", "up_proj", "down_proj"),
-        *_SHARED_EXPERT,
-    ),
+    rows=_QWEN2_MOE_ROWS,
+    loaded=as_loaded(_QWEN2_MOE_ROWS),
     defaults={**_DEFAULTS, "num_experts_per_tok": 4, "num_key_value_heads": 16, "qkv_bias": True},
     model_of=_qwen2_model,
     arguments_of=_qwen2_arguments,
@@ -140,17 +153,20 @@ def _qwen3_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, An
     return decoder_config(arguments, vocabulary, **_fields(arguments), attention_bias=False)
 
 
+_QWEN3_MOE_ROWS = (
+    *EMBEDDING,
+    *ATTENTION,
+    *QK_NORM,
+    *DENSE_MLP,
+    *gated_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+)
+
 QWEN3_MOE = Family(
     name="qwen3-moe",
     model_types=("qwen3_moe",),
     architecture="Qwen3MoeForCausalLM",
-    rows=(
-        *EMBEDDING,
-        *ATTENTION,
-        *QK_NORM,
-        *DENSE_MLP,
-        *gated_experts("mlp", "gate_proj", "up_proj", "down_proj"),
-    ),
+    rows=_QWEN3_MOE_ROWS,
+    loaded=as_loaded(_QWEN3_MOE_ROWS),
     defaults={**_DEFAULTS, "num_experts_per_tok": 8, "num_key_value_heads": 4},
     model_of=_model,
     arguments_of=_qwen3_arguments,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mcore_ckpt.families.table import Part, Row
 
 __all__ = [
@@ -11,6 +13,7 @@ __all__ = [
     "EXPERT_NORM",
     "QKV_BIAS",
     "QK_NORM",
+    "as_loaded",
     "gated_experts",
     "shared_experts",
 ]
@@ -134,6 +137,36 @@ def shared_experts(block: str) -> tuple[Row, ...]:
         Row(
             f"{here}linear_fc2.weight",
             (Part(f"{there}down_proj.weight", ("hidden", "shared ffn")),),
+            when=("expert layer",),
+        ),
+    )
+
+
+def as_loaded(rows: tuple[Row, ...], block: str = "mlp") -> tuple[Row, ...]:
+    """The rows of a model with gated experts as `transformers` 5 has it in memory: one tensor for all of a layer.
+
+    Args:
+        rows: as its files have it.
+        block: what these call the module that is called `mlp` in memory.
+    """
+    here, there = f"{_HERE}mlp.experts.experts.{{expert}}.", f"{_THERE}mlp.experts."
+    plain = tuple(
+        replace(row, parts=tuple(replace(part, key=part.key.replace(f".{block}.", ".mlp.")) for part in row.parts))
+        for row in rows
+        if "{expert}" not in row.megatron
+    )
+    return (
+        *plain,
+        Row(
+            f"{here}linear_fc1.weight",
+            (Part(f"{there}gate_up_proj", ("experts", "expert gate and up", "hidden")),),
+            "halves of all experts",
+            when=("expert layer",),
+        ),
+        Row(
+            f"{here}linear_fc2.weight",
+            (Part(f"{there}down_proj", ("experts", "hidden", "expert ffn")),),
+            "each of all experts",
             when=("expert layer",),
         ),
     )

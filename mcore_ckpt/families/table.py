@@ -19,8 +19,8 @@ that links cover each tensor exactly once, on either side, before anybody moves 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from mcore_ckpt.core.boxes import Box, covers
@@ -129,6 +129,8 @@ class Family:
             this family's models are loaded without.
         optional_prefix: of keys that some checkpoints of the family leave out.
         remarks: where `transformers` computes a little else than Megatron-Core for a complete `config.json`.
+        loaded: the table of a model that `transformers` has loaded, where its parameters are others than in files: what
+            a trainer saves that holds such a model.
     """
 
     name: str
@@ -143,6 +145,7 @@ class Family:
     derived: tuple[str, ...] = ()
     optional_prefix: str = ""
     remarks: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda config: ()
+    loaded: tuple[Row, ...] = ()
 
     def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """A `config.json` as `transformers` reads it: with the defaults of what it leaves out."""
@@ -164,6 +167,12 @@ class Family:
             vocabulary: its size, without padding.
         """
         return self.config_of(arguments, vocabulary)
+
+    def of_keys(self, keys: Iterable[str]) -> Family:
+        """This family, with the table that stored keys are of: that of files, or that of a loaded model."""
+        files, loaded = ({part.key for row in rows for part in row.parts} for rows in (self.rows, self.loaded))
+        leaves = tuple(key.rpartition("}")[2] for key in loaded - files)
+        return replace(self, rows=self.loaded) if leaves and any(key.endswith(leaves) for key in keys) else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +348,24 @@ def _paired_of_all(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple
     return own, pieces
 
 
+def _each_of_all(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Piece]]:
+    """The expert's part of one that has all experts', one after another, each as it is."""
+    ((_, *inner),) = shapes
+    own = tuple(inner)
+    return own, [(0, _whole(own), Box((expert, *(0,) * len(own)), (1, *own)), None)]
+
+
+def _halves_of_all(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Piece]]:
+    """The same, of gates in front of what they let through."""
+    ((_, rows, *inner),) = shapes
+    own, half = (rows, *inner), rows // 2
+    pieces: list[_Piece] = []
+    for start in (0, half):
+        theirs = Box((expert, start, *(0,) * len(inner)), (1, half, *inner))
+        pieces.append((0, _rows(own, start, half), theirs, None))
+    return own, pieces
+
+
 _TRANSFORMS: dict[str, _Transform] = {
     "same": _same,
     "vocabulary": _same,  # and Megatron's has rows behind it, up to a number that divides among its ranks
@@ -349,6 +376,8 @@ _TRANSFORMS: dict[str, _Transform] = {
     "joined qkv transposed": _joined_qkv_transposed,
     "of all experts": _of_all,
     "pairs of all experts": _paired_of_all,
+    "each of all experts": _each_of_all,
+    "halves of all experts": _halves_of_all,
 }
 
 
@@ -417,7 +446,7 @@ def _add(
         joined = model.stored_shape(part.shape)
         if joined != shape:
             relation.joined[hf_key] = joined
-    apart = naming.halves_apart and row.how in ("halves", "pairs of all experts")
+    apart = naming.halves_apart and row.how in ("halves", "halves of all experts", "pairs of all experts")
     if row.how == "vocabulary":
         if padded_vocabulary > own[0]:
             relation.padding[key] = _rows(own, own[0], padded_vocabulary - own[0])

@@ -21,7 +21,7 @@ from mcore_ckpt.convert.exchange import (
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.gloo_ranks import run_ranks
 from tests.support.hf_models import SMALL, HfCase, hf_logits, make_hf_model, weights
-from tests.support.hf_ranks import load_and_run, save_and_run
+from tests.support.hf_ranks import fsdp_to_megatron, load_and_run, save_and_run
 from tests.support.models import Parallel
 
 pytest.importorskip("transformers", reason="transformers makes the models: pip install 'mcore-ckpt[dev]'")
@@ -221,6 +221,29 @@ def test_what_megatron_saves_computes_the_same_in_transformers(models: Path, tmp
         wanted = expected[name, naming]
         difference = (logits - wanted).abs().max() / wanted.abs().max()
         assert difference < TOLERANCE, f"{name} {naming}: {difference}"
+
+
+def test_models_that_fsdp2_has_sharded_compute_the_same(models: Path, tmp_path: Path) -> None:
+    """Saved by plain DCP under the names that the model has in memory, where experts are in one tensor."""
+    layouts = {
+        "llama": Parallel(tensor=2),
+        "qwen2": Parallel(pipeline=2),  # its output layer is the embedding
+        "gpt2": Parallel(tensor=2),
+        "mixtral": Parallel(expert=2),
+        "qwen2-moe": Parallel(tensor=2),
+        "qwen3-moe-dense-layer": Parallel(expert=2),
+        "deepseek-v2": Parallel(tensor=2),
+        "deepseek-v3": Parallel(expert=2),
+    }
+    jobs = {name: (models / name / "hf", tmp_path / name, layout) for name, layout in layouts.items()}
+    found = {}
+    for computed in run_ranks(fsdp_to_megatron, 2, jobs, VOCABULARY, deadline_s=DEADLINE_S):
+        found |= computed
+    assert found.keys() == jobs.keys()
+    for name, logits in found.items():
+        wanted = hf_logits(models / name / "hf", VOCABULARY)
+        difference = (logits - wanted).abs().max() / wanted.abs().max()
+        assert difference < TOLERANCE, f"{name}: {difference}"
 
 
 def test_a_routers_bias_keeps_its_precision(models: Path, tmp_path: Path) -> None:

@@ -92,7 +92,13 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 
 @pytest.mark.parametrize("naming", NAMINGS, ids=str)
-def test_every_element_has_one_place_on_either_side(family: Family, naming: Naming) -> None:
+@pytest.mark.parametrize("loaded", [False, True], ids=["files", "loaded"])
+def test_every_element_has_one_place_on_either_side(family: Family, naming: Naming, loaded: bool) -> None:
+    if loaded:
+        if not family.loaded:
+            return
+        family = family.of_keys(["any.model.layers.0.mlp.experts.gate_up_proj"])
+        assert family.rows is family.loaded
     model = family.model(CONFIGS[family.name])
     if naming.stacked_layers and len(set(model.expert_layers)) > 1:
         with pytest.raises(OptionError, match="cannot be stacked"):

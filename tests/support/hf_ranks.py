@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from tests.support.shared_groups import share_groups
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["load_and_run", "save_and_run"]
+__all__ = ["fsdp_to_megatron", "load_and_run", "save_and_run"]
 
 
 def load_and_run(
@@ -56,4 +57,46 @@ def save_and_run(
         logits = run_model(model, common["args"], vocabulary)
         if logits is not None:
             found[name, naming] = logits
+    return found
+
+
+def fsdp_to_megatron(
+    rank: int, jobs: dict[str, tuple[Path, Path, Parallel]], vocabulary: int
+) -> dict[str, torch.Tensor]:
+    """Load each directory of `transformers`, shard the model by FSDP2 and save it by plain DCP; then let rank 0 import
+    that, and all ranks load the checkpoint into Megatron's model. Its logits, on ranks that have them."""
+    pretend_cuda()
+    share_groups()
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
+    from mcore_ckpt.convert.exchange import import_huggingface
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    found: dict[str, torch.Tensor] = {}
+    for name, (source, target, parallel) in jobs.items():
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        for module in model.modules():
+            if isinstance(module, torch.nn.ModuleList) and len(module) == model.config.num_hidden_layers:
+                for layer in module:
+                    fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=target / "fsdp")
+        if rank == 0:
+            import_huggingface(
+                target / "fsdp",
+                target / "megatron",
+                hf_config=source,
+                transformer_impl="local",
+                tp=parallel.tensor,
+                pp=parallel.pipeline,
+                ep=parallel.expert,
+            )
+        torch.distributed.barrier()
+        logits = megatron_logits(target / "megatron", parallel, vocabulary)
+        if logits is not None:
+            found[name] = logits
     return found
