@@ -167,6 +167,22 @@ def test_the_process_is_bare_and_out_of_the_terminals_reach(writer: PersistentWr
     assert writer.pid is not None
 
 
+def test_the_process_gives_way_to_the_trainer(stage: SmallStage) -> None:
+    """Also where the kernel shares cores among sessions: a nice value counts within one only, and it has its own."""
+    writer = PersistentWriter(cpu_priority=7)
+    writer.warm_up(stage_fd=stage.fd)
+    assert writer.pid is not None
+    assert os.getpriority(os.PRIO_PROCESS, writer.pid) == max(7, os.getpriority(os.PRIO_PROCESS, 0))
+    ours, its = (Path(f"/proc/{pid}/autogroup") for pid in ("self", writer.pid))
+    if ours.exists() and ours.read_text():
+        until_s = time.monotonic() + 60
+        wanted = min(int(ours.read_text().split()[-1]) + 7, 19)
+        while int(its.read_text().split()[-1]) != wanted:
+            assert time.monotonic() < until_s, f"{its.read_text()}, expected nice {wanted}"
+            time.sleep(0.01)
+    writer.close()
+
+
 def test_a_signal_to_all_processes_ends_no_writer_that_is_just_starting(stage: SmallStage, tmp_path: Path) -> None:
     for name, number in (("a", signal.SIGTERM), ("b", signal.SIGUSR1)):
         writer = PersistentWriter()
