@@ -44,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     legacy = parser.add_argument_group("with --to megatron-legacy")
     legacy.add_argument("--tp", type=int, metavar="N", help="tensor parallel size (1)")
     legacy.add_argument("--pp", type=int, metavar="M", help="pipeline parallel size (1)")
+    legacy.add_argument("--ep", type=int, metavar="K", help="expert parallel size (1)")
+    legacy.add_argument("--etp", type=int, metavar="N", help="expert tensor parallel size (as --tp)")
+    legacy.add_argument("--vpp", type=int, metavar="V", help="chunks of the model that each pipeline stage has (1)")
     model = parser.add_argument_group("with --to hf")
     model.add_argument("--arch", metavar="FAMILY", help="the model's family (auto: as arguments or config.json say)")
     model.add_argument(
@@ -54,10 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="then run both models on random tokens, and compare logits; needs transformers and megatron-core",
     )
-    model.add_argument("--dry-run", action="store_true", help="show each key's source and transform; write nothing")
+    both = parser.add_argument_group("with --to hf and megatron-legacy")
+    both.add_argument("--dry-run", action="store_true", help="show each key's source and transform; write nothing")
 
 
-_OF_MODELS = ("arch", "hf_config", "dry_run", "check")
+_OF_MODELS = ("arch", "hf_config", "check")
+_SIZES = ("tp", "pp", "ep", "etp", "vpp")
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
@@ -76,8 +81,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         only=arguments.only,
         arch=arguments.arch or "auto",
         hf_config=arguments.hf_config,
-        tp=1 if arguments.tp is None else arguments.tp,
-        pp=1 if arguments.pp is None else arguments.pp,
+        **{name: size for name in _SIZES if (size := getattr(arguments, name)) is not None},
         **most,
     )
     if arguments.check:
@@ -100,14 +104,15 @@ def _refuse(arguments: argparse.Namespace) -> None:
             raise OptionError(
                 f"{', '.join(given)}: not with --to megatron-legacy, whose files hold what Megatron wants"
             )
-    elif arguments.tp or arguments.pp:
-        raise OptionError("--tp and --pp need --to megatron-legacy: other formats do not divide a model among ranks")
+    elif any(getattr(arguments, name) is not None for name in _SIZES):
+        sizes = "--tp and --pp" if arguments.ep is arguments.etp is arguments.vpp is None else "parallel sizes"
+        raise OptionError(f"{sizes} need --to megatron-legacy: other formats do not divide a model among ranks")
     elif arguments.to == "hf":
         if arguments.rename or arguments.only:
             raise OptionError(
                 "--rename and --only do not go with --to hf: a model has all of its family's keys, so named"
             )
-    elif any(getattr(arguments, name) for name in _OF_MODELS):
+    elif any(getattr(arguments, name) for name in (*_OF_MODELS, "dry_run")):
         raise OptionError("--arch, --hf-config, --check and --dry-run need --to hf: other formats know no models")
 
 

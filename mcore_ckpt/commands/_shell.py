@@ -116,10 +116,9 @@ def plan_outcome(plan: ConversionPlan) -> Outcome:
     if plan.format == "megatron-legacy":
         header = ("source", "pieces", "transform", "target", "shape", "dtype")
         rows = [(key.source, key.pieces, key.transform, key.target, numbers(key.shape), key.dtype) for key in plan.keys]
-        said = [
-            f"{plan.source_layout} as {plan.target_layout}: {len(plan.keys)} tensors and {plan.objects} objects",
-            "nothing was written",
-        ]
+        sizes = f"{plan.source_layout} as {plan.target_layout}" if plan.source_layout else f"to {plan.target_layout}"
+        objects = f" and {plan.objects} objects" if plan.source_layout else ""
+        said = [f"{sizes}: {len(plan.keys)} tensors{objects}", "nothing was written"]
     else:
         header = ("source", "transform", "target", "shape at Hugging Face", "dtype")
         rows = [(key.source, key.transform, key.target, numbers(key.shape), key.dtype) for key in plan.keys]

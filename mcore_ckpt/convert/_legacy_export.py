@@ -1,29 +1,37 @@
-"""A `torch_dist` checkpoint as files of `--ckpt-format torch`, one for each rank: the other way of `legacy`.
+"""A `torch_dist` checkpoint as files of `--ckpt-format torch`, one for each rank: the other way of `_legacy_import`.
 
     index -> which box of which tensor a rank has -> a view under the ranks' keys (`_pieces`) -> one file after another
 
 For tools that know nothing else. The order in which Megatron's optimizers number parameters is that of its layers, and
-is known here for the local ones of a decoder without experts; for others there is the model alone.
+is known here for the local ones of a decoder; for others there is the model alone.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_ckpt.convert._legacy_files import MODEL_FILE, OPTIMIZER_FILE, Arguments, owned
 from mcore_ckpt.convert._legacy_import import LOCAL_NORMS
-from mcore_ckpt.convert._legacy_optimizer import flat_places, group_members, likely_layout, main_parameter
+from mcore_ckpt.convert._legacy_optimizer import (
+    buffer_members,
+    flat_places,
+    group_members,
+    is_buffer,
+    likely_layout,
+    main_parameter,
+)
 from mcore_ckpt.convert._partition import Partitioner
 from mcore_ckpt.convert._pieces import PiecePayloads, Source, Wanted
 from mcore_ckpt.convert._reshard_target import file_states
 from mcore_ckpt.convert._shard_files import Exported, stream_tensor
-from mcore_ckpt.convert.conversion import Export, ExportOptions, Made, PickledByName, write_directory
+from mcore_ckpt.convert.conversion import Export, ExportOptions, KeyPlan, Made, PickledByName, write_directory
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
@@ -42,23 +50,28 @@ __all__ = ["legacy_export"]
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _NUMBERED = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
+_EXPERTS = re.compile(r"(mlp\.experts)\.experts\.(linear_fc[12])\.(\w+)")
 _STATE = re.compile(r"optimizer\.state\.([^.]+)\.(.+)")
+_EXTRA_STATE = "_extra_state"
 # The order of the local layers' modules, and of the parameters in each.
 _ORDER = (
     *("embedding.word_embeddings", "embedding.position_embeddings", "decoder.layers"),
     *("decoder.final_layernorm", "output_layer"),
 )
 _LAYER_ORDER = (
-    *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
+    *("input_layernorm", "self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv"),
     *("self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm"),
-    *("mlp.linear_fc1", "mlp.linear_fc2"),
+    *("mlp.linear_fc1", "mlp.linear_fc2", "mlp.router", "mlp.experts.local_experts"),
+    *("mlp.shared_experts", "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"),
 )
+_LOCAL_EXPERT = re.compile(r"(mlp\.experts\.local_experts)\.(\d+)\.(.+)")
 _PARAMETERS = ("weight", "bias")
+_MOST = 4096
 _WINDOW_BYTES = 4 * 1024 * 1024
 
 
 class _Local(NamedTuple):
-    """A parameter of one rank: its key in the state dict, where it is in the whole model, and its shape."""
+    """A parameter of one rank: its key in the state dict of a chunk, which tensor it is of, and its shape."""
 
     stored: str
     chunk: int
@@ -68,16 +81,45 @@ class _Local(NamedTuple):
 
 @dataclass(slots=True)
 class _Rank:
-    """What one rank's files are made of: tensors of the view by number of the record, and what is around them."""
+    """What the files of one rank are made of.
+
+    Attributes:
+        tp, pp, ep, etp: its tensor, pipeline, expert, and expert tensor parallel rank.
+        stage_rank: its number in its pipeline stage, of the first rank that these are the files of.
+        parameters: in the model's order.
+    """
 
     tp: int
     pp: int
+    ep: int
+    etp: int
+    stage_rank: int
     folder: str
     parameters: list[_Local] = field(default_factory=list)
 
 
+class _Sizes(NamedTuple):
+    """Parallel sizes of the target; `vpp` is how many chunks of the model a pipeline stage has."""
+
+    tp: int
+    pp: int
+    ep: int
+    etp: int
+    vpp: int
+
+    @property
+    def stage_ranks(self) -> int:
+        """The fewest ranks of a stage that hold both groupings."""
+        return math.lcm(self.tp, self.etp * self.ep)
+
+    def __str__(self) -> str:
+        etp = "" if self.etp == self.tp else f" ETP {self.etp}"
+        vpp = "" if self.vpp == 1 else f" VPP {self.vpp}"
+        return f"TP {self.tp} PP {self.pp}{vpp} EP {self.ep}{etp}"
+
+
 def legacy_export(index: CheckpointIndex, options: ExportOptions) -> Export:
-    """The files that a launch with `--ckpt-format torch` loads at a tensor and pipeline parallel size.
+    """The files that a launch with `--ckpt-format torch` loads at some parallel sizes.
 
     Raises:
         OptionError: the model cannot be divided so, or it is not known how it is.
@@ -86,7 +128,7 @@ def legacy_export(index: CheckpointIndex, options: ExportOptions) -> Export:
     keys = [key for key in index.tensors if not (options.drop_optimizer and is_optimizer_key(key))]
     check_tiled(index, keys)
     seen = file_states(index, keys)
-    draft = _Draft(index, keys, options.tp, options.pp)
+    draft = _Draft(index, keys, _sizes(options))
     payloads = PiecePayloads(StoredPayloads(index), draft.wanted)
 
     def make(target: Path, progress: bool | None) -> Made:
@@ -101,50 +143,63 @@ def legacy_export(index: CheckpointIndex, options: ExportOptions) -> Export:
         files = write_directory(target, index, seen, payloads, write, keys=keys)
         return Made(files, len(draft.wanted), sum((target / file).stat().st_size for file in files))
 
-    return Export(format="megatron-legacy", left_out=tuple(draft.left_out), payloads=payloads, make=make)
+    return Export(
+        format="megatron-legacy",
+        target_layout=str(draft.sizes),
+        keys=draft.rows,
+        left_out=tuple(draft.left_out),
+        payloads=payloads,
+        make=make,
+    )
+
+
+def _sizes(options: ExportOptions) -> _Sizes:
+    etp = options.tp if options.etp is None else options.etp
+    sizes = _Sizes(options.tp, options.pp, options.ep, etp, options.vpp)
+    if not all(1 <= size <= _MOST for size in sizes):
+        named = ", ".join(f"{name}={size}" for name, size in sizes._asdict().items())
+        raise OptionError(f"{named}: expected sizes of 1 to {_MOST}")
+    if sizes.etp not in (1, sizes.tp):
+        raise OptionError(
+            f"etp={sizes.etp}, tp={sizes.tp}: experts are divided among as many ranks as other layers, or not at all, "
+            "in this format here"
+        )
+    if sizes.vpp > 1 and sizes.pp == 1:
+        raise OptionError(f"vpp={sizes.vpp}: a pipeline of one stage has no virtual stages; give pp")
+    return sizes
 
 
 class _Draft:
     """An export that is being thought through."""
 
-    def rank_arguments(self) -> Namespace:
-        """The arguments, of this division."""
-        changed = {
-            "tensor_model_parallel_size": self.tp,
-            "pipeline_model_parallel_size": self.pp,
-            "virtual_pipeline_model_parallel_size": None,
-            "num_layers_per_virtual_pipeline_stage": None,
-            "ckpt_format": "torch",
-            "use_dist_ckpt": False,
-        }
-        return Namespace(**{**self.arguments.values, **changed})
-
-    def states_of(self, rank: _Rank, parameter: _Local) -> dict[str, _Filled]:
-        """The optimizer's tensors of a parameter."""
-        found = {}
-        for state, key in self.states.get(parameter.key, {}).items():
-            part = _view_key(rank, state, parameter.stored)
-            found[state] = _Filled(self.index.tensors[key].dtype, parameter.tensor.shape, (part,))
-        return found
-
-    def __init__(self, index: CheckpointIndex, keys: Sequence[str], tp: int, pp: int) -> None:
-        if not (1 <= tp <= 4096 and 1 <= pp <= 4096):
-            raise OptionError(f"tp={tp}, pp={pp}: expected sizes of 1 to 4096")
-        self.index, self.tp, self.pp = index, tp, pp
+    def __init__(self, index: CheckpointIndex, keys: Sequence[str], sizes: _Sizes) -> None:
+        self.index, self.sizes = index, sizes
         self.left_out: list[str] = []
         self.common = _common(index)
         given = self.common.get("args")
         if not isinstance(given, Namespace):
             raise OptionError(f"{index.path}: stores no arguments of Megatron, which the files have to hold")
-        self.arguments = Arguments(vars(given), str(Path(index.path) / COMMON_FILE))
-        if self.arguments.values.get("num_experts"):
-            raise OptionError(f"{index.path}: layers of experts are not written in this format here")
-        self.local = self.arguments.values.get("transformer_impl") == "local"
-        self.layers = self.arguments.count("num_layers")
-        if self.layers % pp:
-            raise OptionError(f"{self.layers} layers do not divide into {pp} stages")
-        self.tied = not self.arguments.flag("untie_embeddings_and_output_weights")
-        self.partitioner = Partitioner(index, arguments=self.arguments.values)
+        where = str(Path(index.path) / COMMON_FILE)
+        self.stored = Arguments(vars(given), where)
+        self.local = self.stored.values.get("transformer_impl") == "local"
+        self.layers = self.stored.count("num_layers")
+        self.experts = self.stored.count("num_experts") if self.stored.values.get("num_experts") else 0
+        self.per_chunk, left = divmod(self.layers, sizes.pp * sizes.vpp)
+        if left:
+            chunks = f"{sizes.pp} stages" + (f" of {sizes.vpp} chunks" if sizes.vpp > 1 else "")
+            raise OptionError(f"{self.layers} layers do not divide into {chunks}")
+        if (self.experts or 1) % sizes.ep:
+            raise OptionError(f"{self.experts} experts do not divide among {sizes.ep} expert parallel ranks")
+        self.grouped = self.experts > 0 and self.stored.flag("moe_grouped_gemm")
+        if self.grouped and (self.local or self.stored.flag("moe_use_legacy_grouped_gemm")):
+            raise OptionError(
+                f"{index.path}: experts of the grouped GEMM before Transformer Engine's (--moe-grouped-gemm with local "
+                "layers, --moe-use-legacy-grouped-gemm) are not written in this format here"
+            )
+        #: As a launch has them that saves such files.
+        self.arguments = Arguments(vars(self._rank_arguments()), where)
+        self.tied = not self.stored.flag("untie_embeddings_and_output_weights")
+        self.partitioner = Partitioner(index, arguments=self.stored.values)
         self.states: dict[str, dict[str, str]] = {}
         for key in keys:
             state = _STATE.fullmatch(key)
@@ -161,99 +216,247 @@ class _Draft:
                 f"{index.path}: the order of the optimizer's parameters is known for local layers only "
                 "(--transformer-impl local); leave the optimizer's state out (--drop optimizer)"
             )
-        random = [key for key in index.objects if key.startswith("rng_state/")]
-        kept = {object_key("rng_state", (p, t), (pp, tp)) for p in range(pp) for t in range(tp)}
-        if random and not kept <= set(random):
-            self.left_out.append("rng_state (of another number of ranks; a launch has to be given --no-load-rng)")
         self.wanted: dict[str, Wanted] = {}
-        self.ranks = [self._rank(p, t) for p in range(pp) for t in range(tp)]
+        self._rows: dict[tuple[str, str], KeyPlan] = {}
+        self.ranks = [rank for stage in range(sizes.pp) for rank in self._stage(stage)]
+        random = [key for key in index.objects if key.startswith("rng_state/")]
+        if random and not all(self.random_state(rank) for rank in self.ranks):
+            self.left_out.append("rng_state (of another number of ranks; a launch has to be given --no-load-rng)")
 
-    def _rank(self, stage: int, rank: int) -> _Rank:
-        folder = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if self.pp > 1 else "")
-        made = _Rank(rank, stage, folder)
-        per_stage = self.layers // self.pp
-        for key in self.model:
-            stacked, numbered = _STACKED.fullmatch(key), _NUMBERED.fullmatch(key)
-            if stacked is not None:
-                for local in range(per_stage):
-                    self._add(
-                        made, f"decoder.layers.{local}.{self._own(stacked.group(1))}", key, stage * per_stage + local
-                    )
-            elif numbered is not None:
-                number = int(numbered.group(1))
-                if number // per_stage == stage:
-                    self._add(made, f"decoder.layers.{number % per_stage}.{self._own(numbered.group(2))}", key, None)
-            elif key.startswith("embedding."):
-                if stage == 0:
-                    self._add(made, key, key, None)
-                if key == _EMBEDDING and self.tied and self.pp > 1 and stage == self.pp - 1:
-                    self._add(made, _OUTPUT, key, None)
-            elif key.startswith(("decoder.final_layernorm.", "output_layer.")):
-                if stage == self.pp - 1:
-                    self._add(made, key, key, None)
-            else:
-                raise OptionError(f"{self.index.path}: {key}: it is not known which rank has it in this format")
-        made.parameters.sort(key=lambda parameter: _place_in_model(parameter.stored))
-        return made
+    def _rank_arguments(self) -> Namespace:
+        """The arguments, of this division."""
+        sizes = self.sizes
+        changed: dict[str, Any] = {
+            "tensor_model_parallel_size": sizes.tp,
+            "pipeline_model_parallel_size": sizes.pp,
+            "virtual_pipeline_model_parallel_size": sizes.vpp if sizes.vpp > 1 else None,
+            "num_layers_per_virtual_pipeline_stage": self.per_chunk if sizes.vpp > 1 else None,
+            "expert_model_parallel_size": sizes.ep,
+            "expert_tensor_parallel_size": sizes.etp,
+            "ckpt_format": "torch",
+            "use_dist_ckpt": False,
+        }
+        return Namespace(**{**self.stored.values, **changed})
 
-    def _own(self, rest: str) -> str:
-        for local, other in LOCAL_NORMS if self.local else ():
-            if rest.startswith(other):
-                return local + rest.removeprefix(other)
-        return rest
+    def rows(self) -> Iterator[KeyPlan]:
+        """Each tensor of the source and of a rank, for showing."""
+        distributed = any("param_state_sharding_type" in one for one in _optimizers(self)) if self.states else False
+        file = OPTIMIZER_FILE if distributed else MODEL_FILE
+        for row in self._rows.values():
+            yield row
+            for state, key in self.states.get(row.source, {}).items():
+                dtype = self.index.tensors[key].dtype
+                yield replace(row, source=key, target=f"{state} of {row.target} ({file})", dtype=dtype)
 
-    def _add(self, rank: _Rank, stored: str, key: str, index: int | None) -> None:
+    def random_state(self, rank: _Rank) -> str | None:
+        """The object with a rank's random state, if it is stored for such ranks."""
+        sizes = self.sizes
+        if sizes.ep == 1:
+            key = object_key("rng_state", (rank.pp, rank.tp), (sizes.pp, sizes.tp))
+            return key if key in self.index.objects else None
+        # With experts on several ranks, there is one for each data parallel rank.
+        for full in self.index.objects:
+            shard = parse_object_key(full)
+            if shard is not None and shard.key == "rng_state" and len(shard.shape) == 3:
+                place = (rank.pp, rank.tp, rank.stage_rank // sizes.tp)
+                key = object_key("rng_state", place, (sizes.pp, sizes.tp, shard.shape[2]))
+                return key if key in self.index.objects else None
+        return None
+
+    def states_of(self, rank: _Rank, parameter: _Local) -> dict[str, _Filled]:
+        """The optimizer's tensors of a parameter."""
+        found = {}
+        for state, key in self.states.get(parameter.key, {}).items():
+            part = _view_key(rank, state, parameter.chunk, parameter.stored)
+            found[state] = _Filled(self.index.tensors[key].dtype, parameter.tensor.shape, (part,))
+        return found
+
+    def place_of_layer(self, number: int) -> tuple[int, int, int]:
+        """Stage, chunk of the model, and number in the chunk: chunk after chunk, layers go through all stages."""
+        block, local = divmod(number, self.per_chunk)
+        chunk, stage = divmod(block, self.sizes.pp)
+        return stage, chunk, local
+
+    def _stage(self, stage: int) -> Iterator[_Rank]:
+        """The ranks of a stage that have files of their own."""
+        sizes, seen = self.sizes, set()
+        for number in range(sizes.stage_ranks):
+            tp, ep, etp = number % sizes.tp, number // sizes.etp % sizes.ep, number % sizes.etp
+            if (tp, ep) in seen:
+                continue
+            seen.add((tp, ep))
+            folder = f"mp_rank_{tp:02d}" + (f"_{stage:03d}" if sizes.pp > 1 else "")
+            rank = _Rank(tp, stage, ep, etp, number, folder + (f"_{ep:03d}" if sizes.ep > 1 else ""))
+            for key in self.model:
+                self._add_all(rank, key)
+            rank.parameters.sort(key=lambda parameter: (parameter.chunk, *_place_in_model(parameter.stored)))
+            if self.states:
+                self._refuse_unknown_order(rank)
+            yield rank
+
+    def _refuse_unknown_order(self, rank: _Rank) -> None:
+        for parameter in rank.parameters:
+            if _module_order(parameter.stored) is None and not is_buffer(parameter):
+                raise OptionError(
+                    f"{self.index.path}: {parameter.key}: it is not known where Megatron's optimizer has it among the "
+                    "others; leave the optimizer's state out (--drop optimizer)"
+                )
+
+    def _add_all(self, rank: _Rank, key: str) -> None:
+        """What a rank has of a tensor."""
+        last = (self.sizes.pp - 1, self.sizes.vpp - 1)
+        stacked, numbered = _STACKED.fullmatch(key), _NUMBERED.fullmatch(key)
+        if stacked is not None:
+            if self.index.tensors[key].shape[:1] != (self.layers,):
+                raise CorruptCheckpointError(
+                    f"{key}: has the shape {list(self.index.tensors[key].shape)}, expected {self.layers} layers first"
+                )
+            for number in range(self.layers):
+                self._add_layer(rank, key, number, stacked.group(1), (number,))
+        elif numbered is not None:
+            self._add_layer(rank, key, int(numbered.group(1)), numbered.group(2), ())
+        elif key.startswith("embedding."):
+            if rank.pp == 0:
+                self._add(rank, 0, key, key, ())
+            if key == _EMBEDDING and self.tied and self.sizes.pp > 1 and rank.pp == last[0]:
+                self._add(rank, last[1], _OUTPUT, key, ())
+        elif key.startswith(("decoder.final_layernorm.", "output_layer.")):
+            if rank.pp == last[0]:
+                self._add(rank, last[1], key, key, ())
+        else:
+            raise OptionError(f"{self.index.path}: {key}: it is not known which rank has it in this format")
+
+    def _add_layer(self, rank: _Rank, key: str, number: int, rest: str, index: tuple[int, ...]) -> None:
+        stage, chunk, local = self.place_of_layer(number)
+        if stage != rank.pp:
+            return
+        for own, place in self.own_names(rank, key, rest):
+            self._add(rank, chunk, f"decoder.layers.{local}.{own}", key, (*index, *place))
+
+    def own_names(
+        self, rank: _Rank, key: str, rest: str, expert_number: int | None = None
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """What a rank calls a layer's parameter, or those of its experts; and the index along the axis of experts.
+
+        Args:
+            rank: whose.
+            key: the whole, for messages.
+            rest: of the key, behind the layer.
+            expert_number: of one expert alone.
+        """
+        expert = _EXPERTS.fullmatch(rest)
+        if expert is None:
+            if ".experts." in f".{rest}":
+                raise OptionError(f"{self.index.path}: {key}: experts in this form are not written in this format here")
+            for local, other in LOCAL_NORMS if self.local else ():
+                if rest.startswith(other):
+                    rest = local + rest.removeprefix(other)
+            yield rest, ()
+            return
+        count = self.experts // self.sizes.ep
+        before, linear, leaf = expert.groups()
+        for number in range(count) if expert_number is None else [expert_number - rank.ep * count]:
+            place = (rank.ep * count + number,)
+            if not 0 <= number < count:
+                continue
+            if not self.grouped:
+                yield f"{before}.local_experts.{number}.{linear}.{leaf}", place
+            elif leaf != _EXTRA_STATE:
+                yield f"{before}.{linear}.{leaf}{number}", place
+            elif number == 0:  # one for all of them
+                yield f"{before}.{linear}.{leaf}", place
+
+    def _add(self, rank: _Rank, chunk: int, stored: str, key: str, index: tuple[int, ...]) -> None:
         entry = self.index.tensors[key]
         partition = self.partitioner.decide(key)
-        lead = 0 if index is None else 1
-        if index is not None and entry.shape[0] != self.layers:
-            raise CorruptCheckpointError(f"{key}: has {entry.shape[0]} layers, expected {self.layers}")
+        lead = len(index)
+        counts = (*((self.layers,) if _STACKED.fullmatch(key) else ()), *((self.experts,) if _is_expert(key) else ()))
+        if entry.shape[:lead] != counts:
+            raise CorruptCheckpointError(f"{key}: has the shape {list(entry.shape)}, expected {list(counts)} first")
         own = list(entry.shape[lead:])
-        if partition.source == "whole" and self.tp > 1:
+        slots, slot = (self.sizes.etp, rank.etp) if partition.expert else (self.sizes.tp, rank.tp)
+        if partition.source == "whole" and slots > 1:
             raise OptionError(f"{key}: nothing tells how it is divided among tensor parallel ranks")
-        axis = None if partition.axis is None or self.tp == 1 else partition.axis - lead
+        axis = None if partition.axis is None or slots == 1 else partition.axis - lead
         boxes = [(Box((0,) * len(own), tuple(own)), [0] * len(own))]
         if axis is not None:
-            if own[axis] % (self.tp * partition.parts):
-                raise OptionError(
-                    f"{key}: {list(entry.shape)} cannot be divided among {self.tp} ranks along axis {axis}"
-                )
-            whole, step = own[axis] // partition.parts, own[axis] // (partition.parts * self.tp)
-            own[axis] //= self.tp
+            if own[axis] % (slots * partition.parts):
+                raise OptionError(f"{key}: {list(entry.shape)} cannot be divided among {slots} ranks along axis {axis}")
+            whole, step = own[axis] // partition.parts, own[axis] // (partition.parts * slots)
+            own[axis] //= slots
             boxes = []
             for part in range(partition.parts):
                 sizes, at, origin = list(own), [0] * len(own), [0] * len(own)
-                sizes[axis], at[axis], origin[axis] = step, part * step, part * whole + rank.tp * step
+                sizes[axis], at[axis], origin[axis] = step, part * step, part * whole + slot * step
                 boxes.append((Box(tuple(at), tuple(sizes)), origin))
         shape = tuple(own)
         for state, stored_key in {"model": key, **self.states.get(key, {})}.items():
             if self.index.tensors[stored_key].shape != entry.shape:
                 raise CorruptCheckpointError(f"{stored_key}: is not of the shape of {key}")
             sources = [
-                Source(
-                    box,
-                    stored_key,
-                    Box(((index,) if index is not None else ()) + tuple(origin), (1,) * lead + box.sizes),
-                )
-                for box, origin in boxes
+                Source(box, stored_key, Box((*index, *origin), (*(1,) * lead, *box.sizes))) for box, origin in boxes
             ]
-            self.wanted[_view_key(rank, state, stored)] = Wanted(shape, tuple(sources))
-        rank.parameters.append(_Local(stored, 0, key, FileTensor("", entry.dtype, 0, shape)))
+            self.wanted[_view_key(rank, state, chunk, stored)] = Wanted(shape, tuple(sources))
+        rank.parameters.append(_Local(stored, chunk, key, FileTensor("", entry.dtype, 0, shape)))
+        self._note_row(stored, key, shape, axis, lead, partition.parts)
+
+    def _note_row(self, stored: str, key: str, shape: tuple[int, ...], axis: int | None, lead: int, parts: int) -> None:
+        pattern = _pattern(stored)
+        known = self._rows.get((key, pattern))
+        if known is not None:
+            self._rows[key, pattern] = replace(known, pieces=known.pieces + 1)
+            return
+        how = []
+        if axis is not None:
+            how.append(f"divided along axis {axis}" + (", each half by itself" if parts > 1 else ""))
+        if lead:
+            how.append("taken apart")
+        transform = ", ".join(how) or "as it is"
+        self._rows[key, pattern] = KeyPlan(key, 1, transform, pattern, shape, self.index.tensors[key].dtype)
 
 
-def _view_key(rank: _Rank, state: str, stored: str) -> str:
-    return f"{rank.folder}/{state}/{stored}"
+@functools.lru_cache(maxsize=100_000)  # names that ranks have in common
+def _pattern(stored: str) -> str:
+    """A rank's key without the numbers of layers and experts."""
+    pattern = re.sub(r"\.(layers|local_experts)\.\d+\.", r".\1.*.", stored)
+    return re.sub(r"(\.experts\.linear_fc[12]\.[a-z]+)\d+$", r"\1*", pattern)
+
+
+def _is_expert(key: str) -> bool:
+    layer = _STACKED.fullmatch(key) or _NUMBERED.fullmatch(key)
+    return layer is not None and _EXPERTS.fullmatch(layer.groups()[-1]) is not None
+
+
+def _view_key(rank: _Rank, state: str, chunk: int, stored: str) -> str:
+    return f"{rank.folder}/{state}{chunk}/{stored}"
+
+
+def _module_order(stored: str) -> tuple[int, ...] | None:
+    """Where the module stands that has a parameter; None if it is not known."""
+    layer = _NUMBERED.fullmatch(stored)
+    owner = (layer.group(2) if layer else stored).rpartition(".")[0]
+    expert = 0
+    if layer and (found := _LOCAL_EXPERT.fullmatch(layer.group(2))):
+        owner, expert = found.group(1), int(found.group(2))
+        if found.group(3).rpartition(".")[0] not in ("linear_fc1", "linear_fc2"):
+            return None
+        return _ORDER.index("decoder.layers"), int(layer.group(1)), _LAYER_ORDER.index(owner), expert
+    order = _LAYER_ORDER if layer else _ORDER
+    if owner not in order:
+        return None
+    if layer:
+        return _ORDER.index("decoder.layers"), int(layer.group(1)), order.index(owner), 0
+    return order.index(owner), 0, 0, 0
 
 
 def _place_in_model(stored: str) -> tuple[Any, ...]:
-    """For sorting: where a parameter stands among those of a rank, as Megatron's modules register them."""
+    """For sorting: where a parameter stands among those of a chunk, as Megatron's modules register them."""
+    module = _module_order(stored)
+    owner, _, leaf = stored.rpartition(".")
     layer = _NUMBERED.fullmatch(stored)
-    owner, _, leaf = (layer.group(2) if layer else stored).rpartition(".")
-    order = _LAYER_ORDER if layer else _ORDER
-    at = order.index(owner) if owner in order else len(order)
+    unknown = (_ORDER.index("decoder.layers"), int(layer.group(1)), len(_LAYER_ORDER), 0) if layer else (len(_ORDER),)
     leaf_at = _PARAMETERS.index(leaf) if leaf in _PARAMETERS else len(_PARAMETERS)
-    inside = (int(layer.group(1)), at, owner, leaf_at, leaf) if layer else (0, 0, "", leaf_at, leaf)
-    return (_ORDER.index("decoder.layers") if layer else at, *inside)
+    return (*(unknown if module is None else module), owner, leaf_at, leaf)
 
 
 def _common(index: CheckpointIndex) -> dict[str, Any]:
@@ -368,26 +571,25 @@ def _give(sink: Sink, content: bytes) -> None:
 
 def _state_of(draft: _Draft, rank: _Rank) -> tuple[dict[str, Any], Any]:
     """A rank's state dict, and what its file of flat buffers holds (None: it has none)."""
-    model: dict[str, Any] = {
-        parameter.stored: _Filled(
-            parameter.tensor.dtype, parameter.tensor.shape, (_view_key(rank, "model", parameter.stored),)
-        )
-        for parameter in rank.parameters
-    }
-    model |= _extra_states(draft, rank)
+    chunks: list[dict[str, Any]] = [{} for _ in range(draft.sizes.vpp)]
+    for parameter in rank.parameters:
+        part = _view_key(rank, "model", parameter.chunk, parameter.stored)
+        chunks[parameter.chunk][parameter.stored] = _Filled(parameter.tensor.dtype, parameter.tensor.shape, (part,))
+    for chunk, key, value in _extra_states(draft, rank):
+        chunks[chunk][key] = value
     state: dict[str, Any] = {}
     flat = None
     for key, value in draft.common.items():
         if key == "args":
-            state["args"] = draft.rank_arguments()
+            state["args"] = Namespace(**draft.arguments.values)
         elif key == "optimizer":
             if draft.states:
-                state["optimizer"], flat = _optimizer_of(draft, rank, value)
+                state["optimizer"], flat = _optimizers_of(draft, rank)
         elif key != "content_metadata":
             state[key] = value
-    state["model"] = model
-    random = object_key("rng_state", (rank.pp, rank.tp), (draft.pp, draft.tp))
-    if random in draft.index.objects:
+    state |= {"model" if len(chunks) == 1 else f"model{number}": chunk for number, chunk in enumerate(chunks)}
+    random = draft.random_state(rank)
+    if random is not None and not draft.left_out:
         state["rng_state"] = _stored_object(draft.index, random)
     return state, flat
 
@@ -396,42 +598,95 @@ def _stored_object(index: CheckpointIndex, key: str) -> Any:
     return unwrapped(_object_in(read_object(index, index.objects[key]), f"{key} ({index.objects[key].item.file})"))
 
 
-def _extra_states(draft: _Draft, rank: _Rank) -> dict[str, Any]:
-    """What layers keep of their own; the output layer's is in these files alone."""
-    found: dict[str, Any] = {}
-    per_stage = draft.layers // draft.pp
+def _extra_states(draft: _Draft, rank: _Rank) -> Iterator[tuple[int, str, Any]]:
+    """What layers keep of their own, by chunk; the output layer's is in these files alone."""
+    found = False
     for full in draft.index.objects:
         shard = parse_object_key(full)
-        if shard is None or not shard.key.endswith("._extra_state"):
+        if shard is None or not shard.key.endswith(f".{_EXTRA_STATE}"):
             continue
         stacked, numbered = _STACKED.fullmatch(shard.key), _NUMBERED.fullmatch(shard.key)
-        if stacked is None and numbered is None:
+        if stacked is not None:
+            number, rest, expert = shard.offset[0], stacked.group(1), shard.offset[1:]
+        elif numbered is not None:
+            number, rest, expert = int(numbered.group(1)), numbered.group(2), shard.offset
+        else:
             raise OptionError(f"{draft.index.path}: {full}: it is not known which rank has it in this format")
-        number = shard.offset[0] if stacked is not None else int(numbered.group(1)) if numbered is not None else 0
-        rest = stacked.group(1) if stacked is not None else numbered.group(2) if numbered is not None else ""
-        if number // per_stage == rank.pp:
-            found[f"decoder.layers.{number % per_stage}.{rest}"] = _stored_object(draft.index, full)
-    if rank.pp == draft.pp - 1 and found:
-        found["output_layer._extra_state"] = None
-    return found
+        stage, chunk, local = draft.place_of_layer(number)
+        if stage != rank.pp:
+            continue
+        for own, place in draft.own_names(rank, full, rest, expert[0] if expert else None):
+            if draft.grouped and place and draft.stored.values.get("fp8"):
+                raise OptionError(f"{draft.index.path}: {full}: scales of grouped experts in FP8 are not joined here")
+            yield chunk, f"decoder.layers.{local}.{own}", _stored_object(draft.index, full)
+            found = True
+    if rank.pp == draft.sizes.pp - 1 and found:
+        yield draft.sizes.vpp - 1, f"output_layer.{_EXTRA_STATE}", None
 
 
-def _optimizer_of(draft: _Draft, rank: _Rank, settings: Any) -> tuple[dict[str, Any], Any]:
-    if not isinstance(settings, dict) or set(settings) & {0, 1}:
-        raise OptionError(f"{draft.index.path}: several optimizers are not written in this format here")
+def _optimizers(draft: _Draft) -> list[dict[str, Any]]:
+    """Settings of the optimizers that the ranks have: experts on several ranks have one of their own."""
+    given = draft.common.get("optimizer")
+    if not isinstance(given, dict):
+        raise OptionError(f"{draft.index.path}: has the optimizer's state by parameter, and no settings of it")
+    found: list[Any] = [given[number] for number in sorted(given)] if set(given) & {0, 1} else [given]
+    wanted = 2 if draft.experts and draft.sizes.ep > 1 else 1
+    if len(found) > 2 or not all(isinstance(one, dict) for one in found):
+        raise OptionError(f"{draft.index.path}: {len(found)} optimizers are not written in this format here")
+    if len(found) == wanted:
+        return found
+    # One alone has the settings for all: those of experts differ in nothing but that they are theirs.
+    return [found[0], _for_experts(found[0])] if wanted == 2 else [found[0]]
+
+
+def _for_experts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    inner = dict(settings.get("optimizer", settings))
+    flag = "is_expert_parallel"
+    inner["param_groups"] = [
+        {**group, (f"pre_{flag}" if f"pre_{flag}" in group else flag): True} for group in inner["param_groups"]
+    ]
+    return {**settings, "optimizer": inner} if "optimizer" in settings else inner
+
+
+def _optimizers_of(draft: _Draft, rank: _Rank) -> tuple[Any, Any]:
+    """The optimizers' part of a rank's state dict, and what its file of flat buffers holds."""
+    made, flats = [], []
+    covered: set[int] = set()
+    for position, settings in enumerate(_optimizers(draft)):
+        inner = settings.get("optimizer", settings)
+        members = group_members(rank.folder, inner["param_groups"], rank.parameters, draft.arguments)
+        if position:
+            kept = [number for number, group in enumerate(members) if group]  # biases are there, or not
+            inner = {**inner, "param_groups": [inner["param_groups"][number] for number in kept]}
+            settings = {**settings, "optimizer": inner} if "optimizer" in settings else inner
+            members = [members[number] for number in kept]
+        own = [number for group in members for number in group]
+        covered |= set(own)
+        made.append(_optimizer_of(draft, rank, settings, members))
+        if "param_state_sharding_type" in settings:
+            # Of what all data parallel ranks have alike, the first one saves it.
+            is_first = position > 0 or rank.stage_rank < draft.sizes.tp
+            flats.append(_flat_of(draft, rank, sorted(own)) if is_first else None)
+    missing = [n for n, parameter in enumerate(rank.parameters) if n not in covered and not is_buffer(parameter)]
+    if missing:
+        raise OptionError(
+            f"{draft.index.path}: no group of the optimizer has {rank.parameters[missing[0]].key}, by what tells its "
+            "groups apart; leave the optimizer's state out (--drop optimizer)"
+        )
+    if len(made) == 1:
+        return made[0], flats[0] if flats else None
+    return made, flats or None
+
+
+def _optimizer_of(
+    draft: _Draft, rank: _Rank, settings: Mapping[str, Any], members: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """An optimizer as a rank's state dict has it."""
     found = {key: value for key, value in settings.items() if key != "param_state_sharding_type"}
     distributed = "param_state_sharding_type" in settings
     inner = dict(found.get("optimizer", found))
     groups = [dict(group) for group in inner["param_groups"]]
-    members = group_members(rank.folder, groups, rank.parameters, draft.arguments)
-    missing = set(range(len(rank.parameters))) - {number for group in members for number in group}
-    if missing:
-        raise OptionError(
-            f"{draft.index.path}: no group of the optimizer has {rank.parameters[min(missing)].key}, by what tells its "
-            "groups apart; leave the optimizer's state out (--drop optimizer)"
-        )
     inner["param_groups"] = groups
-    flat = _flat_of(draft, rank) if distributed else None
     if not distributed:
         step = inner.pop("state", {}).get("common_step")
         state: dict[int, Any] = {}
@@ -448,24 +703,20 @@ def _optimizer_of(draft: _Draft, rank: _Rank, settings: Any) -> tuple[dict[str, 
         inner = {"state": state, **inner}
         if "optimizer" in found:
             found["fp32_from_fp16_params"] = copies
-    if "optimizer" in found:
-        return {**found, "optimizer": inner}, flat
-    return inner, flat
+    return {**found, "optimizer": inner} if "optimizer" in found else inner
 
 
-def _flat_of(draft: _Draft, rank: _Rank) -> dict[Any, Any]:
+def _flat_of(draft: _Draft, rank: _Rank, members: Sequence[int]) -> dict[Any, Any]:
     """The buffers of a rank, as the first data parallel rank gathers them."""
     import torch
 
-    by_dtype: dict[str, list[int]] = {}
-    for number, parameter in enumerate(rank.parameters):
-        by_dtype.setdefault(parameter.tensor.dtype, []).append(number)
     found: dict[Any, Any] = {"buckets_coalesced": True}
-    for at, (dtype, numbers) in enumerate(by_dtype.items()):
+    for at, (chunk, dtype, numbers) in enumerate(buffer_members(members, rank.parameters)):
         sizes = {number: math.prod(rank.parameters[number].tensor.shape) for number in numbers}
-        shared = draft.tied and draft.pp > 1
+        shared = draft.tied and draft.sizes.pp > 1
         alone = {n for n in numbers if shared and rank.parameters[n].stored in (_EMBEDDING, _OUTPUT)}
-        starts, total = flat_places(sizes, alone, likely_layout(rank.pp, draft.arguments, sum(sizes.values())))
+        layout = likely_layout(rank.pp, chunk, draft.arguments, sum(sizes.values()))
+        starts, total = flat_places(sizes, alone, layout)
         tensors: dict[str, Any] = {}
         for state in (main_parameter(distributed=True), "exp_avg", "exp_avg_sq"):
             parts: list[str | int | bytes] = []

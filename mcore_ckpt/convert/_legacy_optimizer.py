@@ -20,6 +20,7 @@ __all__ = [
     "FlatLayout",
     "RankParameter",
     "StatePart",
+    "buffer_members",
     "flat_places",
     "group_members",
     "is_buffer",
@@ -261,7 +262,7 @@ def _flat_parts(
             "by --ckpt-convert-update-legacy-dist-opt-format and save it again, or leave it out (--drop optimizer)"
         )
     buffers = _buffers(value, where)
-    wanted = _buffer_members(members, parameters)
+    wanted = buffer_members(members, parameters)
     if len(buffers) != len(wanted):
         raise OptionError(f"{where}: {len(buffers)} buffers, expected {len(wanted)} for the parameters in {rank.file}")
     found = []
@@ -302,7 +303,7 @@ def _buffers(value: Mapping[Any, Any], where: str) -> list[tuple[str, dict[str, 
     return found
 
 
-def _buffer_members(members: Iterable[int], parameters: Sequence[RankParameter]) -> list[tuple[int, str, list[int]]]:
+def buffer_members(members: Iterable[int], parameters: Sequence[RankParameter]) -> list[tuple[int, str, list[int]]]:
     """Chunk, dtype and parameters of each buffer: one for each dtype of a chunk, in the order of their first one."""
     found: dict[tuple[int, str], list[int]] = {}
     for number in members:
@@ -342,15 +343,16 @@ def _places_of(
     )
 
 
-def likely_layout(stage: int, arguments: Arguments, elements: int) -> FlatLayout:
+def likely_layout(stage: int, chunk: int, arguments: Arguments, elements: int) -> FlatLayout:
     """How a launch with these arguments lays a buffer out.
 
     Args:
         stage: pipeline parallel rank.
+        chunk: of the model, where pipelines are virtual.
         arguments: of the launch.
         elements: of all its parameters.
     """
-    return _layouts(stage, 0, arguments, elements)[0]
+    return _layouts(stage, chunk, arguments, elements)[0]
 
 
 def _layouts(stage: int, chunk: int, arguments: Arguments, elements: int) -> list[FlatLayout]:

@@ -115,7 +115,8 @@ class ExportOptions:
         arch: a family's name; `"auto"`: what `hf_config` or the stored arguments say.
         hf_config: directory with the model's `config.json`, which is taken over and held against the stored shapes;
             tokenizer files and `generation_config.json` beside it are taken along.
-        tp, pp: parallel sizes of a target that is divided among ranks.
+        tp, pp, ep, etp: parallel sizes of a target that is divided among ranks; `etp` by default as `tp`.
+        vpp: how many chunks of the model each pipeline stage has.
     """
 
     dtype: str | None = None
@@ -127,6 +128,9 @@ class ExportOptions:
     hf_config: str | None = None
     tp: int = 1
     pp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    vpp: int = 1
 
 
 @dataclass(frozen=True, slots=True)

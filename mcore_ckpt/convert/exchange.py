@@ -359,16 +359,22 @@ def export_legacy(
     *,
     tp: int = 1,
     pp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    vpp: int = 1,
     drop_optimizer: bool = False,
     progress: bool | None = False,
 ) -> ConversionReport:
-    """Write the files that a launch with `--ckpt-format torch` loads at this tensor and pipeline parallel size.
+    """Write the files that a launch with `--ckpt-format torch` loads at these parallel sizes.
 
     Args:
         source: directory of the checkpoint, or one with a tracker file.
         target: directory to make (`iter_0001000`); it must not exist, or be empty. It appears when it is complete.
         tp: tensor parallel size.
         pp: pipeline parallel size.
+        ep: expert parallel size.
+        etp: tensor parallel size of experts, 1 or `tp`; by default `tp`.
+        vpp: how many chunks of the model each pipeline stage has (a virtual pipeline).
         drop_optimizer: leave the optimizer's state out.
         progress: show a bar; None: if standard error is a terminal.
 
@@ -378,7 +384,7 @@ def export_legacy(
         OptionError: the model cannot be divided so, or it is not known how it is.
         SaveError: it cannot be written.
     """
-    options = ExportOptions(tp=tp, pp=pp, drop_optimizer=drop_optimizer)
+    options = ExportOptions(tp=tp, pp=pp, ep=ep, etp=etp, vpp=vpp, drop_optimizer=drop_optimizer)
     return export_as("megatron-legacy", source, target, options, progress=progress)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,10 @@ LAYER = {
     "mlp.linear_fc1.weight": ((2 * FFN, HIDDEN), 0, True),
     "mlp.linear_fc2.weight": ((HIDDEN, FFN), 1, False),
 }
+EXPERTS = 4
+# Layers of experts have these instead of an MLP; each expert has what `EXPERT` says.
+ROUTER = {"mlp.router.weight": ((EXPERTS, HIDDEN), None, False)}
+EXPERT = {name.removeprefix("mlp."): how for name, how in LAYER.items() if name.startswith("mlp.")}
 AT_TARGET = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -58,16 +65,37 @@ class Parameter:
 class Model:
     """Writes the files of all ranks, and knows what has to come of them."""
 
-    def __init__(self, tp: int, pp: int, dtype: torch.dtype, *, vpp: int = 1) -> None:
+    def __init__(self, tp: int, pp: int, dtype: torch.dtype, *, vpp: int = 1, ep: int = 0) -> None:
         torch.manual_seed(tp * 10 + pp)
         self.tp, self.pp, self.vpp, self.dtype = tp, pp, vpp, dtype
+        self.experts, self.ep = (EXPERTS if ep else 0), max(1, ep)
         self.outer = {
             EMBEDDING: Parameter((ROWS, HIDDEN), 0, False, dtype),
             "decoder.final_layernorm.weight": Parameter((HIDDEN,), None, False, dtype),
         }
-        self.layers = [{name: Parameter(*how, dtype) for name, how in LAYER.items()} for _ in range(LAYERS)]
+        layer: dict[str, Any] = dict(LAYER)
+        if ep:
+            layer = {name: how for name, how in LAYER.items() if not name.startswith("mlp.")} | ROUTER
+            names = [f"mlp.experts.local_experts.{e}." for e in range(EXPERTS)]
+            layer |= {prefix + name: how for prefix in names for name, how in EXPERT.items()}
+        self.kinds = layer
+        self.layers = [{name: Parameter(*how, dtype) for name, how in layer.items()} for _ in range(LAYERS)]
 
-    def chunks(self, stage: int) -> list[dict[str, Parameter]]:
+    def own(self, ep: int) -> dict[str, str]:
+        """What an expert parallel rank has of a layer, and what it calls that."""
+        found = {}
+        count = max(1, self.experts // self.ep)
+        for name in self.kinds:
+            parts = name.split(".")
+            if parts[1] == "experts":
+                number = int(parts[3])
+                if number // count != ep:
+                    continue
+                parts[3] = str(number % count)
+            found[name] = ".".join(parts)
+        return found
+
+    def chunks(self, stage: int, ep: int = 0) -> list[dict[str, Parameter]]:
         """The parameters of a stage by their local keys, in the model's order; tied, the last one has the embedding."""
         found = []
         size = LAYERS // self.pp // self.vpp
@@ -77,7 +105,7 @@ class Model:
             if stage == 0 and chunk == 0:
                 state[EMBEDDING] = self.outer[EMBEDDING]
             for local, layer in enumerate(self.layers[first : first + size]):
-                state |= {f"decoder.layers.{local}.{name}": parameter for name, parameter in layer.items()}
+                state |= {f"decoder.layers.{local}.{own}": layer[name] for name, own in self.own(ep).items()}
             if stage == self.pp - 1 and chunk == self.vpp - 1:
                 state["decoder.final_layernorm.weight"] = self.outer["decoder.final_layernorm.weight"]
                 if self.pp > 1:
@@ -89,46 +117,69 @@ class Model:
         sizes = {"tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp}
         shape = {"num_layers": LAYERS, "hidden_size": HIDDEN, "swiglu": True, "padded_vocab_size": ROWS}
         how = {"transformer_impl": "local", "params_dtype": self.dtype, "accumulate_allreduce_grads_in_fp32": True}
+        if self.experts:
+            sizes |= {"expert_model_parallel_size": self.ep, "num_experts": EXPERTS, "data_parallel_size": self.ep}
         return Namespace(**sizes, **shape, **how, untie_embeddings_and_output_weights=False, **more)
 
     def save(self, directory: Path, optimizer: str, **more: Any) -> Path:
         """Write all files; the optimizer's are `"none"`, `"plain"` or `"distributed"`."""
-        for stage in range(self.pp):
-            for rank in range(self.tp):
-                folder = directory / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if self.pp > 1 else ""))
-                folder.mkdir(parents=True)
-                chunks = self.chunks(stage)
-                state: dict[str, Any] = {
-                    "args": self.arguments(**more),
-                    "checkpoint_version": 3.0,
-                    "iteration": 7,
-                    "opt_param_scheduler": {"num_steps": 3},
-                    "rng_state": [{"torch_rng_state": torch.full((4,), 10 * stage + rank, dtype=torch.uint8)}],
-                }
-                for number, chunk in enumerate(chunks):
-                    holder = torch.nn.Module()  # whose state dict carries `_metadata`, as a model's does
-                    saved = holder.state_dict()
-                    saved |= {key: p.part(p.model, rank, self.tp) for key, p in chunk.items()}
-                    for local in range(LAYERS // self.pp // self.vpp):
-                        saved[f"decoder.layers.{local}.mlp.linear_fc1._extra_state"] = None
-                    state["model" if self.vpp == 1 else f"model{number}"] = saved
-                if optimizer == "plain":
-                    state["optimizer"] = self.plain_optimizer(chunks, rank)
-                elif optimizer == "distributed":
-                    groups = [{"wd_mult": wd, "is_expert_parallel": False, "step": 7} for wd in (1.0, 0.0)]
-                    state["optimizer"] = {"optimizer": {"param_groups": groups}}
-                    torch.save(self.flat_buffers(chunks, rank), folder / "distrib_optim.pt")
-                torch.save(state, folder / "model_optim_rng.pt")
+        for stage, ep, rank in itertools.product(range(self.pp), range(self.ep), range(self.tp)):
+            name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if self.pp > 1 else "")
+            folder = directory / (name + (f"_{ep:03d}" if self.ep > 1 else ""))
+            folder.mkdir(parents=True)
+            chunks = self.chunks(stage, ep)
+            state: dict[str, Any] = {
+                "args": self.arguments(**more),
+                "checkpoint_version": 3.0,
+                "iteration": 7,
+                "opt_param_scheduler": {"num_steps": 3},
+                "rng_state": [{"torch_rng_state": torch.full((4,), 10 * stage + rank, dtype=torch.uint8)}],
+            }
+            for number, chunk in enumerate(chunks):
+                holder = torch.nn.Module()  # whose state dict carries `_metadata`, as a model's does
+                saved = holder.state_dict()
+                saved |= {key: p.part(p.model, rank, self.tp) for key, p in chunk.items()}
+                for local in range(LAYERS // self.pp // self.vpp):
+                    saved[f"decoder.layers.{local}.self_attention.linear_qkv._extra_state"] = None
+                state["model" if self.vpp == 1 else f"model{number}"] = saved
+            parts = self.optimizers(chunks)
+            several = len(parts) > 1
+            if optimizer == "plain":
+                made = [self.plain_optimizer(part, rank, expert=n > 0) for n, part in enumerate(parts)]
+                state["optimizer"] = made if several else made[0]
+            elif optimizer == "distributed":
+                decays = [(1.0, 0.0), (1.0,)]
+                groups = [
+                    [{"wd_mult": wd, "is_expert_parallel": n > 0, "step": 7} for wd in decays[n]]
+                    for n in range(len(parts))
+                ]
+                made = [{"optimizer": {"param_groups": group}} for group in groups]
+                state["optimizer"] = made if several else made[0]
+                # The first data parallel rank has the first optimizer's.
+                flat = [self.flat_buffers(part, rank) if n or not ep else None for n, part in enumerate(parts)]
+                torch.save(flat if several else flat[0], folder / "distrib_optim.pt")
+            torch.save(state, folder / "model_optim_rng.pt")
         return directory
 
-    def plain_optimizer(self, chunks: list[dict[str, Parameter]], rank: int) -> dict[str, Any]:
+    def optimizers(self, chunks: list[dict[str, Parameter]]) -> list[list[dict[str, Parameter]]]:
+        """The parameters of each optimizer: experts on several ranks have one of their own."""
+        if self.ep == 1:
+            return [chunks]
+        return [
+            [{key: p for key, p in chunk.items() if (".experts." in key) is expert} for chunk in chunks]
+            for expert in (False, True)
+        ]
+
+    def plain_optimizer(self, chunks: list[dict[str, Parameter]], rank: int, *, expert: bool) -> dict[str, Any]:
         parameters = [parameter for chunk in chunks for parameter in chunk.values()]
         decayed = [p for p in parameters if p.model.dim() > 1]
         groups, state, copies, number = [], {}, [], 0
         for wd, members in ((1.0, decayed), (0.0, [p for p in parameters if p.model.dim() == 1])):
+            if expert and not members:
+                continue
             numbers = list(range(number, number + len(members)))
             number += len(members)
-            groups.append({"wd_mult": wd, "is_expert_parallel": False, "lr": 0.1, "params": numbers})
+            groups.append({"wd_mult": wd, "is_expert_parallel": expert, "lr": 0.1, "params": numbers})
             copies.append([p.part(p.states["main"], rank, self.tp) for p in members])
             for place, p in zip(numbers, members, strict=True):
                 state[place] = {name: p.part(p.states[name], rank, self.tp) for name in ("exp_avg", "exp_avg_sq")}
@@ -178,15 +229,26 @@ class Model:
     def expected(self, main: str | None) -> dict[str, torch.Tensor]:
         """The target's tensors; `main` is what it calls the optimizer's own copy, None if it has none."""
         found = {key: parameter.model for key, parameter in self.outer.items()}
-        keys = {name: f"decoder.layers.{AT_TARGET.get(name, name)}" for name in LAYER}
-        found |= {key: torch.stack([layer[name].model for layer in self.layers]) for name, key in keys.items()}
+        keys = {name: f"decoder.layers.{AT_TARGET.get(name, name)}" for name in self.kinds if ".experts." not in name}
+
+        def stacked(get: Callable[[Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
+            made = {key: torch.stack([get(layer[name]) for layer in self.layers]) for name, key in keys.items()}
+            for name in EXPERT if self.experts else ():
+                experts = [[f"mlp.experts.local_experts.{e}.{name}" for e in range(EXPERTS)]] * LAYERS
+                made[f"decoder.layers.mlp.experts.experts.{name}"] = torch.stack(
+                    [
+                        torch.stack([get(layer[one]) for one in names])
+                        for names, layer in zip(experts, self.layers, strict=True)
+                    ]
+                )
+            return made
+
+        found |= stacked(lambda parameter: parameter.model)
         for state in ("exp_avg", "exp_avg_sq", *(["main"] if main else [])):
             called = main if state == "main" else state
             found |= {f"optimizer.state.{called}.{key}": p.states[state] for key, p in self.outer.items()}
-            found |= {
-                f"optimizer.state.{called}.{key}": torch.stack([layer[name].states[state] for layer in self.layers])
-                for name, key in keys.items()
-            }
+            made = stacked(lambda parameter, state=state: parameter.states[state])  # type: ignore[misc]
+            found |= {f"optimizer.state.{called}.{key}": tensor for key, tensor in made.items()}
         return found
 
 
@@ -235,7 +297,7 @@ def test_ranks_files_become_whole_tensors(
     assert {key for key in objects if key.startswith("rng_state")} == {
         f"rng_state/shard_{p}.{t}_{pp}.{tp}" for p in range(pp) for t in range(tp)
     }
-    assert "decoder.layers.mlp.linear_fc1._extra_state/shard_0_4" in objects
+    assert "decoder.layers.self_attention.linear_qkv._extra_state/shard_0_4" in objects
 
 
 def test_another_layout_and_the_model_alone(tmp_path: Path) -> None:
@@ -270,20 +332,25 @@ def _same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "dtype", "optimizer"),
+    ("tp", "pp", "vpp", "ep", "dtype", "optimizer"),
     [
-        (2, 1, torch.float32, "plain"),
-        (2, 2, torch.bfloat16, "plain"),
-        (1, 2, torch.bfloat16, "distributed"),
+        (2, 1, 1, 0, torch.float32, "plain"),
+        (2, 2, 1, 0, torch.bfloat16, "plain"),
+        (1, 2, 1, 0, torch.bfloat16, "distributed"),
+        (1, 2, 2, 0, torch.bfloat16, "distributed"),
+        (1, 2, 2, 0, torch.bfloat16, "plain"),
+        (1, 1, 1, 1, torch.bfloat16, "plain"),
+        (2, 1, 1, 2, torch.bfloat16, "plain"),
+        (1, 2, 2, 2, torch.bfloat16, "distributed"),
     ],
 )
 def test_the_way_back_gives_what_was_there(
-    tp: int, pp: int, dtype: torch.dtype, optimizer: str, tmp_path: Path
+    tp: int, pp: int, vpp: int, ep: int, dtype: torch.dtype, optimizer: str, tmp_path: Path
 ) -> None:
-    model = Model(tp, pp, dtype)
+    model = Model(tp, pp, dtype, vpp=vpp, ep=ep)
     source = model.save(tmp_path / "iter_0000007", optimizer)
     import_legacy(source, tmp_path / "target")
-    sizes = ["--tp", str(tp), "--pp", str(pp)]
+    sizes = ["--tp", str(tp), "--pp", str(pp), "--vpp", str(vpp), "--ep", str(model.ep)]
     arguments = [str(tmp_path / "target"), str(tmp_path / "back"), "--to", "megatron-legacy", "--quiet"]
     assert main(["export", *arguments, *sizes]) == 0
     files = sorted(path.relative_to(source) for path in source.rglob("*.pt"))
@@ -291,8 +358,9 @@ def test_the_way_back_gives_what_was_there(
     for file in files:
         before = torch.load(source / file, weights_only=False)
         after = torch.load(tmp_path / "back" / file, weights_only=False)
-        if "model" in after:
-            assert after["model"].pop("output_layer._extra_state", None) is None
+        if "args" in after:
+            for chunk in (value for key, value in after.items() if key.startswith("model")):
+                assert chunk.pop("output_layer._extra_state", None) is None
             assert vars(before.pop("args")).items() <= vars(after.pop("args")).items()
         assert _same(before, after), file
 
@@ -305,6 +373,62 @@ def test_back_at_another_layout_and_here_again(tmp_path: Path) -> None:
     assert len(report.files) == 8
     import_legacy(tmp_path / "other", tmp_path / "second")
     assert_holds(tmp_path / "second", model.expected("param"))
+
+
+@pytest.mark.parametrize("to", [["--ep", "1"], ["--tp", "2", "--ep", "4", "--etp", "1"], ["--tp", "2", "--ep", "2"]])
+@pytest.mark.parametrize(("ep", "optimizer"), [(1, "distributed"), (2, "plain")])
+def test_experts_at_another_layout_and_here_again(ep: int, optimizer: str, to: list[str], tmp_path: Path) -> None:
+    model = Model(1, 1, torch.bfloat16, ep=ep)
+    import_legacy(model.save(tmp_path / "iter_0000007", optimizer), tmp_path / "first")
+    expected = model.expected("param" if optimizer == "distributed" else "fp32_param")
+    assert_holds(tmp_path / "first", expected)
+    command = ["export", str(tmp_path / "first"), str(tmp_path / "other"), "--to", "megatron-legacy", "--quiet"]
+    assert main([*command, *to]) == 0
+    if "--etp" in to:  # ranks count through experts and tensor parallel ranks at once
+        assert sorted(path.name for path in (tmp_path / "other").iterdir()) == [
+            f"mp_rank_0{number % 2}_00{number}" for number in (0, 2, 1, 3)
+        ]
+    import_legacy(tmp_path / "other", tmp_path / "second", tp=1, ep=1)
+    assert_holds(tmp_path / "second", expected)
+
+
+def test_a_dry_run_of_the_way_back_lists_source_transform_and_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Model(1, 1, torch.bfloat16, ep=1)
+    import_legacy(model.save(tmp_path / "iter_0000007", "distributed"), tmp_path / "first")
+    words = ["export", str(tmp_path / "first"), str(tmp_path / "to"), "--to", "megatron-legacy", "--dry-run"]
+    assert main([*words, "--tp", "2", "--ep", "2", "--pp", "2", "--vpp", "2"]) == 0
+    assert not (tmp_path / "to").exists()
+    lines = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
+    rows = {row[0]: row[1:] for row in lines if len(row) == 6}
+    assert rows.keys() - {"source", "-" * max(map(len, rows))} == model.expected("param").keys()
+    pieces, transform, target, shape, dtype = rows["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    assert transform == "divided along axis 0, each half by itself, taken apart"
+    assert target == "decoder.layers.*.mlp.experts.local_experts.*.linear_fc1.weight"
+    assert (pieces, shape, dtype) == (str(LAYERS * EXPERTS * 2), f"[{FFN}, {HIDDEN}]", "bfloat16")
+    key = "decoder.final_layernorm.weight"
+    assert rows[f"optimizer.state.param.{key}"][2] == f"param of {key} (distrib_optim.pt)"
+    assert any(line[0].startswith("to TP 2 PP 2 VPP 2 EP 2: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        (["--vpp", "2"], "has no virtual stages"),
+        (["--ep", "3"], "4 experts do not divide among 3"),
+        (["--tp", "4", "--etp", "2"], "as many ranks as other layers, or not at all"),
+        (["--pp", "2", "--vpp", "4"], "4 layers do not divide into 2 stages of 4 chunks"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(
+    sizes: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_legacy(Model(1, 1, torch.float32, ep=1).save(tmp_path / "iter_0000007", "none"), tmp_path / "first")
+    command = ["export", str(tmp_path / "first"), str(tmp_path / "other"), "--to", "megatron-legacy"]
+    assert main([*command, *sizes]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
 
 
 def test_an_order_that_is_not_known_is_not_written(tmp_path: Path) -> None:
