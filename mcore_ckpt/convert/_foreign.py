@@ -343,15 +343,17 @@ def _activation(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     gated = bool(config.get("gated_linear_unit"))
     if gated and last == "silu":
         return {"swiglu": True, "squared_relu": False}
-    if not gated and last in ("gelu", "fast_gelu", "openai_gelu"):
+    if gated and last == "quick_gelu":
+        return {"swiglu": False, "squared_relu": False, "quick_geglu": True}
+    if last in ("gelu", "fast_gelu", "openai_gelu"):
         # All but the first are the approximation, and so is what Megatron-Core has fused of that.
         approximate = last != "gelu" or bool(config.get("bias_activation_fusion"))
-        return {"swiglu": False, "squared_relu": False, "bias_gelu_fusion": approximate}
+        return {"swiglu": False, "squared_relu": False, "gated_linear_unit": gated, "bias_gelu_fusion": approximate}
     if not gated and last == "squared_relu":
         return {"swiglu": False, "squared_relu": True}
     raise OptionError(
-        f"{path}: activation {name!r:.120}, {'gated' if gated else 'not gated'}: expected a gated silu, or gelu; "
-        "give the model's config.json (--hf-config DIR)"
+        f"{path}: activation {name!r:.120}, {'gated' if gated else 'not gated'}: expected a gated silu or "
+        "quick_gelu, or gelu; give the model's config.json (--hf-config DIR)"
     )
 
 

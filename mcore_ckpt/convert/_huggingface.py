@@ -153,7 +153,13 @@ def _export_conversion(index: CheckpointIndex, options: ExportOptions) -> _Conve
     common = read_plain_state(index)
     arguments = common.get("args")
     arguments = arguments if isinstance(arguments, dict) else {}
-    arguments = arguments or nemo_arguments(Path(index.path))
+    notes: list[str] = []
+    try:
+        arguments = arguments or nemo_arguments(Path(index.path))
+    except OptionError as error:
+        if options.hf_config is None:
+            raise
+        notes.append(f"config.json was not held against the stored configuration: {error}")
     # What Megatron's wrappers put before all keys: `module.` in checkpoints of NeMo.
     prefix = min((key.removesuffix(_EMBEDDING) for key in keys if key.endswith(_EMBEDDING)), key=len, default="")
     names = {key.removeprefix(prefix): key for key in keys}
@@ -163,7 +169,7 @@ def _export_conversion(index: CheckpointIndex, options: ExportOptions) -> _Conve
             f"{index.path}: has no {_EMBEDDING}, which every model here begins with; `mcore-ckpt inspect --tensors` "
             "lists what there is"
         )
-    padded, notes = embedding.shape[0], []
+    padded = embedding.shape[0]
     if options.hf_config is not None:
         config = _read_config(Path(options.hf_config))
         where = str(Path(options.hf_config) / _MODEL_CONFIG)

@@ -225,6 +225,11 @@ def test_a_configuration_of_nemo_that_cannot_be_is_refused(nemo: Path, tmp_path:
         path.write_text(yaml.safe_dump({"config": config}))
         with pytest.raises(error, match=message):
             export_huggingface(tmp_path / "n", tmp_path / "e")
+    path.write_text(yaml.safe_dump({"config": {**NEMO_CONFIG, "activation_func": "torch.relu"}}))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))  # what the error says to give
+    report = export_huggingface(tmp_path / "n", tmp_path / "k", hf_config=tmp_path)
+    assert "not held against the stored configuration: " in report.notes[0]
+    assert "torch.relu" in report.notes[0]
     path.write_text("a: !!python/object/apply:os.system ['touch /nowhere']\n[")
     with pytest.raises(CorruptCheckpointError, match="is no YAML"):
         export_huggingface(tmp_path / "n", tmp_path / "e")

@@ -199,11 +199,13 @@ def test_the_same_bits_come_back(models: Path, tmp_path: Path, case: HfCase) -> 
 
 
 def test_what_megatron_saves_computes_the_same_in_transformers(models: Path, tmp_path: Path) -> None:
-    """Weights that Megatron has made, saved by stock Megatron-Core from two ranks, in each naming that it has."""
+    """Weights that Megatron has made, saved by stock Megatron-Core from two ranks, in each naming that it has, and by
+    NeMo."""
+    pytest.importorskip("yaml", reason="NeMo's configuration is YAML: pip install pyyaml")
     jobs = {}
-    for case in CASES:
+    for case in (case for case in CASES if not case.quantized):
         layout = layouts_of(case)[-1] if "qwen3" in case.name else Parallel(tensor=2)
-        for naming in ("default", "numbered"):
+        for naming in ("default", "numbered", "nemo"):
             jobs[case.name, naming] = (
                 imported(case, layouts_of(case)[0], models),
                 layout,
@@ -216,8 +218,10 @@ def test_what_megatron_saves_computes_the_same_in_transformers(models: Path, tmp
     assert expected.keys() == jobs.keys()
     for (name, naming), (_, _, checkpoint) in jobs.items():
         target = tmp_path / name / f"{naming}-hf"
-        export_huggingface(checkpoint, target)
-        logits = hf_logits(target, VOCABULARY)
+        # What NeMo stores does not tell that an embedding is scaled, or YaRN outside of latent attention.
+        told = naming != "nemo" or name.partition("-")[0] not in ("gemma", "gpt")
+        export_huggingface(checkpoint, target, hf_config=None if told else models / name / "hf")
+        logits = hf_logits(target, VOCABULARY)[..., :VOCABULARY]  # NeMo does not say which rows are padding
         wanted = expected[name, naming]
         difference = (logits - wanted).abs().max() / wanted.abs().max()
         assert difference < TOLERANCE, f"{name} {naming}: {difference}"
