@@ -25,6 +25,7 @@ from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan
 from mcore_ckpt.convert.rules import PartitionRule, RenameRule
 from mcore_ckpt.families.table import Implementation
 from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.format.item_layout import encode_object
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_config
 from mcore_ckpt.format.safe_pickle import Unavailable
 from mcore_ckpt.storage.local import LocalStorage
@@ -390,7 +391,7 @@ _Pickler: Any = pickle._Pickler  # noqa: SLF001
 
 
 class PickledByName:
-    """Pickles stand-ins as what they stand in for, without importing it; for `torch.save(pickle_module=)`."""
+    """Pickles stand-ins as what they stand in for, without importing it; as for `torch.save(pickle_module=)`."""
 
     __name__ = "pickle"
     HIGHEST_PROTOCOL = pickle.HIGHEST_PROTOCOL
@@ -416,8 +417,11 @@ class PickledByName:
 
 
 def saved(value: Any) -> bytes:
-    """`value` as `torch.save` writes it."""
-    import torch
+    """`value` as `torch.save` writes it; by torch only if there are tensors in it: its start takes seconds."""
+    try:
+        return encode_object(value, PickledByName.Pickler)
+    except TypeError:
+        import torch
 
     content = io.BytesIO()
     torch.save(value, content, pickle_module=PickledByName())

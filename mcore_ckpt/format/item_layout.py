@@ -1,4 +1,5 @@
-"""The item on disk: one tensor as the zip archive that `torch.save(tensor)` makes of it, emitted by hand.
+"""The item on disk: one tensor as the zip archive that `torch.save(tensor)` makes of it, emitted by hand; and an object
+without tensors likewise (`encode_object`).
 
     head      local header + `archive/data.pkl`          dtype and shape (tensor_pickle.py)
               local header of `archive/data/0`, padded so that the payload starts on a 64-byte boundary of the item
@@ -13,7 +14,9 @@ filled in afterwards, in place. `place` says where in a file such an item may st
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
 import struct
 import zlib
 from dataclasses import dataclass
@@ -39,6 +42,7 @@ __all__ = [
     "PICKLE_AT",
     "TensorTemplate",
     "element_bytes",
+    "encode_object",
     "encode_tensor",
     "place",
     "tensor_template",
@@ -263,3 +267,35 @@ def encode_tensor(dtype: str, shape: tuple[int, ...], payload: Any) -> bytes:
     for position in template.crc_positions:
         tail[position : position + 4] = crc32(payload).to_bytes(4, "little")
     return b"".join((template.head, payload, tail))
+
+
+# ----------------------------------------------------------------------------------------------------------- objects
+
+
+def encode_object(value: Any, pickler: Any = pickle.Pickler) -> bytes:
+    """What `torch.save(value)` would write of an object in which nothing of torch is.
+
+    Args:
+        value: the object.
+        pickler: class of what pickles it.
+
+    Raises:
+        TypeError: something of torch is in it, or something that cannot be pickled.
+    """
+
+    class WithoutTensors(pickler):  # type: ignore[misc]
+        def persistent_id(self, value: Any) -> None:
+            # For storages, torch.save keeps them in records of their own.
+            if type(value).__module__.partition(".")[0] == "torch":
+                raise TypeError(f"{type(value).__module__}.{type(value).__name__}: only torch.save can write it")
+
+    pickled = io.BytesIO()
+    WithoutTensors(pickled, protocol=2).dump(value)
+    content, directory = b"", b""
+    for name, record in ((_PICKLE_NAME, pickled.getvalue()), *_CONSTANTS):
+        fields = (name, _VERSION_20, _UTF8, zlib.crc32(record), len(record))
+        directory += _central_entry(*fields, len(content))
+        content += _local_header(*fields) + record
+    count = 1 + len(_CONSTANTS)
+    end = END.pack(_END_MARK, 0, 0, count, count, len(directory), len(content), 0)
+    return content + directory + end

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -461,6 +463,16 @@ def test_the_commands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     ):
         assert main(words) == 2, words
     assert not list(tmp_path.glob("x*"))
+
+
+def test_an_import_takes_no_torch_which_takes_seconds(model: Path, tmp_path: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None; from mcore_ckpt.commands.cli import main; sys.exit(main())"
+    words = ["import", str(model), str(tmp_path / "c"), "--from", "hf", "--tp", "2", "-q"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    common = torch.load(tmp_path / "c" / "common.pt", weights_only=False)
+    assert common["args"].num_layers == LAYERS
+    assert common["iteration"] == 0
 
 
 def test_the_vocabulary_is_as_stored_where_nothing_tells_it(model: Path, tmp_path: Path) -> None:

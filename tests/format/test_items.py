@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import time
 import zipfile
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from mcore_ckpt.format.item_layout import (
     LARGE_TENSOR_BYTES,
     PAGE_BYTES,
     element_bytes,
+    encode_object,
     encode_tensor,
     place,
     tensor_template,
@@ -158,6 +160,19 @@ def test_other_dtypes_are_refused_by_name(dtype: str) -> None:
 def test_impossible_shapes_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="expected sizes >= 0 and less than"):
         tensor_template("bfloat16", shape)
+
+
+def test_an_object_is_what_torch_would_save_of_it() -> None:
+    value = {"args": Namespace(layers=2, betas=(0.9, 0.95), name=None), "step": 2**40, "bias": True, "list": [1.5, "x"]}
+    item = encode_object(value)
+    assert torch.load(io.BytesIO(item), weights_only=False) == value
+    with zipfile.ZipFile(io.BytesIO(item)) as ours, zipfile.ZipFile(io.BytesIO(saved(value))) as torchs:
+        assert ours.testzip() is None
+        assert set(ours.namelist()) <= set(torchs.namelist())
+        for name in ours.namelist():
+            assert ours.read(name) == torchs.read(name)
+    with pytest.raises(TypeError, match=r"torch\.Tensor"):
+        encode_object({"step": torch.zeros(1)})
 
 
 def test_a_payload_of_the_wrong_size_is_refused() -> None:
