@@ -327,43 +327,12 @@ def exit_with_parent(parent_pid: int, kernel_watches: bool = False) -> None:
 def lower_priority(cpu_priority: int | None, io_priority: int | None) -> None:
     """Give way to training: take a nice value and an I/O scheduling class. Refusals are not worth failing for.
 
-    For a child of the trainer, before it starts threads, which have the nice value of whoever starts them.
+    For a process in the trainer's session: where the kernel groups processes by session (`sched_autogroup_enabled`, on
+    most machines without control groups for the CPU), nice values count within one only.
     """
     if cpu_priority is not None:
         with contextlib.suppress(OSError):
             os.nice(max(0, cpu_priority - os.nice(0)))
-        if os.getsid(0) == os.getpid() and not _lower_session(cpu_priority):
-            threading.Thread(
-                target=_lower_session_later, args=(cpu_priority,), name="mcore-ckpt-priority", daemon=True
-            ).start()
     number = _SYS_IOPRIO_SET.get(platform.machine())
     if io_priority is not None and number is not None:
         ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, io_priority << _IOPRIO_CLASS_SHIFT)
-
-
-# The kernel takes such a wish once in a tenth of a second, of all processes of the host together.
-_SESSION_TRIES: Final = 100
-_SESSION_PERIOD_S: Final = 0.1
-
-
-def _lower_session(cpu_priority: int) -> bool:
-    """Have this process's own session give way to its parent's; False if the kernel asks to come again later.
-
-    Where the kernel groups processes by session (`sched_autogroup_enabled`, on most machines without control groups for
-    the CPU), nice values count within a session only, and sessions share the cores equally, whatever runs in them.
-    """
-    try:
-        parents = Path(f"/proc/{os.getppid()}/autogroup").read_text().rpartition(" nice ")[2]
-        Path("/proc/self/autogroup").write_text(str(min(int(parents) + max(0, cpu_priority), 19)))
-    except BlockingIOError:
-        return False
-    except (OSError, ValueError):  # a kernel without such groups
-        pass
-    return True
-
-
-def _lower_session_later(cpu_priority: int) -> None:
-    for _ in range(_SESSION_TRIES):
-        time.sleep(_SESSION_PERIOD_S)
-        if _lower_session(cpu_priority):
-            return

@@ -49,9 +49,11 @@ _KEPT_STAGES: Final = 4
 _job_numbers = itertools.count(1)
 
 # -S: no site-packages hooks; what can be imported is handed over, behind the standard library, so that a file of the
-# training script's directory can never stand in for one of its modules.
+# training script's directory can never stand in for one of its modules. A process group of its own is out of reach of
+# the terminal's signals; it stays in the trainer's session, to which it gives way (`lower_priority`).
 _PROGRAM: Final = """\
-import sys
+import os, sys
+os.setpgid(0, 0)
 sys.path += [path for path in {path!r} if path not in sys.path]
 from mcore_ckpt.writing._writer_process import main
 main({control_fd}, {status_fd}, {parent_pid}, {kernel_watches}, {cpu_priority}, {io_priority})
@@ -194,7 +196,6 @@ class _WriterChild(SupervisedChild):
                     stdout=self._output_fd,
                     stderr=self._output_fd,
                     pass_fds=(theirs.fileno(), status.fd),
-                    start_new_session=True,
                 )
         except BaseException:
             self._release()
