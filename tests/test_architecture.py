@@ -22,6 +22,7 @@ KNOWS_MEGATRON = {
     "megatron._versions",
     "megatron._errors",
     "megatron.flat_buckets",
+    "megatron.gpt_model",
     "megatron.strategy",
     "convert.logits",
 }

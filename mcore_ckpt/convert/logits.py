@@ -3,16 +3,11 @@
 Megatron's model is built from the arguments that a checkpoint stores, with its own ("local") layers, which run on a
 CPU. `check_logits` does all of it in a process of its own, in float32: what Megatron-Core has to be told before it runs
 without a GPU stays there, and so does an end for want of memory.
-
-Where Megatron-Core's own layers lack something, the smallest stand-in that computes the same takes their place: its
-core of attention is given the two sizes that latent attention has for it, its norm weights that are offsets of one, and
-its embedding a factor.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import json
 import math
@@ -32,12 +27,13 @@ from mcore_ckpt.families.registry import family_named
 from mcore_ckpt.families.table import Family
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.megatron.gpt_model import build_gpt_model
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
 from mcore_ckpt.tools.plain_state import read_plain_state
 
-__all__ = ["LogitsReport", "build_gpt_model", "check_logits", "require_packages"]
+__all__ = ["LogitsReport", "check_logits", "require_packages"]
 
 TOLERANCE: Final = 1e-4
 """Of the largest logit: what is left of rounding in another order after a hundred layers of float32. A layer that
@@ -49,17 +45,6 @@ _MARK = "logits-report: "
 # Beside the parameters: the interpreter with its packages, and activations.
 _BASE_BYTES = 1024**3
 _LAYER = re.compile(r"\blayers\.(?:\d+\.)?")
-_CONFIG_FIELDS = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels normalization add_bias_linear "
-    "add_qkv_bias qk_layernorm layernorm_epsilon attention_dropout hidden_dropout window_size window_attn_skip_freq "
-    "softmax_type glu_linear_offset activation_func_clamp_value apply_query_key_layer_scaling rotary_interleaved "
-    "apply_residual_connection_post_layernorm layernorm_zero_centered_gamma "
-    "moe_ffn_hidden_size moe_router_topk moe_layer_freq moe_router_score_function moe_router_pre_softmax "
-    "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk "
-    "moe_router_enable_expert_bias moe_shared_expert_intermediate_size moe_shared_expert_gate "
-    "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_base "
-    "rotary_scaling_factor mscale mscale_all_dim rope_type original_max_position_embeddings beta_fast beta_slow"
-).split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,164 +309,3 @@ def _fill_shard(shard: Any, index: CheckpointIndex, payloads: StoredPayloads, en
     values = torch.frombuffer(content, dtype=getattr(torch, entry.dtype)).reshape(shard.data.shape)
     shard.data.copy_(values)
     return key
-
-
-# --- Megatron-Core's model
-
-
-def build_gpt_model(
-    arguments: Mapping[str, Any],
-    *,
-    tensor: int = 1,
-    pipeline: int = 1,
-    expert: int = 1,
-    padded_vocabulary: int | None = None,
-) -> Any:
-    """Megatron-Core's `GPTModel` as a launch makes one from such arguments, with its own layers, in float32.
-
-    Collective: the process group is there, and as large as the parallel sizes make it.
-
-    Args:
-        arguments: Megatron's, by name.
-        tensor, pipeline, expert: parallel sizes; expert tensor parallel size is 1.
-        padded_vocabulary: rows of the embedding; by default as the arguments pad it.
-    """
-    import torch
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # 0.16 asks for it where Transformer Engine is not installed
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        expert_model_parallel_size=expert,
-        expert_tensor_parallel_size=1,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    latent = bool(arguments.get("multi_latent_attention"))
-    kind = MLATransformerConfig if latent else TransformerConfig
-    known = getattr(kind, "__dataclass_fields__")  # noqa: B009
-    settings: dict[str, Any] = {name: arguments[name] for name in _CONFIG_FIELDS if name in known and name in arguments}
-    if settings.get("rope_type", "") is None:
-        del settings["rope_type"]  # as a launch does: the class has a default
-    if "layernorm_epsilon" not in arguments and arguments.get("norm_epsilon") is not None:
-        settings["layernorm_epsilon"] = arguments["norm_epsilon"]
-    if arguments.get("num_experts"):
-        settings |= {
-            "num_moe_experts": arguments["num_experts"],
-            "moe_token_dispatcher_type": "allgather",
-            "moe_router_load_balancing_type": "none",
-            "moe_router_dtype": "fp32",
-            "expert_tensor_parallel_size": 1,
-        }
-    config = kind(
-        num_query_groups=arguments["num_query_groups"] if arguments.get("group_query_attention") else None,
-        **_activation(arguments),
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        expert_model_parallel_size=expert,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-        **settings,
-    )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=arguments["normalization"])
-    for name, value in arguments.items():
-        if name.startswith("yarn_"):
-            setattr(config, name, value)  # no field of the class: whoever asks for YaRN puts them there
-    # A table of YaRN's is made where parameters are; there is no GPU.
-    config.use_cpu_initialization = arguments["position_embedding_type"] == "yarn"
-    if config.layernorm_zero_centered_gamma:
-        _let_norms_be_offsets(spec)
-    if latent:
-        _let_latent_attention_run()
-        for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = _latent_core()
-    unit = arguments.get("make_vocab_size_divisible_by", 128) * tensor
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=padded_vocabulary or -(-arguments["vocab_size"] // unit) * unit,
-        max_sequence_length=arguments["max_position_embeddings"],
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        parallel_output=False,
-        share_embeddings_and_output_weights=not arguments.get("untie_embeddings_and_output_weights"),
-        position_embedding_type=arguments["position_embedding_type"],
-        rotary_percent=arguments.get("rotary_percent", 1.0),
-        rotary_base=arguments.get("rotary_base", 10000),
-        rope_scaling=arguments.get("use_rope_scaling", False),
-        rope_scaling_factor=arguments.get("rope_scaling_factor", 8.0),
-        seq_len_interpolation_factor=arguments.get("rotary_seq_len_interpolation_factor"),
-    )
-    if arguments.get("scale_embeddings_by_hidden_size") and parallel_state.is_pipeline_first_stage():
-        scale = math.sqrt(config.hidden_size)
-        model.embedding.register_forward_hook(lambda module, given, found: found * scale)
-    return model
-
-
-def _activation(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What is between the two matrices of an MLP."""
-    import torch
-    from megatron.core.fusions.fused_bias_geglu import quick_gelu
-
-    if arguments.get("swiglu"):
-        return {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
-    if arguments.get("quick_geglu"):
-        return {"gated_linear_unit": True, "activation_func": quick_gelu}
-    # What Megatron's fused kernel computes, which a launch uses unless it is told not to.
-    fused = arguments.get("bias_gelu_fusion", True)
-    gelu = functools.partial(torch.nn.functional.gelu, approximate="tanh" if fused else "none")
-    return {"activation_func": gelu, "gated_linear_unit": bool(arguments.get("gated_linear_unit"))}
-
-
-def _let_norms_be_offsets(spec: Any) -> None:
-    """Megatron-Core's own norm refuses weights that are offsets of one; Transformer Engine's takes them."""
-    import torch
-
-    class OffsetNorm(torch.nn.Module):
-        def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(hidden_size))
-            self.eps = eps
-
-        def forward(self, given: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.rms_norm(given, self.weight.shape, 1 + self.weight, self.eps)
-
-    spec.layer_norm = OffsetNorm
-    for layer in spec.layer_specs:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = OffsetNorm
-
-
-def _let_latent_attention_run() -> None:
-    """Latent attention takes a stand-in of Transformer Engine for the real one, and tables of positions for CUDA's."""
-    from megatron.core.transformer import multi_latent_attention
-
-    multi_latent_attention.HAVE_TE = False
-    if not isinstance(multi_latent_attention.YarnRotaryEmbedding, functools.partial):
-        multi_latent_attention.YarnRotaryEmbedding = functools.partial(
-            multi_latent_attention.YarnRotaryEmbedding, use_cpu_initialization=True
-        )
-
-
-def _latent_core() -> Any:
-    """Megatron's own core of attention, taking the sizes that latent attention gives it: it has none for those yet."""
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    class LatentCore(DotProductAttention):  # type: ignore[misc]
-        def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            # It is made twice, at first without the sizes.
-            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-
-    return LatentCore

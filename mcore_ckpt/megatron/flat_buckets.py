@@ -22,19 +22,14 @@ from typing import Any, NamedTuple
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
+from mcore_ckpt.megatron.gpt_model import gpt_chunk
 
 __all__ = ["FlatParameter", "ParameterBox", "Place", "parameter_orders", "places_in_buckets"]
 
 _ALIGNMENT = 64
 _DEADLINE_S = 3600.0
-# What decides which parameters there are, by Megatron's own names; all else of the arguments is left alone.
-_STRUCTURE = (
-    "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels add_bias_linear add_qkv_bias normalization "
-    "qk_layernorm layernorm_epsilon layernorm_zero_centered_gamma apply_residual_connection_post_layernorm "
-    "attention_output_gate softmax_type multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim "
-    "qk_pos_emb_head_dim v_head_dim moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size "
-    "moe_shared_expert_gate moe_router_topk moe_router_score_function "
-    "moe_router_enable_expert_bias moe_token_dispatcher_type moe_latent_size mtp_num_layers window_size "
+# What decides which of the parameters are a rank's.
+_DIVISION = (
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
     "virtual_pipeline_model_parallel_size account_for_embedding_in_pipeline_split "
     "account_for_loss_in_pipeline_split pipeline_model_parallel_layout"
@@ -441,56 +436,20 @@ def _box(part: Any, name: str) -> list[Any]:
 def _model(arguments: Mapping[str, Any], stage: int | None) -> Any:
     """This rank's chunk of the model, on the meta device."""
     import torch
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
-    config = _config(arguments)
-    chunk = {} if stage is None else {"vp_stage": stage}
-    first = parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, **chunk)
-    last = parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, **chunk)
-    normalization = {"normalization": config.normalization}
-    layers = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, **normalization, **chunk)
-    if arguments.get("mtp_num_layers"):
-        everything = gpt_layer_specs.get_gpt_decoder_layer_specs(config, use_transformer_engine=False, **normalization)
-        chunk["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(
-            config, everything[-1], use_transformer_engine=False, **chunk
-        )
+    sizes = {name: arguments[name] for name in _DIVISION if arguments.get(name) is not None}
     with torch.device("meta"):
-        return GPTModel(
-            config=config,
-            transformer_layer_spec=layers,
-            vocab_size=arguments["padded_vocab_size"],
-            max_sequence_length=arguments.get("max_position_embeddings") or 1,
-            pre_process=first,
-            post_process=last,
-            parallel_output=True,
-            share_embeddings_and_output_weights=not arguments.get("untie_embeddings_and_output_weights"),
-            position_embedding_type=arguments.get("position_embedding_type") or "learned_absolute",
-            rotary_percent=arguments.get("rotary_percent") or 1.0,
-            **chunk,
+        return gpt_chunk(
+            arguments,
+            vocabulary=arguments["padded_vocab_size"],
+            stage=stage,
+            num_layers_in_first_pipeline_stage=arguments.get("decoder_first_pipeline_num_layers"),
+            num_layers_in_last_pipeline_stage=arguments.get("decoder_last_pipeline_num_layers"),
+            use_cpu_initialization=True,
+            perform_initialization=False,
+            pipeline_dtype=torch.float32,
+            **sizes,
         )
-
-
-def _config(arguments: Mapping[str, Any]) -> Any:
-    import dataclasses
-
-    import torch
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
-    kind = MLATransformerConfig if arguments.get("multi_latent_attention") else TransformerConfig
-    known = {field.name for field in dataclasses.fields(kind)}
-    values = {name: arguments[name] for name in _STRUCTURE if arguments.get(name) is not None and name in known}
-    values |= {
-        "num_moe_experts": arguments.get("num_experts"),
-        "num_query_groups": arguments.get("num_query_groups") if arguments.get("group_query_attention") else None,
-        "num_layers_in_first_pipeline_stage": arguments.get("decoder_first_pipeline_num_layers"),
-        "num_layers_in_last_pipeline_stage": arguments.get("decoder_last_pipeline_num_layers"),
-        "gated_linear_unit": bool(arguments.get("swiglu") or arguments.get("quick_geglu")),
-        "use_cpu_initialization": True,
-        "perform_initialization": False,
-        "pipeline_dtype": torch.float32,
-    }
-    return kind(**values)
 
 
 if __name__ == "__main__":

@@ -62,17 +62,18 @@ def test_chunks_of_a_virtual_pipeline_are_what_they_were_made_of(launches: Path)
     virtual pipelines gives other losses each time where messages go through the CPU."""
     place = launches / "legacy-virtual"
     arguments = ["--bf16", _DISTRIBUTED, "--dist-ckpt-optim-fully-reshardable", "--override-opt_param-scheduler"]
-    arguments += ["--rerun-mode", "disabled", "--no-check-for-nan-in-loss-and-grad"]
+    # An embedding that two stages have gets a bucket of its own, behind which 0.16 saves this layout shifted.
+    arguments.append("--untie-embeddings-and-output-weights")
     pipeline = [_PP, "2", "--num-layers-per-virtual-pipeline-stage", "1"]
-    whole = ["--train-iters", "2", "--save", str(place / "saved"), "--save-interval", "2"]
+    whole = ["--train-iters", "3", "--save", str(place / "saved"), "--save-interval", "3"]
     launch("stock", 2, [*arguments, _PP, "2", *whole], place / "run")
-    export_legacy(place / "saved" / "iter_0000002", place / "back" / "iter_0000002", pp=2, vpp=2)
-    (place / "back" / "latest_checkpointed_iteration.txt").write_text("2")
+    export_legacy(place / "saved" / "iter_0000003", place / "back" / "iter_0000003", pp=2, vpp=2)
+    (place / "back" / "latest_checkpointed_iteration.txt").write_text("3")
     again = ["--ckpt-format", "torch", "--load", str(place / "back")]
     again += ["--ckpt-convert-format", "torch_dist", "--ckpt-convert-save", str(place / "again")]
     launch("stock", 2, [*arguments, *pipeline, *again], place / "convert")
-    (made,) = (place / "again").rglob("iter_0000002")
-    difference = diff_checkpoints(place / "saved" / "iter_0000002", made)
+    (made,) = (place / "again").rglob("iter_0000003")
+    difference = diff_checkpoints(place / "saved" / "iter_0000003", made)
     assert len(difference.tensors) > 40
     assert all(tensor.same for tensor in difference.tensors)
     assert not difference.only_in_a
