@@ -60,7 +60,7 @@ def address_of(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
         and type(tensor) in _PLAIN_TYPES
         and tensor.layout is torch.strided
         and not tensor.is_neg()
-        and not tensor.is_conj()
+        and not (stored_dtype.is_complex and tensor.is_conj())
     ):
         return tensor.data_ptr()
     return 0

@@ -32,7 +32,7 @@ from mcore_ckpt.format.seal import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._placement import HostBytes, ReadBuffer, Want, alignment_for, memory_at, narrow, place_box
-from mcore_ckpt.load._whole_items import MAX_WHOLE_BYTES, WholeItem, WholeSpan, cut, place, spans_of
+from mcore_ckpt.load._whole_items import MAX_WHOLE_BYTES, WholeItem, WholeSpan, cut, place, scatter, spans_of
 from mcore_ckpt.load.checksums import BlockSums, RecordSum, checksum_error, contiguous_around, whole_blocks
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, in_parallel, naming, padded_range
 from mcore_ckpt.load.item_decoding import ItemDecoder
@@ -332,29 +332,50 @@ class TensorReads:
             with self._files.reader(span.file) as reader:
                 reader.check_range(span.start, span.stop - span.start)
                 reader.expect(span.start, span.stop - span.start)
-                # What comes out of the page cache is summed and copied while it is in the CPU's.
-                parts = cut(span, _CACHED_BYTES) if reader.is_cached(span.start, span.stop - span.start) else [span]
+                # What comes out of the page cache is summed while it is in the CPU's.
+                parts = cut(span, _CACHED_BYTES) if reader.is_cached(span.start, span.stop - span.start) else []
         except LoadError as error:
             raise _naming(error, span.rows[0].wanted()) from error
-        for part in parts:
-            buffer = self._buffer(part.stop - part.start)
-            try:
-                with self._files.reader(span.file) as reader:
-                    start, stop = padded_range(part.start, part.stop, reader.size_bytes)
-                    reader.read_into(start, buffer.view[: stop - start])
-            except LoadError as error:
-                raise _naming(error, part.rows[0].wanted()) from error
-            self._stats.add(reads=1, bytes_read=stop - start)
-            with self._placing:
-                self._place_whole(buffer, part.rows, -start)
+        with self._files.reader(span.file) as reader:
+            for part in parts:
+                self._scatter(reader, part)
+            if not parts:
+                self._read_and_place(reader, span)
 
-    def _place_whole(self, buffer: ReadBuffer, rows: Sequence[WholeItem], shift: int) -> None:
+    def _scatter(self, reader: RangeReader, span: WholeSpan) -> None:
+        """Read items of which the page cache has most."""
+        nbytes = span.stop - span.start
+        read = scatter(span, reader, self._buffer(nbytes))
+        if read is None:
+            self._read_and_place(reader, span)
+            return
+        self._stats.add(reads=1, bytes_read=nbytes)
         verify = self._options.verify_crc
-        if place(rows, buffer.view, buffer.address, shift, verify):
-            self._stats.add(records_checked=len(rows) if verify else 0)
+        with self._placing:
+            sound = read.are_sound(verify)
+        if sound:
+            self._stats.add(records_checked=len(span.rows) if verify else 0)
+        else:
+            self._read_and_place(reader, span)
+
+    def _read_and_place(self, reader: RangeReader, span: WholeSpan) -> None:
+        buffer = self._buffer(span.stop - span.start)
+        start, stop = padded_range(span.start, span.stop, reader.size_bytes)
+        try:
+            reader.read_into(start, buffer.view[: stop - start])
+        except LoadError as error:
+            raise _naming(error, span.rows[0].wanted()) from error
+        self._stats.add(reads=1, bytes_read=stop - start)
+        with self._placing:
+            self._place_whole(buffer, span, -start)
+
+    def _place_whole(self, buffer: ReadBuffer, span: WholeSpan, shift: int) -> None:
+        verify = self._options.verify_crc
+        if place(span, buffer.view, buffer.address, shift, verify):
+            self._stats.add(records_checked=len(span.rows) if verify else 0)
             return
         checked = 0
-        for row in rows:  # each by itself: one of them is damaged, or not as this package writes it
+        for row in span.rows:  # each by itself: one of them is damaged, or not as this package writes it
             checked += self._place_packed(buffer, row.offset + shift, row.wanted())
         self._stats.add(records_checked=checked)
 

@@ -5,15 +5,20 @@ known before its bytes are read: where it lies, how long it is, which bytes stan
 that this package writes for such a tensor), what its CRC-32 is, and where in memory it goes. So the items of a span
 are checked together, by comparing all that stands around their payloads with what should, and all sums with those of
 `.metadata`; and only when something differs is any item looked at by itself.
+
+What comes out of the page cache is scattered by the kernel: each payload to where it belongs, what stands around the
+payloads side by side into a buffer, where it is compared in one go (`scatter`). What comes from the device comes by
+O_DIRECT, into a buffer, and is copied out of it (`place`).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, groupby
-from operator import itemgetter
-from typing import Final, NamedTuple
+from operator import attrgetter, itemgetter
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -22,15 +27,29 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.format.crc import crc32s
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk
 from mcore_ckpt.format.item_layout import tensor_template
-from mcore_ckpt.load._placement import Want, address_of
+from mcore_ckpt.load._placement import ReadBuffer, Want, address_of, memory_at
 from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES, Extent, coalesce
 from mcore_ckpt.load.read_requests import WantedItem, only_chunk, stored_dtype
+from mcore_ckpt.storage.base import RangeReader
 
-__all__ = ["MAX_WHOLE_BYTES", "WholeItem", "WholeItems", "WholeSpan", "cut", "place", "spans_of"]
+__all__ = [
+    "MAX_WHOLE_BYTES",
+    "WholeItem",
+    "WholeItems",
+    "WholeSpan",
+    "WholeWant",
+    "cut",
+    "place",
+    "scatter",
+    "spans_of",
+]
 
 # Up to here, an item is read whole with its neighbours, and copied out of the buffer: a copy at memory speed costs less
 # than reads of its own for header and payload.
 MAX_WHOLE_BYTES: Final = 1024 * 1024
+
+# So many items can be scattered by one call: the kernel takes 1,024 places (UIO_MAXIOV), of which each wants four.
+MAX_SCATTERED: Final = 256
 
 # Up to here a look at every chunk of a tensor is cheaper than an index of them.
 _FEW_CHUNKS = 8
@@ -49,16 +68,17 @@ class _Kind(NamedTuple):
         item_bytes: length of an item.
         head_bytes: what stands before the payload.
         payload_bytes: length of the payload.
-        first, middle, last: what stands around the payload, cut where its CRC-32 is.
+        around: what stands before and behind the payload, with zeros where its CRC-32 belongs.
+        first_crc, second_crc: where in `around` it belongs.
     """
 
     dtype: torch.dtype
     item_bytes: int
     head_bytes: int
     payload_bytes: int
-    first: bytes
-    middle: bytes
-    last: bytes
+    around: bytes
+    first_crc: int
+    second_crc: int
 
 
 class WholeItem(NamedTuple):
@@ -88,6 +108,11 @@ class WholeItem(NamedTuple):
         return WantedItem(self.fqn, self.kind.dtype, self.chunk, self.kind.payload_bytes, [want])
 
 
+WholeWant = tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""What a destination wants: key of the global tensor, the destination, offsets and sizes of the box that it wants of it
+(in elements), and the shape that the global tensor must have."""
+
+
 class WholeItems:
     """Collects items of which all is wanted.
 
@@ -103,51 +128,45 @@ class WholeItems:
         self._max_bytes = min(max_bytes, MAX_WHOLE_BYTES)
         self._kinds: dict[tuple[str, tuple[int, ...]], _Kind | None] = {}
 
-    def take(
-        self,
-        fqn: str,
-        tensor: torch.Tensor,
-        offsets: tuple[int, ...],
-        sizes: tuple[int, ...],
-        shape: tuple[int, ...],
-    ) -> bool:
-        """Add what a destination wants, if that is a small item that can be copied to it as it is.
-
-        Args:
-            fqn: key of the global tensor.
-            tensor: the destination.
-            offsets, sizes: box that it wants of the global tensor, in elements.
-            shape: that the global tensor must have.
+    def take(self, wants: Iterable[WholeWant]) -> list[bool]:
+        """Add what destinations want, where that is a small item that can be copied there as it is.
 
         Returns:
-            Whether it has been added. Otherwise it may be wrong, or merely unusual: nothing has been decided.
+            Of each whether it has been added. Otherwise it may be wrong, or merely unusual: nothing has been decided.
         """
-        entry = self._entry(fqn)
-        if entry is None or entry.shape != shape:
-            return False
-        chunks = entry.chunks
-        if len(chunks) == 1:
-            chunk: StoredChunk | None = chunks[0]
-        else:
-            chunk = only_chunk(chunks, offsets, sizes) if len(chunks) <= _FEW_CHUNKS else None
-        if chunk is None or chunk.sizes != sizes or chunk.offsets != offsets or tensor.shape != sizes:
-            return False
-        file, offset, length, transforms, crc = chunk.item
-        if crc is None or transforms or length > self._max_bytes:
-            return False
-        key = entry.dtype, sizes
-        kind = self._kinds[key] if key in self._kinds else self._kinds.setdefault(key, _kind(*key, stored_dtype(entry)))
-        if kind is None or kind.item_bytes != length:
-            return False
-        address = address_of(tensor, kind.dtype)
-        if not address:
-            return False
-        self.rows.append(_new_row((file, offset, address, crc, kind, fqn, chunk, tensor)))
-        return True
+        entry_of, kinds, rows, max_bytes = self._entry, self._kinds, self.rows, self._max_bytes
+        taken: list[bool] = []
+        for fqn, tensor, offsets, sizes, shape in wants:
+            taken.append(False)
+            entry = entry_of(fqn)
+            if entry is None:
+                continue
+            _, dtype, stored_shape, chunks, _ = entry
+            if stored_shape != shape:
+                continue
+            if len(chunks) == 1:
+                chunk: StoredChunk | None = chunks[0]
+            else:
+                chunk = only_chunk(chunks, offsets, sizes) if len(chunks) <= _FEW_CHUNKS else None
+            if chunk is None:
+                continue
+            stored_offsets, stored_sizes, (file, offset, length, transforms, crc) = chunk
+            if stored_sizes != sizes or stored_offsets != offsets or tensor.shape != sizes:
+                continue
+            if crc is None or transforms or length > max_bytes:
+                continue
+            key = dtype, sizes
+            kind = kinds[key] if key in kinds else kinds.setdefault(key, _kind(dtype, sizes, stored_dtype(entry)))
+            if kind is None or kind.item_bytes != length:
+                continue
+            address = address_of(tensor, kind.dtype)
+            if address:
+                rows.append(_new_row((file, offset, address, crc, kind, fqn, chunk, tensor)))
+                taken[-1] = True
+        return taken
 
 
-def _new_row(fields: tuple[str, int, int, int, _Kind, str, StoredChunk, torch.Tensor]) -> WholeItem:
-    return tuple.__new__(WholeItem, fields)
+_new_row = partial(tuple.__new__, WholeItem)
 
 
 def _kind(dtype: str, sizes: tuple[int, ...], own: torch.dtype) -> _Kind | None:
@@ -157,17 +176,98 @@ def _kind(dtype: str, sizes: tuple[int, ...], own: torch.dtype) -> _Kind | None:
         return None
     if not template.payload_bytes:
         return None
-    head, tail = template.head, template.tail
+    head_bytes = len(template.head)
     first, second = template.crc_positions
-    return _Kind(
-        own,
-        template.item_bytes,
-        len(head),
-        template.payload_bytes,
-        head + tail[:first],
-        tail[first + 4 : second],
-        tail[second + 4 :],
-    )
+    around = template.head + template.tail
+    payload_bytes = template.payload_bytes
+    return _Kind(own, template.item_bytes, head_bytes, payload_bytes, around, head_bytes + first, head_bytes + second)
+
+
+_Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+_kind_numbers = attrgetter("item_bytes", "head_bytes", "payload_bytes", "first_crc", "second_crc")
+
+
+class _Columns(NamedTuple):
+    """Items of one file in the order in which they lie there; arrays of n int64 each, if nothing else is said.
+
+    Attributes:
+        rows: the items.
+        starts, stops: where they lie in the file.
+        addresses: where their payloads belong.
+        heads, payloads, tails: bytes before the payload, of it, and behind it.
+        arounds: where what stands around each payload begins, if all of that lies side by side; n + 1 of them.
+        first_crcs, second_crcs: where in that the CRC-32 belongs.
+        crcs: CRC-32 of the payloads, little-endian: uint8 of (n, 4).
+        memory, lowest: memory from the lowest of the addresses on to where the last payload ends.
+    """
+
+    rows: Sequence[WholeItem]
+    starts: _Ints
+    stops: _Ints
+    addresses: _Ints
+    heads: _Ints
+    payloads: _Ints
+    tails: _Ints
+    arounds: _Ints
+    first_crcs: _Ints
+    second_crcs: _Ints
+    crcs: np.ndarray[Any, np.dtype[np.uint8]]
+    memory: memoryview
+    lowest: int
+
+    @classmethod
+    def of(cls, rows: Sequence[WholeItem]) -> _Columns:
+        """The columns of items that are in order."""
+        _, offsets, addresses, crcs, kinds, *_ = zip(*rows, strict=True)
+        numbers = np.array(list(map(_kind_numbers, kinds)), dtype=np.int64).T
+        lengths, heads, payloads, first_crcs, second_crcs = np.ascontiguousarray(numbers)
+        starts, places = np.array(offsets, dtype=np.int64), np.array(addresses, dtype=np.int64)
+        arounds = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(lengths - payloads, out=arounds[1:])
+        lowest = int(places.min())
+        return cls(
+            rows,
+            starts,
+            starts + lengths,
+            places,
+            heads,
+            payloads,
+            lengths - heads - payloads,
+            arounds,
+            arounds[:-1] + first_crcs,
+            arounds[:-1] + second_crcs,
+            np.array(crcs, dtype="<u4").view(np.uint8).reshape(-1, 4),
+            memory_at(lowest, int((places + payloads).max()) - lowest),
+            lowest,
+        )
+
+    def part(self, first: int, stop: int) -> _Columns:
+        """Items `first` to `stop` of them."""
+        own = slice(first, stop)
+        return self._replace(
+            rows=self.rows[own],
+            starts=self.starts[own],
+            stops=self.stops[own],
+            addresses=self.addresses[own],
+            heads=self.heads[own],
+            payloads=self.payloads[own],
+            tails=self.tails[own],
+            arounds=self.arounds[first : stop + 1],
+            first_crcs=self.first_crcs[own],
+            second_crcs=self.second_crcs[own],
+            crcs=self.crcs[own],
+        )
+
+    def expected_around(self) -> bytes:
+        """What should stand around the payloads, side by side."""
+        expected = bytearray().join([row.kind.around for row in self.rows])
+        content = np.frombuffer(expected, dtype=np.uint8)
+        for places in (self.first_crcs, self.second_crcs):
+            content[(places - self.arounds[0])[:, None] + _FOUR] = self.crcs
+        return bytes(expected)
+
+
+_FOUR = np.arange(4)
 
 
 class WholeSpan(NamedTuple):
@@ -176,7 +276,12 @@ class WholeSpan(NamedTuple):
     file: str
     start: int
     stop: int
-    rows: Sequence[WholeItem]
+    items: _Columns
+
+    @property
+    def rows(self) -> Sequence[WholeItem]:
+        """The items."""
+        return self.items.rows
 
 
 def spans_of(
@@ -190,55 +295,97 @@ def spans_of(
     spans: list[WholeSpan] = []
     shared: list[WholeItem] = []
     for file, group in groupby(sorted(rows, key=itemgetter(0, 1)), itemgetter(0)):
-        own = list(group)
-        starts = np.array([row.offset for row in own])
-        stops = starts + np.array([row.kind.item_bytes for row in own])
-        gaps = starts[1:] - stops[:-1]
+        items = _Columns.of(list(group))
+        gaps = items.starts[1:] - items.stops[:-1]
         if (gaps < 0).any():
-            shared += own
+            shared += items.rows
         elif ((gaps > CHEAP_GAP_BYTES) & (gaps <= max_gap_bytes)).any():
             extents = [
-                Extent(file, row.offset, row.offset + row.kind.item_bytes, row.kind.item_bytes, row) for row in own
+                Extent(file, row.offset, row.offset + row.kind.item_bytes, row.kind.item_bytes, at)
+                for at, row in enumerate(items.rows)
             ]
             spans += [
-                WholeSpan(file, span.start, span.stop, [extent.owner for extent in span.extents])
+                WholeSpan(file, span.start, span.stop, items.part(span.extents[0].owner, span.extents[-1].owner + 1))
                 for span in coalesce(extents, window_bytes=window_bytes, max_gap_bytes=max_gap_bytes)
             ]
         else:
-            ends = np.append(np.flatnonzero(gaps > min(CHEAP_GAP_BYTES, max_gap_bytes)) + 1, len(own))
-            spans += _cut(file, own, starts, stops, ends, window_bytes)
+            ends = np.append(np.flatnonzero(gaps > min(CHEAP_GAP_BYTES, max_gap_bytes)) + 1, len(items.rows))
+            spans += _cut(file, items, ends, window_bytes, len(items.rows))
     return spans, shared
 
 
 def cut(span: WholeSpan, window_bytes: int) -> list[WholeSpan]:
-    """The same in shorter spans."""
-    starts = np.array([row.offset for row in span.rows])
-    stops = starts + np.array([row.kind.item_bytes for row in span.rows])
-    return list(_cut(span.file, span.rows, starts, stops, np.array([len(span.rows)]), window_bytes))
+    """The same in shorter spans, each of which can be scattered."""
+    items = span.items
+    return list(_cut(span.file, items, np.array([len(items.rows)]), window_bytes, MAX_SCATTERED))
 
 
-def _cut(
-    file: str,
-    rows: Sequence[WholeItem],
-    starts: np.ndarray[tuple[int], np.dtype[np.int64]],
-    stops: np.ndarray[tuple[int], np.dtype[np.int64]],
-    ends: np.ndarray[tuple[int], np.dtype[np.int64]],
-    window_bytes: int,
-) -> Iterator[WholeSpan]:
-    """Spans of at most `window_bytes`, or of one item, that end at `ends` at the latest."""
-    at = 0
-    while at < len(rows):
-        fitting = int(np.searchsorted(stops, starts[at] + window_bytes, "right"))
+def _cut(file: str, items: _Columns, ends: _Ints, window_bytes: int, max_items: int) -> Iterator[WholeSpan]:
+    """Spans of at most `window_bytes` and `max_items`, or of one item, that end at `ends` at the latest."""
+    at, starts, stops = 0, items.starts, items.stops
+    while at < len(starts):
+        fitting = min(int(np.searchsorted(stops, starts[at] + window_bytes, "right")), at + max_items)
         end = min(max(fitting, at + 1), int(ends[np.searchsorted(ends, at, "right")]))
-        yield WholeSpan(file, int(starts[at]), int(stops[end - 1]), rows[at:end])
+        yield WholeSpan(file, int(starts[at]), int(stops[end - 1]), items.part(at, end))
         at = end
 
 
-def place(rows: Sequence[WholeItem], view: memoryview, address: int, shift: int, verify_crc: bool) -> bool:
+def scatter(span: WholeSpan, reader: RangeReader, buffer: ReadBuffer) -> ScatteredItems | None:
+    """Have the payloads of a span put where they belong, and what stands around them into a buffer.
+
+    Args:
+        span: of at most `MAX_SCATTERED` items.
+        reader: of its file.
+        buffer: room for as many bytes as the span has.
+
+    Returns:
+        What has been read, to be checked; None if the reader cannot do that.
+    """
+    items = span.items
+    count = len(items.rows)
+    around_bytes = int(items.arounds[-1] - items.arounds[0])
+    vectors = np.zeros((count, 4, 2), dtype=np.uint64)
+    vectors[:, 0, 0] = items.arounds[:-1] + (buffer.address - items.arounds[0])
+    vectors[:, 0, 1] = items.heads
+    vectors[:, 1, 0] = items.addresses
+    vectors[:, 1, 1] = items.payloads
+    vectors[:, 2, 0] = vectors[:, 0, 0] + vectors[:, 0, 1]
+    vectors[:, 2, 1] = items.tails
+    vectors[:, 3, 0] = buffer.address + around_bytes
+    vectors[:-1, 3, 1] = items.starts[1:] - items.stops[:-1]
+    if not reader.scatter(span.start, vectors.ctypes.data, 4 * count, span.stop - span.start):
+        return None
+    return ScatteredItems(items, buffer.view[:around_bytes])
+
+
+class ScatteredItems(NamedTuple):
+    """Items whose payloads are where they belong.
+
+    Attributes:
+        items: what they are.
+        around: what stood around the payloads.
+    """
+
+    items: _Columns
+    around: memoryview
+
+    def are_sound(self, verify_crc: bool) -> bool:
+        """Whether all of them are just what is expected; `verify_crc`: compare the CRC-32 of the payloads, too."""
+        items = self.items
+        if bytes(self.around) != items.expected_around():
+            return False
+        if not verify_crc:
+            return True
+        starts = items.addresses - items.lowest
+        parts = map(slice, starts.tolist(), (starts + items.payloads).tolist())
+        return _same_sums(map(items.memory.__getitem__, parts), items)
+
+
+def place(span: WholeSpan, view: memoryview, address: int, shift: int, verify_crc: bool) -> bool:
     """Check items in memory, and copy their payloads to where they belong.
 
     Args:
-        rows: the items.
+        span: the items.
         view, address: the memory.
         shift: where in it the beginning of their file would lie.
         verify_crc: compare the CRC-32 of the payloads.
@@ -246,25 +393,24 @@ def place(rows: Sequence[WholeItem], view: memoryview, address: int, shift: int,
     Returns:
         False if any of them is not just what is expected; then nothing has been copied.
     """
-    heads = [row.offset + shift for row in rows]
-    payloads = [head + row.kind.head_bytes for head, row in zip(heads, rows, strict=True)]
-    tails = [payload + row.kind.payload_bytes for payload, row in zip(payloads, rows, strict=True)]
-    around = b"".join(
-        chain.from_iterable(
-            (view[head:payload], view[tail : head + row.kind.item_bytes])
-            for head, payload, tail, row in zip(heads, payloads, tails, rows, strict=True)
-        )
+    items = span.items
+    heads = items.starts + shift
+    payloads = heads + items.heads
+    tails = payloads + items.payloads
+    sources, stops = payloads.tolist(), tails.tolist()
+    parts = chain.from_iterable(
+        zip(map(slice, heads.tolist(), sources), map(slice, stops, (items.stops + shift).tolist()), strict=True)
     )
-    expected = b"".join(
-        chain.from_iterable(
-            (kind.first, crc, kind.middle, crc, kind.last)
-            for kind, crc in [(row.kind, row.crc32.to_bytes(4, "little")) for row in rows]
-        )
-    )
-    if around != expected:
+    if b"".join(map(view.__getitem__, parts)) != items.expected_around():
         return False
-    if verify_crc and crc32s(map(view.__getitem__, map(slice, payloads, tails))) != [row.crc32 for row in rows]:
+    if verify_crc and not _same_sums(map(view.__getitem__, map(slice, sources, stops)), items):
         return False
-    for row, payload in zip(rows, payloads, strict=True):
-        _memmove(row.address, address + payload, row.kind.payload_bytes)
+    for target, source, nbytes in zip(
+        items.addresses.tolist(), (payloads + address).tolist(), items.payloads.tolist(), strict=True
+    ):
+        _memmove(target, source, nbytes)
     return True
+
+
+def _same_sums(payloads: Iterable[memoryview], items: _Columns) -> bool:
+    return np.array(crc32s(payloads), dtype="<u4").tobytes() == items.crcs.tobytes()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, ShapeMismatchError
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.layout.shards import StoredForm, local_box, original_shape, stored_form
 from mcore_ckpt.load._placement import narrow
+from mcore_ckpt.load._whole_items import WholeItems
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 
@@ -60,18 +61,7 @@ def read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
     direct: list[ReadRequest] = []
     spread: list[_Wanted] = []
     whole = reader.whole_items()
-    take, flat_keys = whole.take, reader.index.mcore_data
-    for shard in shards:
-        data = shard.data
-        if (
-            data is not None
-            and not shard.prepend_axis_num
-            and not shard.allow_shape_mismatch
-            and getattr(shard, "flattened_range", None) is None
-            and shard.key not in flat_keys
-            and take(shard.key, data, shard.global_offset, shard.local_shape, shard.global_shape)
-        ):
-            continue
+    for shard in _not_taken(whole, shards, reader.index.mcore_data):
         destination(shard)
         own_shape = original_shape(reader.index, shard.key)
         flattened = getattr(shard, "flattened_range", None) is not None
@@ -90,6 +80,26 @@ def read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
             spread += [_Wanted(shard.key, own_shape, box, tensor) for box, tensor in _boxes(shard)]
     reader.read_items(direct, whole)
     _read_spread(reader, spread)
+
+
+def _not_taken(whole: WholeItems, shards: Iterable[Any], flat_keys: Container[str]) -> list[Any]:
+    """The shards that are not among the items that are read as a whole, after those that can be have been added."""
+    usual: list[Any] = []
+    others: list[Any] = []
+    for shard in shards:
+        as_it_is = (
+            shard.data is not None
+            and not shard.prepend_axis_num
+            and not shard.allow_shape_mismatch
+            and getattr(shard, "flattened_range", None) is None
+            and shard.key not in flat_keys
+        )
+        (usual if as_it_is else others).append(shard)
+    taken = whole.take(map(_WANT, usual))
+    return others + list(itertools.compress(usual, map(operator.not_, taken)))
+
+
+_WANT = operator.attrgetter("key", "data", "global_offset", "local_shape", "global_shape")
 
 
 def _request(shard: Any, form: StoredForm) -> ReadRequest:

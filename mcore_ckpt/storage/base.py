@@ -113,6 +113,20 @@ class RangeReader(ABC):
         """
         self.read_into(offset, view)
 
+    def scatter(self, offset: int, vectors: int, count: int, nbytes: int) -> bool:
+        """Read bytes `[offset, offset + nbytes)` that are at hand (`is_cached`) into many places of memory at once.
+
+        Args:
+            offset: in the file, in bytes.
+            vectors: address of `count` pairs of uint64, address and length of each place (`struct iovec`).
+            count: at most 1,024.
+            nbytes: of all places together.
+
+        Returns:
+            False if it cannot be done so; places may have been written. Whoever then reads them hears why.
+        """
+        return False
+
     def keep_cached(self) -> bool:
         """From now on, what is read stays at hand for others, as by `read_shared`; False if nothing can."""
         return False

@@ -29,6 +29,7 @@ __all__ = [
     "has_huge_pages",
     "populate",
     "preallocate",
+    "read_vectors",
     "write_all",
     "write_back",
     "write_from",
@@ -142,6 +143,8 @@ def _libc() -> Any:
         if function is not None:
             function.argtypes = arguments
             function.restype = ctypes.c_int
+    library.preadv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, offset]
+    library.preadv.restype = ctypes.c_ssize_t
     library.pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, offset]
     library.pwrite.restype = ctypes.c_ssize_t
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, offset]
@@ -228,6 +231,18 @@ def write_from(fd: int, address: int, nbytes: int, offset: int) -> None:
                 continue
             raise OSError(code, os.strerror(code))
         done += count
+
+
+def read_vectors(fd: int, vectors: int, count: int, offset: int) -> int:
+    """Read from `offset` of a file into `count` places, whose addresses and lengths (uint64 each) lie at `vectors`.
+
+    Returns:
+        How many bytes were read; fewer than there is room for at the end of the file, and -1 if it failed.
+    """
+    while (got := int(_libc().preadv(fd, vectors, count, offset))) < 0:
+        if ctypes.get_errno() != errno.EINTR:
+            return -1
+    return got
 
 
 def populate(address: int, nbytes: int) -> None:

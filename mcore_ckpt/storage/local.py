@@ -257,6 +257,12 @@ class LocalReader(RangeReader):
                 f"{error.strerror or error} ({code}); check the device and its file system (dmesg)"
             ) from error
 
+    def scatter(self, offset: int, vectors: int, count: int, nbytes: int) -> bool:
+        self.check_range(offset, nbytes)
+        if self._fd is None or self._insist:
+            return False
+        return direct_io.read_vectors(self._fd, vectors, count, offset) == nbytes
+
     def keep_cached(self) -> bool:
         self._keep = not self._insist
         return self._keep

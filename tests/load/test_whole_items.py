@@ -14,7 +14,7 @@ from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.load._whole_items import spans_of
+from mcore_ckpt.load._whole_items import WholeWant, spans_of
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 
@@ -54,7 +54,7 @@ def load(directory: Path, into: dict[str, torch.Tensor], *, whole: bool, options
     items, requests = reader.whole_items(), []
     for key, tensor in into.items():
         shape = tuple(tensor.shape)
-        if not whole or not items.take(key, tensor, (0,) * len(shape), shape, shape):
+        if not whole or not items.take([(key, tensor, (0,) * len(shape), shape, shape)])[0]:
             requests.append(ReadRequest(key, tensor, (0,) * len(shape), shape))
     reader.read_items(requests, items)
     assert reader.stats.bytes_needed == sum(tensor.nbytes for tensor in into.values())
@@ -86,15 +86,18 @@ def test_others_are_left_to_others(saved: Path) -> None:
     there = torch.zeros(40, 40, dtype=torch.bool)
     key = next(key for key, tensor in state().items() if tensor.shape == (40, 40) and tensor.dtype is torch.bool)
     whole = (0, 0), (40, 40), (40, 40)
-    assert not items.take("nowhere", there, *whole)
-    assert not items.take(key, there.float(), *whole)
-    assert not items.take(key, there.T, *whole)
-    assert not items.take(key, torch.zeros(40, 41, dtype=torch.bool), *whole)
-    assert not items.take(key, there[:39], (0, 0), (39, 40), (40, 40))
-    assert not items.take(key, there, (0, 0), (40, 40), (40, 41))
-    assert not items.take("layer.60.large", torch.zeros(700, 1000), (0, 0), (700, 1000), (700, 1000))
+    refused: list[WholeWant] = [
+        ("nowhere", there, *whole),
+        (key, there.float(), *whole),
+        (key, there.T, *whole),
+        (key, torch.zeros(40, 41, dtype=torch.bool), *whole),
+        (key, there[:39], (0, 0), (39, 40), (40, 40)),
+        (key, there, (0, 0), (40, 40), (40, 41)),
+        ("layer.60.large", torch.zeros(700, 1000), (0, 0), (700, 1000), (700, 1000)),
+    ]
+    assert items.take(refused) == [False] * len(refused)
     assert items.rows == []
-    assert items.take(key, there, *whole)
+    assert items.take([refused[0], (key, there, *whole)]) == [False, True]
 
 
 def test_two_destinations_of_one_item_are_both_filled(saved: Path) -> None:
@@ -104,7 +107,7 @@ def test_two_destinations_of_one_item_are_both_filled(saved: Path) -> None:
     first, second = blank(expected), blank(expected)
     for into in (first, second):
         for key, tensor in into.items():
-            items.take(key, tensor, (0,) * tensor.dim(), tuple(tensor.shape), tuple(tensor.shape))
+            items.take([(key, tensor, (0,) * tensor.dim(), tuple(tensor.shape), tuple(tensor.shape))])
     reader.read_items([], items)
     for into in (first, second):
         for key in expected.keys() - {"layer.60.large"}:
@@ -139,7 +142,7 @@ def test_spans_are_those_of_the_planner(saved: Path) -> None:
     items = FileSystemReader(saved).whole_items()
     into = blank(state())
     for key, tensor in into.items():
-        items.take(key, tensor, (0,) * tensor.dim(), tuple(tensor.shape), tuple(tensor.shape))
+        items.take([(key, tensor, (0,) * tensor.dim(), tuple(tensor.shape), tuple(tensor.shape))])
     for window_bytes in (1, 5000, 10**7):
         spans, shared = spans_of(items.rows, window_bytes=window_bytes, max_gap_bytes=10**6)
         assert not shared
