@@ -54,6 +54,10 @@ _MOSTLY = 0.8
 # A span of more items than this is placed by one thread at a time, while others read.
 _MANY_ITEMS = 32
 
+# So many threads scatter items out of the page cache: half of the work is Python's, and a third would find what it has
+# read no longer in its core's cache when its turn comes to sum it.
+_SCATTERING_THREADS = 2
+
 # Rows with gaps between them are read so many bytes at a time: what a core's own cache holds.
 _ROWS_AT_ONCE_BYTES = 512 * 1024
 
@@ -126,6 +130,7 @@ class TensorReads:
         self._threads = min(options.io_threads, max(1, options.buffer_bytes // options.window_bytes))
         self._per_thread = threading.local()
         self._placing = threading.Lock()
+        self._scattering = threading.BoundedSemaphore(_SCATTERING_THREADS)
 
     def run(self, items: Sequence[WantedItem], whole: Sequence[WholeItem] = ()) -> None:
         """Fill the destinations of `items`, which are in order of file and offset, and of `whole`, in any order.
@@ -344,17 +349,13 @@ class TensorReads:
 
     def _scatter(self, reader: RangeReader, span: WholeSpan) -> None:
         """Read items of which the page cache has most."""
-        nbytes = span.stop - span.start
-        read = scatter(span, reader, self._buffer(nbytes))
-        if read is None:
-            self._read_and_place(reader, span)
-            return
-        self._stats.add(reads=1, bytes_read=nbytes)
-        verify = self._options.verify_crc
-        with self._placing:
-            sound = read.are_sound(verify)
+        nbytes, verify = span.stop - span.start, self._options.verify_crc
+        buffer = self._buffer(nbytes)
+        with self._scattering:
+            read = scatter(span, reader, buffer)
+            sound = read is not None and read.are_sound(verify)
         if sound:
-            self._stats.add(records_checked=len(span.rows) if verify else 0)
+            self._stats.add(reads=1, bytes_read=nbytes, records_checked=len(span.rows) if verify else 0)
         else:
             self._read_and_place(reader, span)
 
