@@ -24,7 +24,7 @@ from mcore_ckpt.convert._file_stream import FileStream, Streams, StreamSink, Tar
 from mcore_ckpt.convert.reshard_plan import ObjectMove, ReshardPlan, TensorMove
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import ChecksumError, OptionError, SaveError
-from mcore_ckpt.core.process import interpreter_ends
+from mcore_ckpt.core.process import done_by
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import TensorEntry
 from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes
@@ -274,12 +274,8 @@ def copy_all(
     workers = [w for w in range(len(plan.work)) if plan.work[w] or plan.objects[w]]
     _allow_open_files(2 * len(plan.sizes) + _OTHER_FILES)
     run = _Run(plan, payloads, directory, journal, memory_bytes // max(1, len(workers)), advance, move_files)
-    if interpreter_ends():
-        for w in workers:
-            _Worker(run, w).work()
-        return
     with ThreadPoolExecutor(max(1, len(workers)), thread_name_prefix="mcore-ckpt-reshard") as pool:
-        futures = [pool.submit(_Worker(run, w).work) for w in workers]
+        futures = [done_by(pool, _Worker(run, w).work) for w in workers]
         try:
             for future in futures:
                 future.result()

@@ -23,6 +23,7 @@ from mcore_ckpt.convert._safetensors_files import safetensors_header
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.core.process import done_by
 from mcore_ckpt.format.index import TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.storage.local import LocalStorage
@@ -210,7 +211,7 @@ def _write_safetensors(
         tensors += [(shard, tensor) for tensor in content]
     run = _Writing(payloads, directory, _stretches(tensors), journal, advance)
     with ThreadPoolExecutor(len(run.work), thread_name_prefix="mcore-ckpt-export") as pool:
-        futures = [pool.submit(_write_stretch, run, number) for number in range(len(run.work))]
+        futures = [done_by(pool, _write_stretch, run, number) for number in range(len(run.work))]
         try:
             for future in futures:
                 future.result()

@@ -14,7 +14,7 @@ collective would leave the others waiting there: so it waits (`interrupts_wait`)
 hear of (`interruptible`), or for the end.
 
 A program may save once more when it ends (`atexit`). From Python 3.12 on no thread can be started any more then, so
-whoever wants a thread asks whether it runs (`start_thread`), and does the work itself otherwise.
+whoever wants a thread asks whether it runs (`start_thread`, `done_by`), and does the work itself otherwise.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor, Future
 
 __all__ = [
     "Sentinel",
     "collector_paused",
     "die_with_parent",
+    "done_by",
     "exit_text",
     "exit_with_parent",
     "interpreter_ends",
@@ -54,6 +58,9 @@ __all__ = [
 ]
 
 
+_Result = TypeVar("_Result")
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """No collection starts within the block; may be nested."""
@@ -68,11 +75,13 @@ def collector_paused() -> Iterator[None]:
 
 
 def interpreter_ends() -> bool:
-    """Whether the main thread has ended, so that only what was registered for that (`atexit`) still runs, or threads.
+    """Whether the main thread has come to its end, so that only what was registered for that (`atexit`) still runs, or
+    threads that it waits for.
 
-    Executors take no work any more then, and from Python 3.12 on no thread can be started.
+    Executors take no work any more then, and from Python 3.12 on no thread can be started. While it waits for threads,
+    the main thread still counts as alive; that it does so is known to `threading` alone.
     """
-    return not threading.main_thread().is_alive()
+    return not threading.main_thread().is_alive() or bool(getattr(threading, "_SHUTTING_DOWN", False))
 
 
 def start_thread(thread: threading.Thread) -> bool:
@@ -83,11 +92,35 @@ def start_thread(thread: threading.Thread) -> bool:
     """
     try:
         thread.start()
-    except RuntimeError:
-        if not interpreter_ends():
+    except RuntimeError as error:
+        if not _is_of_the_end(error):
             raise
         return False
     return True
+
+
+def done_by(pool: Executor, work: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
+    """What `pool.submit(work, *arguments)` returns; at the end of the interpreter, where pools take no work any more,
+    that of work which has been done here. A pool that was made before may come to know of the end only now.
+    """
+    try:
+        return pool.submit(work, *arguments)
+    except RuntimeError as error:
+        if not _is_of_the_end(error):
+            raise
+    from concurrent.futures import Future  # whose import takes longer than that of all of this module
+
+    done: Future[_Result] = Future()
+    try:
+        done.set_result(work(*arguments))
+    except BaseException as error:  # noqa: BLE001  (of the work, for whoever asks for the result)
+        done.set_exception(error)
+    return done
+
+
+def _is_of_the_end(error: RuntimeError) -> bool:
+    """Whether Python refuses a thread because it ends; it may have come to that just now."""
+    return interpreter_ends() or "interpreter shutdown" in str(error)
 
 
 # What terminals and schedulers send to all processes of a job: to stop it, or as a notice that its time is up.
@@ -131,7 +164,7 @@ _held_back: _HeldBack | None = None
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Ctrl-C, and other signals that have handlers, wait until the block ends; but see `interruptible`.
+    """Ctrl-C, and other signals that have handlers, wait until the block ends, however; but see `interruptible`.
 
     A second one of a kind does not wait. Signals come to the main thread; in others this does nothing. May be nested.
     """
@@ -146,8 +179,8 @@ def interrupts_wait() -> Iterator[None]:
             yield
         finally:
             outer.passing = passing
-        if passing:
-            outer.deliver()
+            if passing:
+                outer.deliver()
         return
     held = _held_back = _HeldBack()
     try:
@@ -156,7 +189,7 @@ def interrupts_wait() -> Iterator[None]:
     finally:
         _held_back = None
         held.end()
-    held.deliver()
+        held.deliver()
 
 
 @contextmanager

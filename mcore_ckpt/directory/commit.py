@@ -50,7 +50,7 @@ from mcore_ckpt.core.errors import (
     SaveError,
 )
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.process import interpreter_ends
+from mcore_ckpt.core.process import done_by, interpreter_ends
 from mcore_ckpt.directory.claim import Claim, holders, holders_of_parts, is_claim_file, seems_gone
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex
@@ -621,8 +621,11 @@ def check_files(storage: Storage, planned: Iterable[tuple[str, int]], *, at_leas
     while left:
         beside = len(left) > _LOOKERS and not interpreter_ends()
         with ThreadPoolExecutor(_LOOKERS) if beside else nullcontext() as threads:
-            look = map if threads is None else threads.map
-            found = dict(zip(left, look(lambda name: _size(storage, name), left), strict=True))
+            if threads is None:
+                found = {name: _size(storage, name) for name in left}
+            else:
+                looked = {name: done_by(threads, _size, storage, name) for name in left}
+                found = {name: look.result() for name, look in looked.items()}
         left = {name: size for name, size in left.items() if not is_there(found[name], size)}
         if not left or time.monotonic() >= until_s:
             break

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from mcore_ckpt.core.errors import LoadError
-from mcore_ckpt.core.process import interpreter_ends
+from mcore_ckpt.core.process import done_by, interpreter_ends
 from mcore_ckpt.format.index import StoredItem
 from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor
 from mcore_ckpt.format.zip_records import NotRangeable
@@ -88,7 +88,7 @@ class ItemLocations:
 
             def begin_next() -> None:
                 for batch in batches:
-                    pending.append(pool.submit(self._locate_batch, batch, files, stats, unranged))
+                    pending.append(done_by(pool, self._locate_batch, batch, files, stats, unranged))
                     return
 
             def located(wanted: WantedItem) -> LocatedTensor | None:

@@ -17,7 +17,7 @@ from typing import TypeVar
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.host_memory import free_host_bytes
 from mcore_ckpt.core.options import DirectIo, LoadOptions, ranks_of_this_host
-from mcore_ckpt.core.process import interpreter_ends
+from mcore_ckpt.core.process import done_by, interpreter_ends
 from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, Storage, align_up
 
@@ -176,8 +176,8 @@ def in_parallel(tasks: Iterable[_Task], work: Callable[[_Task], None], threads: 
         drain(first, second)
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="mcore_ckpt-read") as pool:
-        futures = [pool.submit(drain, first), pool.submit(drain, second)]
-        futures += [pool.submit(drain) for _ in range(threads - 2)]
+        futures = [done_by(pool, drain, first), done_by(pool, drain, second)]
+        futures += [done_by(pool, drain) for _ in range(threads - 2)]
         try:
             for future in futures:
                 future.result()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 
-from mcore_ckpt import FileSystemReader, FileSystemWriterAsync
+from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, SaveOptions
 from mcore_ckpt.directory.claim import LEASE_S, Claim, holders
 from mcore_ckpt.storage.local import LocalStorage
 from tests.megatron.trap_ranks import check, installed, state
@@ -26,12 +28,15 @@ pytest.importorskip("megatron.core.dist_checkpointing", reason="half of the save
 
 def end_the_interpreter() -> None:
     """As far as that is for threads."""
+    shut_down: Any = vars(threading)["_shutdown"]
+    shut_down()
+    refuse_threads()
 
+
+def refuse_threads() -> None:
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    shut_down: Any = vars(threading)["_shutdown"]
-    shut_down()
     for name in ("_start_new_thread", "_start_joinable_thread"):
         setattr(threading, name, refuse)
 
@@ -78,3 +83,31 @@ def test_a_claim_that_has_no_thread_is_renewed_when_it_is_asked_for(tmp_path: Pa
 
     in_child(at_the_end)
     assert not list(tmp_path.iterdir())
+
+
+def test_threads_that_the_end_waits_for_save_and_load_to_their_end(tmp_path: Path) -> None:
+    """What `dcp.async_save` has in flight when a script ends: its thread is waited for, and gets no others."""
+
+    def many(value: float) -> dict[str, torch.Tensor]:
+        return {f"w{i}": torch.full((30_000,), value) for i in range(60)}
+
+    def save_and_load(ended: threading.Event) -> None:
+        ended.wait(60)
+        options = SaveOptions(thread_count=30)  # so many files that the coordinator looks for them side by side
+        dcp.save(many(2.0), storage_writer=FileSystemWriterAsync(tmp_path / "saved", options=options))
+        found = many(0.0)
+        dcp.load(found, storage_reader=FileSystemReader(tmp_path / "saved"))
+        assert all(torch.equal(found[key], tensor) for key, tensor in many(2.0).items())
+
+    def end_meanwhile() -> None:
+        ended = threading.Event()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            work = ThreadPoolExecutor(1).submit(save_and_load, ended)
+            # From here on no pool takes work, and (from Python 3.12 on) no thread is started; the main thread is alive.
+            vars(threading)["_register_atexit"](lambda: [refuse_threads(), ended.set()])
+            vars(threading)["_shutdown"]()
+        work.result(0)
+
+    in_child(end_meanwhile)
+    assert len(list((tmp_path / "saved").glob("*.distcp"))) > 16

@@ -1,0 +1,37 @@
+"""Signals that wait for the end of a step are answered, however that ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from mcore_ckpt.core.process import interruptible, interrupts_wait
+
+
+def step_that_fails(number: signal.Signals) -> None:
+    with interrupts_wait():
+        os.kill(os.getpid(), number)
+        raise ValueError("the save failed")
+
+
+def test_a_signal_that_has_waited_is_answered_though_the_step_fails() -> None:
+    came: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
+    try:
+        with pytest.raises(ValueError, match="the save failed"):
+            step_that_fails(signal.SIGUSR1)
+        assert came == [signal.SIGUSR1]
+        with interrupts_wait(), interruptible():
+            with pytest.raises(ValueError, match="the save failed"):
+                step_that_fails(signal.SIGUSR1)
+            assert came == [signal.SIGUSR1] * 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_ctrl_c_that_has_waited_is_raised_in_place_of_the_failure() -> None:
+    with pytest.raises(KeyboardInterrupt) as raised:
+        step_that_fails(signal.SIGINT)
+    assert isinstance(raised.value.__context__, ValueError)
