@@ -125,10 +125,67 @@ CASES += [
     HfCase("gpt-oss", "GptOssConfig", GPT_OSS),
     HfCase("gpt-oss-mxfp4", "GptOssConfig", {**GPT_OSS, "hidden_size": 64, "intermediate_size": 32}, "mxfp4"),
 ]
+# What the cases have not: embeddings tied or not the other way round, as many keys as queries, other kinds of layers,
+# other routers. On one rank, with a tensor for each layer.
+SCALED = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+OTHERS = [
+    HfCase("llama-ungrouped", "LlamaConfig", {**SMALL, "num_key_value_heads": 4, "rope_parameters": SCALED}),
+    HfCase("mistral-tied", "MistralConfig", {**SMALL, "sliding_window": None, "tie_word_embeddings": True}),
+    HfCase("qwen2-untied", "Qwen2Config", {**SMALL, "tie_word_embeddings": False, "rope_parameters": SCALED}),
+    HfCase("qwen3-tied", "Qwen3Config", {**SMALL, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    HfCase(
+        "gpt2-untied",
+        "GPT2Config",
+        {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "vocab_size": VOCABULARY,
+            "n_positions": 64,
+            "n_inner": 40,
+            "tie_word_embeddings": False,
+            "activation_function": "gelu",
+        },
+    ),
+    HfCase(
+        "mixtral-tied",
+        "MixtralConfig",
+        {**SMALL, "num_local_experts": 4, "sliding_window": 8, "tie_word_embeddings": True, "num_experts_per_tok": 3},
+    ),
+    HfCase(
+        "qwen2-moe-normalized",
+        "Qwen2MoeConfig",
+        {
+            **SMALL,
+            **EXPERTS,
+            "shared_expert_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    HfCase(
+        "qwen3-moe-tied", "Qwen3MoeConfig", {**SMALL, **EXPERTS, "norm_topk_prob": False, "tie_word_embeddings": True}
+    ),
+    HfCase("deepseek-v2-greedy", "DeepseekV2Config", {**LATENT, "topk_method": "greedy", "tie_word_embeddings": True}),
+    HfCase(
+        "deepseek-v3-tied",
+        "DeepseekV3Config",
+        {**LATENT, "n_group": 4, "topk_group": 4, "n_shared_experts": 1, "tie_word_embeddings": True},
+    ),
+    HfCase("gemma-untied", "GemmaConfig", {**SMALL, "num_key_value_heads": 4, "tie_word_embeddings": False}),
+    HfCase(
+        "gpt-oss-tied",
+        "GptOssConfig",
+        {**GPT_OSS, "layer_types": ["full_attention", "sliding_attention"], "tie_word_embeddings": True},
+    ),
+]
 LAYOUTS = [Parallel(), Parallel(tensor=2), Parallel(pipeline=2), Parallel(expert=2)]
 
 
 def layouts_of(case: HfCase) -> list[Parallel]:
+    if case in OTHERS:
+        return [Parallel()]
     has_experts = any("experts" in name for name in case.settings)
     return [layout for layout in LAYOUTS if layout.expert == 1 or has_experts]
 
@@ -141,7 +198,7 @@ def imported(case: HfCase, layout: Parallel, root: Path) -> Path:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of each case in `CASE/hf`, and its checkpoints of each layout beside it."""
     root = tmp_path_factory.mktemp("models")
-    for case in CASES:
+    for case in CASES + OTHERS:
         make_hf_model(case, root / case.name / "hf")
         for layout in layouts_of(case):
             report = import_huggingface(
@@ -153,17 +210,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 etp=1,
                 transformer_impl="local",
                 dtype="fp32" if case.quantized else None,
+                numbered_layers=case in OTHERS,
             )
             assert case.name.startswith(report.family)
     return root
 
 
 def test_megatron_computes_the_same_logits(models: Path) -> None:
-    expected = {case.name: hf_logits(models / case.name / "hf", VOCABULARY) for case in CASES}
+    expected = {case.name: hf_logits(models / case.name / "hf", VOCABULARY) for case in CASES + OTHERS}
     for world in (1, 2):
         jobs = {
             (case.name, str(layout)): (imported(case, layout, models), layout)
-            for case in CASES
+            for case in CASES + OTHERS
             for layout in layouts_of(case)
             if max(layout.tensor * layout.pipeline, layout.expert) == world
         }
@@ -196,6 +254,18 @@ def test_the_same_bits_come_back(models: Path, tmp_path: Path, case: HfCase) -> 
         back = weights(tmp_path / f"engine-{numbered}-hf")
         assert all(torch.equal(back[key], tensor) for key, tensor in original.items())
     assert torch.equal(hf_logits(tmp_path / "0", VOCABULARY), hf_logits(models / case.name / "hf", VOCABULARY))
+
+
+def test_the_same_bits_come_back_of_others(models: Path, tmp_path: Path) -> None:
+    for case in OTHERS:
+        original = weights(models / case.name / "hf")
+        export_huggingface(imported(case, Parallel(), models), tmp_path / case.name)
+        back = weights(tmp_path / case.name)
+        assert back.keys() == original.keys(), case
+        assert all(torch.equal(back[key], tensor) for key, tensor in original.items()), case
+        assert torch.equal(
+            hf_logits(tmp_path / case.name, VOCABULARY), hf_logits(models / case.name / "hf", VOCABULARY)
+        ), case
 
 
 def test_what_megatron_saves_computes_the_same_in_transformers(models: Path, tmp_path: Path) -> None:

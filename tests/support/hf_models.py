@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from mcore_ckpt.format.metadata_read import read_index
 from tests.support.cpu_megatron import pretend_cuda
 from tests.support.models import Parallel
 
@@ -165,7 +167,8 @@ def megatron_logits(checkpoint: Path, parallel: Parallel, vocabulary: int, strat
 
     arguments = dist_checkpointing.load_common_state_dict(str(checkpoint))["args"]
     model = build_from_arguments(arguments, parallel)
-    wanted = model.sharded_state_dict()
+    numbered = any(re.search(r"\blayers\.\d", key) for key in read_index(checkpoint).tensors)
+    wanted = model.sharded_state_dict(metadata={"non_homogeneous_layers": numbered})
     loaded = dist_checkpointing.load({"model": wanted}, str(checkpoint), strategy, strict="raise_all")
     model.load_state_dict(loaded["model"])
     return run_model(model, arguments, vocabulary)
