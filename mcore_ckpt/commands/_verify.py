@@ -10,6 +10,11 @@ from mcore_ckpt.core.console import human_bytes
 __all__ = ["add_arguments", "run"]
 
 _SHOWN = 50
+_OTHER_OPTIMIZER = (
+    "a launch that loads the optimizer goes on from its weights, not from the model's. Megatron-Core saves a fully "
+    "reshardable optimizer of several buckets shifted; the model's weights are not, and with --no-load-optim a launch "
+    "goes on from them"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,13 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="take the common state (common.pt) as it is: somebody has changed it on purpose",
     )
+    parser.add_argument(
+        "--optimizer",
+        action="store_true",
+        help="hold the optimizer's float32 weights against the model's, too: rounded, they are the same",
+    )
     parser.add_argument("--workers", type=int, default=2, metavar="W", help="threads that read and sum (2)")
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Verify, and repair if asked."""
     from mcore_ckpt.tools.inspection import checkpoint_directory
-    from mcore_ckpt.tools.verify import verify_checkpoint
+    from mcore_ckpt.tools.verify import verify_checkpoint, verify_optimizer
 
     directory = checkpoint_directory(arguments.checkpoint)
     # Looked at first: what is wrong with it shows before the hours that a verification may take.
@@ -47,6 +57,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
         from mcore_ckpt.tools.repair import repair_checkpoint
 
         report = repair_checkpoint(report, other, progress=shown)
+    if arguments.optimizer and report.whole:
+        report = verify_optimizer(report, progress=shown)
     rate = report.read_bytes / report.seconds if report.seconds else 0
     lines = [one_line(f"{problem.kind}: {problem.message}") for problem in report.problems[:_SHOWN]]
     if len(report.problems) > _SHOWN:
@@ -59,6 +71,14 @@ def run(arguments: argparse.Namespace) -> Outcome:
         f"{report.records} checksums, {human_bytes(report.read_bytes)} in {report.seconds:.1f} s "
         f"({human_bytes(int(rate))}/s)" + (f"; {report.unchecked} items carry no checksum" if report.unchecked else "")
     )
+    if arguments.optimizer:
+        lines.append(
+            "the optimizer was not held against the model: other things are wrong"
+            if report.compared is None
+            else f"the optimizer's weights were held against {report.compared} tensors of the model"
+            + ("" if report.compared else ": it stores none in float32 by their names")
+        )
+        lines += [_OTHER_OPTIMIZER] if any(problem.kind == "optimizer" for problem in report.problems) else []
     document = {
         "path": report.path,
         "whole": report.whole,
@@ -68,6 +88,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         "items": report.items,
         "records": report.records,
         "unchecked": report.unchecked,
+        "compared": report.compared,
         "read_bytes": report.read_bytes,
         "seconds": report.seconds,
     }

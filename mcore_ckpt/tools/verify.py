@@ -6,18 +6,22 @@ record (those of stock Megatron-Core and PyTorch too, where nothing ever compare
 
 Small items are read many at a time, large ones in windows, by a few threads: at the speed of the disk, in bounded
 memory, without torch.
+
+On request the optimizer is held against the model: its float32 weights, rounded, are the model's.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
@@ -41,10 +45,26 @@ from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.inspection import LOOKS, checkpoint_directory, index_version, restless_error
 
-__all__ = ["ItemCheck", "Problem", "VerifyReport", "check_file", "check_item", "verify_checkpoint", "verify_index"]
+if TYPE_CHECKING:
+    from mcore_ckpt.tools.payloads import StoredPayloads
+
+__all__ = [
+    "ItemCheck",
+    "Problem",
+    "VerifyReport",
+    "check_file",
+    "check_item",
+    "verify_checkpoint",
+    "verify_index",
+    "verify_optimizer",
+]
 
 _WINDOW_BYTES = 8 * 1024 * 1024
 _MAX_GAP_BYTES = 256 * 1024
+# The optimizer's own copy of a parameter, by Megatron's name for it, and by the one that it had up to 0.14.
+_MAIN_WEIGHT = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?:param|fp32_param)\.(?P<key>.+)$")
+_ROUNDED = ("float32", "bfloat16", "float16")
+_WINDOW_ELEMENTS = _WINDOW_BYTES // 4
 _COMMON_STATE = "common_state"  # where it is no file of its own, the key of the object that holds it
 
 
@@ -53,13 +73,13 @@ class Problem:
     """Something that is wrong.
 
     Attributes:
-        kind: `"index"`, `"file"`, `"structure"` (chunks, overlaps), `"item"` (headers) or `"checksum"`.
+        kind: `"index"`, `"file"`, `"structure"` (chunks, overlaps), `"item"` (headers), `"checksum"` or `"optimizer"`.
         message: what, where, expected and got.
         fqn: the key, where it is one item's problem.
         file, offset, length: the bytes of that item.
     """
 
-    kind: Literal["index", "file", "structure", "item", "checksum"]
+    kind: Literal["index", "file", "structure", "item", "checksum", "optimizer"]
     message: str
     fqn: str | None = None
     file: str | None = None
@@ -73,6 +93,7 @@ class VerifyReport:
 
     Attributes:
         unchecked: items whose bytes carry no CRC-32, or are stored through a transform that hides it.
+        compared: tensors of the model that the optimizer's were held against; None: it was not asked for.
     """
 
     path: str
@@ -83,6 +104,7 @@ class VerifyReport:
     seconds: float
     unchecked: int = 0
     repaired: tuple[str, ...] = ()
+    compared: int | None = None
 
     @property
     def whole(self) -> bool:
@@ -113,12 +135,15 @@ class _Span(NamedTuple):
     stop: int
 
 
-def verify_checkpoint(path: str | os.PathLike[str], *, workers: int = 2, progress: bool | None = False) -> VerifyReport:
+def verify_checkpoint(
+    path: str | os.PathLike[str], *, workers: int = 2, optimizer: bool = False, progress: bool | None = False
+) -> VerifyReport:
     """Check structure and content of the checkpoint in `path`.
 
     Args:
         path: directory of the checkpoint, or one with a tracker file.
         workers: threads that read and sum; each takes one window (8 MiB) of memory.
+        optimizer: hold the optimizer's float32 weights against the model's, too, if nothing else is wrong.
         progress: show a bar; None: if standard error is a terminal.
 
     Raises:
@@ -130,6 +155,8 @@ def verify_checkpoint(path: str | os.PathLike[str], *, workers: int = 2, progres
     for _ in range(LOOKS):
         seen = index_version(directory)
         report = _verify(directory, workers, progress)
+        if optimizer and report.whole:
+            report = verify_optimizer(report, progress=progress)
         # What is wrong beside a save that replaces the checkpoint may be right in both.
         if report.whole or index_version(directory) == seen:
             return replace(report, seconds=time.monotonic() - started)
@@ -174,6 +201,87 @@ def verify_index(index: CheckpointIndex, *, workers: int = 2, progress: bool | N
         seconds=time.monotonic() - started,
         unchecked=checker.unchecked,
     )
+
+
+def verify_optimizer(report: VerifyReport, *, progress: bool | None = False) -> VerifyReport:
+    """Hold the optimizer's float32 weights against the model's: rounded, they are the same elements.
+
+    They are wherever an optimizer keeps a copy in float32 of what a model has in 16 bits. Megatron-Core 0.16 saves a
+    fully reshardable optimizer of several padded buckets shifted, and nothing else in the checkpoint shows it.
+
+    Args:
+        report: of a checkpoint that is whole.
+        progress: show a bar; None: if standard error is a terminal.
+
+    Raises:
+        LoadError: it cannot be read.
+    """
+    from mcore_ckpt.tools.payloads import StoredPayloads
+
+    started, index = time.monotonic(), read_index(Path(report.path))
+    pairs = []
+    for fqn, main in index.tensors.items():
+        found = _MAIN_WEIGHT.match(fqn)
+        weight = index.tensors.get(found.group("key")) if found else None
+        if weight is not None and weight.shape == main.shape and main.dtype == "float32" and weight.dtype in _ROUNDED:
+            pairs.append((main, weight))
+    total = sum(math.prod(main.shape) * (4 + element_bytes(weight.dtype)) for main, weight in pairs)
+    problems = []
+    with Progress("optimizer", total, shown=progress) as bar, StoredPayloads(index) as payloads:
+        for main, weight in pairs:
+            message = _other_elements(payloads, main, weight, bar)
+            if message:
+                problems.append(Problem("optimizer", message, fqn=main.fqn))
+    return replace(
+        report,
+        problems=(*report.problems, *problems),
+        read_bytes=report.read_bytes + total,
+        seconds=report.seconds + time.monotonic() - started,
+        compared=len(pairs),
+    )
+
+
+def _other_elements(payloads: StoredPayloads, main: TensorEntry, weight: TensorEntry, bar: Progress) -> str:
+    """What is wrong with an optimizer's weight beside the model's; empty if it rounds to that."""
+    from mcore_ckpt.tools.dtype_cast import as_numbers, cast_floats
+    from mcore_ckpt.tools.payloads import read_box
+
+    differing, first = 0, ""
+    for offsets, sizes in _windows(main.shape, _WINDOW_ELEMENTS):
+        exact, stored = read_box(payloads, main, offsets, sizes), read_box(payloads, weight, offsets, sizes)
+        rounded = cast_floats(exact, main.dtype, weight.dtype)
+        if rounded != stored:
+            ours, theirs = as_numbers(rounded, weight.dtype), as_numbers(stored, weight.dtype)
+            assert ours is not None
+            assert theirs is not None
+            wrong = ((ours != theirs) & ~((ours != ours) & (theirs != theirs))).nonzero()[0]  # NaN is NaN
+            if len(wrong) and not first:
+                at, place = int(wrong[0]), []
+                for size in reversed(sizes):
+                    place.append(at % size)
+                    at //= size
+                where = [offset + inside for offset, inside in zip(offsets, reversed(place), strict=True)]
+                first = f"{where} rounds to {ours[wrong[0]]:.6g}, and the model has {theirs[wrong[0]]:.6g}"
+            differing += len(wrong)
+        bar.advance(len(exact) + len(stored))
+    if not differing:
+        return ""
+    total = math.prod(main.shape)
+    return f"{main.fqn}: {differing} of {total} elements do not round to the model's; the first at {first}"
+
+
+def _windows(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Boxes of at most so many elements (or one along each axis) that make up a tensor: offsets and sizes, in order."""
+    axis = next((axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= most), len(shape))
+    inner = tuple(shape[axis + 1 :])
+    step = max(1, most // max(1, math.prod(inner)))
+    for outer in itertools.product(*map(range, shape[:axis])):
+        if axis == len(shape):
+            yield (), ()
+            continue
+        for start in range(0, shape[axis], step):
+            sizes = (*(1,) * axis, min(step, shape[axis] - start), *inner)
+            yield (*outer, start, *(0,) * len(inner)), sizes
 
 
 def _common_state(

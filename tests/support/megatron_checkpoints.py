@@ -8,13 +8,13 @@ from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.parallel_layout import data_file_rank
 from tests.megatron.interop_ranks import Job, LoadedState
 from tests.support.cpu_megatron import pretend_cuda
-from tests.support.models import build_training
+from tests.support.models import ModelShape, Parallel, build_training
 from tests.support.state_compare import Reference
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["load_and_locate"]
+__all__ = ["load_and_locate", "save_in_buckets"]
 
 
 def load_and_locate(rank: int, jobs: list[Job]) -> dict[str, tuple[LoadedState, list[str]]]:
@@ -35,6 +35,17 @@ def load_and_locate(rank: int, jobs: list[Job]) -> dict[str, tuple[LoadedState, 
         after = reference.compare(training.sharded_state_dict())
         found[job.name] = LoadedState(before, after, training.step, ()), elsewhere
     return found
+
+
+def save_in_buckets(rank: int, jobs: dict[Path, int | None]) -> None:
+    """Train a model for a step and let stock Megatron-Core save it, with buckets of so many elements, or one."""
+    pretend_cuda()
+    from megatron.core import dist_checkpointing
+
+    for path, elements in jobs.items():
+        training = build_training(ModelShape(layers=1, hidden=32), Parallel(), bucket_elements=elements)
+        training.train(1)
+        dist_checkpointing.save(training.sharded_state_dict(), str(path))
 
 
 def _not_in_own_file(rank: int, state_dict: dict[str, object], checkpoint: Path) -> list[str]:

@@ -159,10 +159,13 @@ class Training:
             yield torch.randint(self.shape.vocabulary, (batch, self.shape.sequence + 1), generator=generator)
 
 
-def build_training(shape: ModelShape, parallel: Parallel, seed: int = 1) -> Training:
+def build_training(
+    shape: ModelShape, parallel: Parallel, seed: int = 1, bucket_elements: int | None = None
+) -> Training:
     """Set up Megatron's groups for this world and build the model of `shape` with a distributed Adam.
 
-    Collective over the default process group. Models of different seeds differ in every weight.
+    Collective over the default process group. Models of different seeds differ in every weight. With `bucket_elements`
+    gradients are reduced in buckets of about so many; by default in one.
     """
     pretend_cuda()
     from megatron.core import parallel_state, tensor_parallel
@@ -231,7 +234,11 @@ def build_training(shape: ModelShape, parallel: Parallel, seed: int = 1) -> Trai
     )
     if dtype is torch.bfloat16:
         chunk = chunk.bfloat16()
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=bucket_elements is not None,
+        bucket_size=bucket_elements,
+    )
     model = [DistributedDataParallel(config=config, ddp_config=ddp_config, module=chunk)]
     optimizer_config = OptimizerConfig(
         optimizer="adam",

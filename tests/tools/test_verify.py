@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.convert.reshard import ReshardOptions, reshard
@@ -20,9 +21,12 @@ from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.tools import verify
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.gloo_ranks import run_ranks
+from tests.support.megatron_checkpoints import save_in_buckets
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
 
 KEY = "decoder.layers.1.mlp.linear_fc1.weight"
@@ -381,3 +385,63 @@ def test_every_changed_bit_of_metadata_json_is_seen(tmp_path: Path) -> None:
         assert [problem.file for problem in report.problems] == ["metadata.json"], bytes(content)
     path.write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')  # as megatron-core 0.19 has it
     assert verify_checkpoint(tmp_path / "c").whole
+
+
+def write_optimizer(path: Path, weight: torch.Tensor, main: torch.Tensor, key: str = "optimizer.state.param.w") -> Path:
+    dcp.save({"w": weight, key: main, "optimizer.state.exp_avg.w": main}, checkpoint_id=path)
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_an_optimizers_weights_round_to_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(verify, "_WINDOW_ELEMENTS", 7)
+    main_weight = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(2))
+    main_weight[0, 1, 2] = torch.nan
+    good = write_optimizer(tmp_path / "good", main_weight.to(dtype), main_weight)
+    assert main(["verify", str(good), "--optimizer"]) == 0
+    assert "held against 1 tensors of the model" in capsys.readouterr().out
+    weight = main_weight.to(dtype).clone()
+    weight[1, 2, 3:] += 0.5
+    bad = write_optimizer(tmp_path / "bad", weight, main_weight, "chained_1.optimizer.state.fp32_param.w")
+    assert main(["verify", str(bad), "-q"]) == 0
+    assert main(["verify", str(bad), "--optimizer"]) == 1
+    assert "--no-load-optim" in capsys.readouterr().out
+    (problem,) = verify_checkpoint(bad, optimizer=True).problems
+    assert (problem.kind, problem.fqn) == ("optimizer", "chained_1.optimizer.state.fp32_param.w")
+    rounded, stored = (float(tensor[1, 2, 3]) for tensor in (main_weight.to(dtype), weight))
+    first = f"the first at [1, 2, 3] rounds to {rounded:.6g}, and the model has {stored:.6g}"
+    assert f": 2 of 30 elements do not round to the model's; {first}" in problem.message
+    item = item_of(bad, "w", chunk=0)
+    payload = (bad / item.file).read_bytes().index(weight.contiguous().view(torch.uint8).numpy().tobytes())
+    flip(bad, item, payload - item.offset)
+    assert main(["verify", str(bad), "--optimizer"]) == 1
+    assert "was not held against the model" in capsys.readouterr().out
+
+
+def test_where_the_optimizer_has_no_weights_of_its_own_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_optimizer(tmp_path / "c", torch.ones(3), torch.ones(3), "optimizer.state.master.w")
+    assert main(["verify", str(path), "--optimizer"]) == 0
+    assert "against 0 tensors of the model: it stores none" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_an_optimizer_that_stock_megatron_has_saved_shifted(tmp_path: Path) -> None:
+    """Of several buckets that are padded; of one, it is right. All checksums hold in both."""
+    pytest.importorskip("megatron.core")
+    jobs = {tmp_path / "one": None, tmp_path / "several": 2000}
+    for path in jobs:
+        path.mkdir()
+    run_ranks(save_in_buckets, 1, jobs)
+    assert verify_checkpoint(tmp_path / "several").whole
+    one, several = (verify_checkpoint(path, optimizer=True) for path in jobs)
+    assert one.whole
+    assert one.compared == several.compared == 16
+    found = {problem.fqn for problem in several.problems}
+    # Parameters lie in buckets from the last to the first: the output layer is in the first one, which is right.
+    assert "optimizer.state.param.embedding.word_embeddings.weight" in found
+    assert "optimizer.state.param.output_layer.weight" not in found
+    assert {problem.kind for problem in several.problems} == {"optimizer"}
