@@ -120,9 +120,10 @@ def _text(report: ConversionReport) -> str:
     size = f"{report.tensors} tensors, {human_bytes(report.payload_bytes)} in {len(report.files)} files"
     text = f"{report.target}: {report.family}, {size}" if report.family else f"{report.target}: {size}"
     if report.format == "megatron-legacy":
-        return "\n".join([text, *(one_line(f"left out: {what}") for what in report.left_out)])
-    if report.format == "hf":
+        text = "\n".join([text, *(one_line(f"left out: {what}") for what in report.left_out)])
+    elif report.format == "hf":
         text += f"; left out: {few(report.left_out)}" if report.left_out else ""
+    if report.format in ("hf", "megatron-legacy"):
         return "\n".join([text, *(one_line(f"note: {note}") for note in report.notes)])
     if report.left_out:
         count = len(report.left_out)

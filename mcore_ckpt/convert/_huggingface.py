@@ -42,7 +42,7 @@ from mcore_ckpt.convert.conversion import (
     saved,
     write_directory,
 )
-from mcore_ckpt.convert.reshard_plan import target_dtype
+from mcore_ckpt.convert.reshard_plan import target_dtype, token_count
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from mcore_ckpt.families.registry import family_named, family_of_arguments, family_of_config, hold_against
@@ -182,8 +182,8 @@ def _export_conversion(index: CheckpointIndex, options: ExportOptions) -> _Conve
             )
         where = f"{index.path}: its stored arguments"
         family = family_of_arguments(arguments, index.path) if options.arch == "auto" else family_named(options.arch)
-        vocabulary = arguments.get("vocab_size")
-        if isinstance(vocabulary, bool) or not isinstance(vocabulary, int) or not 0 < vocabulary <= padded:
+        vocabulary = token_count(arguments)
+        if vocabulary is None or vocabulary > padded:
             vocabulary = padded
             notes.append(
                 f"the stored arguments do not tell the vocabulary's size: all {padded} rows of the embedding are "

@@ -27,11 +27,12 @@ from mcore_ckpt.convert._legacy_optimizer import (
     likely_layout,
     main_parameter,
 )
-from mcore_ckpt.convert._partition import Partitioner
+from mcore_ckpt.convert._partition import Partitioner, holds_several
 from mcore_ckpt.convert._pieces import PiecePayloads, Source, Wanted
 from mcore_ckpt.convert._reshard_target import file_states
 from mcore_ckpt.convert._shard_files import Exported, stream_tensor
 from mcore_ckpt.convert.conversion import Export, ExportOptions, KeyPlan, Made, PickledByName, write_directory
+from mcore_ckpt.convert.reshard_plan import padded_vocabulary, token_count
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
@@ -66,6 +67,8 @@ _LAYER_ORDER = (
 )
 _LOCAL_EXPERT = re.compile(r"(mlp\.experts\.local_experts)\.(\d+)\.(.+)")
 _PARAMETERS = ("weight", "bias")
+# What modules that contain no such parameters, or others behind them, have of their own.
+_ALONE = (("self_attention.core_attention", "softmax_offset"), ("mlp.shared_experts", "gate_weight"))
 _MOST = 4096
 _WINDOW_BYTES = 4 * 1024 * 1024
 
@@ -147,6 +150,7 @@ def legacy_export(index: CheckpointIndex, options: ExportOptions) -> Export:
         format="megatron-legacy",
         target_layout=str(draft.sizes),
         keys=draft.rows,
+        notes=tuple(draft.notes),
         left_out=tuple(draft.left_out),
         payloads=payloads,
         make=make,
@@ -196,6 +200,9 @@ class _Draft:
                 f"{index.path}: experts of the grouped GEMM before Transformer Engine's (--moe-grouped-gemm with local "
                 "layers, --moe-use-legacy-grouped-gemm) are not written in this format here"
             )
+        self.notes: list[str] = []
+        #: Rows of the embedding, with those by which a launch pads it.
+        self.vocabulary = self._padded_rows()
         #: As a launch has them that saves such files.
         self.arguments = Arguments(vars(self._rank_arguments()), where)
         self.tied = not self.stored.flag("untie_embeddings_and_output_weights")
@@ -223,6 +230,18 @@ class _Draft:
         if random and not all(self.random_state(rank) for rank in self.ranks):
             self.left_out.append("rng_state (of another number of ranks; a launch has to be given --no-load-rng)")
 
+    def _padded_rows(self) -> int:
+        entry = self.index.tensors.get(_EMBEDDING)
+        if entry is None or len(entry.shape) != 2:
+            return 0
+        padded = _rows_at(self.stored, entry.shape[0], self.sizes.tp)
+        if padded is None:
+            self.notes.append(
+                f"the stored arguments do not tell the vocabulary's size: its {entry.shape[0]} rows stay; a launch at "
+                "this size that pads it to fewer needs --use-checkpoint-args"
+            )
+        return entry.shape[0] if padded is None else padded
+
     def _rank_arguments(self) -> Namespace:
         """The arguments, of this division."""
         sizes = self.sizes
@@ -235,6 +254,7 @@ class _Draft:
             "expert_tensor_parallel_size": sizes.etp,
             "ckpt_format": "torch",
             "use_dist_ckpt": False,
+            **({"padded_vocab_size": self.vocabulary} if self.vocabulary else {}),
         }
         return Namespace(**{**self.stored.values, **changed})
 
@@ -345,6 +365,11 @@ class _Draft:
             expert_number: of one expert alone.
         """
         expert = _EXPERTS.fullmatch(rest)
+        if holds_several(rest):
+            raise OptionError(
+                f"{self.index.path}: {key}: layers of Mamba and of linear attention are not written in this format "
+                "here: ranks' files have this together with others in one tensor"
+            )
         if expert is None:
             if ".experts." in f".{rest}":
                 raise OptionError(f"{self.index.path}: {key}: experts in this form are not written in this format here")
@@ -374,6 +399,8 @@ class _Draft:
         if entry.shape[:lead] != counts:
             raise CorruptCheckpointError(f"{key}: has the shape {list(entry.shape)}, expected {list(counts)} first")
         own = list(entry.shape[lead:])
+        if key in (_EMBEDDING, _OUTPUT) and entry.shape[0] == self.index.tensors[_EMBEDDING].shape[0]:
+            own[0] = self.vocabulary
         slots, slot = (self.sizes.etp, rank.etp) if partition.expert else (self.sizes.tp, rank.tp)
         if partition.source == "whole" and slots > 1:
             raise OptionError(f"{key}: nothing tells how it is divided among tensor parallel ranks")
@@ -394,9 +421,13 @@ class _Draft:
             if self.index.tensors[stored_key].shape != entry.shape:
                 raise CorruptCheckpointError(f"{stored_key}: is not of the shape of {key}")
             sources = [
-                Source(box, stored_key, Box((*index, *origin), (*(1,) * lead, *box.sizes))) for box, origin in boxes
+                source
+                for box, origin in boxes
+                for source in _sources(box, stored_key, index, origin, entry.shape[lead:])
             ]
-            self.wanted[_view_key(rank, state, chunk, stored)] = Wanted(shape, tuple(sources))
+            self.wanted[_view_key(rank, state, chunk, stored)] = Wanted(
+                shape, tuple(sources), self.index.tensors[stored_key].dtype
+            )
         rank.parameters.append(_Local(stored, chunk, key, FileTensor("", entry.dtype, 0, shape)))
         self._note_row(stored, key, shape, axis, lead, partition.parts)
 
@@ -413,6 +444,39 @@ class _Draft:
             how.append("taken apart")
         transform = ", ".join(how) or "as it is"
         self._rows[key, pattern] = KeyPlan(key, 1, transform, pattern, shape, self.index.tensors[key].dtype)
+
+
+def _sources(
+    box: Box, key: str, index: tuple[int, ...], origin: Sequence[int], stored: tuple[int, ...]
+) -> Iterator[Source]:
+    """A box of a rank's tensor, of a stored one that has this shape behind `index`; zeros behind its last row."""
+    lead = (1,) * len(index)
+    left = max(0, stored[0] - origin[0]) if stored else 0
+    if not stored or box.sizes[0] <= left:
+        yield Source(box, key, Box((*index, *origin), (*lead, *box.sizes)))
+        return
+    if left:
+        sizes = (left, *box.sizes[1:])
+        yield Source(Box(box.offsets, sizes), key, Box((*index, *origin), (*lead, *sizes)))
+    padding = Box((box.offsets[0] + left, *box.offsets[1:]), (box.sizes[0] - left, *box.sizes[1:]))
+    yield Source(padding, None)
+
+
+def _rows_at(arguments: Arguments, rows: int, tp: int) -> int | None:
+    """To how many rows a launch at `tp` pads a vocabulary, of which `rows` are stored; None if that is not known."""
+    stored_tp, values = arguments.count("tensor_model_parallel_size", default=1), arguments.values
+    if token_count(values) is not None:
+        # Whoever has given the number of rows himself gives it again.
+        return padded_vocabulary(values, tp) if padded_vocabulary(values, stored_tp) == rows else rows
+    if not values.get("make_vocab_size_divisible_by"):
+        return rows
+    multiple = arguments.count("make_vocab_size_divisible_by")
+    unit, stored_unit = multiple * tp, multiple * stored_tp
+    if rows % stored_unit:
+        return rows
+    # The tokens end in the last unit that is stored.
+    fewest, most = (-(-tokens // unit) * unit for tokens in (rows - stored_unit + 1, rows))
+    return most if fewest == most else None
 
 
 @functools.lru_cache(maxsize=100_000)  # names that ranks have in common
@@ -434,8 +498,10 @@ def _view_key(rank: _Rank, state: str, chunk: int, stored: str) -> str:
 def _module_order(stored: str) -> tuple[int, ...] | None:
     """Where the module stands that has a parameter; None if it is not known."""
     layer = _NUMBERED.fullmatch(stored)
-    owner = (layer.group(2) if layer else stored).rpartition(".")[0]
+    owner, _, leaf = (layer.group(2) if layer else stored).rpartition(".")
     expert = 0
+    if leaf not in _PARAMETERS and (owner, leaf) not in _ALONE:
+        return None
     if layer and (found := _LOCAL_EXPERT.fullmatch(layer.group(2))):
         owner, expert = found.group(1), int(found.group(2))
         if found.group(3).rpartition(".")[0] not in ("linear_fc1", "linear_fc2"):

@@ -35,7 +35,7 @@ from mcore_ckpt.convert._legacy_optimizer import (
     optimizers_of,
     state_parts,
 )
-from mcore_ckpt.convert._partition import Partition, Partitioner
+from mcore_ckpt.convert._partition import Partition, Partitioner, holds_several
 from mcore_ckpt.convert._pieces import Source, Wanted
 from mcore_ckpt.convert.conversion import Import, ImportOptions, KeyPlan, saved
 from mcore_ckpt.convert.reshard_plan import TargetLayout, target_dtype
@@ -167,6 +167,12 @@ class _Naming:
     def of(self, stored: str, first_layer: int, rank: RankFiles, local_experts: int, where: str) -> _Name:
         """Where a rank's key belongs."""
         key, index, counts = stored, tuple[int, ...](), tuple[int, ...]()
+        if holds_several(stored):
+            raise OptionError(
+                f"{where}: {stored}: layers of Mamba and of linear attention are not put together here: torch_dist has "
+                "what a rank keeps in this under several keys. Load the checkpoint once with Megatron, and save it as "
+                "torch_dist"
+            )
         if stored == _OUTPUT and self._ties:
             return _Name(_EMBEDDING, (), ())
         layer = _LAYER.fullmatch(stored)

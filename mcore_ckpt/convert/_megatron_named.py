@@ -24,7 +24,7 @@ from mcore_ckpt.convert._foreign import OptimizerPlan, is_foreign_optimizer_key,
 from mcore_ckpt.convert._pieces import Source, Wanted
 from mcore_ckpt.convert._sources import Opened
 from mcore_ckpt.convert.conversion import Import, ImportOptions, KeyPlan, saved
-from mcore_ckpt.convert.reshard_plan import target_dtype
+from mcore_ckpt.convert.reshard_plan import padded_vocabulary, target_dtype
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, object_key
@@ -115,7 +115,10 @@ def _convert(opened: Opened, options: ImportOptions) -> _Conversion:
     places = _places(names, arguments)
     layers, experts = _counts(names, places)
     shapes = {name: index.tensors[key].shape for name, key in names.items()}
-    vocabulary = _padded_vocabulary(arguments, options.layout.tp)
+    vocabulary = padded_vocabulary(arguments, options.layout.tp)
+    if vocabulary is None:
+        padded = arguments.get("padded_vocab_size")
+        vocabulary = padded if isinstance(padded, int) and padded > 0 else None
     wanted = _put_together(names, shapes, places, layers, experts, vocabulary)
     has_experts = experts > 0
     optimizer: OptimizerPlan = plan_optimizer(index, names, settings, experts=has_experts)
@@ -333,15 +336,6 @@ def _check_members(key: str, members: list[str], lead: tuple[int, ...], halves: 
             f"{key}: {len(members)} parameters are stored, the first {members[0]}; expected {expected}, one for each "
             f"layer, expert and half ({list(lead)}). The checkpoint is incomplete. Nothing was written"
         )
-
-
-def _padded_vocabulary(arguments: Mapping[str, Any], tp: int) -> int | None:
-    """Rows of the embedding as Megatron pads them, if the arguments tell."""
-    size, multiple = arguments.get("vocab_size"), arguments.get("make_vocab_size_divisible_by")
-    if not isinstance(size, int) or not isinstance(multiple, int) or size < 1 or multiple < 1:
-        padded = arguments.get("padded_vocab_size")
-        return padded if isinstance(padded, int) and padded > 0 else None
-    return -(-size // (multiple * tp)) * multiple * tp
 
 
 def _extra_states(

@@ -27,6 +27,7 @@ __all__ = [
     "Partition",
     "Partitioner",
     "divide",
+    "holds_several",
 ]
 
 Source = Literal["like", "rules", "grid", "table", "whole", "stored"]
@@ -89,6 +90,14 @@ _TABLE: tuple[tuple[re.Pattern[str], int | None], ...] = (
 )
 _GATED = re.compile(r"(?:^|\.)linear_fc1\.(?:weight|bias)\d*$")
 _VOCABULARY = re.compile(r"(?:^|\.)(?:word_embeddings|output_layer)\.(?:weight|bias)$")
+
+# Mamba, and linear attention: `torch_dist` has what is in these apart (`in_proj.weight.z`, `.x`, ...).
+_SEVERAL = re.compile(r"(?:^|\.)(?:mixer|self_attention\.(?:in_proj|conv1d))\.")
+
+
+def holds_several(key: str) -> bool:
+    """Whether a rank has in such a parameter its parts of several tensors, each divided by itself."""
+    return _SEVERAL.search(key) is not None
 
 
 class Partitioner:

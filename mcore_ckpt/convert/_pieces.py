@@ -61,10 +61,11 @@ class Source(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A tensor of the view: its shape, and the boxes that it is made of."""
+    """A tensor of the view: its shape, the boxes that it is made of, and its dtype, where all of them may be zeros."""
 
     shape: tuple[int, ...]
     sources: Sequence[Source]
+    dtype: str | None = None
 
 
 class _Piece(NamedTuple):
@@ -106,6 +107,8 @@ def view_of(
     places: _Places = {}
     for key, tensor in wanted.items():
         dtypes = {base.tensors[source.key].dtype for source in tensor.sources if source.key is not None}
+        if not dtypes and tensor.dtype is not None:
+            dtypes = {tensor.dtype}
         if len(dtypes) != 1:
             names = sorted({source.key for source in tensor.sources if source.key is not None})
             raise OptionError(

@@ -27,7 +27,16 @@ from mcore_ckpt.tools.keys import is_optimizer_key, layer_number, model_key, sta
 from mcore_ckpt.tools.parallel_layout import data_file_rank
 from mcore_ckpt.tools.tilings import Block, blocks
 
-__all__ = ["ObjectMove", "ReshardPlan", "TargetLayout", "TensorMove", "make_plan", "target_dtype"]
+__all__ = [
+    "ObjectMove",
+    "ReshardPlan",
+    "TargetLayout",
+    "TensorMove",
+    "make_plan",
+    "padded_vocabulary",
+    "target_dtype",
+    "token_count",
+]
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 # A router's bias, by Megatron's name and by Hugging Face's: both keep it so whatever the model is in, as rounding it
@@ -284,7 +293,7 @@ def make_plan(
     """
     owners = _Owners(index, layout, like)
     tensors = list(index.tensors if keys is None else keys)
-    vocabulary = _padded_vocabulary(arguments or {}, layout.tp)
+    vocabulary = padded_vocabulary(arguments or {}, layout.tp)
     drafts = []
     for fqn in tensors:
         entry = index.tensors[fqn]
@@ -367,10 +376,23 @@ def target_dtype(entry: TensorEntry, wanted: str | None) -> str:
     return wanted if wanted and converted else entry.dtype
 
 
-def _padded_vocabulary(arguments: Mapping[str, Any], tp: int) -> int | None:
-    """Rows of the embedding at the target, as Megatron pads them; None if the arguments do not tell."""
-    size, multiple = arguments.get("vocab_size"), arguments.get("make_vocab_size_divisible_by")
-    if not isinstance(size, int) or not isinstance(multiple, int) or size < 1 or multiple < 1:
+def token_count(arguments: Mapping[str, Any]) -> int | None:
+    """How many tokens a launch's vocabulary has; None if its arguments do not tell.
+
+    A `NullTokenizer` of most versions of Megatron-Core has one more than it was given, the end of document.
+    """
+    size = arguments.get("vocab_size")
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        return None
+    padded = arguments.get("padded_vocab_size")
+    has_more = arguments.get("tokenizer_type") == "NullTokenizer" and not (isinstance(padded, int) and padded <= size)
+    return size + has_more
+
+
+def padded_vocabulary(arguments: Mapping[str, Any], tp: int) -> int | None:
+    """Rows of the embedding at `tp` ranks, as Megatron pads them; None if the arguments do not tell."""
+    size, multiple = token_count(arguments), arguments.get("make_vocab_size_divisible_by")
+    if size is None or isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
         return None
     unit = multiple * tp
     return -(-size // unit) * unit

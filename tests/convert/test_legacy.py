@@ -22,11 +22,12 @@ from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 
-HIDDEN, FFN, LAYERS, ROWS = 8, 12, 4, 16
+HIDDEN, FFN, LAYERS, ROWS, HEADS = 8, 12, 4, 16, 4
 EMBEDDING = "embedding.word_embeddings.weight"
 # Axis along which tensor parallel ranks divide a parameter (None: all have it), and whether it has two halves.
 LAYER = {
     "input_layernorm.weight": ((HIDDEN,), None, False),
+    "self_attention.core_attention.softmax_offset": ((HEADS,), 0, False),
     "self_attention.linear_proj.weight": ((HIDDEN, HIDDEN), 1, False),
     "self_attention.linear_qkv.weight": ((3 * HIDDEN, HIDDEN), 0, False),
     "self_attention.linear_qkv.bias": ((3 * HIDDEN,), 0, False),
@@ -115,7 +116,8 @@ class Model:
 
     def arguments(self, **more: Any) -> Namespace:
         sizes = {"tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp}
-        shape = {"num_layers": LAYERS, "hidden_size": HIDDEN, "swiglu": True, "padded_vocab_size": ROWS}
+        shape = {"num_layers": LAYERS, "hidden_size": HIDDEN, "swiglu": True}
+        more = {"padded_vocab_size": ROWS, **more}
         how = {"transformer_impl": "local", "params_dtype": self.dtype, "accumulate_allreduce_grads_in_fp32": True}
         if self.experts:
             sizes |= {"expert_model_parallel_size": self.ep, "num_experts": EXPERTS, "data_parallel_size": self.ep}
@@ -445,6 +447,78 @@ def test_an_order_that_is_not_known_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"--drop optimizer"):
         export_legacy(tmp_path / "engine", tmp_path / "b")
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("name", ["self_attention.core_attention.scale", "self_attention.gate.weight"])
+def test_a_parameter_whose_place_is_not_known_is_not_put_among_others(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LAYER, name, ((HIDDEN,), None, False))
+    import_legacy(Model(1, 1, torch.bfloat16).save(tmp_path / "iter_0000007", "distributed"), tmp_path / "first")
+    with pytest.raises(OptionError, match=rf"decoder\.layers\.{re.escape(name)}: it is not known where"):
+        export_legacy(tmp_path / "first", tmp_path / "back")
+    export_legacy(tmp_path / "first", tmp_path / "alone", drop_optimizer=True)
+
+
+@pytest.mark.parametrize(("name", "tp"), [("mixer.in_proj.weight", 1), ("self_attention.conv1d.weight", 2)])
+def test_what_ranks_keep_several_tensors_in_is_refused(
+    name: str, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LAYER, name, ((8 * HEADS, HIDDEN), 0, False))
+    source = Model(tp, 1, torch.float32).save(tmp_path / "iter_0000007", "none")
+    with pytest.raises(OptionError, match=rf"{re.escape(name)}: layers of Mamba and of linear attention"):
+        import_legacy(source, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+def test_what_is_kept_in_several_tensors_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcore_ckpt.convert._legacy_import.holds_several", lambda key: False)
+    monkeypatch.setitem(LAYER, "mixer.in_proj.weight.z", ((8, HIDDEN), 0, False))
+    import_legacy(Model(1, 1, torch.float32).save(tmp_path / "iter_0000007", "none"), tmp_path / "first")
+    with pytest.raises(OptionError, match=r"mixer\.in_proj\.weight\.z: layers of Mamba"):
+        export_legacy(tmp_path / "first", tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    ("said", "tp", "rows"),
+    [
+        ({"vocab_size": 13}, 4, 32),
+        ({"vocab_size": 8, "tokenizer_type": "NullTokenizer", "padded_vocab_size": None}, 1, 16),
+        ({"vocab_size": 7}, 1, 8),
+        ({}, 4, 32),
+        # Not what a launch would have made of it: somebody has said how many.
+        ({"vocab_size": 3, "make_vocab_size_divisible_by": 4}, 1, 16),
+    ],
+)
+def test_the_vocabulary_is_padded_as_a_launch_pads_it(said: dict[str, Any], tp: int, rows: int, tmp_path: Path) -> None:
+    model = Model(2, 1, torch.bfloat16)
+    optimizer = "distributed" if rows == 8 or (tp == 4 and said) else "none"
+    source = model.save(tmp_path / "iter_0000007", optimizer, **{"make_vocab_size_divisible_by": 8, **said})
+    import_legacy(source, tmp_path / "first")
+    report = export_legacy(tmp_path / "first", tmp_path / "other", tp=tp)
+    assert not report.notes
+    states = [torch.load(path, weights_only=False) for path in sorted(tmp_path.glob("other/*/model_optim_rng.pt"))]
+    assert {state["args"].padded_vocab_size for state in states} == {rows}
+    parts = [state["model"][EMBEDDING] for state in states]
+    assert [part.shape for part in parts] == [(rows // tp, HIDDEN)] * tp
+    whole = torch.cat(parts)
+    assert torch.equal(whole[:ROWS], model.outer[EMBEDDING].model[:rows])
+    assert not whole[ROWS:].any()
+    if optimizer == "distributed":
+        import_legacy(tmp_path / "other", tmp_path / "second")
+        expected = model.expected("param")
+        for key, tensor in expected.items():
+            if key.endswith(EMBEDDING):
+                expected[key] = torch.cat([tensor, torch.zeros_like(tensor)])[:rows]
+        assert_holds(tmp_path / "second", expected)
+
+
+def test_a_vocabulary_that_a_launch_may_pad_less_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = Model(2, 1, torch.float32).save(tmp_path / "iter_0000007", "none", make_vocab_size_divisible_by=8)
+    import_legacy(source, tmp_path / "first")
+    assert main(["export", str(tmp_path / "first"), str(tmp_path / "other"), "--to", "megatron-legacy", "-q"]) == 0
+    assert "its 16 rows stay; a launch at this size that pads it to fewer needs" in capsys.readouterr().out
+    assert torch.load(next(tmp_path.glob("other/*/*.pt")), weights_only=False)["model"][EMBEDDING].shape[0] == ROWS
 
 
 def _changed(source: Path, folder: str, change: Any, file: str = "model_optim_rng.pt") -> None:
