@@ -77,6 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--make-vocab-size-divisible-by", type=int, metavar="N", help="as that argument of the launch (128)"
     )
     model.add_argument(
+        "--global-batch-size",
+        type=int,
+        metavar="N",
+        help="of the launch that goes on with the optimizer's state: at its step, behind as many samples",
+    )
+    model.add_argument(
         "--check",
         action="store_true",
         help="then run both models on random tokens, and compare logits; needs transformers and megatron-core",
@@ -108,6 +114,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         numbered_layers=arguments.numbered_layers,
         vocabulary_multiple=128 if multiple is None else multiple,
         hf_config=arguments.hf_config,
+        global_batch_size=arguments.global_batch_size,
         rename=rules_in(arguments.rename or None, parse_rename_rules),
         rules=rules_in(arguments.rules or None, parse_partition_rules),
         common=arguments.common,
@@ -129,7 +136,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
 def _kind(arguments: argparse.Namespace) -> SourceKind:
     """What SRC is; raises `OptionError` for options that say nothing of it."""
     kind = arguments.source_kind
-    if kind not in _MODELS and (given := _given(arguments, _OF_MODELS)):
+    if kind not in _MODELS and (given := _given(arguments, (*_OF_MODELS, "global_batch_size"))):
         raise OptionError(f"{given}: needs --from hf, dcp or ucp")
     if kind == "megatron-legacy":
         if given := _given(arguments, ("rename", "rules", "common")):

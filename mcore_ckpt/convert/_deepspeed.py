@@ -31,7 +31,7 @@ from mcore_ckpt.format.state_file import FileTensor, StateFile, read_state_file
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.dtype_cast import as_numbers
 
-__all__ = ["is_universal", "open_universal", "stored_arguments", "universal_directory"]
+__all__ = ["is_universal", "open_universal", "rank_state", "universal_directory"]
 
 _ZERO, _LATEST = "zero", "latest_universal"
 _MAX_NAME_BYTES = 4096
@@ -112,18 +112,14 @@ def open_universal(source: Path, rename: Sequence[RenameRule]) -> tuple[LegacyPa
     return LegacyPayloads(source, {new: places[old] for old, new in names.items()}, records), left_out, settings
 
 
-def stored_arguments(source: Path) -> tuple[dict[str, Any], int]:
-    """Megatron's arguments in a rank's file, as far as they are plain values, and the iteration."""
+def rank_state(source: Path) -> Mapping[str, Any]:
+    """The state of the first rank's file that has Megatron's arguments; empty where none has."""
     storage = LocalStorage(source)
     for path in sorted(source.glob(f"*{_MODEL_STATES}")):
         value = _read(storage, path.name).value
-        given = value.get("args") if isinstance(value, dict) else None
-        if isinstance(given, Namespace):
-            iteration = value.get("iteration")
-            plain = (bool, int, float, str, type(None))
-            arguments = {name: part for name, part in vars(given).items() if isinstance(part, plain)}
-            return arguments, iteration if isinstance(iteration, int) else 0
-    return {}, 0
+        if isinstance(value, dict) and isinstance(value.get("args"), Namespace):
+            return {**value, "args": vars(value["args"])}
+    return {}
 
 
 def _parameters(source: Path) -> list[str]:

@@ -31,15 +31,21 @@ from typing import Any
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import NEMO_CONTEXT, NEMO_WEIGHTS, read_index, read_small_file
+from mcore_ckpt.megatron.flat_buckets import plain_values
 from mcore_ckpt.tools.dtype_cast import as_numbers
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
 from mcore_ckpt.tools.plain_state import read_plain_object
 
 __all__ = [
+    "LAUNCH_STATE",
+    "SCHEDULE",
     "OptimizerPlan",
     "OptimizerSettings",
+    "Training",
     "is_foreign_optimizer_key",
+    "launch_state",
     "nemo_arguments",
+    "plain_launch",
     "plain_names",
     "plan_optimizer",
     "stored_settings",
@@ -121,12 +127,28 @@ class OptimizerPlan:
     Attributes:
         states: for each state by Megatron's name the stored keys, by the model's names; empty if nothing is carried.
         common: what goes into the common state.
+        step: how often the parameters were updated.
         left_out: what is not carried, and why.
     """
 
     states: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     common: Mapping[str, Any] = field(default_factory=dict)
+    step: int = 0
     left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How far a training was, by Megatron's own names, as far as that is stored.
+
+    Attributes:
+        schedule: of the learning rate and the weight decay (`opt_param_scheduler`).
+        operations: floating-point ones so far.
+    """
+
+    iteration: int = 0
+    schedule: Mapping[str, Any] = field(default_factory=dict)
+    operations: float = 0
 
 
 def stored_settings(payloads: StoredPayloads, directory: Path) -> OptimizerSettings:
@@ -193,7 +215,72 @@ def plan_optimizer(
         },
     }
     left_out = tuple(f"{key} (Megatron's optimizer keeps no such state)" for key in others)
-    return OptimizerPlan({"param": dict(names), **states}, common, left_out)
+    return OptimizerPlan({"param": dict(names), **states}, common, groups[0]["step"], left_out)
+
+
+SCHEDULE = "opt_param_scheduler"
+LAUNCH_STATE = ("args", "iteration", SCHEDULE, "num_floating_point_operations_so_far")
+# What a launch asks a stored schedule for; but for the last one, it can be told to take its own.
+_SCHEDULE = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style", "num_steps")
+
+
+def plain_launch(state: Mapping[str, Any]) -> tuple[dict[str, Any], Training]:
+    """Arguments and progress in a launch's state, of what `LAUNCH_STATE` names, as far as they are plain values."""
+    arguments, schedule = (
+        plain_values({str(name): value for name, value in part.items()}) if isinstance(part, dict) else {}
+        for part in (state.get("args"), state.get(SCHEDULE))
+    )
+    iteration, operations = state.get("iteration"), state.get("num_floating_point_operations_so_far")
+    return arguments, Training(
+        iteration if isinstance(iteration, int) and not isinstance(iteration, bool) else 0,
+        schedule,
+        operations if isinstance(operations, (int, float)) else 0,
+    )
+
+
+def launch_state(
+    optimizer: OptimizerPlan, training: Training, arguments: Mapping[str, Any], batch: int | None
+) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
+    """What a launch asks for beside tensors when it goes on.
+
+    Args:
+        optimizer: what is carried of its state.
+        training: how far it was.
+        arguments: Megatron's.
+        batch: `--global-batch-size` of the launch, where nothing stored tells how many samples there were.
+
+    Returns:
+        What belongs into the common state; into the stored arguments; and what is good to know.
+
+    Raises:
+        OptionError: there is no such batch.
+    """
+    if batch is not None and batch < 1:
+        raise OptionError(f"global batch size {batch}: expected at least 1")
+    iteration, notes = training.iteration, tuple[str, ...]()
+    if optimizer.states and not iteration and batch is not None:
+        iteration = optimizer.step
+    samples = arguments.get("consumed_train_samples")
+    if not isinstance(samples, int) or (not samples and batch is not None):
+        known = batch if batch is not None else arguments.get("global_batch_size")
+        samples = iteration * known if isinstance(known, int) else 0
+    common: dict[str, Any] = {
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+        "num_floating_point_operations_so_far": training.operations,
+        **optimizer.common,
+    }
+    if optimizer.states:
+        schedule = {name: value for name, value in training.schedule.items() if value is not None}
+        if not set(_SCHEDULE) <= schedule.keys():
+            schedule = {**dict.fromkeys(_SCHEDULE), **schedule, "num_steps": schedule.get("num_steps", samples)}
+            told = f"a launch goes on at iteration {iteration}, after {samples} samples, by its own one"
+            notes = (f"no schedule of the learning rate is stored: {told} (--override-opt_param-scheduler)",)
+        common[SCHEDULE] = schedule
+    # Without random states, which nobody else keeps as Megatron does: so said, a launch does not look for them.
+    more = {"consumed_train_samples": samples, "no_save_rng": True}
+    more |= {} if "consumed_valid_samples" in arguments else {"consumed_valid_samples": 0}
+    return common, more, notes
 
 
 def _suffix(key: str, names: Mapping[str, str]) -> str | None:

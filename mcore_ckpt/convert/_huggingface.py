@@ -20,7 +20,9 @@ from typing import Any
 
 from mcore_ckpt.convert._foreign import (
     OptimizerPlan,
+    Training,
     is_foreign_optimizer_key,
+    launch_state,
     nemo_arguments,
     plain_names,
     plan_optimizer,
@@ -327,6 +329,9 @@ def import_model(opened: Opened, options: ImportOptions) -> Import:
     """
     conversion, payloads = _import_conversion(opened, options)
     index = payloads.index
+    state, arguments, notes = launch_state(
+        conversion.optimizer, Training(), conversion.arguments, options.global_batch_size
+    )
     empty = [None]
     objects = extra_state_keys(conversion.family, conversion.model, conversion.naming)
     return Import(
@@ -339,11 +344,13 @@ def import_model(opened: Opened, options: ImportOptions) -> Import:
         config=conversion.config,
         arguments=conversion.arguments,
         objects={object_key(*place): empty for place in objects},
-        notes=conversion.notes,
+        notes=(*conversion.notes, *notes),
         left_out=conversion.left_out,
         payloads=payloads,
         layout=options.layout,
-        common=lambda dtypes: saved(_common_state(conversion, opened.directory, dtypes, options)),
+        common=lambda dtypes: saved(
+            {"args": _stored_arguments(conversion, opened.directory, dtypes, options, arguments), **state}
+        ),
         wanted=conversion.wanted,
     )
 
@@ -468,21 +475,16 @@ def _known_names(
     return names, left_out
 
 
-def _common_state(conversion: _Conversion, directory: Path, dtypes: set[str], options: ImportOptions) -> dict[str, Any]:
-    """What a launch looks for beside the tensors."""
-    return {
-        "args": Namespace(
-            **conversion.arguments,
-            bf16="bfloat16" in dtypes,
-            fp16="float16" in dtypes and "bfloat16" not in dtypes,
-            ckpt_format="torch_dist",
-            tokenizer_type="HuggingFaceTokenizer",
-            tokenizer_model=options.hf_config or str(directory),
-            consumed_train_samples=0,
-            consumed_valid_samples=0,
-        ),
-        "checkpoint_version": 3.0,
-        "iteration": 0,
-        "num_floating_point_operations_so_far": 0,
-        **conversion.optimizer.common,
-    }
+def _stored_arguments(
+    conversion: _Conversion, directory: Path, dtypes: set[str], options: ImportOptions, more: Mapping[str, Any]
+) -> Namespace:
+    """Megatron's arguments, as a launch looks for them."""
+    return Namespace(
+        **conversion.arguments,
+        bf16="bfloat16" in dtypes,
+        fp16="float16" in dtypes and "bfloat16" not in dtypes,
+        ckpt_format="torch_dist",
+        tokenizer_type="HuggingFaceTokenizer",
+        tokenizer_model=options.hf_config or str(directory),
+        **more,
+    )

@@ -19,8 +19,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mcore_ckpt.convert._deepspeed import stored_arguments
-from mcore_ckpt.convert._foreign import OptimizerPlan, is_foreign_optimizer_key, plan_optimizer, without_wrappers
+from mcore_ckpt.convert._deepspeed import rank_state
+from mcore_ckpt.convert._foreign import (
+    LAUNCH_STATE,
+    SCHEDULE,
+    OptimizerPlan,
+    Training,
+    is_foreign_optimizer_key,
+    launch_state,
+    plain_launch,
+    plan_optimizer,
+    without_wrappers,
+)
+from mcore_ckpt.convert._legacy_import import LOCAL_NORMS
 from mcore_ckpt.convert._pieces import Source, Wanted
 from mcore_ckpt.convert._sources import Opened
 from mcore_ckpt.convert.conversion import Import, ImportOptions, KeyPlan, saved
@@ -40,11 +51,6 @@ _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d{1,6})\.(.+)")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d{1,6})(_[wv])?")
 _HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias)\d*)_([wv])")
 _MOST_LAYERS = 1_000_000
-# Megatron's own layers have the norms apart; their sharded state dict calls them as the fused ones.
-_NORMS = (
-    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
-    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
-)
 # Megatron-DeepSpeed's names, and of its pipelines those of modules by their number.
 _DEEPSPEED = (
     (r"^(?:.*\.)?language_model\.embedding\.", "embedding."),
@@ -77,6 +83,7 @@ class _Conversion:
     arguments: dict[str, Any]
     common: dict[str, Any]
     left_out: list[str]
+    notes: tuple[str, ...]
     keys: list[KeyPlan] = field(default_factory=list)
 
 
@@ -100,6 +107,7 @@ def import_named(opened: Opened, options: ImportOptions) -> Import:
         keys=lambda: found.keys,
         arguments=found.arguments,
         objects={object_key(*place): empty for place in found.objects},
+        notes=found.notes,
         left_out=tuple(found.left_out),
         payloads=opened.payloads,
         layout=options.layout,
@@ -111,7 +119,7 @@ def import_named(opened: Opened, options: ImportOptions) -> Import:
 def _convert(opened: Opened, options: ImportOptions) -> _Conversion:
     index, directory, settings = opened.payloads.index, opened.directory, opened.settings
     names, left_out = _module_names(index)
-    arguments, iteration = _arguments(directory)
+    arguments, training = _launch(directory)
     places = _places(names, arguments)
     layers, experts = _counts(names, places)
     shapes = {name: index.tensors[key].shape for name, key in names.items()}
@@ -134,13 +142,8 @@ def _convert(opened: Opened, options: ImportOptions) -> _Conversion:
         "expert_model_parallel_size": options.layout.ep,
         "ckpt_format": "torch_dist",
     }
-    common = {
-        "args": Namespace(**arguments),
-        "checkpoint_version": 3.0,
-        "iteration": iteration,
-        "num_floating_point_operations_so_far": 0,
-        **optimizer.common,
-    }
+    state, more, notes = launch_state(optimizer, training, arguments, options.global_batch_size)
+    common = {"args": Namespace(**{**arguments, **more}), **state}
     shown = [
         KeyPlan(
             key,
@@ -155,7 +158,7 @@ def _convert(opened: Opened, options: ImportOptions) -> _Conversion:
     ]
     left_out += [*optimizer.left_out, *opened.left_out]
     objects = _extra_states(places, layers, experts)
-    return _Conversion(wanted, objects, arguments, common, left_out, shown)
+    return _Conversion(wanted, objects, arguments, common, left_out, notes, shown)
 
 
 def _module_names(index: CheckpointIndex) -> tuple[dict[str, str], list[str]]:
@@ -213,29 +216,24 @@ def _of_pipeline(names: Mapping[str, str]) -> dict[str, str]:
     return renamed
 
 
-def _arguments(directory: Path) -> tuple[dict[str, Any], int]:
-    """Megatron's arguments as far as they are plain values, and the iteration."""
+def _launch(directory: Path) -> tuple[dict[str, Any], Training]:
+    """Megatron's arguments as far as they are plain values, and how far the launch was."""
     if not (directory / METADATA_FILE).exists():
-        return stored_arguments(directory)
+        return plain_launch(rank_state(directory))
     index = read_index(directory)
-    found = {key: read_plain_object(index, index.objects[key]) for key in ("args", "iteration") if key in index.objects}
-    arguments, iteration = found.get("args"), found.get("iteration")
-    plain = arguments if isinstance(arguments, dict) else {}
-    return {str(name): value for name, value in plain.items() if _is_plain(value)}, (
-        iteration if isinstance(iteration, int) else 0
-    )
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+    found = {}
+    for key, entry in index.objects.items():
+        if key in LAUNCH_STATE:
+            found[key] = read_plain_object(index, entry)
+        elif key.startswith(f"{SCHEDULE}."):  # DCP takes dicts apart
+            found.setdefault(SCHEDULE, {})[key.removeprefix(f"{SCHEDULE}.")] = read_plain_object(index, entry)
+    return plain_launch(found)
 
 
 def _places(names: Iterable[str], arguments: Mapping[str, Any]) -> dict[str, _Place]:
     known = list(names)
     fused = any(name.endswith("linear_qkv.layer_norm_weight") for name in known)
-    norms = () if fused or arguments.get("multi_latent_attention") else _NORMS
+    norms = () if fused or arguments.get("multi_latent_attention") else LOCAL_NORMS
     kinds: dict[int, set[str]] = {}
     for name in known:
         if layer := _LAYER.fullmatch(name):

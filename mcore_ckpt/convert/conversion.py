@@ -64,6 +64,8 @@ class ImportOptions:
         vocabulary_multiple: `--make-vocab-size-divisible-by` of the launch: rows of the embedding are padded to a
             multiple of this for each tensor parallel rank.
         hf_config: directory with the model's `config.json`; None: it lies beside the tensors.
+        global_batch_size: of the launch that goes on with the optimizer's state, where nothing stored tells how many
+            samples there were: it then goes on at the optimizer's step, behind as many samples.
         rename: rules for the stored keys.
         rules: how tensors are divided, by their new keys.
         common: a `common.pt` to take along.
@@ -81,6 +83,7 @@ class ImportOptions:
     numbered_layers: bool = False
     vocabulary_multiple: int = 128
     hf_config: str | None = None
+    global_batch_size: int | None = None
     rename: tuple[RenameRule, ...] = ()
     rules: tuple[PartitionRule, ...] = ()
     common: str | None = None

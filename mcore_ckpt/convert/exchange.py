@@ -464,6 +464,7 @@ def import_huggingface(
     memory_bytes: int = 1024**3,
     hf_config: str | os.PathLike[str] | None = None,
     rename: str | os.PathLike[str] | Iterable[RenameRule] | None = None,
+    global_batch_size: int | None = None,
     progress: bool | None = False,
 ) -> ConversionReport:
     """Make a `torch_dist` checkpoint of a Hugging Face model, with which a launch of Megatron starts.
@@ -488,6 +489,8 @@ def import_huggingface(
         memory_bytes: for everything.
         hf_config: directory with the model's `config.json`; by default `source`.
         rename: a file of rename rules for the stored keys, applied before they are held against the family's names.
+        global_batch_size: of the launch that goes on with the optimizer's state, where nothing stored tells how many
+            samples there were: it then goes on at the optimizer's step, behind as many samples.
         progress: show a bar; None: if standard error is a terminal.
 
     Raises:
@@ -508,6 +511,7 @@ def import_huggingface(
         vocabulary_multiple=vocabulary_multiple,
         hf_config=None if hf_config is None else os.fspath(hf_config),
         rename=rules_in(rename, parse_rename_rules),
+        global_batch_size=global_batch_size,
         workers=workers,
         verify=verify,
         memory_bytes=memory_bytes,
@@ -528,6 +532,7 @@ def import_megatron(
     verify: bool = True,
     memory_bytes: int = 1024**3,
     rename: str | os.PathLike[str] | Iterable[RenameRule] | None = None,
+    global_batch_size: int | None = None,
     progress: bool | None = False,
 ) -> ConversionReport:
     """Make a `torch_dist` checkpoint of a model of Megatron's that was saved whole, under the names of its modules.
@@ -545,6 +550,8 @@ def import_megatron(
         verify: prove the target against the source before it appears.
         memory_bytes: for everything.
         rename: a file of rename rules for the stored keys.
+        global_batch_size: of the launch that goes on with the optimizer's state, where nothing stored tells how many
+            samples there were: it then goes on at the optimizer's step, behind as many samples.
         progress: show a bar; None: if standard error is a terminal.
 
     Raises:
@@ -559,6 +566,7 @@ def import_megatron(
         etp=etp,
         dtype=floating_dtype(dtype),
         rename=rules_in(rename, parse_rename_rules),
+        global_batch_size=global_batch_size,
         workers=workers,
         verify=verify,
         memory_bytes=memory_bytes,

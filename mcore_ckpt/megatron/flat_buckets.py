@@ -24,7 +24,7 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.megatron.gpt_model import gpt_chunk
 
-__all__ = ["FlatParameter", "ParameterBox", "Place", "parameter_orders", "places_in_buckets"]
+__all__ = ["FlatParameter", "ParameterBox", "Place", "parameter_orders", "places_in_buckets", "plain_values"]
 
 _ALIGNMENT = 64
 _DEADLINE_S = 3600.0
@@ -153,7 +153,7 @@ def parameter_orders(
             f"the stored arguments say {refused[0]}={arguments[refused[0]]!r}; the order of parameters in the "
             "optimizer's buckets is known for GPT models with layers of one kind or with experts, without it"
         )
-    request = json.dumps({"arguments": _plain(arguments), "metadata": _plain(metadata or {})})
+    request = json.dumps({"arguments": plain_values(arguments), "metadata": plain_values(metadata or {})})
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     child = subprocess.run(
@@ -181,7 +181,8 @@ def parameter_orders(
     return _read_answer(answer["groups"])
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of arguments by name, those that are numbers, text, flags, None, and lists of such."""
     return {name: value for name, value in values.items() if _is_plain(value)}
 
 

@@ -268,12 +268,15 @@ def write_universal(directory: Path, *, flat: bool, step: float = 3.0) -> dict[s
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_a_universal_checkpoint_of_deepspeed_becomes_megatrons(tmp_path: Path, flat: bool) -> None:
+def test_a_universal_checkpoint_of_deepspeed_becomes_megatrons(
+    tmp_path: Path, flat: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     held = write_universal(tmp_path / "ds" / "global_step3_universal", flat=flat)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     target = str(tmp_path / "c")
     words = ["import", str(tmp_path / "ds"), target, "--from", "ucp", "--hf-config", str(tmp_path), "--tp", "2", "-q"]
-    assert main(words) == 0
+    assert main([*words, "--global-batch-size", "4"]) == 0
+    assert "after 12 samples, by its own one (--override-opt_param-scheduler)" in capsys.readouterr().out
     assert verify_checkpoint(target).whole
     export_huggingface(target, tmp_path / "e")
     assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), held["fp32"])
@@ -283,7 +286,11 @@ def test_a_universal_checkpoint_of_deepspeed_becomes_megatrons(tmp_path: Path, f
         stored = found[f"optimizer.state.{state}.decoder.layers.mlp.linear_fc1.weight"]
         assert torch.equal(stored[1], torch.cat([gate, up]))
     with open_checkpoint(target) as opened:
-        groups = opened.common_state()["optimizer"]["optimizer"]["param_groups"]
+        common = opened.common_state()
+    # What a launch goes on with: the step, as many samples, and no random states to look for.
+    assert (common["iteration"], common["opt_param_scheduler"]["num_steps"]) == (3, 12)
+    assert (common["args"].consumed_train_samples, common["args"].no_save_rng) == (12, True)
+    groups = common["optimizer"]["optimizer"]["param_groups"]
     assert [(group["step"], group["betas"]) for group in groups] == [(3, (0.9, 0.95))] * 2
 
 
@@ -327,13 +334,15 @@ def layers_of(*parts: str) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
 
 
+SCHEDULE = {"max_lr": 1e-3, "min_lr": 0.0, "lr_warmup_steps": 8, "lr_decay_steps": 96, "lr_decay_style": "cosine"}
 MEGATRON_ARGUMENTS = {"num_layers": 2, "vocab_size": VOCABULARY, "make_vocab_size_divisible_by": 32, "swiglu": True}
 
 
 def test_a_checkpoint_of_megatron_fsdp_becomes_torch_dist(tmp_path: Path) -> None:
     """Its DTensors have uneven shards, gates and what they let through are apart, and layers have numbers."""
     given = layers_of("mlp.linear_fc1.weight_w", "mlp.linear_fc1.weight_v", "mlp.linear_fc2.weight")
-    run_ranks(save_megatron_fsdp, 2, tmp_path / "f", given, MEGATRON_ARGUMENTS)
+    progress = {"opt_param_scheduler": {**SCHEDULE, "num_steps": 72}, "num_floating_point_operations_so_far": 5e9}
+    run_ranks(save_megatron_fsdp, 2, tmp_path / "f", given, MEGATRON_ARGUMENTS, progress)
     target = str(tmp_path / "c")
     assert main(["import", str(tmp_path / "f"), target, "--from", "dcp", "--tp", "2", "-q"]) == 0
     assert verify_checkpoint(target).whole
@@ -363,6 +372,8 @@ def test_a_checkpoint_of_megatron_fsdp_becomes_torch_dist(tmp_path: Path) -> Non
         common = opened.common_state()
         assert opened["decoder.layers.mlp.linear_fc1._extra_state/shard_1_2"] in (None, [None])
     assert (common["args"].num_layers, common["args"].swiglu, common["iteration"]) == (2, True, 9)
+    assert common["opt_param_scheduler"] == {**SCHEDULE, "num_steps": 72}
+    assert common["num_floating_point_operations_so_far"] == 5e9
     assert [group["step"] for group in common["optimizer"]["optimizer"]["param_groups"]] == [4, 4]
 
 

@@ -45,7 +45,9 @@ def save_fsdp(rank: int, root: Path, tensors: dict[str, torch.Tensor]) -> None:
     dcp.save(state, checkpoint_id=root / "trained")
 
 
-def save_megatron_fsdp(rank: int, target: Path, tensors: dict[str, torch.Tensor], arguments: dict[str, Any]) -> None:
+def save_megatron_fsdp(
+    rank: int, target: Path, tensors: dict[str, torch.Tensor], arguments: dict[str, Any], progress: dict[str, Any]
+) -> None:
     """Save what Megatron-LM does with `--ckpt-format fsdp_dtensor`: its keys, DTensors whose shards are uneven."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
 
@@ -75,5 +77,6 @@ def save_megatron_fsdp(rank: int, target: Path, tensors: dict[str, torch.Tensor]
         "args": Namespace(**arguments),
         "iteration": 9,
         "checkpoint_version": 3.0,
+        **progress,
     }
     dcp.save(state, checkpoint_id=target)
