@@ -65,6 +65,8 @@ class SaveOptions:
         trace_path: directory for Chrome trace files, one for each rank and save; None writes none.
         on_timings: called on every rank with a `dict` of phase timings when a save has been finalized.
         progress: show a progress bar while a person waits for a save on a terminal.
+        take_ahead: start the writer and take the stage's memory while training computes before the first async save,
+            once the queue is polled, if a load or a save of this process has shown what this rank is going to save.
     """
 
     on_existing: Literal["replace", "error"] = "replace"
@@ -84,6 +86,7 @@ class SaveOptions:
     trace_path: str | None = None
     on_timings: Callable[[dict[str, Any]], None] | None = None
     progress: bool = True
+    take_ahead: bool = True
 
     def __post_init__(self) -> None:
         _choice("on_existing", self.on_existing, ("replace", "error"))

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import platform
 import re
 import secrets
@@ -40,6 +41,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from mcore_ckpt.core.errors import (
@@ -56,7 +58,7 @@ from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, MAX_METADATA_BYTES, METADATA_FILE, parse_index
 from mcore_ckpt.format.seal import FOOTER_BYTES, SAVE_ID_BYTES, decode_footer, shown_id
-from mcore_ckpt.storage.base import FileVersion, Storage
+from mcore_ckpt.storage.base import FileVersion, Storage, align_up
 
 __all__ = [
     "Target",
@@ -64,6 +66,7 @@ __all__ = [
     "check_files",
     "claim_late",
     "common_file_in_force",
+    "data_bytes_of_rank",
     "data_file_name",
     "discard",
     "give_back",
@@ -159,6 +162,24 @@ def data_file_name(rank: int, number: int, prefix: str = "") -> str:
 def _file_number(name: str) -> int | None:
     match = _DATA_FILE.search(name)
     return int(match.group(2)) if match else None
+
+
+def data_bytes_of_rank(directory: Path, rank: int, ranks: int) -> int:
+    """How much one rank has written of a checkpoint that as many ranks have saved, in whole pages; 0 if others have.
+
+    By the names and lengths of the files: a guess that is right where nothing is left of other saves.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    nbytes = last_rank = 0
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if match := _DATA_FILE.search(entry.name):
+                last_rank = max(last_rank, int(match.group(1)))
+                if int(match.group(1)) == rank:
+                    nbytes += align_up(entry.stat().st_size)
+    return nbytes if last_rank + 1 == ranks else 0
 
 
 def index_files(index: CheckpointIndex) -> set[str]:

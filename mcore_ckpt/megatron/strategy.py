@@ -6,6 +6,7 @@ load:  sharded_state_dict -> read requests -> FileSystemReader -> the tensors, i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import warnings
@@ -16,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mcore_ckpt.core.errors import KindMismatchError, LoadError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import coordination_group, interrupts_wait_for_others
+from mcore_ckpt.directory.commit import data_bytes_of_rank
 from mcore_ckpt.directory.remove import remove_tensors
 from mcore_ckpt.layout.buckets import TensorSpec
 from mcore_ckpt.layout.shards import (
@@ -53,7 +56,7 @@ from mcore_ckpt.megatron._versions import (
     sharded_tensor_of,
 )
 from mcore_ckpt.save.transaction import SaveRequest, SaveTransaction, Structure, begin_save
-from mcore_ckpt.writing.stage_pool import warm_up_stage
+from mcore_ckpt.writing.stage_pool import expect_save, warm_up_stage
 
 __all__ = ["TorchDistLoadStrategy", "TorchDistSaveStrategy", "load_state_dict"]
 
@@ -323,6 +326,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         """
         reader = self._open(checkpoint_dir)
         _, version = self._read_version or (reader.path, ())
+        read_before = reader.stats.bytes_read
         try:
             filled = self._load(reader, sharded_state_dict)
         except LoadError as error:
@@ -334,6 +338,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             # Nothing but the file itself tells the saves apart: it may have been another one already when it was read.
             raise replaced_error(reader.path, ".metadata, which has no seal, is another file than before")
         check_common(reader.path, source)
+        _expect_save(reader.path, reader.stats.bytes_read - read_before)
         return filled, source
 
     @collector_paused()
@@ -405,6 +410,16 @@ def load_state_dict(sharded_state_dict: dict[str, Any], checkpoint: str, options
             sharded_state_dict, checkpoint, TorchDistLoadStrategy(options=options), validate_access_integrity=False
         )
         return loaded
+
+
+def _expect_save(loaded: Path, read_bytes: int) -> None:
+    """Whoever goes on from a checkpoint that as many ranks have saved is likely to save as much as that rank did.
+
+    Nobody saves more than all that it has loaded: ranks may hold something else than those that have saved.
+    """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    with contextlib.suppress(OSError):
+        expect_save(min(data_bytes_of_rank(loaded, rank, ranks), read_bytes))
 
 
 def _read(reader: FileSystemReader, shards: Sequence[Any]) -> None:

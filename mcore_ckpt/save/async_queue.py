@@ -38,6 +38,7 @@ from mcore_ckpt.core.ranks import (
 from mcore_ckpt.writing.call_worker import CallWorker
 from mcore_ckpt.writing.forked_call import fork_call
 from mcore_ckpt.writing.persistent_writer import shared_writer
+from mcore_ckpt.writing.stage_pool import take_ahead
 from mcore_ckpt.writing.supervised_child import Job
 
 __all__ = [
@@ -400,6 +401,8 @@ class AsyncCallsQueue:
             KeyboardInterrupt, SystemExit: this rank was interrupted while it waited; all the others raise `SaveError`,
                 whatever `on_failure` says. What comes when nothing waits is raised at the end.
         """
+        if self.call_idx < 0 and not blocking:  # training goes on before its first async save
+            take_ahead(self._options)
         with interrupts_wait_for_others():
             return self._finalize(blocking, no_dist)
 

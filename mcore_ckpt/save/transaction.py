@@ -59,8 +59,9 @@ from mcore_ckpt.save._planning import SavePlan, Structure, place_as_before, plan
 from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.save.rank_state import RankState, collect
+from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.writing.stage_pool import is_busy
+from mcore_ckpt.writing.stage_pool import expect_save, is_busy
 from mcore_ckpt.writing.staging import BucketSource, write_in_line
 
 __all__ = ["BucketWriter", "SaveRequest", "SaveTransaction", "Structure", "begin_save", "saves_in_progress"]
@@ -255,6 +256,7 @@ def _write(
         write = partial(request.bucket_writer, directory.path, plan.layout, plan.placed, state, options, plan.save_id)
         return write_now(write, options, what, plan.unencoded)
     if not request.beside_training:
+        expect_save(sum(align_up(source.layout.image.size_bytes) for source in sources))
         return write_now(partial(write_in_line, storage, sources, options), options, what, plan.unencoded)
     if group.is_coordinator:
         log_choice(sources, options)

@@ -245,9 +245,13 @@ def read_vectors(fd: int, vectors: int, count: int, offset: int) -> int:
     return got
 
 
-def populate(address: int, nbytes: int) -> None:
-    """Map the pages of shared memory that exist already, so that touching them later is no fault. Page-aligned."""
-    _libc().madvise(address, nbytes, MADV_POPULATE_WRITE)
+def populate(address: int, nbytes: int) -> bool:
+    """Make and map pages of shared memory, so that touching them later is no fault; whether all are there now.
+
+    Page-aligned.
+    """
+    done: int = _libc().madvise(address, nbytes, MADV_POPULATE_WRITE)
+    return done == 0
 
 
 def drop_cached(fd: int, offset: int = 0, nbytes: int = 0) -> None:

@@ -16,6 +16,7 @@ import logging
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,8 +33,10 @@ from mcore_ckpt.writing.supervised_child import Job
 __all__ = [
     "Stage",
     "StageLease",
+    "expect_save",
     "is_busy",
     "lease_stage",
+    "take_ahead",
     "warm_up_stage",
 ]
 
@@ -41,6 +44,9 @@ _logger = logging.getLogger(__name__)
 
 # Short enough that neither a call of the trainer's that maps memory nor the end of the process waits for it.
 _MAPPED_AT_ONCE_BYTES = 32 * 1024 * 1024
+# Pages that nobody waits for are taken a few at a time, so that training has the cores, and the process its memory map.
+_TAKEN_AT_ONCE_BYTES = 2 * 1024 * 1024
+_TAKING_SHARE = 0.25
 
 
 class Stage:
@@ -62,6 +68,7 @@ class Stage:
         self.is_touched = False
         self._memory: mmap.mmap | None = None
         self._pinned = False
+        self._taking: tuple[threading.Thread, threading.Event] | None = None
         _stages.add(self)
 
     def reserve(self, nbytes: int, *, touch: bool = True) -> memoryview:
@@ -75,6 +82,7 @@ class Stage:
             SaveError: the host has not that much memory.
         """
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._stop_taking()
         if nbytes > self.capacity_bytes:
             self._unmap()
             try:
@@ -129,6 +137,36 @@ class Stage:
             return
         self.is_touched = True
 
+    def take_meanwhile(self, nbytes: int) -> None:
+        """Find, clear and map `nbytes` in a thread, beside what training computes, until `reserve` is called."""
+        self.reserve(nbytes, touch=False)
+        assert self._memory is not None
+        stop = threading.Event()
+        thread = threading.Thread(
+            target=self._take_pages, args=(self._memory, nbytes, stop), name="mcore_ckpt-stage", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # no thread to be had: the save takes what it needs
+            return
+        self._taking = (thread, stop)
+
+    def _take_pages(self, memory: mmap.mmap, nbytes: int, stop: threading.Event) -> None:
+        start = direct_io.address(memoryview(memory))
+        for offset in range(0, nbytes, _TAKEN_AT_ONCE_BYTES):
+            began = time.monotonic()
+            taken = direct_io.populate(start + offset, min(_TAKEN_AT_ONCE_BYTES, nbytes - offset))
+            if not taken or stop.wait((time.monotonic() - began) * (1 / _TAKING_SHARE - 1)):
+                return
+        self.is_touched = True
+
+    def _stop_taking(self) -> None:
+        taking, self._taking = self._taking, None
+        if taking is not None:
+            thread, stop = taking
+            stop.set()
+            thread.join()
+
     def _map_pages(self, memory: mmap.mmap) -> None:
         start, stop = direct_io.address(memoryview(memory)), len(memory)
         for offset in range(0, stop, _MAPPED_AT_ONCE_BYTES):
@@ -161,6 +199,7 @@ class Stage:
             )
 
     def _unmap(self) -> None:
+        self._stop_taking()
         if self._memory is None:
             return
         if self._pinned:
@@ -196,6 +235,7 @@ class Stage:
     def disown(self) -> None:
         """In a process forked from the trainer: let go of memory that would stay taken until this process ends."""
         memory, self._memory = self._memory, None
+        self._taking = None  # its thread is not here
         self._pinned = False  # CUDA is not to be touched here
         if memory is not None:
             with contextlib.suppress(
@@ -295,6 +335,7 @@ def _forget() -> None:
     _changed = threading.Condition()  # a thread that is not here may hold the other
     _free.clear()
     _in_use.clear()
+    expect_save(0)
     for stage in list(_stages):
         stage.disown()
     _stages.clear()
@@ -388,3 +429,40 @@ def warm_up_stage(nbytes: int, options: SaveOptions) -> None:
             shared_writer().warm_up(stage_fd=lease.stage.fd)
     finally:
         lease.give_back()
+
+
+# What the first async save of this process is going to stage, as far as a load or another save has shown.
+_expected_bytes = 0
+# Of what is expected: objects may have grown since, and a stage that is too small is made anew.
+_ROOM_SHARE = 1 / 64
+
+
+def expect_save(nbytes: int) -> None:
+    """Note what this rank's next save is likely to take, in bytes; 0 if it will write nothing, or nobody knows."""
+    global _expected_bytes
+    _expected_bytes = nbytes
+
+
+def take_ahead(options: SaveOptions) -> None:
+    """Take what the first async save needs, as far as it is known, while training goes on: the writer, and the stage.
+
+    For whoever sees that async saves will come. Once; nothing where a save has been begun already, or is not expected,
+    and never more than `expect_save` has said, or the budget allows.
+    """
+    nbytes = min(_expected_bytes, _budget_bytes(options)) if _expected_bytes else 0
+    expect_save(0)
+    if not nbytes or not options.take_ahead or (options.stage, options.writer) != ("copy", "persistent"):
+        return
+    with _changed:
+        if _free or _in_use:
+            return
+        stage = Stage()
+        _free.append(stage)
+        try:
+            # Room that is not touched takes no memory.
+            stage.reserve(nbytes + int(nbytes * _ROOM_SHARE), touch=False)
+            stage.take_meanwhile(nbytes)
+        except SaveError:  # the save itself says it, where all ranks hear of it
+            return
+    with contextlib.suppress(SaveError):
+        shared_writer().warm_up(stage_fd=stage.fd, wait=False)

@@ -29,6 +29,7 @@ SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
     "keep_local_plans": ("1", True),
     "trace_path": ("/tmp/traces", "/tmp/traces"),
     "progress": ("off", False),
+    "take_ahead": ("no", False),
 }
 LOAD_VARIABLES: dict[str, tuple[str, Any]] = {
     "verify_crc": ("false", False),
