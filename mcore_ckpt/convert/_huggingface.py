@@ -28,10 +28,10 @@ from mcore_ckpt.convert._foreign import (
     plan_optimizer,
 )
 from mcore_ckpt.convert._pieces import PiecePayloads, Source, Wanted
-from mcore_ckpt.convert._quantized import PlainPayloads, plain_payloads
+from mcore_ckpt.convert._quantized import plain_payloads
 from mcore_ckpt.convert._reshard_copy import Journal
 from mcore_ckpt.convert._reshard_target import file_states
-from mcore_ckpt.convert._safetensors_files import RawPayloads, parse_json
+from mcore_ckpt.convert._safetensors_files import parse_json
 from mcore_ckpt.convert._shard_files import MODEL_FILES, Exported, export_fingerprint, write_files
 from mcore_ckpt.convert._sources import Opened
 from mcore_ckpt.convert.conversion import (
@@ -49,11 +49,11 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from mcore_ckpt.families.registry import family_named, family_of_arguments, family_of_config, hold_against
 from mcore_ckpt.families.table import Family, Link, Model, Naming, Relation, extra_state_keys, relate
-from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, object_key
+from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry, object_key
 from mcore_ckpt.format.metadata_read import read_small_file
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.keys import is_optimizer_key
-from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
+from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads, check_tiled
 from mcore_ckpt.tools.plain_state import read_plain_state
 
 __all__ = ["export_model", "import_model"]
@@ -382,13 +382,9 @@ def _import_conversion(opened: Opened, options: ImportOptions) -> tuple[_Convers
         f"{family.name}, {where}",
         str(directory),
     )
-    if relation.joined and not isinstance(payloads, (RawPayloads, PlainPayloads)):
-        raise OptionError(
-            f"{directory}: {min(relation.joined)} counts pairs along its last axis; it can be taken from "
-            "safetensors only"
-        )
-    for name in relation.joined:
-        payloads.index = _taken_apart(payloads.index, names[name], _turned(relation.hf[name], names[name], turned))
+    if relation.joined:
+        apart = {names[name]: _turned(relation.hf[name], names[name], turned) for name in relation.joined}
+        payloads = _ApartPayloads(payloads, apart)
     wanted = _by_megatron_key(relation, names, turned)
     optimizer = plan_optimizer(index, names, opened.settings, experts=model.experts > 0)
     for state, keys in optimizer.states.items():
@@ -443,12 +439,64 @@ def _source(link: Link, key: str, turned: Collection[str]) -> Source:
     )
 
 
-def _taken_apart(index: CheckpointIndex, key: str, shape: tuple[int, ...]) -> CheckpointIndex:
-    """The same elements, which lie plainly in one file, as a tensor with more axes."""
-    entry = index.tensors[key]
-    chunk = entry.chunks[0]._replace(offsets=(0,) * len(shape), sizes=shape)
-    apart = TensorEntry(key, entry.dtype, shape, (chunk,), entry.requires_grad)
-    return CheckpointIndex(index.path, {**index.tensors, key: apart}, index.objects)
+class _ApartPayloads(StoredPayloads):
+    """Payloads some of which count several things along one axis, as tensors that have an axis for each; a context
+    manager, which closes those that it is made of.
+
+    Args:
+        stored: as they are.
+        shapes: those to have, of such tensors; elements stay where they are.
+
+    Raises:
+        OptionError: a chunk begins or ends between things that are counted together.
+    """
+
+    def __init__(self, stored: StoredPayloads, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._stored = stored
+        self._joined: dict[tuple[str, StoredChunk], tuple[TensorEntry, StoredChunk]] = {}
+        tensors = dict(stored.index.tensors)
+        for key, shape in shapes.items():
+            entry = tensors[key]
+            axis = next(n for n, size in enumerate(shape) if size != entry.shape[n])
+            together = shape[axis + 1]
+            chunks = []
+            for chunk in entry.chunks:
+                if chunk.offsets[axis] % together or chunk.sizes[axis] % together:
+                    raise OptionError(
+                        f"{key}: a chunk at {list(chunk.offsets)} of sizes {list(chunk.sizes)} parts what is "
+                        f"counted in {together}s along axis {axis}; save the model in whole rows of that axis"
+                    )
+                offsets, sizes = list(chunk.offsets), list(chunk.sizes)
+                offsets[axis : axis + 1] = [offsets[axis] // together, 0]
+                sizes[axis : axis + 1] = [sizes[axis] // together, together]
+                chunks.append(chunk._replace(offsets=tuple(offsets), sizes=tuple(sizes)))
+                self._joined[key, chunks[-1]] = entry, chunk
+            tensors[key] = TensorEntry(key, entry.dtype, shape, tuple(chunks), entry.requires_grad)
+        super().__init__(CheckpointIndex(stored.index.path, tensors, stored.index.objects), stored.storage)
+        self.files = stored.files
+
+    def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
+        return self._stored.locate(*self._joined.get((entry.fqn, chunk), (entry, chunk)))
+
+    def read_into(self, payload: StoredPayload, start: int, view: memoryview) -> None:
+        """As `StoredPayloads.read_into`."""
+        self._stored.read_into(payload, start, view)
+
+    def was_read(self, entry: TensorEntry, chunk: StoredChunk, value: int) -> None:
+        """As `StoredPayloads.was_read`."""
+        self._stored.was_read(*self._joined.get((entry.fqn, chunk), (entry, chunk)), value)
+
+    def check_rest(self) -> None:
+        """As `StoredPayloads.check_rest`."""
+        self._stored.check_rest()
+
+    def recipe(self) -> Iterable[str]:
+        """As `StoredPayloads.recipe`."""
+        return self._stored.recipe()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._stored.close()
 
 
 def _known_names(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.convert import logits
+from mcore_ckpt.convert import _huggingface, logits
 from mcore_ckpt.convert._safetensors_files import safetensors_header
 from mcore_ckpt.convert.conversion import ExportOptions, ImportOptions
 from mcore_ckpt.convert.exchange import (
@@ -32,8 +32,10 @@ from mcore_ckpt.core.errors import (
     CorruptCheckpointError,
     OptionError,
 )
+from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.checkpoint import open_checkpoint
+from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.convert.test_exchange import read_by_definition
 from tests.support.model_like import assert_same, read_all
@@ -615,3 +617,17 @@ def test_experts_of_4_bit_floats_arrive_as_what_they_stand_for(tmp_path: Path) -
     found = read_all(tmp_path / "expected")["decoder.layers.mlp.experts.experts.linear_fc1.weight"][1, 2]
     pairs = given["model.layers.1.mlp.experts.gate_up_proj"][2]
     assert torch.equal(found, torch.cat([pairs[:, ::2].T, pairs[:, 1::2].T]))
+
+
+def test_chunks_that_part_pairs_are_refused(tmp_path: Path) -> None:
+    """GPT-OSS counts gate and up in pairs along one axis: a shard of a foreign checkpoint may not end in one."""
+    item = StoredItem("file", 0, 8)
+    chunks = (StoredChunk((0,), (2,), item), StoredChunk((2,), (2,), item))
+    for sizes, right in ((chunks, True), ((chunks[0]._replace(sizes=(1,)), StoredChunk((1,), (3,), item)), False)):
+        index = CheckpointIndex(str(tmp_path), {"k": TensorEntry("k", "float32", (4,), sizes)}, {})
+        if right:
+            apart = _huggingface._ApartPayloads(StoredPayloads(index), {"k": (2, 2)}).index.tensors["k"]
+            assert [(chunk.offsets, chunk.sizes) for chunk in apart.chunks] == [((0, 0), (1, 2)), ((1, 0), (1, 2))]
+        else:
+            with pytest.raises(OptionError, match=r"k: a chunk at \[0\] of sizes \[1\] parts what is counted in 2s"):
+                _huggingface._ApartPayloads(StoredPayloads(index), {"k": (2, 2)})

@@ -308,6 +308,7 @@ def test_models_that_fsdp2_has_sharded_compute_the_same(models: Path, tmp_path: 
         "qwen3-moe-dense-layer": Parallel(expert=2),
         "deepseek-v2": Parallel(tensor=2),
         "deepseek-v3": Parallel(expert=2),
+        "gpt-oss": Parallel(expert=2),
     }
     jobs = {name: (models / name / "hf", tmp_path / name, layout) for name, layout in layouts.items()}
     found = {}
