@@ -17,12 +17,16 @@ from mcore_ckpt.families._settings import (
     decoder_arguments,
     decoder_config,
     expect,
-    expect_whole_rotation,
     expert_arguments,
     expert_layers_of,
+    latent_rope_type,
     layer_count,
     number,
+    rope_settings,
     setting,
+    yarn_arguments,
+    yarn_config,
+    yarn_scales,
 )
 from mcore_ckpt.families.table import Family, Model, Part, Row
 
@@ -136,49 +140,25 @@ def _model(config: Mapping[str, Any]) -> Model:
 
 
 def _rotary_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise OptionError(f"rope_parameters={scaling!r:.80}: expected settings by name")
-    theta = number(scaling, "rope_theta", config.get("rope_theta"))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    expect_whole_rotation(config)
-    base = int(theta) if theta == int(theta) else theta
-    if kind == "default":
-        return {"rotary_base": base, "rope_type": "rope", "rotary_scaling_factor": 1.0}
-    if kind != "yarn":
-        raise OptionError(f"rotary scaling {kind!r}: expected none or 'yarn' for this family")
-    return {
-        "rotary_base": base,
-        "rope_type": "yarn",
-        "rotary_scaling_factor": number(scaling, "factor"),
-        "original_max_position_embeddings": count(scaling, "original_max_position_embeddings"),
-        "beta_fast": number(scaling, "beta_fast", 32),
-        "beta_slow": number(scaling, "beta_slow", 1),
-        "mscale": number(scaling, "mscale"),
-        "mscale_all_dim": number(scaling, "mscale_all_dim"),
-    }
+    found = rope_settings(config, "default", "yarn")
+    base = {"rotary_base": found["rope_theta"]}
+    if found["rope_type"] == "default":
+        return {**base, "rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    return {**base, "rope_type": "yarn", **yarn_arguments(found, "")}
 
 
 def _rotary_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     theta = float(number(arguments, "rotary_base", 10000))
-    kind = setting(arguments, "rope_type", default="yarn")
-    if kind == "rope":
-        return {"rope_theta": theta, "rope_scaling": None}
-    if kind != "yarn":
-        raise OptionError(f"the stored argument rope_type={kind!r:.80}: expected 'rope' or 'yarn'")
-    return {
-        "rope_theta": theta,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "type": "yarn",
-            "factor": number(arguments, "rotary_scaling_factor", 40),
-            "original_max_position_embeddings": count(arguments, "original_max_position_embeddings", 4096),
-            "beta_fast": number(arguments, "beta_fast", 32),
-            "beta_slow": number(arguments, "beta_slow", 1),
-            "mscale": number(arguments, "mscale", 1.0),
-            "mscale_all_dim": number(arguments, "mscale_all_dim", 0.0),
-        },
-    }
+    if latent_rope_type(arguments) == "yarn":
+        return {"rope_theta": theta, "rope_scaling": {"type": "yarn", **yarn_config(arguments, "")}}
+    scale = yarn_scales(arguments, "")[1] ** 2
+    if scale != 1:
+        raise OptionError(
+            f"the stored arguments rope_type={arguments.get('rope_type')!r}, mscale_all_dim="
+            f"{arguments.get('mscale_all_dim')!r}, rotary_scaling_factor={arguments.get('rotary_scaling_factor')!r}: "
+            f"Megatron-Core's latent attention scales softmax by {scale:.6g} for them, transformers by YaRN only"
+        )
+    return {"rope_theta": theta, "rope_scaling": None}
 
 
 def _arguments(config: Mapping[str, Any], **router: Any) -> dict[str, Any]:

@@ -19,13 +19,15 @@ from mcore_ckpt.families._settings import (
     decoder_config,
     decoder_model,
     expect,
-    expect_whole_rotation,
     expert_arguments,
     layer_count,
     number,
+    rope_settings,
     setting,
     window_arguments,
     window_config,
+    yarn_arguments,
+    yarn_config,
 )
 from mcore_ckpt.families.table import Family, Model, Part, Row
 
@@ -36,6 +38,15 @@ _THERE = "model.layers.{layer}."
 _EXPERT = f"{_HERE}mlp.experts.experts.{{expert}}."
 _WINDOW, _WHOLE = "sliding_attention", "full_attention"
 _ALPHA = 1.702  # of the gate's sigmoid: built into Megatron-Core's quick_gelu
+# What the class takes without rotary settings.
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 _ROWS = (
     Row(f"{_HERE}self_attention.linear_proj.bias", (Part(f"{_THERE}self_attn.o_proj.bias", ("hidden",)),)),
@@ -77,41 +88,13 @@ def _model(config: Mapping[str, Any]) -> Model:
 
 
 def _rotary_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise OptionError(f"rope_parameters={scaling!r:.80}: expected settings by name")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind != "yarn":
-        raise OptionError(f"rotary scaling {kind!r}: expected 'yarn' for this family")
-    expect_whole_rotation(config)
-    for name in ("mscale", "mscale_all_dim", "attention_factor"):
-        expect(scaling, name, None)
-    theta = number(scaling, "rope_theta", config.get("rope_theta"))
-    return {
-        "position_embedding_type": "yarn",
-        "rotary_base": int(theta) if theta == int(theta) else theta,
-        "yarn_rotary_scaling_factor": float(number(scaling, "factor")),
-        "yarn_original_max_position_embeddings": count(scaling, "original_max_position_embeddings"),
-        "yarn_beta_fast": float(number(scaling, "beta_fast", 32)),
-        "yarn_beta_slow": float(number(scaling, "beta_slow", 1)),
-        "yarn_mscale": None,
-        "yarn_mscale_all_dim": None,
-        "yarn_correction_range_round_to_int": bool(scaling.get("truncate", True)),
-    }
+    found = rope_settings(config, "yarn", otherwise=_ROPE)
+    return {"position_embedding_type": "yarn", "rotary_base": found["rope_theta"], **yarn_arguments(found, "yarn_")}
 
 
 def _rotary_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "rope_theta": float(number(arguments, "rotary_base", 150000)),
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": number(arguments, "yarn_rotary_scaling_factor"),
-            "original_max_position_embeddings": count(arguments, "yarn_original_max_position_embeddings"),
-            "beta_fast": number(arguments, "yarn_beta_fast", 32.0),
-            "beta_slow": number(arguments, "yarn_beta_slow", 1.0),
-            "truncate": bool(arguments.get("yarn_correction_range_round_to_int", True)),
-        },
-    }
+    theta = float(number(arguments, "rotary_base", 150000))
+    return {"rope_theta": theta, "rope_scaling": yarn_config(arguments, "yarn_")}
 
 
 def _window_layers(config: Mapping[str, Any], layers: int) -> int | list[int]:
@@ -163,8 +146,6 @@ def _config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
         ("softmax_type", "learnable"),
         ("quick_geglu", True),
         ("glu_linear_offset", 1.0),
-        ("yarn_mscale", None),
-        ("yarn_mscale_all_dim", None),
     ):
         if arguments.get(name) != wanted:
             raise OptionError(

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import ast
+import copy
 import importlib.util
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.families._settings import COMPUTATION, TRAINED_WITH
+from mcore_ckpt.families._settings import COMPUTATION, TRAINED_WITH, yarn_scales
 from mcore_ckpt.families.registry import (
     FAMILIES,
     family_named,
@@ -77,12 +80,32 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "deepseek-v3": {**LATENT, "q_lora_rank": 24, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
 }
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN: dict[str, Any] = {
+    "type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 NAMINGS = [
     Naming(),
     Naming("transformer_engine"),
     Naming(stacked_layers=False),
     Naming(stacked_layers=False, stacked_experts=False, halves_apart=True),
 ]
+
+
+def _without(settings: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in names}
 
 
 @pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
@@ -169,7 +192,38 @@ def test_a_configuration_that_cannot_be_is_refused(settings: dict[str, Any], wor
         ("deepseek-v3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
         ("qwen3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "partial"),
-        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}}, "low_freq_factor"),
+        ("llama", {"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}}, r"low_freq_factor=2\.0"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "high_freq_factor=None"),
+        ("llama", {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": None}}, "expected a positive"),
+        (
+            "llama",
+            {"rope_scaling": {**LLAMA3, "orignal_max_position_embeddings": 32}},
+            "'orignal_max_position_emb.*=32",
+        ),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0}}}, "'full_attention'"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "'factor'=4.0: nobody reads"),
+        # What stands beside the settings goes before what stands in them, and the model's length is the last resort.
+        (
+            "llama",
+            {"rope_scaling": LLAMA3, "original_max_position_embeddings": 32},
+            "original_max_position_embeddings=32",
+        ),
+        ("llama", {"rope_scaling": _without(LLAMA3, "original_max_position_embeddings")}, "position_embeddings=64"),
+        (
+            "deepseek-v3",
+            {"rope_scaling": {**YARN, "attention_factor": 2.0}},
+            r"attention_factor=2\.0: .* by 2 .* by 1 ",
+        ),
+        (
+            "deepseek-v3",
+            {"rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.0}},
+            r"mscale=0\.707, mscale_all",
+        ),
+        ("deepseek-v3", {"rope_scaling": {**YARN, "mscale": 0.0}}, r"mscale=0\.0, mscale_all_dim=1\.0"),
+        ("deepseek-v3", {"rope_scaling": {**YARN, "mscale": 0.0, "mscale_all_dim": 0.0}}, "by 1.36889 .* by 1 "),
+        ("deepseek-v2", {"rope_scaling": {**YARN, "mscale": None}}, "mscale=None, mscale_all_dim=1.0"),
+        ("deepseek-v3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate=False"),
+        ("deepseek-v2", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "expected none or 'yarn'"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
         ("gpt2", {"activation_function": "relu"}, "activation_function"),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method"),
@@ -186,7 +240,8 @@ def test_a_configuration_that_cannot_be_is_refused(settings: dict[str, Any], wor
         ),
         ("gemma", {"hidden_act": "silu"}, "hidden_act='silu'"),
         ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5"),
-        ("gpt-oss", {"rope_scaling": None}, "'default'"),
+        ("gpt-oss", {"rope_scaling": None, "rope_parameters": {"rope_theta": 1e4}}, "'default': expected 'yarn'"),
+        ("gpt-oss", {"rope_scaling": {**YARN, "mscale": None, "attention_factor": 1.2}}, r"attention_factor=1\.2"),
         ("gpt-oss", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
         ("deepseek-v3", {"norm_topk_prob": False}, "norm_topk_prob"),
         ("deepseek-v3", {"n_group": 4, "topk_group": 1}, "its best 2, Megatron-Core by its best 4 "),
@@ -253,11 +308,112 @@ def test_settings_from_anywhere_are_taken_or_refused(data: st.DataObject) -> Non
 
 def test_rotary_settings_of_transformers_4_and_5() -> None:
     llama = family_named("llama")
-    scaling = {"rope_type": "llama3", "factor": 8.0}
-    old = llama.arguments({**SMALL, "rope_theta": 500000.0, "rope_scaling": scaling})
-    new = llama.arguments({**SMALL, "rope_parameters": {**scaling, "rope_theta": 500000.0}})
+    old = llama.arguments({**SMALL, "rope_theta": 500000.0, "rope_scaling": LLAMA3})
+    new = llama.arguments({**SMALL, "rope_parameters": {**LLAMA3, "rope_theta": 500000.0}})
     assert old == new
     assert (new["rotary_base"], new["use_rope_scaling"], new["rope_scaling_factor"]) == (500000, True, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "arguments"),
+    [
+        (  # `rope_scaling` goes before the other, whose base is not read then
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_theta": 1e6}},
+            {"rotary_base": 500000, "rotary_seq_len_interpolation_factor": 4.0},
+        ),
+        ("llama", {"rope_scaling": {}, "rope_parameters": {"rope_theta": 1e6}}, {"rotary_base": 1000000}),
+        (
+            "llama",
+            {
+                "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 32},
+                "original_max_position_embeddings": 8192,
+            },
+            {"use_rope_scaling": True, "rope_scaling_factor": 8.0},
+        ),
+        (
+            "llama",
+            {"rope_scaling": _without(LLAMA3, "original_max_position_embeddings"), "max_position_embeddings": 8192},
+            {"use_rope_scaling": True},
+        ),
+        (
+            "deepseek-v3",
+            {"rope_parameters": YARN, "original_max_position_embeddings": 4096},
+            {"original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32},
+        ),
+        (
+            "deepseek-v3",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 40.0, "beta_fast": None}},
+            {"original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.0, "beta_fast": 32},
+        ),
+        (
+            "deepseek-v2",
+            {"rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+            {"mscale": 0.707, "mscale_all_dim": 0.707},
+        ),
+        (
+            "gpt-oss",
+            {"rope_scaling": None},
+            {"yarn_rotary_scaling_factor": 32.0, "yarn_correction_range_round_to_int": False},
+        ),
+        (
+            "gpt-oss",
+            {"rope_scaling": {**YARN, "mscale_all_dim": 0.707}, "original_max_position_embeddings": 4096},
+            {
+                "yarn_mscale": 1.0,
+                "yarn_mscale_all_dim": 0.707,
+                "yarn_original_max_position_embeddings": 4096,
+                "yarn_correction_range_round_to_int": True,
+            },
+        ),
+    ],
+)
+def test_rotary_settings_are_resolved_as_transformers_does(
+    name: str, settings: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    family = family_named(name)
+    found = family.arguments({**CONFIGS[name], **settings})
+    assert {name: found.get(name) for name in arguments} == arguments
+    assert family.arguments(family.config(found, 100)) == found
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("deepseek-v2", ""), ("deepseek-v3", ""), ("gpt-oss", "yarn_")])
+@pytest.mark.parametrize("scales", [(1.0, 0.0), (0.707, 0.0), (0.707, 0.707), (0.0, 0.0), (0.0, 1.0), (1.0, 0.5)])
+def test_scales_of_yarn_come_back_from_arguments(name: str, prefix: str, scales: tuple[float, float]) -> None:
+    """Where `transformers` would make something else of them, the factor itself is written, which goes before them."""
+    family = family_named(name)
+    stored = {
+        **family.arguments({**CONFIGS[name], "rope_scaling": YARN}),
+        **dict(zip((f"{prefix}mscale", f"{prefix}mscale_all_dim"), scales, strict=True)),
+    }
+    config = family.config(stored, 100)
+    by_default = scales in [(1.0, 0.0), (0.707, 0.707), (1.0, 0.5)]
+    assert ("attention_factor" in config["rope_scaling"]) is not by_default
+    assert family.arguments(config) == stored
+    assert hold_against(family, config, stored, "ckpt", given=False) == ()
+    config["rope_scaling"]["attention_factor"] = 1.5
+    with pytest.raises(OptionError, match=r"attention_factor=1\.5"):
+        hold_against(family, config, stored, "ckpt", given=True)
+
+
+def test_softmax_is_scaled_in_latent_attention_whatever_the_kind_of_rotary_embedding() -> None:
+    family = family_named("deepseek-v3")
+    config = CONFIGS["deepseek-v3"]
+    plain = family.arguments(config)
+    scaled = {**plain, "rotary_scaling_factor": 40.0, "mscale_all_dim": 1.0}
+    with pytest.raises(OptionError, match=r"rope_type='rope', mscale_all_dim=1\.0.* scales softmax by 1\.87385 "):
+        family.config(scaled, 100)
+    with pytest.raises(OptionError, match=r"mscale_all_dim is 1\.0"):
+        hold_against(family, config, scaled, "ckpt", given=True)
+    # A factor that nothing reads, and YaRN by a factor of one, which a launch has without `--rope-type`.
+    for same in (
+        {"rotary_scaling_factor": 40.0},
+        {"mscale_all_dim": 1.0},
+        {"rope_type": None, "rotary_scaling_factor": 1.0, "original_max_position_embeddings": 4096, "beta_fast": 32},
+    ):
+        stored = {**plain, **same}
+        assert hold_against(family, family.config(stored, 100), stored, "ckpt", given=False) == ()
+        assert hold_against(family, config, stored, "ckpt", given=True) == ()
 
 
 @pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
@@ -516,3 +672,88 @@ def test_defaults_are_those_of_transformers(family: Family) -> None:
     for name in sorted(asked.names & known.keys() - set(_SIZES.split()) | family.defaults.keys() & known.keys()):
         assert name in family.defaults, f"{name}: {there.__name__} has {known[name]!r} for it"
         assert family.defaults[name] == known[name], name
+
+
+_ROPES: tuple[dict[str, Any], ...] = (
+    {},
+    {"rope_theta": 5e5},
+    {"rope_parameters": {"rope_theta": 2e4}, "rope_theta": 5e5},
+    {"rope_parameters": {"rope_theta": 2e4}, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    {"rope_parameters": {"rope_type": "linear", "factor": 2}, "rope_scaling": {}},
+    {"rope_scaling": LLAMA3},
+    {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 32}, "original_max_position_embeddings": 8192},
+    {"rope_parameters": _without(LLAMA3, "original_max_position_embeddings"), "max_position_embeddings": 8192},
+    {"rope_scaling": YARN},
+    {"rope_parameters": YARN, "original_max_position_embeddings": 48},
+    {"rope_parameters": _without(YARN, "original_max_position_embeddings", "beta_fast", "beta_slow")},
+    {"rope_scaling": _without(YARN, "mscale", "mscale_all_dim")},
+    {"rope_scaling": {**YARN, "beta_fast": None, "beta_slow": 0, "mscale": 0.707}},
+    {"rope_scaling": {**_without(YARN, "mscale"), "mscale_all_dim": 0.0}},
+    {"rope_scaling": {**YARN, "mscale_all_dim": 0.0}},
+    {"rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.0, "attention_factor": 0.0707 * math.log(40) + 1}},
+    {"rope_scaling": {**YARN, "truncate": False}},
+    {"rope_scaling": {**YARN, "truncate": None}},
+    {"rope_scaling": {**YARN, "factor": 0.5}},
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", "deepseek-v2", "deepseek-v3", "gpt-oss"])
+def test_rotary_embeddings_are_those_that_transformers_computes(name: str) -> None:
+    """Frequencies and scales of its own functions, and those of what Megatron-Core makes of the arguments."""
+    pytest.importorskip("transformers")
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
+
+    family = family_named(name)
+    compared = 0
+    for rope in _ROPES:
+        config = {**_without(CONFIGS[name], "rope_theta", "rope_scaling"), **copy.deepcopy(rope)}
+        try:
+            arguments = family.arguments(config)
+        except OptionError:
+            continue
+        there = AutoConfig.for_model(family.model_types[0], **copy.deepcopy(config))
+        exponents = np.arange(0, there.head_dim, 2) / there.head_dim
+        frequencies = 1 / arguments["rotary_base"] ** exponents
+        cosines, softmax = 1.0, 1.0
+        kind = there.rope_parameters["rope_type"]
+        expected = frequencies
+        if kind != "default":
+            found, attention = ROPE_INIT_FUNCTIONS[kind](there)
+            expected = found.numpy()
+            if kind == "linear":
+                frequencies /= arguments["rotary_seq_len_interpolation_factor"]
+            elif kind == "llama3":
+                assert arguments["use_rope_scaling"]
+                scaled = dict(there.rope_parameters)
+                assert {name: scaled.pop(name) for name in LLAMA3} == LLAMA3
+                assert scaled == {"rope_theta": arguments["rotary_base"]}
+                frequencies = expected
+            else:
+                prefix = "yarn_" if name == "gpt-oss" else ""
+                frequencies = _yarn_frequencies(arguments, prefix, frequencies, exponents)
+                cosines, softmax = yarn_scales(arguments, prefix)
+            assert attention == pytest.approx(cosines, rel=1e-9)
+        assert there.rope_parameters["rope_theta"] == arguments["rotary_base"]
+        assert np.allclose(frequencies, expected, rtol=1e-6, atol=0)
+        if name != "gpt-oss":
+            assert yarn_apply_mscale(there.rope_parameters, 1.0) == pytest.approx(softmax**2, rel=1e-9)
+        compared += 1
+    assert compared >= 7, name
+
+
+def _yarn_frequencies(arguments: Mapping[str, Any], prefix: str, plain: Any, exponents: Any) -> Any:
+    """YaRN's, of Megatron's arguments: between two numbers of turns within the first length they go over."""
+    base, length = arguments["rotary_base"], arguments[f"{prefix}original_max_position_embeddings"]
+    dim = 2 * len(exponents)
+    low, high = (
+        dim * math.log(length / (arguments[prefix + name] * 2 * math.pi)) / (2 * math.log(base))
+        for name in ("beta_fast", "beta_slow")
+    )
+    if arguments.get("yarn_correction_range_round_to_int", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = np.clip((np.arange(dim // 2) - low) / (high - low if high != low else 0.001), 0, 1)
+    return plain / arguments[f"{prefix}rotary_scaling_factor"] * ramp + plain * (1 - ramp)
