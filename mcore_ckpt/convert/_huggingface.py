@@ -368,7 +368,8 @@ def _import_conversion(opened: Opened, options: ImportOptions) -> tuple[_Convers
     model = family.model(config)
     _refuse_too_many(model, stored.index, where)
     arguments = family.arguments(config)
-    alike = len(set(model.expert_layers)) < 2
+    # With a list of the layers that have experts Megatron asks for numbered ones, also where all are alike.
+    alike = arguments.get("moe_layer_freq", 1) == 1
     naming = Naming(options.transformer_impl, stacked_layers=alike and not options.numbered_layers)
     unit = options.vocabulary_multiple * options.layout.tp
     padded = -(-model.sizes["vocab"] // unit) * unit

@@ -164,6 +164,8 @@ def _rotary_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _arguments(config: Mapping[str, Any], **router: Any) -> dict[str, Any]:
     expect(config, "attention_bias", False)
     expect(config, "mlp_bias", False)
+    if number(config, "routed_scaling_factor") == 0:
+        raise OptionError("routed_scaling_factor=0: Megatron-Core takes zero for no factor at all")
     model = _model(config)
     plain = {**config, "num_key_value_heads": None, "head_dim": None, "rope_parameters": None, "rope_scaling": None}
     return {
@@ -209,7 +211,7 @@ def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "num_experts_per_tok": count(arguments, "moe_router_topk"),
         "moe_intermediate_size": inner,
         "first_k_dense_replace": first,
-        "routed_scaling_factor": number(arguments, "moe_router_topk_scaling_factor", 1.0),
+        "routed_scaling_factor": number(arguments, "moe_router_topk_scaling_factor", 1.0) or 1.0,
         "attention_bias": False,
     }
 
@@ -274,12 +276,17 @@ def _v2_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
 
 
 def _v3_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expect(config, "norm_topk_prob", True)
+    experts = count(config, "num_experts_per_tok")
+    if bool(config.get("norm_topk_prob")) is not (experts > 1):
+        raise OptionError(
+            f"norm_topk_prob={config.get('norm_topk_prob')!r:.80}, num_experts_per_tok={experts}: Megatron-Core "
+            "divides sigmoids by their sum where several experts are chosen, and only there"
+        )
     expect(config, "rope_interleave", True)
     expect(config, "topk_method", "noaux_tc")
     groups, chosen = count(config, "n_group", 1), count(config, "topk_group", 1)
     router: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-    router |= _groups("DeepSeek-V3", groups, chosen, count(config, "num_experts_per_tok"), 2)
+    router |= _groups("DeepSeek-V3", groups, chosen, experts, 2)
     return _arguments(config, **router)
 
 
@@ -290,7 +297,7 @@ def _v3_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
     return {
         **decoder_config(arguments, vocabulary),
         **_fields(arguments),
-        "norm_topk_prob": True,
+        "norm_topk_prob": count(arguments, "moe_router_topk") > 1,
         "rope_interleave": True,
         "n_group": groups,
         "topk_group": chosen,

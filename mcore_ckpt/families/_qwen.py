@@ -12,15 +12,18 @@ from mcore_ckpt.families._settings import (
     decoder_config,
     decoder_model,
     expect,
+    expect_no_windows,
     is_plain_decoder,
 )
 from mcore_ckpt.families.table import Family
 
 __all__ = ["QWEN2", "QWEN3"]
 
+_DEFAULTS = {**DECODER_DEFAULTS, "layer_types": None, "num_key_value_heads": 32, "use_sliding_window": False}
+
 
 def _qwen2_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expect(config, "use_sliding_window", False)
+    expect_no_windows(config)
     return decoder_arguments(config, add_qkv_bias=True)
 
 
@@ -37,7 +40,7 @@ QWEN2 = Family(
     model_types=("qwen2",),
     architecture="Qwen2ForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *QKV_BIAS, *DENSE_MLP),
-    defaults={**DECODER_DEFAULTS, "num_key_value_heads": 32, "use_sliding_window": False},
+    defaults=_DEFAULTS,
     model_of=decoder_model,
     arguments_of=_qwen2_arguments,
     config_of=_qwen2_config,
@@ -46,7 +49,7 @@ QWEN2 = Family(
 
 
 def _qwen3_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expect(config, "use_sliding_window", False)
+    expect_no_windows(config)
     expect(config, "attention_bias", False)
     return decoder_arguments(config, qk_layernorm=True)
 
@@ -64,7 +67,13 @@ QWEN3 = Family(
     model_types=("qwen3",),
     architecture="Qwen3ForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *QK_NORM, *DENSE_MLP),
-    defaults={**DECODER_DEFAULTS, "head_dim": 128, "num_key_value_heads": 32, "use_sliding_window": False},
+    defaults={
+        **DECODER_DEFAULTS,
+        "head_dim": 128,
+        "num_key_value_heads": 32,
+        "layer_types": None,
+        "use_sliding_window": False,
+    },
     model_of=decoder_model,
     arguments_of=_qwen3_arguments,
     config_of=_qwen3_config,

@@ -24,6 +24,7 @@ from mcore_ckpt.families._settings import (
     decoder_config,
     decoder_model,
     expect,
+    expect_no_windows,
     expert_arguments,
     expert_layers_of,
     is_plain_decoder,
@@ -36,6 +37,7 @@ __all__ = ["QWEN2_MOE", "QWEN3_MOE"]
 _DEFAULTS = {
     **DECODER_DEFAULTS,
     "decoder_sparse_step": 1,
+    "layer_types": None,
     "mlp_only_layers": None,
     "norm_topk_prob": False,
     "use_sliding_window": False,
@@ -93,7 +95,7 @@ def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _qwen2_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expect(config, "use_sliding_window", False)
+    expect_no_windows(config)
     expect(config, "qkv_bias", True)
     model = _qwen2_model(config)
     return decoder_arguments(
@@ -144,7 +146,7 @@ QWEN2_MOE = Family(
 
 
 def _qwen3_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expect(config, "use_sliding_window", False)
+    expect_no_windows(config)
     expect(config, "attention_bias", False)
     return decoder_arguments(config, qk_layernorm=True, **expert_arguments(config, _model(config), **_router(config)))
 

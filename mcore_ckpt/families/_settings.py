@@ -26,6 +26,7 @@ __all__ = [
     "decoder_model",
     "epsilon_of",
     "expect",
+    "expect_no_windows",
     "expert_arguments",
     "expert_layers_of",
     "groups_of",
@@ -429,6 +430,14 @@ def yarn_config(arguments: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     }
 
 
+def expect_no_windows(config: Mapping[str, Any]) -> None:
+    """Raise `OptionError` unless all layers of a model that may have windows look at everything."""
+    expect(config, "use_sliding_window", False)
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise OptionError(f"layer_types={kinds!r:.80}: expected 'full_attention' for all layers of this family")
+
+
 def window_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """A window of attention: Hugging Face counts the token itself, Megatron those before it."""
     if config.get("sliding_window") is None:
@@ -492,7 +501,7 @@ def check_router(arguments: Mapping[str, Any], **wanted: Any) -> None:
 def expert_arguments(config: Mapping[str, Any], model: Model, **constants: Any) -> dict[str, Any]:
     """Megatron's arguments for layers of experts; `constants` override."""
     layers = model.expert_layers
-    return {
+    found = {
         "num_experts": model.experts,
         "moe_ffn_hidden_size": model.sizes["expert ffn"],
         "moe_router_topk": count(config, "num_experts_per_tok"),
@@ -501,6 +510,13 @@ def expert_arguments(config: Mapping[str, Any], model: Model, **constants: Any) 
         "moe_router_pre_softmax": False,
         **constants,
     }
+    softmax = found["moe_router_score_function"] == "softmax"
+    if softmax and found["moe_router_topk"] == 1 and not found["moe_router_pre_softmax"]:
+        raise OptionError(
+            "num_experts_per_tok=1: the weight of the one expert is always one in this family; Megatron-Core has no "
+            "such router (with moe_router_pre_softmax the weight is the probability, without it there have to be more)"
+        )
+    return found
 
 
 # --- what changes the computation
@@ -583,7 +599,7 @@ COMPUTATION: Mapping[str, tuple[Any, ...]] = {
     "moe_router_topk": (),
     "moe_router_score_function": ("softmax",),
     "moe_router_pre_softmax": (False,),
-    "moe_router_topk_scaling_factor": (None, 1.0),
+    "moe_router_topk_scaling_factor": (None, 1.0, 0.0),  # zero is as none
     "moe_router_num_groups": (None, 1),
     "moe_router_group_topk": (None,),
     "moe_router_topk_limited_devices": (None,),
@@ -720,12 +736,12 @@ def _meaning(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if "rope_type" in found:
         found["rope_type"] = latent_rope_type(arguments)
     for prefix in _YARN_DEFAULTS:
-        names = [prefix + name for name in _SCALES if prefix + name in found]
+        scales = {prefix + name for name in _SCALES} & found.keys()
         if prefix and arguments.get(f"{prefix}rotary_scaling_factor") is None:
-            found = {name: value for name, value in found.items() if name not in names}
-        elif names:
-            scales = dict(zip(_SCALES, yarn_scales(arguments, prefix), strict=True))
-            found |= {name: round(scales[name.removeprefix(prefix)], 9) for name in names}
+            found = {name: value for name, value in found.items() if name not in scales}
+        elif scales:
+            values = zip(_SCALES, yarn_scales(arguments, prefix), strict=True)
+            found |= {prefix + name: round(value, 9) for name, value in values if prefix + name in scales}
     if "moe_layer_freq" in found:
         if layers is None:
             del found["moe_layer_freq"]

@@ -109,6 +109,11 @@ class Model:
         return tuple(math.prod(self.shape(name if isinstance(name, tuple) else (name,))) for name in names)
 
 
+# What `transformers` reads of the configuration of any model: whether tokens see those behind them, and settings that
+# layers have of their own.
+_EVERYWHERE: Mapping[str, Any] = {"is_causal": True, "per_layer_config": None}
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """A family of models.
@@ -157,6 +162,9 @@ class Family:
 
     def arguments(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Megatron's arguments for a `config.json`; raises `OptionError` for what Megatron-Core has not."""
+        for name, only in _EVERYWHERE.items():
+            if config.get(name, only) is not only:
+                raise OptionError(f"{name}={config[name]!r:.80}: models in Megatron-Core have {only!r} only")
         return self.arguments_of(self.complete(config))
 
     def config(self, arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:

@@ -32,12 +32,15 @@ from mcore_ckpt.core.errors import (
     CorruptCheckpointError,
     OptionError,
 )
+from mcore_ckpt.families.registry import family_named
+from mcore_ckpt.families.table import Naming, relate
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.convert.test_exchange import read_by_definition
+from tests.families.test_table import LATENT
 from tests.support.model_like import assert_same, read_all
 
 HIDDEN, FFN, HEADS, GROUPS, HEAD, LAYERS, VOCABULARY = 16, 24, 4, 2, 8, 2, 50
@@ -169,6 +172,21 @@ def test_layers_with_numbers_and_other_layouts(model: Path, tmp_path: Path) -> N
     reshard_checkpoint(tmp_path / "n", tmp_path / "r", tp=1, pp=2)
     export_huggingface(tmp_path / "r", tmp_path / "e")
     assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
+
+
+def test_layers_that_a_launch_asks_for_with_numbers_have_them(tmp_path: Path) -> None:
+    """Megatron stacks no layers where a list says which of them have experts, though none of them has."""
+    family = family_named("deepseek-v3")
+    config = {**LATENT, "num_hidden_layers": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    shapes = relate(family, family.model(config), Naming(), 128).hf
+    source = write_hf(
+        tmp_path / "hf",
+        {key: torch.zeros(shape) for key, shape in shapes.items()},
+        {**config, "model_type": "deepseek_v3"},
+    )
+    import_huggingface(source, tmp_path / "m")
+    assert torch.load(tmp_path / "m" / "common.pt", weights_only=False)["args"].moe_layer_freq == [0]
+    assert "decoder.layers.0.self_attention.linear_proj.weight" in read_index(tmp_path / "m").tensors
 
 
 def test_dtype_is_converted_both_ways(model: Path, tmp_path: Path) -> None:

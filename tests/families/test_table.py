@@ -225,6 +225,9 @@ def test_a_configuration_that_cannot_be_is_refused(settings: dict[str, Any], wor
         ("deepseek-v3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate=False"),
         ("deepseek-v2", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "expected none or 'yarn'"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+        ("llama", {"is_causal": False}, "is_causal=False"),
+        ("gpt2", {"per_layer_config": {"1": {"n_head": 2}}}, "per_layer_config"),
         ("gpt2", {"activation_function": "relu"}, "activation_function"),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method"),
         (  # as the largest one
@@ -243,7 +246,11 @@ def test_a_configuration_that_cannot_be_is_refused(settings: dict[str, Any], wor
         ("gpt-oss", {"rope_scaling": None, "rope_parameters": {"rope_theta": 1e4}}, "'default': expected 'yarn'"),
         ("gpt-oss", {"rope_scaling": {**YARN, "mscale": None, "attention_factor": 1.2}}, r"attention_factor=1\.2"),
         ("gpt-oss", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
-        ("deepseek-v3", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("deepseek-v3", {"norm_topk_prob": False}, "norm_topk_prob=False, num_experts_per_tok=4"),
+        ("deepseek-v3", {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "num_experts_per_tok=1: Megatron"),
+        ("deepseek-v2", {"routed_scaling_factor": 0.0}, "routed_scaling_factor=0"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+        ("qwen3-moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
         ("deepseek-v3", {"n_group": 4, "topk_group": 1}, "its best 2, Megatron-Core by its best 4 "),
     ],
 )
@@ -429,6 +436,20 @@ def test_groups_of_experts_all_of_which_are_chosen_change_nothing(name: str) -> 
         assert (back["n_group"], back["topk_group"]) in [(None, None), (1, 1)]
         assert hold_against(family, back, stored, "ckpt", given=False) == ()
         assert hold_against(family, {**config, "n_group": 2, "topk_group": 2}, stored, "ckpt", given=True) == ()
+
+
+def test_the_weight_of_a_single_expert_is_not_normalized_by_megatron() -> None:
+    """Of a sigmoid's; and a factor of zero is none there."""
+    deepseek = family_named("deepseek-v3")
+    one = {**CONFIGS["deepseek-v3"], "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
+    stored = deepseek.arguments(one)
+    assert deepseek.config(stored, 100)["norm_topk_prob"] is False
+    stored["moe_router_topk_scaling_factor"] = 0.0
+    back = deepseek.config(stored, 100)
+    assert back["routed_scaling_factor"] == 1.0
+    assert hold_against(deepseek, back, stored, "ckpt", given=False) == ()
+    with pytest.raises(OptionError, match="norm_topk_prob=True, num_experts_per_tok=1"):
+        hold_against(deepseek, {**one, "norm_topk_prob": True}, stored, "ckpt", given=True)
 
 
 def test_unknown_names_are_answered_with_the_known_ones() -> None:
@@ -658,6 +679,19 @@ qk_rope_head_dim shared_expert_intermediate_size v_head_dim vocab_size rope_para
 """
 
 
+# Fields that no family asks for, and why not.
+_NO_COMPUTATION = """
+attention_dropout embd_pdrop router_jitter_noise output_router_logits router_aux_loss_coef initializer_range
+bos_token_id eos_token_id pad_token_id use_cache pretraining_tp reorder_and_upcast_attn
+summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+"""
+_NOT_READ = {
+    "deepseek-v2": "norm_topk_prob",  # weights are not normalized, whatever it says
+    "deepseek-v3": "num_mtp_layers",  # such layers are left out
+    **dict.fromkeys(("qwen2", "qwen3", "qwen2-moe", "qwen3-moe"), "max_window_layers sliding_window"),  # no windows
+}
+
+
 @pytest.mark.long
 def test_defaults_are_those_of_transformers(family: Family) -> None:
     """For each setting that is asked for, and that `config.json` may leave out, what its class there has."""
@@ -668,6 +702,9 @@ def test_defaults_are_those_of_transformers(family: Family) -> None:
     family.model_of(asked)
     family.arguments_of(asked)
     known = {name: field.default for name, field in there.__dataclass_fields__.items()}
+    known_elsewhere = {*_NO_COMPUTATION.split(), *_NOT_READ.get(family.name, "").split(), "rope_parameters"}
+    unread = known.keys() - transformers.PreTrainedConfig.__dataclass_fields__.keys() - asked.names - known_elsewhere
+    assert not unread, "look at what they do: a setting that changes what is computed is converted or refused"
     known["rope_theta"] = getattr(there, "default_theta", None)
     for name in sorted(asked.names & known.keys() - set(_SIZES.split()) | family.defaults.keys() & known.keys()):
         assert name in family.defaults, f"{name}: {there.__name__} has {known[name]!r} for it"
