@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mcore_ckpt.convert._deepspeed import rank_state
 from mcore_ckpt.convert._foreign import (
     LAUNCH_STATE,
     SCHEDULE,
@@ -33,7 +32,7 @@ from mcore_ckpt.convert._foreign import (
 )
 from mcore_ckpt.convert._legacy_import import LOCAL_NORMS
 from mcore_ckpt.convert._pieces import Source, Wanted
-from mcore_ckpt.convert._sources import Opened
+from mcore_ckpt.convert._sources import Opened, rank_state
 from mcore_ckpt.convert.conversion import Import, ImportOptions, KeyPlan, saved
 from mcore_ckpt.convert.reshard_plan import padded_vocabulary, target_dtype
 from mcore_ckpt.core.boxes import Box

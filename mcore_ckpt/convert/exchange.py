@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from mcore_ckpt.convert._deepspeed import universal_directory
 from mcore_ckpt.convert._huggingface import export_model, import_model
 from mcore_ckpt.convert._legacy_export import legacy_export
 from mcore_ckpt.convert._legacy_import import legacy_import
@@ -26,7 +25,7 @@ from mcore_ckpt.convert._partition import Partitioner
 from mcore_ckpt.convert._reshard_copy import Journal
 from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, file_states, refuse_target
 from mcore_ckpt.convert._shard_files import Exported, FileFormat, export_fingerprint, write_files
-from mcore_ckpt.convert._sources import open_model, open_source
+from mcore_ckpt.convert._sources import open_model, open_source, universal_directory
 from mcore_ckpt.convert.conversion import (
     ConversionPlan,
     ConversionReport,
