@@ -21,6 +21,9 @@ from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.cpu_megatron import pretend_cuda
+from tests.support.gloo_ranks import run_ranks
+from tests.support.shared_groups import share_groups
 
 HIDDEN, FFN, LAYERS, ROWS, HEADS = 8, 12, 4, 16, 4
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -321,6 +324,47 @@ def test_a_dry_run_lists_source_transform_and_target(tmp_path: Path, capsys: pyt
     row = next(line for line in lines if "  decoder.layers.mlp.linear_fc1.weight " in line)
     assert row.split()[0] == "decoder.layers.*.mlp.linear_fc1.weight"
     assert "joined along axis 0, each half by itself, stacked" in row
+
+
+def _load_into_megatron(rank: int, legacy: Path, checkpoint: Path, ep: int) -> list[str]:
+    """Load a rank's file into Megatron's own model, and the checkpoint into another by stock; what differs in them."""
+    pretend_cuda()
+    share_groups()
+    from megatron.core import dist_checkpointing, parallel_state
+
+    from mcore_ckpt.megatron.gpt_model import build_gpt_model
+
+    arguments = vars(load_object(checkpoint / "common.pt")["args"])
+    state = []
+    for _ in range(2):
+        model = build_gpt_model(arguments, tensor=2, expert=ep, padded_vocabulary=ROWS)
+        state.append({key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)})
+        for tensor in state[-1].values():
+            tensor.detach().fill_(torch.nan)
+        if len(state) == 1:
+            name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+            name += f"_{parallel_state.get_expert_model_parallel_rank():03d}"
+            file = torch.load(legacy / name / "model_optim_rng.pt", weights_only=False)
+            model.load_state_dict(file["model"], strict=True)
+        else:
+            sharded = model.sharded_state_dict(metadata={"singleton_local_shards": False})
+            sharded = {key: shard for key, shard in sharded.items() if not key.endswith("_extra_state")}
+            model.load_state_dict(dist_checkpointing.load(sharded, str(checkpoint)), strict=False)
+    assert state[0].keys() == state[1].keys()
+    return [key for key, tensor in state[0].items() if not torch.equal(tensor, state[1][key])]
+
+
+@pytest.mark.long
+def test_megatrons_own_model_takes_experts_beside_tensor_parallel_layers(tmp_path: Path) -> None:
+    """Which no launch can train without a GPU."""
+    sizes = {"num_attention_heads": HEADS, "ffn_hidden_size": FFN, "moe_ffn_hidden_size": FFN, "moe_router_topk": 2}
+    how = {"normalization": "RMSNorm", "add_bias_linear": False, "add_qkv_bias": True, "softmax_type": "learnable"}
+    where = {"position_embedding_type": "rope", "max_position_embeddings": 16}
+    source = Model(1, 1, torch.float32, ep=1).save(tmp_path / "iter_0000007", "none", **sizes, **how, **where)
+    import_legacy(source, tmp_path / "checkpoint")
+    export_legacy(tmp_path / "checkpoint", tmp_path / "files", tp=2, ep=2, etp=1)
+    found = run_ranks(_load_into_megatron, 2, tmp_path / "files", tmp_path / "checkpoint", 2, deadline_s=240)
+    assert found == [[], []]
 
 
 def _same(one: Any, other: Any) -> bool:
