@@ -1,7 +1,7 @@
 """Tensors that are stored in few bits with a scale for each block, as the plain tensors that they stand for.
 
 Two ways of storing them are known: matrices of 8-bit floats with a factor for each square block (`X`, `X_scale_inv`:
-DeepSeek-V3), and pairs of 4-bit floats with a power of two for each 32 (`X_blocks`, `X_scales`: MXFP4, GPT-OSS).
+DeepSeek-V3, Qwen3), and pairs of 4-bit floats with a power of two for each 32 (`X_blocks`, `X_scales`: MXFP4, GPT-OSS).
 Nothing is decoded beforehand: whoever reads a range of bytes of the plain tensor has it computed.
 """
 
@@ -27,6 +27,8 @@ _SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
 _PER_BLOCK: Final = 32
 # 4-bit floats: a sign, two bits of exponent, one of mantissa.
 _FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+# DeepSeek's, and those of Qwen3.
+_FACTORS = ("float32", "bfloat16")
 _MAX_SCALES = 64
 
 
@@ -92,10 +94,10 @@ def _squares(values: TensorEntry, scales: TensorEntry, config: Mapping[str, Any]
     if not right:
         raise OptionError(f"weight_block_size={block!r:.80}: expected rows and columns of a block")
     wanted = tuple(-(-size // n) for size, n in zip(values.shape, block, strict=False))
-    if len(values.shape) != 2 or scales.shape != wanted or scales.dtype != "float32":
+    if len(values.shape) != 2 or scales.shape != wanted or scales.dtype not in _FACTORS:
         raise OptionError(
             f"{scales.fqn}: {scales.dtype} {list(scales.shape)} for {values.dtype} {list(values.shape)} in blocks of "
-            f"{block}; expected float32 {list(wanted)}"
+            f"{block}; expected {' or '.join(_FACTORS)} {list(wanted)}"
         )
     return _Quantized(values, scales, (block[0], block[1]))
 
@@ -188,7 +190,9 @@ class PlainPayloads(StoredPayloads):
             known = self._scales.pop(entry.fqn, None)
             if known is None:
                 content = read_box(self._stored, entry, (0, 0), entry.shape)
-                known = np.frombuffer(content, np.float32).reshape(entry.shape)
+                numbers = as_numbers(content, entry.dtype)
+                assert numbers is not None
+                known = numbers.reshape(entry.shape)
                 while len(self._scales) >= _MAX_SCALES:
                     self._scales.pop(next(iter(self._scales)))
             self._scales[entry.fqn] = known

@@ -545,14 +545,15 @@ def test_a_model_that_memory_does_not_hold_is_written_and_not_checked(
     assert verify_checkpoint(target).whole
 
 
-def test_matrices_of_8_bit_floats_arrive_as_what_they_stand_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("factor", [torch.float32, torch.bfloat16])
+def test_matrices_of_8_bit_floats_arrive_as_what_they_stand_for(tmp_path: Path, factor: torch.dtype) -> None:
     """Values times the factor of their block, in blocks that do not divide the matrices; some tensors are plain."""
     rows, columns = 12, 7
     plain, stored = model_tensors(), model_tensors()
     for key, tensor in model_tensors().items():
         if key.endswith("_proj.weight"):
-            factors = torch.rand(-(-tensor.shape[0] // rows), -(-tensor.shape[1] // columns)) + 0.5
-            spread = factors.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+            factors = (torch.rand(-(-tensor.shape[0] // rows), -(-tensor.shape[1] // columns)) + 0.5).to(factor)
+            spread = factors.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
             spread = spread[: tensor.shape[0], : tensor.shape[1]]
             codes = (tensor.float() / spread).to(torch.float8_e4m3fn)
             plain[key] = (codes.float() * spread).bfloat16()
@@ -566,7 +567,9 @@ def test_matrices_of_8_bit_floats_arrive_as_what_they_stand_for(tmp_path: Path) 
     assert_same(read_all(tmp_path / "target"), read_all(tmp_path / "expected"))
     stored["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1, 1)
     wrong = write_hf(tmp_path / "wrong", stored, {**CONFIG, "quantization_config": settings})
-    with pytest.raises(OptionError, match=r"up_proj\.weight_scale_inv: float32 \[1, 1\] .* expected float32 \[2, 3\]"):
+    with pytest.raises(
+        OptionError, match=r"up_proj\.weight_scale_inv: float32 \[1, 1\] .* expected float32 or bfloat16 \[2, 3\]"
+    ):
         import_huggingface(wrong, tmp_path / "other", dtype="bf16")
 
 

@@ -111,7 +111,8 @@ def _quantize(directory: Path, how: str) -> None:
         if how == "fp8" and (key.endswith("_proj.weight") or "kv_a_proj" in key):
             rows, columns = (size // block for size, block in zip(tensor.shape, _FP8_BLOCK, strict=True))
             scales = (torch.rand(rows, columns, generator=generator) + 0.5) / 100
-            spread = scales.repeat_interleave(_FP8_BLOCK[0], 0).repeat_interleave(_FP8_BLOCK[1], 1)
+            scales = scales if "kv_b_proj" in str(tensors.keys()) else scales.bfloat16()  # DeepSeek's, and Qwen's
+            spread = scales.float().repeat_interleave(_FP8_BLOCK[0], 0).repeat_interleave(_FP8_BLOCK[1], 1)
             tensors |= {key: (tensor / spread).to(torch.float8_e4m3fn), f"{key}_scale_inv": scales}
         elif (how == "mxfp4" and key.endswith("experts.gate_up_proj")) or key.endswith("experts.down_proj"):
             blocks = tensors.pop(key).transpose(1, 2)
