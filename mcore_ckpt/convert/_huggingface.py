@@ -293,7 +293,7 @@ def _write_model_files(folder: Path, conversion: _Conversion, tensors: list[Expo
     for tensor in tensors:
         sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
     dtype = max(sizes, key=lambda name: sizes[name])
-    config = {**conversion.config}
+    config = {name: value for name, value in conversion.config.items() if name != "quantization_config"}  # it is plain
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     storage.publish(_MODEL_CONFIG, json.dumps(config, indent=2, sort_keys=True).encode() + b"\n")
     carried = set()

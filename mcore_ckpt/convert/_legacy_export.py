@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mcore_ckpt.convert._legacy_files import MODEL_FILE, OPTIMIZER_FILE, Arguments, owned
+from mcore_ckpt.convert._legacy_files import FEWEST, MODEL_FILE, OPTIMIZER_FILE, Arguments, owned
 from mcore_ckpt.convert._legacy_import import LOCAL_NORMS
 from mcore_ckpt.convert._legacy_optimizer import (
     buffer_members,
@@ -53,6 +53,14 @@ _STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _NUMBERED = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 _EXPERTS = re.compile(r"(mlp\.experts)\.experts\.(linear_fc[12])\.(\w+)")
 _STATE = re.compile(r"optimizer\.state\.([^.]+)\.(.+)")
+# Arguments by which the stages of a pipeline get different numbers of layers, and what they are where none does.
+_UNEVEN = {
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "pipeline_model_parallel_layout": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
 _EXTRA_STATE = "_extra_state"
 # The order of the local layers' modules, and of the parameters in each.
 _ORDER = (
@@ -184,7 +192,8 @@ class _Draft:
         if not isinstance(given, Namespace):
             raise OptionError(f"{index.path}: stores no arguments of Megatron, which the files have to hold")
         where = str(Path(index.path) / COMMON_FILE)
-        self.stored = Arguments(vars(given), where)
+        stored_bytes = sum(chunk.item.length for key in keys for chunk in index.tensors[key].chunks)
+        self.stored = Arguments(vars(given), where, max(FEWEST, stored_bytes))
         self.local = self.stored.values.get("transformer_impl") == "local"
         self.layers = self.stored.count("num_layers")
         self.experts = self.stored.count("num_experts") if self.stored.values.get("num_experts") else 0
@@ -199,6 +208,12 @@ class _Draft:
             raise OptionError(
                 f"{index.path}: experts of the grouped GEMM before Transformer Engine's (--moe-grouped-gemm with local "
                 "layers, --moe-use-legacy-grouped-gemm) are not written in this format here"
+            )
+        uneven = [name for name, default in _UNEVEN.items() if self.stored.values.get(name) not in (None, default)]
+        if sizes.pp > 1 and uneven:
+            raise OptionError(
+                f"{index.path}: the stored argument {uneven[0]} is {self.stored.values[uneven[0]]!s:.80}: stages with "
+                "different numbers of layers are not written in this format here; take one stage (--pp 1)"
             )
         self.notes: list[str] = []
         #: Rows of the embedding, with those by which a launch pads it.
@@ -254,6 +269,7 @@ class _Draft:
             "expert_tensor_parallel_size": sizes.etp,
             "ckpt_format": "torch",
             "use_dist_ckpt": False,
+            **{name: default for name, default in _UNEVEN.items() if name in self.stored.values},
             **({"padded_vocab_size": self.vocabulary} if self.vocabulary else {}),
         }
         return Namespace(**{**self.stored.values, **changed})
@@ -676,6 +692,10 @@ def _extra_states(draft: _Draft, rank: _Rank) -> Iterator[tuple[int, str, Any]]:
             number, rest, expert = shard.offset[0], stacked.group(1), shard.offset[1:]
         elif numbered is not None:
             number, rest, expert = int(numbered.group(1)), numbered.group(2), shard.offset
+        elif shard.key == f"decoder.final_layernorm.{_EXTRA_STATE}":
+            if rank.pp == draft.sizes.pp - 1:
+                yield draft.sizes.vpp - 1, shard.key, _stored_object(draft.index, full)
+            continue
         else:
             raise OptionError(f"{draft.index.path}: {full}: it is not known which rank has it in this format")
         stage, chunk, local = draft.place_of_layer(number)

@@ -31,6 +31,7 @@ from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 
 __all__ = [
+    "FEWEST",
     "MODEL_FILE",
     "OPTIMIZER_FILE",
     "Arguments",
@@ -50,27 +51,35 @@ _WINDOW_BYTES = 4 * 1024 * 1024
 _MAX_OWNED_BYTES = 256 * 1024**2
 
 
+# What a count may be at most, and what it may always be, however small the files.
+_MOST, FEWEST = 2**40, 2**16
+
+
 class Arguments:
     """Megatron's arguments as a file holds them.
 
     Attributes:
         values: by name.
         where: the file.
+        most: of whatever each needs bytes of its own in the files, there cannot be more than this.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.values, self.where = values, where
+    def __init__(self, values: Mapping[str, Any], where: str, most: int = _MOST) -> None:
+        self.values, self.where, self.most = values, where, most
 
     def count(self, *names: str, default: int | None = None) -> int:
         """A positive number, by the first of some names that is there.
 
         Raises:
-            CorruptCheckpointError: it is none.
+            CorruptCheckpointError: it is none, or there are not as many bytes as there would be ranks, layers or
+                experts.
         """
         value = next((self.values[name] for name in names if self.values.get(name) is not None), default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**40:
+        most = _MOST if names[0].startswith("ddp_") else self.most
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= max(most, default or 0):
             raise CorruptCheckpointError(
                 f"{self.where}: the stored argument {names[0]} is {value!r:.80}; expected a positive number"
+                + (f", no greater than the {most} bytes that the checkpoint has" if most < _MOST else "")
             )
         return value
 
@@ -139,7 +148,7 @@ def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
         state = model.value
         if type(state) is not dict or not any(re.fullmatch(r"model\d*", str(key)) for key in state):
             raise CorruptCheckpointError(f"{where}: expected a state dict with `model`, as Megatron saves it")
-        arguments = _arguments(state, where)
+        arguments = _arguments(state, where, max(FEWEST, (directory / folder / MODEL_FILE).stat().st_size))
         sizes = _sizes(arguments)
         if shown is None:
             shown = arguments
@@ -177,14 +186,14 @@ def _read(storage: LocalStorage, name: str) -> StateFile:
         return read_state_file(reader.read, reader.size_bytes, storage.path(name))
 
 
-def _arguments(state: Mapping[str, Any], where: str) -> Arguments:
+def _arguments(state: Mapping[str, Any], where: str, most: int) -> Arguments:
     given = state.get("args")
     if not isinstance(given, Namespace):
         raise CorruptCheckpointError(
             f"{where}: holds no arguments of Megatron (`args`), which tell how the model is divided; got "
             f"{type(given).__name__}"
         )
-    return Arguments(vars(given), where)
+    return Arguments(vars(given), where, most)
 
 
 def _sizes(arguments: Arguments) -> tuple[int, int, int]:
@@ -218,15 +227,15 @@ def _check_complete(found: list[RankFiles], sizes: tuple[int, int, int], directo
     """Each tensor rank and each expert rank of each stage; without tensor parallel experts not all pairs of them."""
     tp, pp, ep = sizes
     there = {(rank.pp, "tensor", rank.tp) for rank in found} | {(rank.pp, "expert", rank.ep) for rank in found}
-    missing = [
+    wanted = (
         (stage, kind, number)
         for stage in range(pp)
         for kind, count in (("tensor", tp), ("expert", ep))
         for number in range(count)
-        if (stage, kind, number) not in there
-    ]
-    if missing:
-        stage, kind, number = missing[0]
+    )
+    missing = next((place for place in wanted if place not in there), None)
+    if missing is not None:
+        stage, kind, number = missing
         raise CorruptCheckpointError(
             f"{directory}: the files of {kind} parallel rank {number} of pipeline stage {stage} are not there; the "
             f"arguments are of TP {tp}, PP {pp}, EP {ep}. The copy is incomplete"

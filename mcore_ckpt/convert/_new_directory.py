@@ -12,21 +12,18 @@ that goes on all the same then writes, into files that are open, the bytes that 
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from mcore_ckpt.convert._reshard_copy import JOURNAL_FILE, Journal
-from mcore_ckpt.convert._reshard_target import appear, claim_partial
+from mcore_ckpt.convert._reshard_target import EXPORT_FOLDER, appear, claim_partial
 from mcore_ckpt.core.errors import CheckpointError, OptionError, SaveError
 from mcore_ckpt.directory.claim import Claim, is_claim_file
 from mcore_ckpt.storage.local import LocalStorage
 
 __all__ = ["new_directory"]
-
-_FOLDER = re.compile(r"[0-9a-f]{16}(?:\.gone\d*)?")
 
 
 @contextmanager
@@ -87,7 +84,7 @@ def new_directory(
 def _take_up(partial: Path, folder: Path, fingerprint: str) -> None:
     """Give what an interrupted run has left of the same work the name of this run's folder."""
     for path in sorted(partial.iterdir()):
-        if _FOLDER.fullmatch(path.name) and "." not in path.name and (path / JOURNAL_FILE).is_file():
+        if EXPORT_FOLDER.fullmatch(path.name) and "." not in path.name and (path / JOURNAL_FILE).is_file():
             try:
                 with Journal(path, fingerprint) as journal:
                     same = bool(journal.done)
@@ -101,7 +98,7 @@ def _take_up(partial: Path, folder: Path, fingerprint: str) -> None:
 def _clear(partial: Path, own: str, is_left_over: Callable[[str], bool]) -> None:
     """Remove what earlier runs have left; what anybody else has is not."""
     names = [path.name for path in partial.iterdir() if not is_claim_file(path.name) and path.name != own]
-    foreign = [name for name in names if not (is_left_over(name) or _FOLDER.fullmatch(name))]
+    foreign = [name for name in names if not (is_left_over(name) or EXPORT_FOLDER.fullmatch(name))]
     if foreign:
         raise OptionError(
             f"{partial}: holds {min(foreign)}, which no export has left there (an unfinished reshard?); finish or "

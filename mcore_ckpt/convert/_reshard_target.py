@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -61,6 +62,7 @@ from mcore_ckpt.tools.tilings import blocks
 from mcore_ckpt.tools.verify import check_file
 
 __all__ = [
+    "EXPORT_FOLDER",
     "BuildOptions",
     "Built",
     "appear",
@@ -78,6 +80,9 @@ __all__ = [
 
 # Directories in one another that files of others may lie in.
 _MAX_FOLDERS = 32
+
+# In a target's temporary directory, the folder of an export: called by the id of its claim, or moved out of the way.
+EXPORT_FOLDER = re.compile(r"[0-9a-f]{16}(?:\.gone\d*)?")
 
 # What the interpreter, numpy and the index take before the first buffer.
 _BASE_BYTES = 256 * 1024**2
@@ -154,6 +159,7 @@ def build_target(
     with claim_partial(target) as claim:
         if options.restart:
             _empty(partial_directory(target))
+        _refuse_export(partial_directory(target))
         return _build(payloads, plan, target, options, claim, carry=carry, progress=progress)
 
 
@@ -264,6 +270,16 @@ def _seal_files(plan: ReshardPlan, payloads: StoredPayloads, partial: Path, jour
         array("I", [len(blocks) for _, blocks in running]),
         array("I", chain.from_iterable(blocks for _, blocks in running)),
     )
+
+
+def _refuse_export(partial: Path) -> None:
+    """Raise `OptionError` if an interrupted export is there: what lies in the directory becomes the target."""
+    left = sorted(path.name for path in partial.iterdir() if EXPORT_FOLDER.fullmatch(path.name) and path.is_dir())
+    if left:
+        raise OptionError(
+            f"{partial}: holds {left[0]}, which an interrupted export has left; go on with that export, or remove what "
+            "it has left, or make the checkpoint under another name"
+        )
 
 
 def _empty(partial: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -150,7 +151,11 @@ def test_what_a_launch_asks_for_is_there(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("config", [True, False])
 def test_the_same_model_comes_back(model: Path, checkpoint: Path, tmp_path: Path, config: bool) -> None:
-    beside = model if config else None
+    beside = tmp_path / "original" if config else None
+    if config:  # as that of a model whose weights were quantized; those that are written are not
+        shutil.copytree(model, tmp_path / "original")
+        document = json.loads((model / "config.json").read_bytes()) | {"quantization_config": {"quant_method": "fp8"}}
+        (tmp_path / "original" / "config.json").write_text(json.dumps(document))
     report = export_huggingface(checkpoint, tmp_path / "back", hf_config=beside, max_shard_bytes=3000)
     tensors: dict[str, torch.Tensor] = {}
     for file in report.files:
@@ -158,9 +163,10 @@ def test_the_same_model_comes_back(model: Path, checkpoint: Path, tmp_path: Path
     assert_same(tensors, model_tensors())
     written = json.loads((tmp_path / "back" / "config.json").read_bytes())
     assert {name: written[name] for name in CONFIG} == CONFIG
+    assert "quantization_config" not in written
     assert written["torch_dtype"] == "bfloat16"
     assert written["architectures"] == ["LlamaForCausalLM"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["back"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "original"][: 1 + config]
     assert (tmp_path / "back" / "generation_config.json").exists()
     assert report.notes == report.left_out == ()
 

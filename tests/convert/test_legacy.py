@@ -477,6 +477,28 @@ def test_sizes_that_cannot_be_are_refused(
     assert not (tmp_path / "other").exists()
 
 
+def test_stages_of_unlike_numbers_of_layers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = {"decoder_first_pipeline_num_layers": 1, "account_for_loss_in_pipeline_split": False}
+    import_legacy(Model(1, 1, torch.float32).save(tmp_path / "iter_0000007", "none", **more), tmp_path / "first")
+    command = ["export", str(tmp_path / "first"), str(tmp_path / "other"), "--to", "megatron-legacy"]
+    assert main([*command, "--pp", "2"]) == 2
+    assert "decoder_first_pipeline_num_layers is 1" in capsys.readouterr().err
+    assert main(command) == 0
+    state = torch.load(tmp_path / "other" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
+    assert state["args"].decoder_first_pipeline_num_layers is None
+
+
+def test_what_the_final_norm_of_transformer_engine_keeps_comes_back(tmp_path: Path) -> None:
+    source = Model(1, 2, torch.float32).save(tmp_path / "iter_0000007", "none")
+    kept = "decoder.final_layernorm._extra_state"
+    _changed(source, "mp_rank_00_001", lambda state: state["model"].update({kept: None}))
+    import_legacy(source, tmp_path / "first")
+    assert any(key.startswith(kept) for key in read_index(tmp_path / "first").objects)
+    export_legacy(tmp_path / "first", tmp_path / "other", pp=4)
+    states = [torch.load(path, weights_only=False) for path in sorted(tmp_path.glob("other/*/model_optim_rng.pt"))]
+    assert [kept in state["model"] for state in states] == [False, False, False, True]
+
+
 def test_an_order_that_is_not_known_is_not_written(tmp_path: Path) -> None:
     source = Model(1, 1, torch.bfloat16).save(tmp_path / "iter_0000007", "distributed")
     import_legacy(source, tmp_path / "target")
@@ -646,9 +668,27 @@ def _strided(source: Path) -> None:
     _changed(source, "mp_rank_01", lambda state: state["model"].update({key: torch.zeros(4, 8).t()}))
 
 
+def _counting(**more: int) -> Any:
+    """A stranger's file of kilobytes may say that there are billions of something."""
+
+    def change(state: dict[str, Any]) -> None:
+        vars(state["args"]).update(more)
+        state["model"]["decoder.layers.0.mlp.experts.linear_fc1._extra_state"] = None
+
+    def spoil(source: Path) -> None:
+        for folder in source.glob("mp_rank_*"):
+            _changed(source, folder.name, change)
+
+    return spoil
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
+        _counting(num_experts=10**9),
+        _counting(num_experts=10**11),
+        _counting(tensor_model_parallel_size=10**9),
+        _counting(expert_model_parallel_size=10**9),
         _without_a_rank,
         _truncated,
         _of_another_iteration,

@@ -429,6 +429,17 @@ class TestInterruption:
         assert verify_checkpoint(tmp_path / "t").whole
         assert not (tmp_path / "t" / JOURNAL_FILE).exists()
 
+    def test_what_an_export_has_left_is_not_taken_along(self, tmp_path: Path, big: dict[str, torch.Tensor]) -> None:
+        left = tmp_path / "t.partial" / "0123456789abcdef"
+        left.mkdir(parents=True)
+        (left / "model.safetensors").write_bytes(b"hours of work")
+        with pytest.raises(OptionError, match=r"t\.partial: holds 0123456789abcdef, which an interrupted export"):
+            reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
+        assert (left / "model.safetensors").exists()
+        reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1), restart=True))
+        assert not left.exists()
+        assert not (tmp_path / "t" / left.name).exists()
+
     def test_another_plan_does_not_take_over(self, tmp_path: Path, big: dict[str, torch.Tensor]) -> None:
         (tmp_path / "t.partial").mkdir()
         (tmp_path / "t.partial" / JOURNAL_FILE).write_text('{"version": 1, "fingerprint": "other"}\n')
