@@ -29,7 +29,7 @@ from mcore_ckpt.convert._foreign import (
 )
 from mcore_ckpt.convert._pieces import PiecePayloads, Source, Wanted
 from mcore_ckpt.convert._quantized import plain_payloads
-from mcore_ckpt.convert._reshard_copy import Journal
+from mcore_ckpt.convert._reshard_copy import Journal, cast_within, check_chunks
 from mcore_ckpt.convert._reshard_target import file_states
 from mcore_ckpt.convert._safetensors_files import parse_json
 from mcore_ckpt.convert._shard_files import MODEL_FILES, Exported, export_fingerprint, write_files
@@ -50,10 +50,12 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointErr
 from mcore_ckpt.families.registry import family_named, family_of_arguments, family_of_config, hold_against
 from mcore_ckpt.families.table import Family, Link, Model, Naming, Relation, extra_state_keys, relate
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry, object_key
+from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import read_small_file
+from mcore_ckpt.load.checksums import range_crc
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.keys import is_optimizer_key
-from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads, check_tiled
+from mcore_ckpt.tools.payloads import PayloadSource, StoredPayload, StoredPayloads, check_tiled
 from mcore_ckpt.tools.plain_state import read_plain_state
 
 __all__ = ["export_model", "import_model"]
@@ -63,6 +65,7 @@ _GENERATION_CONFIG = "generation_config.json"
 _MAX_CONFIG_BYTES = 16 * 1024**2
 _MAX_MODEL_FILE_BYTES = 256 * 1024**2
 _STATE = "optimizer.state"
+_WINDOW_BYTES = 4 * 1024**2
 _EMBEDDING = "embedding.word_embeddings.weight"
 _NUMBERED_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 _NUMBERED_EXPERT = re.compile(r"\.experts\.experts\.\d+\.")
@@ -387,6 +390,7 @@ def _import_conversion(opened: Opened, options: ImportOptions) -> tuple[_Convers
         apart = {names[name]: _turned(relation.hf[name], names[name], turned) for name in relation.joined}
         payloads = _ApartPayloads(payloads, apart)
     wanted = _by_megatron_key(relation, names, turned)
+    payloads = _of_one_dtype(payloads, wanted.values(), options.dtype)
     optimizer = plan_optimizer(index, names, opened.settings, experts=model.experts > 0)
     for state, keys in optimizer.states.items():
         wanted |= {f"{_STATE}.{state}.{key}": tensor for key, tensor in _by_megatron_key(relation, keys).items()}
@@ -438,6 +442,70 @@ def _source(link: Link, key: str, turned: Collection[str]) -> Source:
         Box(tuple(box.offsets[axis] for axis in order), tuple(box.sizes[axis] for axis in order)),
         tuple((mine, there[theirs]) for mine, theirs in link.axes),
     )
+
+
+def _of_one_dtype(payloads: StoredPayloads, wanted: Iterable[Wanted], dtype: str | None) -> StoredPayloads:
+    """Payloads in which parts of one tensor that are stored in several dtypes have the one that it is going to have."""
+    tensors = payloads.index.tensors
+    cast: dict[str, str] = {}
+    for tensor in wanted:
+        keys = {source.key for source in tensor.sources if source.key is not None}
+        if dtype is not None and len({tensors[key].dtype for key in keys}) > 1:
+            cast |= {key: target_dtype(tensors[key]._replace(dtype="float32"), dtype) for key in keys}
+    cast = {key: to for key, to in cast.items() if tensors[key].dtype != to}
+    return _CastPayloads(payloads, cast) if cast else payloads
+
+
+class _CastPayloads(StoredPayloads):
+    """Payloads some of which are in another floating-point dtype; a context manager, which closes those it is made of.
+
+    Args:
+        stored: as they are.
+        dtypes: those to have, by key.
+    """
+
+    def __init__(self, stored: StoredPayloads, dtypes: Mapping[str, str]) -> None:
+        self._stored = stored
+        self._dtypes = dtypes
+        self._cast: dict[str, tuple[StoredPayload, str, str]] = {}
+        tensors = stored.index.tensors
+        tensors = {**tensors, **{key: tensors[key]._replace(dtype=dtype) for key, dtype in dtypes.items()}}
+        super().__init__(CheckpointIndex(stored.index.path, tensors, stored.index.objects), stored.storage)
+        self.files = stored.files
+
+    def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
+        before = self._stored.index.tensors[entry.fqn]
+        payload = self._stored.locate(before, chunk)
+        if entry.fqn not in self._dtypes:
+            return payload
+        if payload.crc32 is not None:
+            source = PayloadSource(self._stored, payload)
+            value = range_crc(source.read_into, 0, payload.nbytes, memoryview(bytearray(_WINDOW_BYTES)))
+            check_chunks([payload], [source], [value], self.index.path, "import")
+        self._cast[payload.where] = payload, before.dtype, entry.dtype
+        nbytes = math.prod(chunk.sizes) * element_bytes(entry.dtype)
+        return StoredPayload(payload.where, payload.file, 0, nbytes, None, computed=True)
+
+    def read_into(self, payload: StoredPayload, start: int, view: memoryview) -> None:
+        """As `StoredPayloads.read_into`."""
+        if payload.where not in self._cast:
+            self._stored.read_into(payload, start, view)
+            return
+        stored, dtype, to = self._cast[payload.where]
+        elem_bytes, to_bytes = element_bytes(dtype), element_bytes(to)
+        first, last = start // to_bytes, -(-(start + len(view)) // to_bytes)
+        raw = memoryview(bytearray((last - first) * elem_bytes))
+        self._stored.read_into(stored, first * elem_bytes, raw)
+        view[:] = cast_within(raw, dtype, to, payload.where)[start - first * to_bytes :][: len(view)]
+
+    def was_read(self, entry: TensorEntry, chunk: StoredChunk, value: int) -> None:
+        """As `StoredPayloads.was_read`."""
+        if entry.fqn not in self._dtypes:
+            self._stored.was_read(entry, chunk, value)
+
+    def check_rest(self) -> None:
+        """As `StoredPayloads.check_rest`."""
+        self._stored.check_rest()
 
 
 class _ApartPayloads(StoredPayloads):

@@ -113,7 +113,7 @@ def view_of(
             names = sorted({source.key for source in tensor.sources if source.key is not None})
             raise OptionError(
                 f"{key} is made of {', '.join(names[:4])}, which are stored as {', '.join(sorted(dtypes))}; expected "
-                "one dtype for all of them"
+                "one dtype for all of them; an import gives them one by --dtype"
             )
         (dtype,) = dtypes
         found: list[StoredChunk] = []

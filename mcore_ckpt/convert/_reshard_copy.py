@@ -164,6 +164,17 @@ def expected_crcs(payloads: StoredPayloads, move: TensorMove, journal: Journal) 
     return [payloads.locate(move.entry, chunk).crc32 or 0 for chunk in move.entry.chunks]
 
 
+def cast_within(content: memoryview, dtype: str, to: str, where: str) -> memoryview:
+    """Elements in another floating-point dtype; raises `OptionError` where one is too large for it."""
+    try:
+        return cast_floats(content, dtype, to, overflow="raise")
+    except FloatingPointError as error:
+        raise OptionError(
+            f"{where}: holds elements that are too large for {to}, in which they would be infinite; choose another "
+            "dtype (bf16 has the range of fp32)"
+        ) from error
+
+
 class CastSource:
     """A stored chunk as it is in another floating-point dtype; `start` and views count bytes of that.
 
@@ -190,7 +201,7 @@ class CastSource:
         assert first <= self._summed_elems, "chunks are read front to back"
         self.crc32 = crc32(raw[(self._summed_elems - first) * self._elem_bytes :], self.crc32)
         self._summed_elems = max(self._summed_elems, last)
-        converted = cast_floats(raw, self._dtype, self._to)
+        converted = cast_within(raw, self._dtype, self._to, self._payload.where)
         skip = start - first * self._to_bytes
         view[:] = converted[skip : skip + len(view)]
 

@@ -6,7 +6,7 @@ numpy has no bfloat16 and no 8-bit floats. Conversions round to nearest, ties to
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -122,22 +122,30 @@ def as_numbers(content: memoryview, dtype: str) -> np.ndarray[Any, Any] | None:
     return None if values is None else values[np.frombuffer(content, np.uint8)]
 
 
-def cast_floats(content: memoryview, dtype: str, to: str) -> memoryview:
+def cast_floats(
+    content: memoryview, dtype: str, to: str, overflow: Literal["ignore", "raise"] = "ignore"
+) -> memoryview:
     """Floating-point elements in another floating-point dtype.
+
+    Args:
+        content: the elements.
+        dtype, to: what they are, and are to be.
+        overflow: what becomes of elements beyond the range of float16 or float32: infinite ones, or an error.
 
     Raises:
         OptionError: either is no floating-point dtype that this can convert.
+        FloatingPointError: an element is too large.
     """
     numbers = as_numbers(content, dtype)
     if numbers is None or numbers.dtype.kind != "f":
         raise OptionError(f"{dtype} cannot be converted to {to}; expected a floating-point dtype")
     if to == "bfloat16":
-        with np.errstate(over="ignore"):
+        with np.errstate(over=overflow):
             return _to_bfloat16(numbers.astype(np.float32)).data.cast("B")
     target = _NUMPY.get(to)
     if target is None or np.dtype(target).kind != "f":
         raise OptionError(f"dtype {to!r}: expected one of {', '.join(sorted(DTYPE_NAMES))}")
-    with np.errstate(over="ignore"):
+    with np.errstate(over=overflow):
         # As torch does, float64 goes to float16 by way of float32.
         narrow = numbers.astype(np.float32) if to == "float16" else numbers
         return np.ascontiguousarray(narrow.astype(target)).data.cast("B")

@@ -202,6 +202,35 @@ def test_dtype_is_converted_both_ways(model: Path, tmp_path: Path) -> None:
     assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
 
 
+def test_parts_of_several_dtypes_become_one_by_dtype(tmp_path: Path) -> None:
+    tensors = {
+        key: tensor.float() if "k_proj" in key else tensor.half() if "layers.1.mlp.up" in key else tensor
+        for key, tensor in model_tensors().items()
+    }
+    source = write_hf(tmp_path / "m", tensors)
+    with pytest.raises(OptionError, match=r"linear_qkv\.weight is made of .*bfloat16, float32; .*--dtype"):
+        import_huggingface(source, tmp_path / "c")
+    for dtype in ("float32", "bfloat16"):
+        import_huggingface(source, tmp_path / dtype, dtype=dtype)
+        export_huggingface(tmp_path / dtype, tmp_path / "back" / dtype)
+        back = read_by_definition(tmp_path / "back" / dtype / "model.safetensors")
+        assert_same(back, {key: tensor.to(getattr(torch, dtype)) for key, tensor in tensors.items()})
+
+
+def test_what_float16_cannot_hold_is_no_infinity(tmp_path: Path) -> None:
+    tensors = model_tensors()
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 65536.0
+    source = write_hf(tmp_path / "m", tensors)
+    with pytest.raises(OptionError, match=r"linear_fc1\.weight.*too large for float16"):
+        import_huggingface(source, tmp_path / "h", dtype="float16")
+    assert not (tmp_path / "h").exists()
+    import_huggingface(source, tmp_path / "c")
+    with pytest.raises(OptionError, match=r"layers\.1\.mlp\.up_proj\.weight.*too large for float16"):
+        export_huggingface(tmp_path / "c", tmp_path / "e", dtype="float16")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("-inf")
+    import_huggingface(write_hf(tmp_path / "i", tensors), tmp_path / "j", dtype="float16")
+
+
 def test_torch_files_and_a_tied_copy(tmp_path: Path) -> None:
     source, tensors = tmp_path / "m", model_tensors()
     source.mkdir()
