@@ -6,7 +6,7 @@ Must not know: how a running job saves or loads.
 
 Modules: conversion, exchange, logits, reshard, reshard_plan, rules, _file_stream, _foreign, _huggingface,
 _legacy_export, _legacy_files, _legacy_import, _legacy_optimizer, _megatron_named, _new_directory, _optimizer_layout,
-_partition, _pieces, _quantized, _reshard_copy, _reshard_target, _safetensors_files, _shard_files, _sources,
-_torch_files.
+_partition, _pieces, _quantized, _read_ahead, _reshard_copy, _reshard_target, _safetensors_files, _shard_files,
+_sources, _torch_files.
 With torch: _torch_files.
 """

@@ -13,14 +13,15 @@ import json
 import os
 import resource
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from mcore_ckpt.convert._file_stream import FileStream, Streams, StreamSink, TargetFile, WriteBehind
+from mcore_ckpt.convert._read_ahead import AheadSource, ReadAhead
 from mcore_ckpt.convert.reshard_plan import ObjectMove, ReshardPlan, TensorMove
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import ChecksumError, OptionError, SaveError
@@ -32,11 +33,19 @@ from mcore_ckpt.format.metadata_read import read_small_file
 from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.dtype_cast import cast_floats
 from mcore_ckpt.tools.payloads import PayloadSource, StoredPayload, StoredPayloads
-from mcore_ckpt.tools.regrid import Walk
+from mcore_ckpt.tools.regrid import Walk, reads_of
 from mcore_ckpt.tools.tilings import Block
 from mcore_ckpt.tools.verify import ItemCheck, check_item
 
-__all__ = ["JOURNAL_FILE", "CastSource", "Journal", "check_chunks", "chunk_sources", "copy_all", "expected_crcs"]
+__all__ = [
+    "JOURNAL_FILE",
+    "CastSource",
+    "Journal",
+    "check_chunks",
+    "chunk_sources",
+    "copy_all",
+    "expected_crcs",
+]
 
 JOURNAL_FILE = ".reshard_journal"
 _VERSION = 2
@@ -206,18 +215,27 @@ class CastSource:
         view[:] = converted[skip : skip + len(view)]
 
 
+ChunkSource = CastSource | AheadSource | PayloadSource
+
+
 def chunk_sources(
-    payloads: StoredPayloads, found: Sequence[StoredPayload], entry: TensorEntry, dtype: str
-) -> list[CastSource | PayloadSource]:
+    payloads: StoredPayloads,
+    found: Sequence[StoredPayload],
+    entry: TensorEntry,
+    dtype: str,
+    ahead: ReadAhead | None = None,
+) -> Sequence[ChunkSource]:
     """Chunks of a tensor as they are in another dtype, or as they are."""
-    if dtype == entry.dtype:
+    if dtype != entry.dtype:
+        return [CastSource(payloads, payload, entry.dtype, dtype) for payload in found]
+    if ahead is None:
         return [PayloadSource(payloads, payload) for payload in found]
-    return [CastSource(payloads, payload, entry.dtype, dtype) for payload in found]
+    return [AheadSource(ahead, payloads, payload) for payload in found]
 
 
 def check_chunks(
     found: Sequence[StoredPayload],
-    sources: Sequence[CastSource | PayloadSource],
+    sources: Sequence[ChunkSource],
     read: Sequence[int],
     directory: str,
     doing: str,
@@ -303,6 +321,14 @@ def _allow_open_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+class _Located(NamedTuple):
+    """A block of a tensor, and where its source chunks lie."""
+
+    move: TensorMove
+    block: Block
+    found: list[StoredPayload]
+
+
 class _Worker:
     """One worker, in its own thread."""
 
@@ -327,15 +353,16 @@ class _Worker:
         names |= {move.file for move in run.plan.objects[self._number]}
         buffer_bytes, count = _buffers(run.memory_bytes, len(names))
         try:
-            with WriteBehind() as writes:
+            with WriteBehind() as writes, ReadAhead(run.payloads.files) as ahead:
                 streams = Streams(writes, buffer_bytes, count)
+                located = ahead.steps(self._located(done), self._reads)
                 try:
                     if self._number not in run.journal.done:
                         self._objects(streams, run.plan.objects[self._number])
                     for position in range(done, len(self._tensors)):
                         if run.stop.is_set():
                             break
-                        self._tensor(streams, self._tensors[position])
+                        self._tensor(streams, self._tensors[position], located, ahead)
                         done = position + 1
                         if self._unsynced_bytes >= _SYNC_BYTES:
                             self._sync(streams, done)
@@ -385,7 +412,24 @@ class _Worker:
                     stream.filled(space)
                     done += len(space)
 
-    def _tensor(self, streams: Streams, move: TensorMove) -> None:
+    def _located(self, first: int) -> Iterator[_Located]:
+        """All blocks of the tensors from this one on."""
+        locate = self._run.payloads.locate
+        for move in self._tensors[first:]:
+            for block in move.blocks:
+                yield _Located(move, block, [locate(move.entry, move.entry.chunks[n]) for n in block.sources])
+
+    def _reads(self, located: _Located) -> Iterator[tuple[StoredPayload, int, int]]:
+        """What is going to be read of a block, in order."""
+        move, block, found = located
+        if move.dtype != move.entry.dtype or self._moves_as_it_is(move, block, found[0] if found else None):
+            return
+        source_boxes = [Box(*move.entry.chunks[n][:2]) for n in block.sources]
+        target_boxes = [move.boxes[n] for n in block.targets]
+        for n, start, nbytes in reads_of(source_boxes, target_boxes, element_bytes(move.dtype)):
+            yield found[n], start, nbytes
+
+    def _tensor(self, streams: Streams, move: TensorMove, located: Iterator[_Located], ahead: ReadAhead) -> None:
         entry, payloads = move.entry, self._run.payloads
         crcs = [0] * len(entry.chunks)
         sums: list[tuple[int, list[int]]] = [(0, [])] * len(move.boxes)
@@ -394,7 +438,7 @@ class _Worker:
         keep_crcs = move.dtype != entry.dtype
         written = set()
         for block in move.blocks:
-            found = [payloads.locate(entry, entry.chunks[n]) for n in block.sources]
+            found = next(located).found
             keep_crcs |= any(payload.crc32 is None for payload in found)
             written.update(block.targets)
             if self._moves_as_it_is(move, block, found[0] if found else None):
@@ -404,7 +448,7 @@ class _Worker:
                 running = payloads.index.blocks.get((item.file, item.offset), ())
                 sums[block.targets[0]] = (found[0].crc32 or 0, list(running))
                 continue
-            self._block(streams, move, block, found, source_boxes, crcs, sums)
+            self._block(streams, move, block, found, source_boxes, crcs, sums, ahead)
         for target in sorted(set(range(len(move.boxes))) - written):
             self._item(streams, move, target)
         if keep_crcs:
@@ -435,8 +479,9 @@ class _Worker:
         source_boxes: Sequence[Box],
         crcs: list[int],
         sums: list[tuple[int, list[int]]],
+        ahead: ReadAhead,
     ) -> None:
-        sources = chunk_sources(self._run.payloads, found, move.entry, move.dtype)
+        sources = chunk_sources(self._run.payloads, found, move.entry, move.dtype, ahead)
         sinks = []
         used: set[str] = set()
         for target in block.targets:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.convert._file_stream import TargetFile
+from mcore_ckpt.convert._read_ahead import AheadSource, ReadAhead
 from mcore_ckpt.convert._reshard_copy import JOURNAL_FILE, Journal, copy_all, expected_crcs
 from mcore_ckpt.convert.reshard_plan import ReshardPlan, TensorMove
 from mcore_ckpt.core.boxes import Box
@@ -56,9 +57,9 @@ from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, SealedFile, seal_metadata, shown_id
 from mcore_ckpt.load.fetch import in_parallel
 from mcore_ckpt.storage.local import LocalStorage, open_regular
-from mcore_ckpt.tools.payloads import MADE_HERE, PayloadSource, StoredPayloads
-from mcore_ckpt.tools.regrid import CrcSink, Walk
-from mcore_ckpt.tools.tilings import blocks
+from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads
+from mcore_ckpt.tools.regrid import CrcSink, Walk, reads_of
+from mcore_ckpt.tools.tilings import Block, blocks
 from mcore_ckpt.tools.verify import check_file
 
 __all__ = [
@@ -89,6 +90,8 @@ _BASE_BYTES = 256 * 1024**2
 _MIN_BUFFER_BYTES = 64 * 1024**2
 _COPY_BYTES = 4 * 1024**2
 _WINDOW_BYTES = 4 * 1024 * 1024
+# Less is read where it is compared: threads and buffers would cost more than they save.
+_MIN_AHEAD_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,24 +436,33 @@ def _check_tensor(
     expected = expected_crcs(given, move, journal)
     walk = Walk(element_bytes(entry.dtype))
     source_boxes = move.source_boxes
-    for block in blocks(stored, source_boxes):
-        payloads = [written.locate(entry, entry.chunks[n]) for n in block.sources]
-        sinks = [CrcSink(window) for _ in block.targets]
-        read = walk.move(
-            [stored[n] for n in block.sources],
-            [PayloadSource(written, payload) for payload in payloads],
-            [source_boxes[n] for n in block.targets],
-            sinks,
-        )
-        for payload, value in zip(payloads, read, strict=True):
-            if payload.crc32 != value:
-                raise _wrong(payload.where, payload.crc32, value)
-        for n, sink in zip(block.targets, sinks, strict=True):
-            if sink.crc32 != expected[n]:
-                where = (
-                    f"{entry.fqn}: the source's chunk at {list(source_boxes[n].offsets)}, put together from the target"
-                )
-                raise _wrong(where, expected[n], sink.crc32)
+
+    def locate(block: Block) -> tuple[Block, list[StoredPayload]]:
+        return block, [written.locate(entry, entry.chunks[n]) for n in block.sources]
+
+    def reads(located: tuple[Block, list[StoredPayload]]) -> Iterator[tuple[StoredPayload, int, int]]:
+        block, payloads = located
+        targets = [source_boxes[n] for n in block.targets]
+        for n, start, nbytes in reads_of([stored[n] for n in block.sources], targets, walk.elem_bytes):
+            yield payloads[n], start, nbytes
+
+    ahead = ReadAhead(written.files)
+    with ahead if move.payload_bytes >= _MIN_AHEAD_BYTES else contextlib.nullcontext():
+        for block, payloads in ahead.steps(map(locate, blocks(stored, source_boxes)), reads):
+            sinks = [CrcSink(window) for _ in block.targets]
+            read = walk.move(
+                [stored[n] for n in block.sources],
+                [AheadSource(ahead, written, payload) for payload in payloads],
+                [source_boxes[n] for n in block.targets],
+                sinks,
+            )
+            for payload, value in zip(payloads, read, strict=True):
+                if payload.crc32 != value:
+                    raise _wrong(payload.where, payload.crc32, value)
+            for n, sink in zip(block.targets, sinks, strict=True):
+                if sink.crc32 != expected[n]:
+                    where = f"{entry.fqn}: the source's chunk at {list(source_boxes[n].offsets)}, put together from the"
+                    raise _wrong(f"{where} target", expected[n], sink.crc32)
 
 
 def _wrong(where: str, expected: int | None, got: int) -> ChecksumError:

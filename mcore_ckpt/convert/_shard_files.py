@@ -11,13 +11,14 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from mcore_ckpt.convert._file_stream import FileStream, Streams, TargetFile, WriteBehind
+from mcore_ckpt.convert._read_ahead import ReadAhead
 from mcore_ckpt.convert._reshard_copy import CastSource, Journal, check_chunks, chunk_sources
 from mcore_ckpt.convert._safetensors_files import safetensors_header
 from mcore_ckpt.core.boxes import Box
@@ -27,8 +28,8 @@ from mcore_ckpt.core.process import done_by
 from mcore_ckpt.format.index import TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.tools.payloads import StoredPayloads
-from mcore_ckpt.tools.regrid import Sink, Walk
+from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
+from mcore_ckpt.tools.regrid import Sink, Walk, reads_of
 
 __all__ = ["MODEL_FILES", "Exported", "FileFormat", "export_fingerprint", "is_exported", "stream_tensor", "write_files"]
 
@@ -240,8 +241,11 @@ def _write_stretch(run: _Writing, number: int) -> None:
     files: dict[str, TargetFile] = {}
     unsynced_bytes = 0
     try:
-        with WriteBehind() as writes:
+        with WriteBehind() as writes, ReadAhead(run.payloads.files) as ahead:
             streams, walk = Streams(writes, _BUFFER_BYTES, 4), Walk()
+
+            def locate(item: tuple[_Shard, Exported]) -> tuple[_Shard, Exported, list[StoredPayload]]:
+                return *item, _located(run.payloads, item[1])
 
             def sync() -> None:
                 streams.flush()
@@ -253,7 +257,7 @@ def _write_stretch(run: _Writing, number: int) -> None:
 
             stream: FileStream | None = None
             try:
-                for shard, tensor in work[done:]:
+                for shard, tensor, located in ahead.steps(map(locate, work[done:]), lambda item: _reads(*item[1:])):
                     if run.stop.is_set():
                         break
                     start = shard.starts[tensor.name]
@@ -267,7 +271,7 @@ def _write_stretch(run: _Writing, number: int) -> None:
                         if first:
                             stream.write(shard.header)
                     assert stream.position == start
-                    stream_tensor(run.payloads, tensor, stream, walk)
+                    _stream(run.payloads, tensor, located, stream, walk, ahead)
                     run.advance(tensor.nbytes)
                     done += 1
                     unsynced_bytes += tensor.nbytes
@@ -283,17 +287,47 @@ def _write_stretch(run: _Writing, number: int) -> None:
             file.close()
 
 
+def _located(payloads: StoredPayloads, tensor: Exported) -> list[StoredPayload]:
+    """Where the chunks of a tensor lie; of one without elements, none has to be found."""
+    if 0 in tensor.entry.shape:
+        return []
+    return [payloads.locate(tensor.entry, chunk) for chunk in tensor.entry.chunks]
+
+
+def _boxes(tensor: Exported) -> tuple[list[Box], list[Box]]:
+    """What is read, and what is written of it."""
+    shape = tensor.entry.shape
+    return [Box(chunk.offsets, chunk.sizes) for chunk in tensor.entry.chunks], [Box((0,) * len(shape), shape)]
+
+
+def _reads(tensor: Exported, located: Sequence[StoredPayload]) -> Iterator[tuple[StoredPayload, int, int]]:
+    """What is going to be read of a tensor, in order."""
+    if located and tensor.dtype == tensor.entry.dtype:
+        for n, start, nbytes in reads_of(*_boxes(tensor), element_bytes(tensor.dtype)):
+            yield located[n], start, nbytes
+
+
 def stream_tensor(payloads: StoredPayloads, tensor: Exported, sink: Sink, walk: Walk) -> None:
     """One tensor, put together from its chunks in C order; each chunk is held against its checksum."""
+    _stream(payloads, tensor, _located(payloads, tensor), sink, walk, None)
+
+
+def _stream(
+    payloads: StoredPayloads,
+    tensor: Exported,
+    located: Sequence[StoredPayload],
+    sink: Sink,
+    walk: Walk,
+    ahead: ReadAhead | None,
+) -> None:
+    """The same, of a tensor that has been located, and may be being read."""
     entry = tensor.entry
     if 0 in entry.shape:
         return
-    located = [payloads.locate(entry, chunk) for chunk in entry.chunks]
-    sources = chunk_sources(payloads, located, entry, tensor.dtype)
-    whole = Box((0,) * len(entry.shape), entry.shape)
-    boxes = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+    sources = chunk_sources(payloads, located, entry, tensor.dtype, ahead)
     walk.elem_bytes = element_bytes(tensor.dtype)
-    read = walk.move(boxes, sources, [whole], [sink])
+    boxes, whole = _boxes(tensor)
+    read = walk.move(boxes, sources, whole, [sink])
     check_chunks(located, sources, read, payloads.index.path, "export")
     for chunk, source, given in zip(entry.chunks, sources, read, strict=True):
         payloads.was_read(entry, chunk, source.crc32 if isinstance(source, CastSource) else given)

@@ -7,22 +7,29 @@ Knows neither files nor checkpoints: sources fill memory, sinks take it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from mcore_ckpt.core.boxes import Box, bounding, intersect
-from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.crc import crc32, crc32_combine
 from mcore_ckpt.tools.dtype_cast import carrier
 from mcore_ckpt.tools.tilings import SLAB_BYTES, slabs
 
-__all__ = ["CrcSink", "Sink", "Source", "Walk"]
+__all__ = ["CrcSink", "Sink", "Source", "Walk", "reads_of"]
+
+# From this size on, a second sum of the same bytes is cheaper derived from the first than computed.
+_MIN_COMBINED_BYTES = 512 * 1024
 
 
 class Source(Protocol):
-    """Where the bytes of one chunk come from."""
+    """Where the bytes of one chunk come from.
+
+    It may have `lend(start, nbytes)`: memory that holds bytes from `start` on, `nbytes` of them or fewer, until it is
+    asked again; None if it has none.
+    """
 
     def read_into(self, start: int, view: memoryview) -> None:
         """Fill `view` with the chunk's bytes from `start` on."""
@@ -66,6 +73,20 @@ class CrcSink:
     def filled(self, view: memoryview) -> None:
         """Sum what is there."""
         self.crc32 = crc32(view, self.crc32)
+
+
+def reads_of(
+    source_boxes: Sequence[Box], target_boxes: Sequence[Box], elem_bytes: int, slab_bytes: int = SLAB_BYTES
+) -> Iterator[tuple[int, int, int]]:
+    """What `Walk.move` is going to read of a block, nearly in its order: number of the source, first byte, bytes."""
+    if len(source_boxes) == 1 and list(source_boxes) == list(target_boxes):
+        yield 0, 0, math.prod(source_boxes[0].sizes) * elem_bytes
+        return
+    for slab in slabs(bounding(target_boxes), elem_bytes, slab_bytes):
+        for n, box in enumerate(source_boxes):
+            part = intersect(box, slab)
+            if part is not None:
+                yield n, _start_in(box, part, elem_bytes), math.prod(part.sizes) * elem_bytes
 
 
 @dataclass(slots=True)
@@ -144,12 +165,22 @@ class Walk:
     ) -> int:
         """What one source has of the slab is what one sink wants of it: read it to where it goes."""
         nbytes = math.prod(part.sizes) * self.elem_bytes
+        lend = getattr(source, "lend", None) if isinstance(sink, CrcSink) else None
+        sums_itself = sum_up is crc32 and hasattr(sink, "crc32")
         done = 0
         while done < nbytes:
-            view = sink.space(nbytes - done)
-            source.read_into(start + done, view)
-            value = sum_up(view, value)
-            sink.filled(view)
+            view: memoryview | None = None if lend is None else lend(start + done, nbytes - done)
+            if view is None:
+                view = sink.space(nbytes - done)
+                source.read_into(start + done, view)
+            if sums_itself and len(view) >= _MIN_COMBINED_BYTES:
+                before = sink.crc32  # type: ignore[attr-defined]
+                sink.filled(view)
+                # From another beginning the same bytes lead to another sum, by what became of the difference.
+                value = crc32_combine(before ^ value, sink.crc32, len(view))  # type: ignore[attr-defined]
+            else:
+                value = sum_up(view, value)
+                sink.filled(view)
             done += len(view)
         return value
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.format.crc import crc32
-from mcore_ckpt.tools.regrid import Walk
+from mcore_ckpt.tools import regrid
+from mcore_ckpt.tools.regrid import Walk, reads_of
 from mcore_ckpt.tools.tilings import blocks, slabs
 from tests.support.stored_layouts import tilings
 
@@ -42,8 +45,24 @@ class _Taken:
         self.content += bytes(view)
 
 
-@given(data=st.data(), shape=SHAPES, slab_bytes=st.sampled_from([2, 8, 64, 4096]), most=st.sampled_from([1, 5, 1000]))
-def test_any_tiling_to_any_other(data: st.DataObject, shape: tuple[int, ...], slab_bytes: int, most: int) -> None:
+class _Summed(_Taken):
+    """One that sums what it is given, as those do whose sum becomes that of the source."""
+
+    @property
+    def crc32(self) -> int:
+        return crc32(self.content)
+
+
+@given(
+    data=st.data(),
+    shape=SHAPES,
+    slab_bytes=st.sampled_from([2, 8, 64, 4096]),
+    most=st.sampled_from([1, 5, 1000]),
+    summed=st.booleans(),
+)
+def test_any_tiling_to_any_other(
+    data: st.DataObject, shape: tuple[int, ...], slab_bytes: int, most: int, summed: bool
+) -> None:
     array = np.arange(int(np.prod(shape, dtype=int)), dtype=np.uint16).reshape(shape)
     source_boxes, target_boxes = data.draw(tilings(shape)), data.draw(tilings(shape))
 
@@ -52,16 +71,22 @@ def test_any_tiling_to_any_other(data: st.DataObject, shape: tuple[int, ...], sl
         return np.ascontiguousarray(array[slices]).tobytes()
 
     sources = [_Given(part(box)) for box in source_boxes]
-    sinks = [_Taken(most) for _ in target_boxes]
+    sinks = [_Summed(most) if summed else _Taken(most) for _ in target_boxes]
     seen_sources: list[int] = []
     walk = Walk(2, slab_bytes)
     for block in blocks(source_boxes, target_boxes):
-        crcs = walk.move(
-            [source_boxes[n] for n in block.sources],
-            [sources[n] for n in block.sources],
-            [target_boxes[n] for n in block.targets],
-            [sinks[n] for n in block.targets],
-        )
+        given_boxes, taken_boxes = [source_boxes[n] for n in block.sources], [target_boxes[n] for n in block.targets]
+        foretold: dict[int, list[int]] = {n: [] for n in range(len(given_boxes))}
+        for n, start, nbytes in reads_of(given_boxes, taken_boxes, 2, slab_bytes):
+            foretold[n] += range(start, start + nbytes)
+        assert [foretold[n] for n in foretold] == [list(range(len(sources[n].content))) for n in block.sources]
+        with patch.object(regrid, "_MIN_COMBINED_BYTES", 3):
+            crcs = walk.move(
+                given_boxes,
+                [sources[n] for n in block.sources],
+                taken_boxes,
+                [sinks[n] for n in block.targets],
+            )
         assert crcs == [crc32(sources[n].content) for n in block.sources]
         seen_sources += block.sources
     assert sorted(seen_sources) == list(range(len(source_boxes)))
