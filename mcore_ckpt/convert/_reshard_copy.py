@@ -57,6 +57,8 @@ _MAX_BUFFER_BYTES: Final = 8 * 1024 * 1024
 _PIECE_BYTES: Final = 1024 * 1024
 # Below this, a system call of its own costs more than reading and writing the bytes.
 _MIN_FILE_COPY_BYTES: Final = 4 * 1024 * 1024
+# Of one worker: what is read ahead takes 16 MiB of it, or half of that.
+_MUCH_MEMORY_BYTES: Final = 96 * 1024 * 1024
 _MAX_PADDING_BYTES: Final = 64 * 1024
 # File descriptors for all but the target's data files.
 _OTHER_FILES: Final = 256
@@ -339,6 +341,8 @@ class _Worker:
         self._files: dict[str, TargetFile] = {}
         self._mains: dict[str, FileStream] = {}
         self._walk = Walk()
+        self._ahead = ReadAhead(run.payloads.files, 4 if run.memory_bytes >= _MUCH_MEMORY_BYTES else 2)
+        self._blocks: Iterator[_Located] = iter(())
         self._crcs: dict[str, list[int]] = {}
         self._sums: dict[str, list[tuple[int, list[int]]]] = {}
         self._unsynced_bytes = 0
@@ -353,16 +357,16 @@ class _Worker:
         names |= {move.file for move in run.plan.objects[self._number]}
         buffer_bytes, count = _buffers(run.memory_bytes, len(names))
         try:
-            with WriteBehind() as writes, ReadAhead(run.payloads.files) as ahead:
+            with WriteBehind() as writes, self._ahead:
                 streams = Streams(writes, buffer_bytes, count)
-                located = ahead.steps(self._located(done), self._reads)
+                self._blocks = self._ahead.steps(self._located(done), self._reads)
                 try:
                     if self._number not in run.journal.done:
                         self._objects(streams, run.plan.objects[self._number])
                     for position in range(done, len(self._tensors)):
                         if run.stop.is_set():
                             break
-                        self._tensor(streams, self._tensors[position], located, ahead)
+                        self._tensor(streams, self._tensors[position])
                         done = position + 1
                         if self._unsynced_bytes >= _SYNC_BYTES:
                             self._sync(streams, done)
@@ -429,7 +433,7 @@ class _Worker:
         for n, start, nbytes in reads_of(source_boxes, target_boxes, element_bytes(move.dtype)):
             yield found[n], start, nbytes
 
-    def _tensor(self, streams: Streams, move: TensorMove, located: Iterator[_Located], ahead: ReadAhead) -> None:
+    def _tensor(self, streams: Streams, move: TensorMove) -> None:
         entry, payloads = move.entry, self._run.payloads
         crcs = [0] * len(entry.chunks)
         sums: list[tuple[int, list[int]]] = [(0, [])] * len(move.boxes)
@@ -438,7 +442,7 @@ class _Worker:
         keep_crcs = move.dtype != entry.dtype
         written = set()
         for block in move.blocks:
-            found = next(located).found
+            found = next(self._blocks).found
             keep_crcs |= any(payload.crc32 is None for payload in found)
             written.update(block.targets)
             if self._moves_as_it_is(move, block, found[0] if found else None):
@@ -448,7 +452,7 @@ class _Worker:
                 running = payloads.index.blocks.get((item.file, item.offset), ())
                 sums[block.targets[0]] = (found[0].crc32 or 0, list(running))
                 continue
-            self._block(streams, move, block, found, source_boxes, crcs, sums, ahead)
+            self._block(streams, move, block, found, source_boxes, crcs, sums)
         for target in sorted(set(range(len(move.boxes))) - written):
             self._item(streams, move, target)
         if keep_crcs:
@@ -479,9 +483,8 @@ class _Worker:
         source_boxes: Sequence[Box],
         crcs: list[int],
         sums: list[tuple[int, list[int]]],
-        ahead: ReadAhead,
     ) -> None:
-        sources = chunk_sources(self._run.payloads, found, move.entry, move.dtype, ahead)
+        sources = chunk_sources(self._run.payloads, found, move.entry, move.dtype, self._ahead)
         sinks = []
         used: set[str] = set()
         for target in block.targets:
