@@ -225,13 +225,13 @@ _SCHEDULE = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_
 
 
 def plain_launch(state: Mapping[str, Any]) -> tuple[dict[str, Any], Training]:
-    """Arguments and progress in a launch's state, of what `LAUNCH_STATE` names, as far as they are plain values."""
-    arguments, schedule = (
-        plain_values({str(name): value for name, value in part.items()}) if isinstance(part, dict) else {}
-        for part in (state.get("args"), state.get(SCHEDULE))
+    """Arguments and progress in a launch's state, of what `LAUNCH_STATE` names; of progress, plain values."""
+    arguments, schedule = state.get("args"), state.get(SCHEDULE)
+    schedule = (
+        plain_values({str(name): value for name, value in schedule.items()}) if isinstance(schedule, dict) else {}
     )
     iteration, operations = state.get("iteration"), state.get("num_floating_point_operations_so_far")
-    return arguments, Training(
+    return dict(arguments) if isinstance(arguments, dict) else {}, Training(
         iteration if isinstance(iteration, int) and not isinstance(iteration, bool) else 0,
         schedule,
         operations if isinstance(operations, (int, float)) else 0,
@@ -388,11 +388,7 @@ def nemo_arguments(checkpoint: Path) -> dict[str, Any]:
     config = document.get("config") if isinstance(document, dict) else None
     if not isinstance(config, dict) or not isinstance(config.get("num_layers"), int):
         raise CorruptCheckpointError(f"{path}: expected a model with a `config` that says how many layers it has")
-    plain = {
-        name: value
-        for name, value in config.items()
-        if isinstance(value, _PLAIN) or (isinstance(value, list) and all(isinstance(part, _PLAIN) for part in value))
-    }
+    plain = {name: _said(value) for name, value in config.items() if value is not None}
     arguments = {**plain, **{new: plain[old] for old, new in _RENAMED.items() if old in plain}}
     groups = plain.get("num_query_groups")
     arguments |= {
@@ -402,6 +398,18 @@ def nemo_arguments(checkpoint: Path) -> dict[str, Any]:
         **_rope_scaling(plain, path),
     }
     return arguments
+
+
+def _said(value: Any) -> Any:
+    """A setting; for what is no plain value, its name in brackets, which no model's computation is described by."""
+    if isinstance(value, dict) and value.get("_target_") in ("builtins.tuple", "builtins.list"):
+        parts = value.get("_args_")
+        value = parts[0] if isinstance(parts, list) and len(parts) == 1 else value
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (list, tuple)) and all(isinstance(part, _PLAIN) for part in value):
+        return value
+    return f"<{value.get('_target_', 'settings')}>" if isinstance(value, dict) else f"<{type(value).__name__}>"
 
 
 def _parse(content: bytes, path: Path) -> Any:
@@ -414,9 +422,12 @@ def _parse(content: bytes, path: Path) -> Any:
         ) from None
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Plain values only: what a tag would build is nothing."""
+        """Plain values only: what a tag would build is its name."""
 
-    Loader.add_multi_constructor("", lambda loader, suffix, node: None)
+    Loader.add_multi_constructor("", lambda loader, tag, node: f"<{tag}>")
+    Loader.add_constructor(
+        "tag:yaml.org,2002:python/tuple", lambda loader, node: tuple(loader.construct_sequence(node, deep=True))
+    )
     try:
         return yaml.load(content, Loader)
     except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:

@@ -38,6 +38,7 @@ __all__ = [
     "LegacyPayloads",
     "Place",
     "RankFiles",
+    "carried_arguments",
     "owned",
     "read_ranks",
     "reading",
@@ -408,3 +409,20 @@ def owned(value: Any, read: Callable[[int, int], bytes], file: str, records: Map
         return part
 
     return own(value)
+
+
+def carried_arguments(
+    values: Mapping[str, Any], read: Callable[[int, int], bytes], where: str, records: Mapping[str, StateRecord]
+) -> tuple[dict[str, Any], list[str]]:
+    """Arguments as they go into another checkpoint, and those of classes that are not known, which do not, each named.
+
+    Raises:
+        CorruptCheckpointError, ChecksumError: as for `owned`.
+    """
+    carried, left_out = {}, []
+    for name, value in values.items():
+        try:
+            carried[name] = owned(value, read, where, records)
+        except (OptionError, KeyError):
+            left_out.append(f"the argument {name[:200]} (of a class that is not known here)")
+    return carried, left_out

@@ -24,6 +24,7 @@ from mcore_ckpt.convert._legacy_files import (
     LegacyPayloads,
     Place,
     RankFiles,
+    carried_arguments,
     owned,
     read_ranks,
     reading,
@@ -565,12 +566,9 @@ def _common_state(draft: _Draft) -> dict[str, Any]:
 
 
 def _carried_arguments(draft: _Draft) -> Namespace:
-    carried = {}
-    for name, value in draft.arguments.values.items():
-        try:
-            carried[name] = owned(value, reading(LocalStorage(draft.directory), ""), draft.arguments.where, {})
-        except (OptionError, KeyError):
-            draft.left_out.append(f"the argument {name[:200]} (of a class that is not known here)")
+    read = reading(LocalStorage(draft.directory), "")
+    carried, left_out = carried_arguments(draft.arguments.values, read, draft.arguments.where, {})
+    draft.left_out += left_out
     carried |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
     return Namespace(**carried)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,21 +30,24 @@ from mcore_ckpt.convert._foreign import (
     plan_optimizer,
     without_wrappers,
 )
+from mcore_ckpt.convert._legacy_files import carried_arguments
 from mcore_ckpt.convert._legacy_import import LOCAL_NORMS
 from mcore_ckpt.convert._pieces import Source, Wanted
-from mcore_ckpt.convert._sources import Opened, rank_state
+from mcore_ckpt.convert._sources import Opened, no_tensor, rank_state
 from mcore_ckpt.convert.conversion import Import, ImportOptions, KeyPlan, saved
 from mcore_ckpt.convert.reshard_plan import padded_vocabulary, target_dtype
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
-from mcore_ckpt.format.index import CheckpointIndex, object_key
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, object_key
 from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
-from mcore_ckpt.tools.plain_state import read_plain_object
+from mcore_ckpt.format.state_file import read_state_file
+from mcore_ckpt.tools.plain_state import read_object, read_plain_object
 
 __all__ = ["import_named"]
 
 _EMBEDDING = "embedding.word_embeddings.weight"
-_VOCABULARY = (_EMBEDDING, "output_layer.weight")
+_OUTPUT = "output_layer.weight"
+_VOCABULARY = (_EMBEDDING, _OUTPUT)
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d{1,6})\.(.+)")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d{1,6})(_[wv])?")
@@ -118,9 +121,10 @@ def import_named(opened: Opened, options: ImportOptions) -> Import:
 def _convert(opened: Opened, options: ImportOptions) -> _Conversion:
     index, directory, settings = opened.payloads.index, opened.directory, opened.settings
     names, left_out = _module_names(index)
-    arguments, training = _launch(directory)
+    arguments, training, carried, unknown = _launch(directory)
     places = _places(names, arguments)
-    layers, experts = _counts(names, places)
+    layers, experts = _counts(names, places, arguments, str(directory))
+    _check_layers(names, arguments, str(directory))
     shapes = {name: index.tensors[key].shape for name, key in names.items()}
     vocabulary = padded_vocabulary(arguments, options.layout.tp)
     if vocabulary is None:
@@ -155,7 +159,8 @@ def _convert(opened: Opened, options: ImportOptions) -> _Conversion:
         for prefix, keys in states.items()
         for name, key in keys.items()
     ]
-    left_out += [*optimizer.left_out, *opened.left_out]
+    taken = {no_tensor(key) for key in carried if SCHEDULE in state or not key.startswith(SCHEDULE)}
+    left_out += [*optimizer.left_out, *(what for what in opened.left_out if what not in taken), *unknown]
     objects = _extra_states(places, layers, experts)
     return _Conversion(wanted, objects, arguments, common, left_out, notes, shown)
 
@@ -193,9 +198,16 @@ def _renamed(name: str) -> str:
 
 
 def _of_pipeline(names: Mapping[str, str]) -> dict[str, str]:
-    """Names of modules that a pipeline numbers: layers are those with attention, in their order."""
+    """Names of modules that a pipeline numbers: layers are in their order, between what is outside of them."""
     parts = {key: _PIPE.fullmatch(name) for key, name in names.items()}
-    layers = sorted({int(found.group(1)) for found in parts.values() if found and "self_attention." in found.group(2)})
+    outer = ("weight", "bias", "lm_head.weight", "word_embeddings.weight", "position_embeddings.weight")
+    layers = sorted({int(found.group(1)) for found in parts.values() if found and found.group(2) not in outer})
+    if layers and layers != list(range(layers[0], layers[-1] + 1)):
+        missing = next(number for number in range(layers[0], layers[-1]) if number not in layers)
+        raise CorruptCheckpointError(
+            f"{next(iter(names))} and others: modules {layers[0]} to {layers[-1]} of a pipeline are layers, and there "
+            f"is nothing of number {missing}. The checkpoint is incomplete. Nothing was written"
+        )
     place = {number: position for position, number in enumerate(layers)}
     renamed = {}
     for key, found in parts.items():
@@ -215,18 +227,39 @@ def _of_pipeline(names: Mapping[str, str]) -> dict[str, str]:
     return renamed
 
 
-def _launch(directory: Path) -> tuple[dict[str, Any], Training]:
-    """Megatron's arguments as far as they are plain values, and how far the launch was."""
+def _launch(directory: Path) -> tuple[dict[str, Any], Training, list[str], list[str]]:
+    """Megatron's arguments; how far the launch was; the objects that say so; arguments of no class known here."""
     if not (directory / METADATA_FILE).exists():
-        return plain_launch(rank_state(directory))
+        state, unknown = rank_state(directory)
+        return *plain_launch(state), [], unknown
     index = read_index(directory)
-    found = {}
+    found: dict[str, Any] = {}
+    carried, unknown = [], []
     for key, entry in index.objects.items():
-        if key in LAUNCH_STATE:
+        if key == "args":
+            found[key], unknown = _arguments(index, entry)
+        elif key in LAUNCH_STATE:
             found[key] = read_plain_object(index, entry)
         elif key.startswith(f"{SCHEDULE}."):  # DCP takes dicts apart
             found.setdefault(SCHEDULE, {})[key.removeprefix(f"{SCHEDULE}.")] = read_plain_object(index, entry)
-    return plain_launch(found)
+        else:
+            continue
+        carried.append(key)
+    return *plain_launch(found), carried, unknown
+
+
+def _arguments(index: CheckpointIndex, entry: ObjectEntry) -> tuple[Any, list[str]]:
+    """The arguments in an object of a DCP checkpoint, and those of classes that are not known."""
+    content, where = read_object(index, entry), f"{entry.fqn} ({entry.item.file})"
+
+    def read(offset: int, length: int) -> bytes:
+        return content[offset : offset + length]
+
+    if entry.item.transforms:
+        raise LoadError(f"{where}: stored through {', '.join(entry.item.transforms)}, which is not undone here")
+    state = read_state_file(read, len(content), where)
+    given = vars(state.value) if isinstance(state.value, Namespace) else state.value
+    return carried_arguments(given, read, where, state.records) if isinstance(given, dict) else ({}, [])
 
 
 def _places(names: Iterable[str], arguments: Mapping[str, Any]) -> dict[str, _Place]:
@@ -238,7 +271,7 @@ def _places(names: Iterable[str], arguments: Mapping[str, Any]) -> dict[str, _Pl
         if layer := _LAYER.fullmatch(name):
             kinds.setdefault(int(layer.group(1)), set()).add(layer.group(2))
     alike = len({frozenset(kind) for kind in kinds.values()}) < 2
-    stacked = alike and not isinstance(arguments.get("moe_layer_freq"), list)
+    stacked = alike and not isinstance(arguments.get("moe_layer_freq"), (list, tuple))
     return {name: _place(name, norms, stacked) for name in known}
 
 
@@ -268,19 +301,91 @@ def _place(name: str, norms: Iterable[tuple[str, str]], stacked: bool) -> _Place
     return _Place(f"decoder.layers.{rest}" if stacked else f"decoder.layers.{number}.{rest}", index, half)
 
 
-def _counts(names: Iterable[str], places: Mapping[str, _Place]) -> tuple[int, int]:
-    """How many layers are stacked, and experts."""
-    layers = experts = 0
+def _counts(
+    names: Iterable[str], places: Mapping[str, _Place], arguments: Mapping[str, Any], where: str
+) -> tuple[int, int]:
+    """How many layers there are, and experts: those that are there have to be as many as the arguments say."""
+    numbers = {int(layer.group(1)) for name in names if (layer := _LAYER.fullmatch(name))}
+    experts = {place.at[-1] for place in places.values() if ".experts.experts." in place.key}
+    found = []
+    for what, there, said in (
+        ("layers", numbers, _stated(arguments, "num_layers")),
+        # Megatron-DeepSpeed says 1 of a model that has none.
+        ("experts", experts, _stated(arguments, "num_experts", more_than=1)),
+    ):
+        count = max(there, default=-1) + 1
+        if count > _MOST_LAYERS:
+            raise CorruptCheckpointError(f"{where}: {count} {what}: no model has that many")
+        if said is not None and count != said:
+            raise CorruptCheckpointError(
+                f"{where}: the stored arguments say {said} {what}, and parameters are there of {len(there)}, the last "
+                f"number {count - 1}. The checkpoint is incomplete, or not of one model. Nothing was written"
+            )
+        missing = [number for number in range(count) if number not in there]
+        if missing:
+            shown = ", ".join(map(str, missing[:10]))
+            raise CorruptCheckpointError(
+                f"{where}: of {count} {what}, there is nothing of number {shown}. The checkpoint is incomplete. "
+                "Nothing was written"
+            )
+        found.append(count)
+    return found[0], found[1]
+
+
+def _stated(arguments: Mapping[str, Any], name: str, more_than: int = 0) -> int | None:
+    value = arguments.get(name)
+    return value if type(value) is int and value > more_than else None
+
+
+def _check_layers(names: Collection[str], arguments: Mapping[str, Any], where: str) -> None:
+    """Raise `CorruptCheckpointError` where a layer lacks what its like have, or the model what every model has."""
+    needed = []
+    if not any(name.startswith("decoder.final_") for name in names):
+        needed.append("decoder.final_layernorm.weight")
+    if arguments.get("untie_embeddings_and_output_weights"):
+        needed.append(_OUTPUT)
+    if (
+        arguments.get("position_embedding_type") == "learned_absolute"
+        and arguments.get("add_position_embedding", True)
+        and not arguments.get("use_rotary_position_embeddings")
+    ):
+        needed.append("embedding.position_embeddings.weight")
+    lacking = [name for name in needed if name not in names]
+    layers: dict[int, set[str]] = {}
     for name in names:
-        place = places[name]
-        stacked = _LAYER.fullmatch(name) is not None and not re.match(r"decoder\.layers\.\d", place.key)
-        if stacked:
-            layers = max(layers, place.at[0] + 1)
-        if ".experts.experts." in place.key:
-            experts = max(experts, place.at[-1] + 1)
-    if layers > _MOST_LAYERS or experts > _MOST_LAYERS:
-        raise CorruptCheckpointError(f"{layers} layers and {experts} experts: no model has that many")
-    return layers, experts
+        if layer := _LAYER.fullmatch(name):
+            layers.setdefault(int(layer.group(1)), set()).add(layer.group(2))
+    if not any(arguments.get(f"heterogeneous_layers_config_{kind}") for kind in ("path", "encoded_json")):
+        alike: dict[Any, set[str]] = {}
+        experts = any(".experts." in name for name in names)
+        kinds = {number: _kind(number, own, arguments, experts=experts) for number, own in layers.items()}
+        for number, own in layers.items():
+            alike.setdefault(kinds[number], set()).update(own)
+        for number, own in sorted(layers.items()):
+            lacking += [f"decoder.layers.{number}.{rest}" for rest in sorted(alike[kinds[number]] - own)]
+    if lacking:
+        raise CorruptCheckpointError(
+            f"{where}: {lacking[0]} is not there{f' (nor {len(lacking) - 1} others)' if lacking[1:] else ''}, by the "
+            "stored arguments and by what other layers have. The checkpoint is incomplete. Nothing was written"
+        )
+
+
+def _kind(number: int, own: Collection[str], arguments: Mapping[str, Any], *, experts: bool) -> tuple[bool, bool]:
+    """Whether a layer has to have experts, by the arguments if they say so; and whether its attention is linear.
+
+    Args:
+        number: of the layer.
+        own: what it has.
+        arguments: as they are stored.
+        experts: whether some layer has some.
+    """
+    linear = any(name.startswith("self_attention.in_proj.") for name in own)
+    frequency = arguments.get("moe_layer_freq", 1)
+    if isinstance(frequency, (list, tuple)) and number < len(frequency):
+        return bool(frequency[number]), linear
+    if type(frequency) is int and frequency > 0 and _stated(arguments, "num_experts", more_than=1):
+        return number % frequency == 0, linear
+    return experts and not any(name.startswith("mlp.linear_fc") for name in own), linear
 
 
 def _lead(place: _Place, layers: int, experts: int) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mcore_ckpt.convert._foreign import OptimizerSettings, stored_settings
-from mcore_ckpt.convert._legacy_files import LegacyPayloads, Place
+from mcore_ckpt.convert._legacy_files import LegacyPayloads, Place, carried_arguments, reading
 from mcore_ckpt.convert._safetensors_files import RawPayloads, RawTensor, parse_json, raw_index, read_safetensors
 from mcore_ckpt.convert.rules import RenameRule, rename_keys
 from mcore_ckpt.core.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, OptionError
@@ -37,7 +37,7 @@ from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.dtype_cast import as_numbers
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 
-__all__ = ["ImportFormat", "Opened", "open_model", "open_source", "rank_state", "universal_directory"]
+__all__ = ["ImportFormat", "Opened", "no_tensor", "open_model", "open_source", "rank_state", "universal_directory"]
 
 ImportFormat = Literal["safetensors", "torch", "dcp", "ucp"]
 
@@ -70,7 +70,12 @@ def open_model(directory: Path, rename: Sequence[RenameRule]) -> Opened:
         return Opened(directory, "ucp", payloads, left_out, settings)
     kind, stored, others = open_source(directory, rename)
     settings = stored_settings(stored, directory) if kind == "dcp" else OptimizerSettings()
-    return Opened(directory, kind, stored, [f"{key} (no tensor)" for key in others], settings)
+    return Opened(directory, kind, stored, list(map(no_tensor, others)), settings)
+
+
+def no_tensor(key: str) -> str:
+    """What is said of an object that is left out."""
+    return f"{key} (no tensor)"
 
 
 def open_source(source: Path, rename: Sequence[RenameRule]) -> tuple[ImportFormat, StoredPayloads, list[str]]:
@@ -261,14 +266,16 @@ def _open_universal(source: Path, rename: Sequence[RenameRule]) -> tuple[LegacyP
     return LegacyPayloads(source, {new: places[old] for old, new in names.items()}, records), left_out, settings
 
 
-def rank_state(source: Path) -> Mapping[str, Any]:
-    """The state of the first rank's file that has Megatron's arguments; empty where none has."""
+def rank_state(source: Path) -> tuple[Mapping[str, Any], list[str]]:
+    """The state of the first rank's file that has Megatron's arguments, and what of these is of no class known here."""
     storage = LocalStorage(source)
     for path in sorted(source.glob(f"*{_MODEL_STATES}")):
-        value = _read(storage, path.name).value
-        if isinstance(value, dict) and isinstance(value.get("args"), Namespace):
-            return {**value, "args": vars(value["args"])}
-    return {}
+        read = _read(storage, path.name)
+        given = read.value.get("args") if isinstance(read.value, dict) else None
+        if isinstance(given, Namespace):
+            arguments, left_out = carried_arguments(vars(given), reading(storage, path.name), path.name, read.records)
+            return {**read.value, "args": arguments}, left_out
+    return {}, []
 
 
 def _parameters(source: Path) -> list[str]:

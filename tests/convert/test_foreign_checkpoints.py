@@ -436,3 +436,97 @@ def test_a_universal_checkpoint_of_megatron_deepspeed_becomes_torch_dist(tmp_pat
     assert found["embedding.word_embeddings.weight"].shape == (64, HIDDEN)
     with open_checkpoint(tmp_path / "c") as opened:
         assert opened.common_state()["args"].num_layers == 2
+
+
+class _Unknown:
+    """What a launch may keep among its arguments."""
+
+
+@pytest.mark.parametrize(
+    ("without", "arguments", "message"),
+    [
+        (r"layers\.1\.", {}, r"say 2 layers, and parameters are there of 1"),
+        (r"layers\.0\.", {"num_layers": None}, r"of 2 layers, there is nothing of number 0"),
+        (r"layers\.0\.", {"num_experts": 4, "moe_layer_freq": [1, 1]}, r"of 2 layers, there is nothing of number 0"),
+        (r"experts\.3\.", {"num_experts": 4}, r"say 4 experts, and parameters are there of 3"),
+        (
+            r"layers\.1.*experts\.3\.",
+            {"num_experts": 4, "moe_layer_freq": [1, 1]},
+            r"experts\.3\.linear_fc1\.weight is not",
+        ),
+        (r"layers\.1.*linear_proj", {}, r"layers\.1\.self_attention\.linear_proj\.weight is not there"),
+        (r"layers\.1\.mlp\.experts", {"num_experts": 4}, r"layers\.1\.mlp\.experts.*is not there \(nor 7 others\)"),
+        (r"layers\.1\.mlp", {}, r"layers\.1\.mlp\.linear_fc1\.weight is not there"),
+        (r"final_layernorm", {}, r"decoder\.final_layernorm\.weight is not there"),
+        (r"nothing", {"untie_embeddings_and_output_weights": True}, r"output_layer\.weight is not there"),
+    ],
+)
+def test_a_model_of_megatrons_that_is_incomplete_is_refused(
+    tmp_path: Path, without: str, arguments: dict[str, Any], message: str
+) -> None:
+    mlp = [f"mlp.experts.local_experts.{n}.linear_fc{which}.weight" for n in range(4) for which in (1, 2)]
+    given = layers_of(*(mlp if "num_experts" in arguments else ["mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]))
+    model = {f"module.{key}": tensor for key, tensor in given.items() if not re.search(without, key)}
+    stored = Namespace(**{**MEGATRON_ARGUMENTS, **arguments})
+    dcp.save({"model": model, "args": stored, "iteration": 9}, checkpoint_id=tmp_path / "f")
+    with pytest.raises(CorruptCheckpointError, match=message):
+        import_megatron(tmp_path / "f", tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_arguments_of_every_kind_are_carried_or_named(tmp_path: Path) -> None:
+    given = layers_of("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
+    kinds = {"window_size": (7, 0), "no_rope_freq": [0, 1], "params_dtype": torch.bfloat16, "moe": {"a": (1, None)}}
+    stored = Namespace(**MEGATRON_ARGUMENTS, **kinds, odd=_Unknown())
+    dcp.save({"model": given, "args": stored, "iteration": 9, "epoch": 2}, checkpoint_id=tmp_path / "dcp")
+    for name, tensor in given.items():
+        (tmp_path / "ucp" / "zero" / name).mkdir(parents=True)
+        torch.save({"param": tensor, "cat_dim": 0}, tmp_path / "ucp" / "zero" / name / "fp32.pt")
+    torch.save({"args": stored, "iteration": 9}, tmp_path / "ucp" / "mp_rank_00_model_states.pt")
+    for kind in ("dcp", "ucp"):
+        report = import_megatron(tmp_path / kind, tmp_path / f"{kind}-mc")
+        assert [line for line in report.left_out if "rank's file" not in line] == [
+            *(["epoch (no tensor)"] if kind == "dcp" else []),
+            "the argument odd (of a class that is not known here)",
+        ]
+        with open_checkpoint(tmp_path / f"{kind}-mc") as opened:
+            carried = opened.common_state()
+        assert kinds.items() <= vars(carried["args"]).items()
+        assert carried["iteration"] == 9
+
+
+def test_a_pipeline_of_deepspeed_without_a_layer_is_refused(tmp_path: Path) -> None:
+    for number in (2, 3, 5):
+        folder = tmp_path / "u" / "zero" / f"{number}.self_attention.dense.weight"
+        folder.mkdir(parents=True)
+        torch.save({"param": torch.ones(4, 4), "cat_dim": 0}, folder / "fp32.pt")
+    torch.save({"param_shapes": []}, tmp_path / "u" / "mp_rank_00_model_states.pt")
+    with pytest.raises(CorruptCheckpointError, match=r"modules 2 to 5 of a pipeline are layers.*nothing of number 4"):
+        import_megatron(tmp_path / "u", tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("setting", "outcome"),
+    [
+        ("window_size: !!python/tuple [7, 0]", 8),
+        ("window_size: {_target_: builtins.tuple, _args_: [[7, 0]]}", 8),
+        ("window_size: {_target_: some.window, size: 7}", r"window_size='<some\.window>': expected \(tokens before"),
+        ("softmax_scale: {_target_: some.scale}", r"softmax_scale='<some\.scale>' changes what the model computes"),
+        ("softmax_scale: !!python/name:some.scale ''", r"softmax_scale='<.*some\.scale>' changes"),
+        ("no_rope_freq: !!python/tuple [0, 1]", r"no_rope_freq=\(0, 1\) changes what the model computes"),
+    ],
+)
+def test_settings_of_nemo_that_are_no_plain_values_are_understood_or_refused(
+    nemo: Path, tmp_path: Path, setting: str, outcome: Any
+) -> None:
+    yaml = pytest.importorskip("yaml")
+    shutil.copytree(nemo, tmp_path / "n")
+    config = {key: value for key, value in NEMO_CONFIG.items() if key != setting.partition(":")[0]}
+    lines = yaml.safe_dump({"config": config}).splitlines()
+    (tmp_path / "n" / "context" / "model.yaml").write_text("\n".join([*lines, f"  {setting}"]))
+    if isinstance(outcome, int):
+        export_huggingface(tmp_path / "n", tmp_path / "e")
+        assert json.loads((tmp_path / "e" / "config.json").read_bytes())["sliding_window"] == outcome
+    else:
+        with pytest.raises(OptionError, match=outcome):
+            export_huggingface(tmp_path / "n", tmp_path / "e")
