@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,6 +44,7 @@ _NEEDED = {"torch": "torch", "transformers": "transformers", "megatron.core": "m
 _MARK = "logits-report: "
 # Beside the parameters: the interpreter with its packages, and activations.
 _BASE_BYTES = 1024**3
+_EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"\blayers\.(?:\d+\.)?")
 
 
@@ -157,6 +158,12 @@ def main() -> None:
 def _compare(checkpoint: Path, model: Path, family: Family) -> LogitsReport:
     index = read_index(checkpoint)
     arguments = read_plain_state(index).get("args")
+    # Checkpoints of NeMo have `module.` before the model's keys.
+    prefix = min(
+        (key.removesuffix(_EMBEDDING) for key in index.tensors if key.endswith(_EMBEDDING)), key=len, default=""
+    )
+    tensors = {key.removeprefix(prefix): entry for key, entry in index.tensors.items() if not is_optimizer_key(key)}
+    index = replace(index, tensors=tensors)
     if not isinstance(arguments, dict):
         arguments = family.arguments(json.loads((model / "config.json").read_text()))
     engine_keys = {row.megatron: row.engine for row in family.rows if row.engine}
@@ -214,7 +221,7 @@ def _megatron_logits(
     # Nothing is compiled here, and importing the compiler takes as long as all the rest.
     torch.compile = lambda model=None, **_: (lambda function: function) if model is None else model  # type: ignore[assignment]
     with _without_gpu(), _one_process():
-        rows = index.tensors["embedding.word_embeddings.weight"].shape[0]
+        rows = index.tensors[_EMBEDDING].shape[0]
         model = build_gpt_model(arguments, padded_vocabulary=rows)
         _fill(model, index, engine_keys)
         _round(model.eval(), narrow)

@@ -7,6 +7,7 @@ stock and by our strategy) and run; what Megatron saves is exported, and run by 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -15,9 +16,12 @@ import torch
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.convert.exchange import (
+    export_checkpoint,
     export_huggingface,
+    import_checkpoint,
     import_huggingface,
 )
+from mcore_ckpt.convert.rules import RenameRule
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.gloo_ranks import run_ranks
 from tests.support.hf_models import SMALL, HfCase, hf_logits, make_hf_model, weights
@@ -276,12 +280,8 @@ def test_what_megatron_saves_computes_the_same_in_transformers(models: Path, tmp
     jobs = {}
     for case in (case for case in CASES if not case.quantized):
         layout = layouts_of(case)[-1] if "qwen3" in case.name else Parallel(tensor=2)
-        twice = case.name in (
-            "llama",
-            "qwen3-moe",
-            "deepseek-v2",
-            "deepseek-v3-whole-queries",
-        )  # one of a family will do
+        # Of NeMo's names one of a family will do.
+        twice = case.name in ("llama", "qwen3-moe", "deepseek-v2", "deepseek-v3-whole-queries")
         for naming in ("default", "numbered") if twice else ("default", "numbered", "nemo"):
             jobs[case.name, naming] = (
                 imported(case, layouts_of(case)[0], models),
@@ -342,8 +342,8 @@ def test_a_routers_bias_keeps_its_precision(models: Path, tmp_path: Path) -> Non
 def test_a_user_can_check_a_conversion_of_his_own(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--check`, of layers named as Transformer Engine's are, in which all is rounded, and of a model that is run with
-    other settings."""
+    """`--check`, of layers named as Transformer Engine's are, in which all is rounded, of NeMo's names, and of a model
+    that is run with other settings."""
     source = str(models / "gpt-oss-mxfp4" / "hf")
     words = ["import", source, str(tmp_path / "imported"), "--from", "hf", "--tp", "2", "--numbered-layers"]
     assert main([*words, "--dtype", "bf16", "--check", "--json"]) == 0
@@ -351,6 +351,13 @@ def test_a_user_can_check_a_conversion_of_his_own(
     assert check["same"]
     assert check["scale"] > 1
     assert check["difference"] < TOLERANCE * check["scale"]
+
+    export_checkpoint(imported(CASES[0], Parallel(), models), tmp_path / "files")
+    rename = [RenameRule(re.compile("^"), "module.")]
+    import_checkpoint(tmp_path / "files", tmp_path / "nemo" / "weights", rename=rename)
+    words = ["export", str(tmp_path / "nemo"), str(tmp_path / "nemo-hf"), "--hf-config", str(models / "llama" / "hf")]
+    assert main([*words, "--to", "hf", "--check"]) == 0
+    assert ": the same model" in capsys.readouterr().out
 
     config = json.loads((models / "llama" / "hf" / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
