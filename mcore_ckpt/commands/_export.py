@@ -112,6 +112,8 @@ def _refuse(arguments: argparse.Namespace) -> None:
             raise OptionError(
                 "--rename and --only do not go with --to hf: a model has all of its family's keys, so named"
             )
+    elif arguments.to == "dcp" and arguments.max_shard_size is not None:
+        raise OptionError("--max-shard-size does not go with --to dcp, whose data files are not cut by size")
     elif any(getattr(arguments, name) for name in (*_OF_MODELS, "dry_run")):
         raise OptionError("--arch, --hf-config, --check and --dry-run need --to hf: other formats know no models")
 

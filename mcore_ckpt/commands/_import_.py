@@ -96,6 +96,8 @@ _OF_MODELS = ("arch", "transformer_impl", "numbered_layers", "make_vocab_size_di
 def run(arguments: argparse.Namespace) -> Outcome:
     """Import."""
     kind = _kind(arguments)
+    if arguments.workers < 1:
+        raise OptionError(f"--workers {arguments.workers}: expected at least 1")
     from mcore_ckpt.convert.conversion import ImportOptions
     from mcore_ckpt.convert.exchange import import_as, plan_import
     from mcore_ckpt.convert.rules import parse_partition_rules, parse_rename_rules, rules_in
@@ -118,7 +120,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         rename=rules_in(arguments.rename or None, parse_rename_rules),
         rules=rules_in(arguments.rules or None, parse_partition_rules),
         common=arguments.common,
-        workers=max(1, arguments.workers),
+        workers=arguments.workers,
         verify=arguments.verify,
         memory_bytes=parse_size(arguments.memory, at_least=MIN_MEMORY_BYTES),
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,15 +27,11 @@ __all__ = ["new_directory"]
 
 
 @contextmanager
-def new_directory(
-    target: Path, is_left_over: Callable[[str], bool], fingerprint: str | None = None
-) -> Iterator[tuple[Path, Journal | None]]:
+def new_directory(target: Path, fingerprint: str | None = None) -> Iterator[tuple[Path, Journal | None]]:
     """A directory to write into, which becomes `target` on leaving the block, and is removed on an error.
 
     Args:
         target: it must not exist, or be empty.
-        is_left_over: whether a file of this name, which lies in the temporary directory, is one that an earlier run
-            has left. Those are removed.
         fingerprint: of what is made, which then has a journal: what an interrupted run has left of the same is in the
             directory, and stays there if this run is interrupted, or cannot write. Otherwise the directory is empty.
 
@@ -50,7 +46,7 @@ def new_directory(
         try:
             if fingerprint is not None:
                 _take_up(partial, folder, fingerprint)
-            _clear(partial, folder.name, is_left_over)
+            _clear(partial, folder.name, {gone.save_id for gone in claim.after})
             folder.mkdir(exist_ok=True)
         except OSError as error:
             raise SaveError(f"{folder}: the directory cannot be made: {error.strerror or error}") from error
@@ -95,24 +91,36 @@ def _take_up(partial: Path, folder: Path, fingerprint: str) -> None:
                 return
 
 
-def _clear(partial: Path, own: str, is_left_over: Callable[[str], bool]) -> None:
-    """Remove what earlier runs have left; what anybody else has is not."""
+def _clear(partial: Path, own: str, gone: Collection[str]) -> None:
+    """Remove the folders of earlier runs; what anybody else has is not, whatever it is called.
+
+    Args:
+        partial: the temporary directory.
+        own: this run's folder.
+        gone: claims that were taken over.
+
+    Raises:
+        OptionError: there is something else.
+    """
     names = [path.name for path in partial.iterdir() if not is_claim_file(path.name) and path.name != own]
-    foreign = [name for name in names if not (is_left_over(name) or EXPORT_FOLDER.fullmatch(name))]
+    foreign = [name for name in names if not _is_left_over(partial / name, gone)]
+    for number, name in enumerate(set(names) - set(foreign)):
+        # In one step, so that whoever has made it finds either all of it or nothing.
+        removed = partial / f"{own}.gone{number}"
+        (partial / name).rename(removed)
+        shutil.rmtree(removed)
     if foreign:
         raise OptionError(
             f"{partial}: holds {min(foreign)}, which no export has left there (an unfinished reshard?); finish or "
             "remove that, or export to another name"
         )
-    for number, name in enumerate(names):
-        path = partial / name
-        if path.is_dir() and not path.is_symlink():
-            # In one step, so that whoever has made it finds either all of it or nothing.
-            gone = partial / f"{own}.gone{number}"
-            path.rename(gone)
-            shutil.rmtree(gone)
-        else:
-            path.unlink()
+
+
+def _is_left_over(path: Path, gone: Collection[str]) -> bool:
+    """Whether something is the folder of an earlier run: of a claim, with a journal, or with nothing in it yet."""
+    if path.is_symlink() or not path.is_dir() or not EXPORT_FOLDER.fullmatch(path.name):
+        return False
+    return path.name.partition(".")[0] in gone or (path / JOURNAL_FILE).is_file() or not any(path.iterdir())
 
 
 def _let_go(claim: Claim, partial: Path) -> None:

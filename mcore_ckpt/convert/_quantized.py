@@ -87,6 +87,11 @@ def plain_payloads(
 
 
 def _squares(values: TensorEntry, scales: TensorEntry, config: Mapping[str, Any]) -> _Quantized:
+    if not values.dtype.startswith("float8_"):
+        raise OptionError(
+            f"{values.fqn}: is stored as {values.dtype}, with factors for its blocks ({scales.fqn}); expected 8-bit "
+            "floats, which alone are known to be multiplied by such factors. Remove the factors where they are stale"
+        )
     settings = config.get("quantization_config")
     block = settings.get("weight_block_size") if isinstance(settings, dict) else None
     block = [128, 128] if block is None else block

@@ -80,6 +80,7 @@ class Journal:
         done: for each worker, how many of its tensors are finished.
         crcs: CRC-32s of source chunks, in the target's dtype, that are stored nowhere else: fqn -> by position.
         sums: of the target's chunks: key at the target -> by position, CRC-32 and running sums.
+        unproved: some of it the kernel has moved: that is held against its checksum only when the target is read back.
 
     Raises:
         OptionError: the directory belongs to another reshard.
@@ -90,6 +91,7 @@ class Journal:
         self.done: dict[int, int] = {}
         self.crcs: dict[str, list[int]] = {}
         self.sums: dict[str, list[tuple[int, list[int]]]] = {}
+        self.unproved = False
         self._lock = threading.Lock()
         path = directory / JOURNAL_FILE
         try:
@@ -118,6 +120,7 @@ class Journal:
                 for line in lines[1:]
                 for fqn, found in line["sums"].items()
             }
+            unproved = any(bool(line.get("unproved", True)) for line in lines[1:])
             head = dict(lines[0]) if lines else {}
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise OptionError(
@@ -134,7 +137,7 @@ class Journal:
                 f"{path.parent}: left by a reshard of another source, layout or set of options; repeat that command to "
                 "finish it, or remove it to throw its work away (`reshard` has --restart for that)"
             )
-        self.done, self.crcs, self.sums = done, crcs, sums
+        self.done, self.crcs, self.sums, self.unproved = done, crcs, sums, unproved
 
     def record(
         self, worker: int, done: int, crcs: dict[str, list[int]], sums: dict[str, list[tuple[int, list[int]]]]
@@ -143,11 +146,11 @@ class Journal:
         self.done[worker] = done
         self.crcs.update(crcs)
         self.sums.update(sums)
-        self._append({"worker": worker, "done": done, "crcs": crcs, "sums": sums})
+        self._append({"worker": worker, "done": done, "crcs": crcs, "sums": sums, "unproved": self.unproved})
 
     def forget(self) -> None:
         """Nothing is done: the next run writes everything again."""
-        self.done, self.crcs, self.sums = {}, {}, {}
+        self.done, self.crcs, self.sums, self.unproved = {}, {}, {}, False
         with self._lock:
             first = os.pread(self._fd, 1 << 16, 0)
             os.ftruncate(self._fd, first.index(b"\n") + 1)
@@ -302,6 +305,7 @@ def copy_all(
         ChecksumError, CorruptCheckpointError: the source is damaged.
         SaveError: the target cannot be written.
     """
+    journal.unproved = journal.unproved or move_files
     workers = [w for w in range(len(plan.work)) if plan.work[w] or plan.objects[w]]
     _allow_open_files(2 * len(plan.sizes) + _OTHER_FILES)
     run = _Run(plan, payloads, directory, journal, memory_bytes // max(1, len(workers)), advance, move_files)

@@ -110,6 +110,7 @@ class Built:
     """What it took."""
 
     resumed: bool
+    verified: bool
     copy_s: float
     verify_s: float
 
@@ -226,7 +227,8 @@ def _build(
         meta = {**(plan.index.storage_meta or {}), "save_id": shown_id(seal.save_id)}
         content = seal_metadata(encode_metadata(plan.index, storage_meta=meta), seal)
         copied = time.monotonic()
-        if options.verify:
+        verified = options.verify or journal.unproved  # an earlier run may have left that to the proof
+        if verified:
             written = parse_index(content, str(partial))
             try:
                 with Progress("verify", total, shown=progress) as bar:
@@ -238,7 +240,7 @@ def _build(
         carry(partial)
         refuse_changed(payloads.index, seen)
         _publish(claim, partial, target, bind_common_file(content, partial))
-    return Built(resumed, copied - started, checked - copied)
+    return Built(resumed, verified, copied - started, checked - copied)
 
 
 def _seal_files(plan: ReshardPlan, payloads: StoredPayloads, partial: Path, journal: Journal) -> MetadataSeal:

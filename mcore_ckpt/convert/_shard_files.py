@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,7 @@ from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 from mcore_ckpt.tools.regrid import Sink, Walk, reads_of
 
-__all__ = ["MODEL_FILES", "Exported", "FileFormat", "export_fingerprint", "is_exported", "stream_tensor", "write_files"]
+__all__ = ["MODEL_FILES", "Exported", "FileFormat", "export_fingerprint", "stream_tensor", "write_files"]
 
 FileFormat = Literal["safetensors", "torch"]
 
@@ -45,7 +44,6 @@ _BUFFER_BYTES = 8 * 1024**2
 # While one waits for the disk, another puts together.
 _THREADS = 2
 _SYNC_BYTES = 1024**3
-_EXPORTED_FILE = re.compile(r"(?:model|pytorch_model)[-.].*(?:safetensors|bin|index\.json|tmp)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +66,6 @@ class Exported:
     @property
     def nbytes(self) -> int:
         return math.prod(self.entry.shape) * element_bytes(self.dtype)
-
-
-def is_exported(name: str) -> bool:
-    """Whether a file is one that an export of an older version may have left, when it was killed."""
-    return _EXPORTED_FILE.fullmatch(name) is not None
 
 
 def export_fingerprint(

@@ -20,7 +20,6 @@ from mcore_ckpt.convert._partition import Partitioner
 from mcore_ckpt.convert._pieces import PiecePayloads, Wanted
 from mcore_ckpt.convert._reshard_copy import Journal
 from mcore_ckpt.convert._reshard_target import BuildOptions, build_target, refuse_changed
-from mcore_ckpt.convert._shard_files import is_exported
 from mcore_ckpt.convert.reshard_plan import TargetLayout, make_plan
 from mcore_ckpt.convert.rules import PartitionRule, RenameRule
 from mcore_ckpt.families.table import Implementation
@@ -379,7 +378,7 @@ def write_directory(
     Raises:
         CheckpointError: as for `export_checkpoint`.
     """
-    with new_directory(target, is_exported, fingerprint) as (folder, journal):
+    with new_directory(target, fingerprint) as (folder, journal):
         files = write(folder, journal)
         payloads.check_rest()
         refuse_changed(index, seen, keys)

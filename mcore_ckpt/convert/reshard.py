@@ -296,7 +296,7 @@ def reshard(
         tensors=len(moves),
         chunks=sum(len(move.boxes) for move in moves),
         guesses=sum(move.partition.guess for move in moves),
-        verified=options.verify,
+        verified=built.verified,
         resumed=built.resumed,
         copy_s=built.copy_s,
         verify_s=built.verify_s,

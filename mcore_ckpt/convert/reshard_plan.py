@@ -291,6 +291,8 @@ def make_plan(
         arguments: Megatron's, for the padded vocabulary.
         rename: new keys of tensors; those that are not in it stay.
     """
+    if workers < 1:
+        raise OptionError(f"workers={workers}: expected at least 1")
     owners = _Owners(index, layout, like)
     tensors = list(index.tensors if keys is None else keys)
     vocabulary = padded_vocabulary(arguments or {}, layout.tp)

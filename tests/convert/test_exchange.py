@@ -33,9 +33,10 @@ from mcore_ckpt.core.errors import (
     SaveError,
     UnsafePickleError,
 )
-from mcore_ckpt.directory.claim import Owner, is_claim_file
+from mcore_ckpt.directory.claim import Claim, Owner, is_claim_file
 from mcore_ckpt.format.index import StoredChunk, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
@@ -241,8 +242,28 @@ class TestRefusals:
         with pytest.raises(OptionError, match="reshard_journal"):
             export_checkpoint(checkpoint, tmp_path / "e", to="safetensors")
         assert (tmp_path / "e.partial" / ".reshard_journal").exists()
-        (tmp_path / "e.partial" / ".reshard_journal").rename(tmp_path / "e.partial" / "model.safetensors")
-        export_checkpoint(checkpoint, tmp_path / "e", to="safetensors")
+        (tmp_path / "e.partial" / ".reshard_journal").unlink()
+        # Called like what an export leaves, but of no claim, and without a journal.
+        for number, name in enumerate(("model.safetensors", "0123456789abcdef/a", "0123456789abcdef.gone0/a")):
+            file = tmp_path / f"e{number}.partial" / name
+            file.parent.mkdir(parents=True)
+            file.write_bytes(b"somebody's")
+            with pytest.raises(OptionError, match=rf"holds {name.partition('/')[0]}, which no export has left there"):
+                export_checkpoint(checkpoint, tmp_path / f"e{number}", to="torch")
+            assert file.read_bytes() == b"somebody's"
+            assert [path.name for path in file.parents[name.count("/")].iterdir()] == [name.partition("/")[0]]
+
+    def test_numbers_that_say_nothing_are_refused(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        source, target = str(checkpoint), str(tmp_path / "t")
+        assert main(["export", source, target, "--to", "dcp", "--max-shard-size", "1K"]) == 2
+        assert "--max-shard-size does not go with --to dcp" in capsys.readouterr().err
+        for workers in ("0", "-3"):
+            assert main(["import", source, target, "--workers", workers]) == 2
+            assert f"--workers {workers}: expected at least 1" in capsys.readouterr().err
+        with pytest.raises(OptionError, match="workers=0: expected at least 1"):
+            import_checkpoint(source, target, workers=0)
 
     @pytest.mark.parametrize("dtype", [None, "float32", "float16"])
     @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
@@ -593,9 +614,12 @@ class TestTwoAtOnce:
         assert_same(read_all(tmp_path / "back"), model_tensors())
 
     def test_what_a_killed_export_has_left_goes(self, checkpoint: Path, tmp_path: Path) -> None:
-        folder = tmp_path / "t.partial" / "0123456789abcdef"
-        folder.mkdir(parents=True)
-        (folder / "model-00001-of-00002.safetensors").write_bytes(b"half")
+        (tmp_path / "t.partial").mkdir()
+        claim = Claim.take(LocalStorage(tmp_path / "t.partial"))
+        for name in (claim.owner.save_id, f"{claim.owner.save_id}.gone0"):
+            (tmp_path / "t.partial" / name).mkdir()
+            (tmp_path / "t.partial" / name / "model-00001-of-00002.safetensors").write_bytes(b"half")
+        claim.release(remove_marker=False)
         MAKERS["safetensors"](checkpoint, tmp_path / "t")
         assert not (tmp_path / "t.partial").exists()
         import_checkpoint(tmp_path / "t", tmp_path / "back")

@@ -234,6 +234,7 @@ def test_what_float16_cannot_hold_is_no_infinity(tmp_path: Path) -> None:
 def test_torch_files_and_a_tied_copy(tmp_path: Path) -> None:
     source, tensors = tmp_path / "m", model_tensors()
     source.mkdir()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     torch.save({**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, source / "pytorch_model.bin")
     (source / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": True}))
     report = import_huggingface(source, tmp_path / "c")
@@ -530,6 +531,38 @@ def test_an_import_takes_no_torch_which_takes_seconds(model: Path, tmp_path: Pat
     assert common["iteration"] == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_output_layer_that_is_to_be_tied_and_is_another_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(_huggingface, "_COMPARED_BYTES", 8 * 8 * HIDDEN)  # eight rows at a time
+    tensors, config = model_tensors(), {**CONFIG, "tie_word_embeddings": True}
+    copy = tensors["model.embed_tokens.weight"].clone().to(dtype)
+    import_huggingface(write_hf(tmp_path / "same", {**tensors, "lm_head.weight": copy}, config), tmp_path / "a")
+    copy[33, 5] += 1
+    other = write_hf(tmp_path / "other", {**tensors, "lm_head.weight": copy}, config)
+    with pytest.raises(
+        OptionError, match=r"lm_head\.weight is not model\.embed_tokens\.weight \(first in rows \[32, 40\)"
+    ):
+        import_huggingface(other, tmp_path / "b")
+    short = write_hf(tmp_path / "short", {**tensors, "lm_head.weight": copy[:8]}, config)
+    with pytest.raises(OptionError, match="it has another shape"):
+        import_huggingface(short, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_the_end_of_document_of_a_null_tokenizer_is_taken_along(model: Path, tmp_path: Path) -> None:
+    import_huggingface(model, tmp_path / "c")
+    common = torch.load(tmp_path / "c" / "common.pt", weights_only=False)
+    for said, rows in (({"vocab_size": VOCABULARY - 1}, VOCABULARY), ({"vocab_size": 128}, 128)):
+        vars(common["args"]).update(tokenizer_type="NullTokenizer", padded_vocab_size=128, **said)
+        torch.save(common, tmp_path / "c" / "common.pt")
+        assert main(["verify", "--accept-common-state", str(tmp_path / "c"), "-q"]) == 0
+        export_huggingface(tmp_path / "c", tmp_path / f"e{rows}")
+        assert json.loads((tmp_path / f"e{rows}" / "config.json").read_text())["vocab_size"] == rows
+    assert_same(read_by_definition(tmp_path / f"e{VOCABULARY}" / "model.safetensors"), model_tensors())
+
+
 def test_the_vocabulary_is_as_stored_where_nothing_tells_it(model: Path, tmp_path: Path) -> None:
     import_huggingface(model, tmp_path / "c")
     common = torch.load(tmp_path / "c" / "common.pt", weights_only=False)
@@ -594,12 +627,18 @@ def test_matrices_of_8_bit_floats_arrive_as_what_they_stand_for(tmp_path: Path, 
             plain[key] = (codes.float() * spread).bfloat16()
             stored |= {key: codes, f"{key}_scale_inv": factors}
     settings = {"quant_method": "fp8", "weight_block_size": [rows, columns]}
-    quantized = write_hf(tmp_path / "fp8", stored, {**CONFIG, "quantization_config": settings})
+    config = {**CONFIG, "quantization_config": settings}
+    quantized = write_hf(tmp_path / "fp8", stored, config)
     with pytest.raises(OptionError, match=r"stored as float8_e4m3fn .*--dtype bf16"):
         import_huggingface(quantized, tmp_path / "target", tp=2)
     import_huggingface(quantized, tmp_path / "target", tp=2, dtype="bf16", memory_bytes=384 * 1024**2)
     import_huggingface(write_hf(tmp_path / "plain", plain), tmp_path / "expected", tp=2)
     assert_same(read_all(tmp_path / "target"), read_all(tmp_path / "expected"))
+    key = "model.layers.0.mlp.up_proj.weight"
+    for dtype in (torch.bfloat16, torch.int8):
+        odd = write_hf(tmp_path / f"{dtype}", {**stored, key: plain[key].to(dtype)}, config)
+        with pytest.raises(OptionError, match=r"up_proj\.weight: is stored as (bfloat16|int8), with factors"):
+            import_huggingface(odd, tmp_path / "other", dtype="bf16")
     stored["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1, 1)
     wrong = write_hf(tmp_path / "wrong", stored, {**CONFIG, "quantization_config": settings})
     with pytest.raises(

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_ckpt.commands.cli import main
+from mcore_ckpt.convert import _reshard_copy, _reshard_target
 from mcore_ckpt.convert._reshard_copy import JOURNAL_FILE
 from mcore_ckpt.convert.exchange import import_checkpoint
 from mcore_ckpt.convert.reshard import ReshardOptions, reshard
@@ -393,6 +394,25 @@ class TestInterruption:
         tensors = {f"decoder.layers.{n}.mlp.linear_fc2.weight": torch.randn(512, 1024) for n in range(24)}
         write_model(tmp_path / "s", tensors=tensors)
         return tensors
+
+    def test_what_the_kernel_has_moved_is_proved_though_the_next_run_is_not_to(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        key = "decoder.layers.0.self_attention.linear_proj.weight"
+        monkeypatch.setattr(_reshard_copy, "_MIN_FILE_COPY_BYTES", 1)
+        write_model(tmp_path / "s", 1, tensors={key: torch.randn(64, 64)})
+        flip_byte(read_index(tmp_path / "s"), key, at_fraction=0.5)
+
+        def stop(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(_reshard_target, "check_all", stop)
+            with pytest.raises(KeyboardInterrupt):
+                reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
+        with pytest.raises(ChecksumError):
+            reshard(tmp_path / "s", tmp_path / "t", ReshardOptions(TargetLayout(1, 1), verify=False))
+        assert not (tmp_path / "t").exists()
 
     def test_what_was_done_is_not_done_again(
         self, tmp_path: Path, big: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
