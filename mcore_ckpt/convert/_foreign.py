@@ -175,7 +175,7 @@ def stored_settings(payloads: StoredPayloads, directory: Path) -> OptimizerSetti
 
 
 def plan_optimizer(
-    index: CheckpointIndex, names: Mapping[str, str], settings: OptimizerSettings, *, experts: bool
+    index: CheckpointIndex, names: Mapping[str, str], settings: OptimizerSettings, apart: Mapping[str, str]
 ) -> OptimizerPlan:
     """Which states are carried.
 
@@ -183,7 +183,8 @@ def plan_optimizer(
         index: of what is stored.
         names: stored keys of the parameters, by the model's names.
         settings: what is stored beside the moments.
-        experts: whether the model has some, whose parameters Megatron gives an optimizer of their own.
+        apart: Megatron's keys of parameters of experts, by their names, if experts are on several ranks, so that they
+            have an optimizer of their own.
     """
     keys = [key for key in index.tensors if is_foreign_optimizer_key(key)]
     if not keys:
@@ -197,7 +198,7 @@ def plan_optimizer(
             states[leaf][name] = key
         elif leaf != "step":
             others.append(key)
-    reason = _why_not(index, names, states, experts)
+    reason = _why_not(index, names, states)
     groups: list[dict[str, Any]] = []
     if not reason:
         try:
@@ -206,8 +207,15 @@ def plan_optimizer(
             reason = str(error)
     if reason:
         return OptimizerPlan(left_out=(f"{len(keys)} tensors of the optimizer's state ({reason})",))
+    kinds = {not key.endswith(".bias") for key in apart.values()}  # with weight decay, or without
+    of_experts = [{**group, "is_expert_parallel": True} for group in groups if bool(group["wd_mult"]) in kinds]
+    optimizers = [
+        {"optimizer": {"param_groups": own}, "param_state_sharding_type": "fully_reshardable"}
+        for own in (groups, of_experts)
+        if own
+    ]
     common = {
-        "optimizer": {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"},
+        "optimizer": dict(enumerate(optimizers)) if apart else optimizers[0],
         "content_metadata": {
             "distrib_optim_sharding_type": "fully_reshardable",
             "singleton_local_shards": False,
@@ -293,12 +301,8 @@ def _suffix(key: str, names: Mapping[str, str]) -> str | None:
     return key[at:]
 
 
-def _why_not(
-    index: CheckpointIndex, names: Mapping[str, str], states: Mapping[str, Mapping[str, str]], experts: bool
-) -> str:
+def _why_not(index: CheckpointIndex, names: Mapping[str, str], states: Mapping[str, Mapping[str, str]]) -> str:
     """What keeps the moments from being carried; empty if nothing does."""
-    if experts:
-        return "experts have an optimizer of their own in Megatron"
     for moment, found in states.items():
         missing = sorted(names.keys() - found.keys())
         if missing:

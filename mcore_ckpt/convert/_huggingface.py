@@ -397,7 +397,8 @@ def _import_conversion(opened: Opened, options: ImportOptions) -> tuple[_Convers
         payloads = _ApartPayloads(payloads, apart)
     wanted = _by_megatron_key(relation, names, turned)
     payloads = _of_one_dtype(payloads, wanted.values(), options.dtype)
-    optimizer = plan_optimizer(index, names, opened.settings, experts=model.experts > 0)
+    experts = {link.hf: link.megatron for link in relation.links if ".experts.experts." in link.megatron}
+    optimizer = plan_optimizer(index, names, opened.settings, experts if options.layout.ep > 1 else {})
     for state, keys in optimizer.states.items():
         wanted |= {f"{_STATE}.{state}.{key}": tensor for key, tensor in _by_megatron_key(relation, keys).items()}
     arguments = {

@@ -131,8 +131,8 @@ def _convert(opened: Opened, options: ImportOptions) -> _Conversion:
         padded = arguments.get("padded_vocab_size")
         vocabulary = padded if isinstance(padded, int) and padded > 0 else None
     wanted = _put_together(names, shapes, places, layers, experts, vocabulary)
-    has_experts = experts > 0
-    optimizer: OptimizerPlan = plan_optimizer(index, names, settings, experts=has_experts)
+    apart = {name: places[name].key for name in names if ".experts.experts." in places[name].key}
+    optimizer: OptimizerPlan = plan_optimizer(index, names, settings, apart if options.layout.ep > 1 else {})
     states = {"": names, **{f"optimizer.state.{state}.": keys for state, keys in optimizer.states.items()}}
     for prefix, keys in states.items():
         if prefix:

@@ -389,8 +389,19 @@ def test_experts_of_megatron_fsdp_are_stacked(tmp_path: Path, grouped: bool) -> 
         )
     ]
     given = layers_of(*experts)
-    dcp.save({"model": {f"module.{key}": tensor for key, tensor in given.items()}}, checkpoint_id=tmp_path / "f")
+    meta = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 4}
+    moments = {f"module.{key}": {"exp_avg": 2 * tensor, "exp_avg_sq": tensor * tensor} for key, tensor in given.items()}
+    optimizer = {"state": moments, "param_to_group_meta": {key: dict(meta) for key in moments}}
+    model = {f"module.{key}": tensor for key, tensor in given.items()}
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "f")
     import_megatron(tmp_path / "f", tmp_path / "c", ep=3)
+    with open_checkpoint(tmp_path / "c") as opened:  # experts on several ranks have an optimizer of their own
+        settings = opened.common_state()["optimizer"]
+    groups = [settings[number]["optimizer"]["param_groups"] for number in sorted(settings)]
+    assert [[(group["wd_mult"], group["is_expert_parallel"]) for group in own] for own in groups] == [
+        [(1.0, False), (0.0, False)],
+        [(1.0, True)],
+    ]
     stored = read_all(tmp_path / "c")["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
     gate, up = (given[f"decoder.layers.1.{experts[6 + half]}"] for half in (0, 1))
     assert torch.equal(stored[1, 2], torch.cat([gate, up]))

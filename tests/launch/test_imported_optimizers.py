@@ -38,7 +38,13 @@ def _by_module(checkpoint: mcore_ckpt.Checkpoint, prefix: str) -> dict[str, torc
         rest = name.removeprefix("decoder.layers.")
         for fused, own in _OWN_NAMES:
             rest = own + rest.removeprefix(fused) if rest.startswith(fused) else rest
-        found |= {f"decoder.layers.{number}.{rest}": layer.clone() for number, layer in enumerate(tensor)}
+        for number, layer in enumerate(tensor):
+            if ".experts.experts." not in rest:
+                found[f"decoder.layers.{number}.{rest}"] = layer.clone()
+                continue
+            before, after = rest.split(".experts.experts.")
+            for expert, own in enumerate(layer):
+                found[f"decoder.layers.{number}.{before}.experts.local_experts.{expert}.{after}"] = own.clone()
     return found
 
 
@@ -48,7 +54,8 @@ def _save_as_megatron_fsdp(source: Path, target: Path, *, with_schedule: bool) -
         common = checkpoint.common_state()
         weights = _by_module(checkpoint, "")
         moments = {name: _by_module(checkpoint, f"optimizer.state.{name}.") for name in ("exp_avg", "exp_avg_sq")}
-    (group, *_) = common["optimizer"]["optimizer"]["param_groups"]
+    settings = common["optimizer"]
+    (group, *_) = settings.get(0, settings)["optimizer"]["param_groups"]
     meta = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "wd_mult", "step")}
     arguments = common["args"]
     state: dict[str, Any] = {
@@ -86,3 +93,15 @@ def test_an_imported_optimizer_goes_on_as_if_it_had_never_stopped(launches: Path
             load = ["--load", str(place / f"{name}-imported"), *more]
             on = launch(side, 2, [*arguments, *load], place / f"{name}-{side}")  # type: ignore[arg-type]
             assert on.losses == later, (name, side)
+
+
+def test_the_optimizer_of_experts_goes_on_too(launches: Path) -> None:
+    place, arguments = launches / "imported-experts", _ARGUMENTS.split()
+    arguments += "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none".split()
+    arguments += "--expert-model-parallel-size 2 --disable-bias-linear".split()
+    whole = launch("stock", 2, [*arguments, "--save", str(place / "saved"), "--save-interval", "3"], place / "run")
+    _save_as_megatron_fsdp(place / "saved" / "iter_0000003", place / "foreign", with_schedule=True)
+    mcore_ckpt.import_megatron(place / "foreign", place / "imported" / "iter_0000003", ep=2)
+    on = launch("stock", 2, [*arguments, "--load", str(place / "imported")], place / "on")
+    assert on.losses == {iteration: loss for iteration, loss in whole.losses.items() if iteration > 3}
+    assert sorted(on.losses) == [4, 5, 6]
