@@ -47,7 +47,7 @@ from mcore_ckpt.convert.conversion import (
 from mcore_ckpt.convert.reshard_plan import target_dtype, token_count
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
-from mcore_ckpt.families.registry import family_named, family_of_arguments, family_of_config, hold_against
+from mcore_ckpt.families.registry import family_named, family_of_arguments, family_of_config, hold_against, launch_notes
 from mcore_ckpt.families.table import Family, Link, Model, Naming, Relation, extra_state_keys, relate
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry, object_key
 from mcore_ckpt.format.item_layout import element_bytes
@@ -412,7 +412,7 @@ def _import_conversion(opened: Opened, options: ImportOptions) -> tuple[_Convers
         "expert_tensor_parallel_size": options.layout.expert_tp,
     }
     left_out += [*optimizer.left_out, *opened.left_out]
-    notes = family.remarks(family.complete(config))
+    notes = (*family.remarks(family.complete(config)), *launch_notes(arguments))
     conversion = _Conversion(
         family, model, config, arguments, relation, naming, wanted, notes, tuple(left_out), names, optimizer
     )

@@ -18,7 +18,7 @@ from mcore_ckpt.families._qwen_moe import QWEN2_MOE, QWEN3_MOE
 from mcore_ckpt.families._settings import TRAINED_WITH, contradictions
 from mcore_ckpt.families.table import Family
 
-__all__ = ["FAMILIES", "family_named", "family_of_arguments", "family_of_config", "hold_against"]
+__all__ = ["FAMILIES", "family_named", "family_of_arguments", "family_of_config", "hold_against", "launch_notes"]
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
@@ -35,6 +35,59 @@ FAMILIES: tuple[Family, ...] = (
     GPT_OSS,
 )
 """In the order in which arguments are held against them."""
+
+# Megatron's arguments that `--use-checkpoint-args` does not take from a checkpoint (Megatron-LM 0.16, 0.19), with what
+# a launch has without the option, which is called as they are but for this one.
+_OPTION_NAMES = {"layernorm_epsilon": "norm_epsilon"}
+_LAUNCH_DEFAULTS: Mapping[str, Any] = {
+    "layernorm_epsilon": 1e-5,
+    "qk_layernorm": False,
+    "window_size": None,
+    "window_attn_skip_freq": None,
+    "softmax_type": "vanilla",
+    "quick_geglu": False,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
+    "rotary_seq_len_interpolation_factor": None,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_shared_expert_gate": False,
+    "multi_latent_attention": False,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_type": None,
+    "rotary_scaling_factor": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+}
+# Those for which a launch has no option, with what Megatron-Core takes.
+_FIXED_IN_LAUNCHES: Mapping[str, Any] = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+
+
+def launch_notes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """What has to be said to who launches a model with these arguments: options that it has to be given, and others."""
+    options = []
+    for name, default in _LAUNCH_DEFAULTS.items():
+        value = arguments.get(name, default)
+        if value != default:
+            option = f"--{_OPTION_NAMES.get(name, name).replace('_', '-')}"
+            shown = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+            options.append(option if value is True else f"{option} {shown}")
+    notes = []
+    if options:
+        notes.append(f"--use-checkpoint-args does not take all: give the launch {' '.join(options)}, too")
+    notes += [
+        f"pretrain_gpt.py has no option for {name}={arguments[name]!r}, and builds the model with {fixed}, which is "
+        "another one; a launch has to set it in the model's configuration"
+        for name, fixed in _FIXED_IN_LAUNCHES.items()
+        if arguments.get(name, fixed) != fixed
+    ]
+    return tuple(notes)
 
 
 def family_named(name: str) -> Family:

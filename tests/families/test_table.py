@@ -25,6 +25,7 @@ from mcore_ckpt.families.registry import (
     family_of_arguments,
     family_of_config,
     hold_against,
+    launch_notes,
 )
 from mcore_ckpt.families.table import Family, Naming, extra_state_keys, relate
 
@@ -450,6 +451,21 @@ def test_the_weight_of_a_single_expert_is_not_normalized_by_megatron() -> None:
     assert hold_against(deepseek, back, stored, "ckpt", given=False) == ()
     with pytest.raises(OptionError, match="norm_topk_prob=True, num_experts_per_tok=1"):
         hold_against(deepseek, {**one, "norm_topk_prob": True}, stored, "ckpt", given=True)
+
+
+def test_what_a_launch_does_not_take_from_a_checkpoint_is_said() -> None:
+    llama, qwen, deepseek = (family_named(name) for name in ("llama", "qwen3", "deepseek-v3"))
+    config = {**CONFIGS["llama"], "rms_norm_eps": 1e-5}
+    assert launch_notes(llama.arguments(config)) == ()
+    (note,) = launch_notes(llama.arguments({**config, "rope_scaling": {**LLAMA3, "factor": 32.0}}))
+    assert "give the launch --use-rope-scaling --rope-scaling-factor 32.0, too" in note
+    (note,) = launch_notes(qwen.arguments(CONFIGS["qwen3"]))
+    assert "give the launch --norm-epsilon 1e-06 --qk-layernorm, too" in note
+    (note,) = launch_notes(family_named("mistral").arguments(CONFIGS["mistral"]))
+    assert "--window-size 15,0" in note
+    options, *fixed = launch_notes(deepseek.arguments({**CONFIGS["deepseek-v3"], "rope_scaling": YARN}))
+    assert "--rope-type yarn --rotary-scaling-factor 40.0 --mscale-all-dim 1.0" in options
+    assert ["original_max_position_embeddings=16" in note for note in fixed] == [True]
 
 
 def test_unknown_names_are_answered_with_the_known_ones() -> None:
