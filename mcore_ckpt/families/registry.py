@@ -76,7 +76,7 @@ def launch_notes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
         value = arguments.get(name, default)
         if value != default:
             option = f"--{_OPTION_NAMES.get(name, name).replace('_', '-')}"
-            shown = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+            shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value).replace(" ", "")
             options.append(option if value is True else f"{option} {shown}")
     notes = []
     if options:
