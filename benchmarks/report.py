@@ -17,11 +17,12 @@ _PLOTTED = ("save s", "load cold s")
 
 
 def table(results: dict[str, Samples]) -> str:
-    """A Markdown table: the median of each figure and adapter, and its ratio to the raw device where there is one."""
-    lines = ["| work | figure | adapter | median | min - max | x raw |", "|---|---|---|---|---|---|"]
+    """A Markdown table: the median of each figure and adapter, and its ratio to the raw device or the floor."""
+    lines = ["| work | figure | adapter | median | min - max | x raw or floor |", "|---|---|---|---|---|---|"]
     for work, samples in results.items():
         for figure, by_adapter in samples.items():
-            raw = statistics.median(by_adapter["raw"]) if "raw" in by_adapter else None
+            least = by_adapter.get("raw") or by_adapter.get("floor")
+            raw = statistics.median(least) if least else None
             for adapter, values in by_adapter.items():
                 median = statistics.median(values)
                 ratio = f"{median / raw:.2f}" if raw else ""

@@ -3,7 +3,8 @@
     make bench                                  everything, about 20 minutes on two cores
     make bench ARGS="--only small --rounds 3"   part of it
     make bench ARGS="--only small --loads --add"  part of that, added to what earlier parts have left in `--out`
-    make bench ARGS="--only floors"             what loads and async saves cost at least, by bare loops
+    make bench ARGS="--only floors"             what loads and saves cost at least, by bare loops
+    make bench ARGS="--only floors --kinds async first"   a part of that
     make bench ARGS="--only device"             a GPU's memory into the stage, beside a plain pinned copy
 
 Results go to `--out` (JSON, a table in Markdown, a plot). Only ratios travel between machines.
@@ -15,7 +16,7 @@ import argparse
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ _ASYNC = ("mcore_ckpt", "mcore_ckpt cow", "mcore_ckpt replanned", "megatron", "d
 _PART = "a fifth of the tensors of 4 ranks' files"  # layers 1 and 10 to 19 of 59
 _DEADLINE_S = 1800.0
 _COMPARED = ("dense", "first", "small", "reshard", "async")
+_ASYNC_KINDS = ("dense", "small")
+_FLOOR_KINDS = ("dense", "rows", "small", "save", "async", "first")
 
 
 def _pairs() -> list[tuple[str, str]]:
@@ -41,25 +44,41 @@ def _pairs() -> list[tuple[str, str]]:
     return [("raw", "mcore_ckpt"), *same, ("mcore_ckpt", "megatron"), ("mcore_ckpt", "dcp")]
 
 
-def _floors(ranks: Callable[..., Samples], size: int, rounds: int) -> dict[str, Samples]:
-    """Loads and async saves beside what they cost at least."""
-    pairs = [*((name, "mcore_ckpt") for name in ("raw", *BARE, "mcore_ckpt")), ("megatron", "megatron")]
+def _floors(ranks: Callable[..., Samples], size: int, rounds: int, kinds: Sequence[str]) -> dict[str, Samples]:
+    """Loads and saves beside what they cost at least."""
     results: dict[str, Samples] = {}
+    pairs = [*((name, "mcore_ckpt") for name in ("raw", *BARE, "mcore_ckpt")), ("megatron", "megatron")]
     for kind, loading in (
         ("dense", ((2, ""), (1, ""), (1, "decoder.layers.1"), (1, "decoder.layers.1."))),
         ("rows", ((8, ""),)),
     ):
+        if kind not in kinds:
+            continue
         ranks(4, scenarios.write_once, kind, size, ("mcore_ckpt", "megatron"))
         for count, prefix in loading:
             part = {"": "", "decoder.layers.1": ", a fifth of the tensors", "decoder.layers.1.": ", one tensor"}[prefix]
             work = f"floors: {kind}, 4 -> {count}{part}"
             results[work] = ranks(count, scenarios.loads, kind, size, pairs, rounds, prefix)
-    pairs = [*((name, "mcore_ckpt") for name in ("raw", *BARE_SMALL, "mcore_ckpt")), ("megatron", "megatron")]
-    for count in (1, 2):
-        ranks(count, scenarios.write_once, "small", size, ("mcore_ckpt", "megatron"))
-        results[f"floors: small, {count} -> {count}"] = ranks(count, scenarios.loads, "small", size, pairs, rounds)
-    for kind in ("dense", "small"):
-        results[f"floors: async, {kind}, 2 ranks"] = ranks(2, snapshots.snapshot_parts, kind, size, rounds)
+    if "small" in kinds:
+        pairs = [(name, "mcore_ckpt") for name in ("raw", *BARE_SMALL, "mcore_ckpt")]
+        for count in (1, 2):
+            ranks(count, scenarios.write_once, "small", size, ("mcore_ckpt", "megatron"))
+            work = f"floors: small, {count} -> {count}"
+            results[work] = ranks(count, scenarios.loads, "small", size, pairs, rounds)
+            # Once is enough of what takes ten times as long.
+            _merge(results[work], ranks(count, scenarios.loads, "small", size, [("megatron", "megatron")], 1))
+    if "save" in kinds:
+        results["floors: save, dense, 2 ranks"] = ranks(2, snapshots.save_cpu, "dense", size, rounds)
+    for kind in _ASYNC_KINDS if "async" in kinds else ():
+        results[f"floors: async, {kind}, 2 ranks"] = ranks(2, snapshots.async_phases, kind, size, rounds)
+    if "first" in kinds:
+        first: Samples = {}
+        ranks(2, scenarios.write_once, "dense", size, ("mcore_ckpt",))
+        for _ in range(max(1, rounds // 2)):
+            for resumed in (False, True):
+                _merge(first, ranks(2, snapshots.first_phases, "dense", size, resumed))
+            _merge(first, ranks(2, snapshots.first_loads, "dense", size))
+        results["floors: first, dense, 2 ranks"] = first
     return results
 
 
@@ -104,7 +123,7 @@ def _run(arguments: argparse.Namespace, base: Path) -> dict[str, Samples]:
         ranks(4, scenarios.write_once, "rows", size, _WRITERS)
         results["resharding along rows, 4 -> 8"] = ranks(8, scenarios.loads, "rows", size, _pairs(), rounds)
     if wanted("async"):
-        for kind in arguments.kinds:
+        for kind in [kind for kind in _ASYNC_KINDS if kind in (arguments.kinds or _ASYNC_KINDS)]:
             names = [name for name in _ASYNC if not arguments.adapters or name in arguments.adapters]
             work = f"async, {kind}, 2 ranks"
             results[work] = ranks(2, async_saves.async_saves, kind, size, names, rounds)
@@ -113,7 +132,7 @@ def _run(arguments: argparse.Namespace, base: Path) -> dict[str, Samples]:
                     first_async = ranks(2, async_saves.first_async_save, kind, size, name, warm_up)
                     _merge(results[work], first_async)
     if wanted("floors"):
-        results |= _floors(ranks, size, rounds)
+        results |= _floors(ranks, size, rounds, arguments.kinds or _FLOOR_KINDS)
     if wanted("device"):
         results["from a GPU"] = ranks(1, device.device_to_stage, size, rounds)
     return results
@@ -140,7 +159,7 @@ def main() -> int:
     parser.add_argument("--loads", action="store_true", help="loads only (of dense and small)")
     parser.add_argument("--add", action="store_true", help="keep what earlier runs have left in --out beside this one")
     parser.add_argument("--adapters", nargs="*", choices=_ASYNC, default=[], help="of those, but for first and reshard")
-    parser.add_argument("--kinds", nargs="*", choices=("dense", "small"), default=["dense", "small"], help="async only")
+    parser.add_argument("--kinds", nargs="*", choices=_FLOOR_KINDS, default=[], help="of async and floors")
     parser.add_argument("--dir", type=Path, default=None, help="where to write; the file system that is measured")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="where results go")
     arguments = parser.parse_args()
