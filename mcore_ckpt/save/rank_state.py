@@ -17,7 +17,7 @@ from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout, TensorSpec
 from mcore_ckpt.layout.shards import is_main_replica, is_sharded_tensor, leaves, stored_form
 from mcore_ckpt.layout.torch_classes import dtype_name
-from mcore_ckpt.writing.staging import BucketSource, check_memory
+from mcore_ckpt.writing.staging import BucketSource, check_memory, pointer_of
 
 __all__ = ["RankState", "collect"]
 
@@ -32,12 +32,14 @@ class RankState(NamedTuple):
         specs: its tensors, as the checkpoint will know them.
         tensors: the same, in the same order; detached, unless they are read by address.
         objects: key and serialized form of its objects; those that share a key are one list.
+        pointers: where each tensor's bytes lie in order in host memory, as an address; 0 where they do not.
         shards: of each tensor's shard, what its specification follows from, and that: for the next save to compare.
     """
 
     specs: list[TensorSpec]
     tensors: list[torch.Tensor]
     objects: list[tuple[str, memoryview]]
+    pointers: list[int]
     shards: list[tuple[tuple[Any, ...], TensorSpec]]
 
     @property
@@ -59,7 +61,12 @@ class RankState(NamedTuple):
         """The bytes of each of the layout's files, for the save of that id."""
         return [
             BucketSource(
-                bucket, [self.tensors[i] for i in members], [self.objects[i][1] for i in chosen], offsets, save_id
+                bucket,
+                [self.tensors[i] for i in members],
+                [self.objects[i][1] for i in chosen],
+                offsets,
+                save_id,
+                [self.pointers[i] for i in members],
             )
             for bucket, members, chosen, offsets in zip(
                 layout.buckets, layout.members, placed.buckets, placed.offsets, strict=True
@@ -81,7 +88,9 @@ def collect(sharded_state_dict: Any, known: list[tuple[tuple[Any, ...], TensorSp
     specs: list[TensorSpec] = []
     tensors: list[torch.Tensor] = []
     objects: dict[str, list[Any]] = {}
+    pointers: list[int] = []
     shards: list[tuple[tuple[Any, ...], TensorSpec]] = []
+    before = iter(known)
     for leaf in leaves(sharded_state_dict):
         if not is_main_replica(leaf):
             continue
@@ -90,13 +99,16 @@ def collect(sharded_state_dict: Any, known: list[tuple[tuple[Any, ...], TensorSp
             continue
         tensor = _own_data(leaf)
         seen = _described(leaf, tensor)
-        number = len(specs)
-        spec = known[number][1] if number < len(known) and known[number][0] == seen else _specified(leaf, tensor)
-        specs.append(spec)
-        shards.append((seen, spec))
+        shard = next(before, None)
+        # What has not changed is kept as it is, so that nothing is made and thrown away for it.
+        if shard is None or shard[0] != seen:
+            shard = (seen, _specified(leaf, tensor))
+        specs.append(shard[1])
+        shards.append(shard)
         tensors.append(tensor)
+        pointers.append(pointer_of(tensor))
     serialized = [(key, memoryview(serialize_objects(values).getvalue())) for key, values in objects.items()]
-    return RankState(specs, tensors, serialized, shards)
+    return RankState(specs, tensors, serialized, pointers, shards)
 
 
 def _where(shard: Any) -> str:

@@ -39,6 +39,7 @@ __all__ = [
     "DeviceCopies",
     "NotInherited",
     "check_memory",
+    "pointer_of",
     "refuse_wiped_memory",
     "write_in_line",
 ]
@@ -224,10 +225,12 @@ def _wait_for_copies_to_host(tensors: Sequence[torch.Tensor]) -> None:
 
     Nobody knows on which stream, so devices are waited for as a whole; only where there is such memory.
     """
-    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if not in_use or not any(tensor.is_cpu and tensor.is_pinned() for tensor in tensors):
+    # A torch that is built without CUDA has no such memory. (There is no other way to ask for the second.)
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)  # noqa: SLF001
+    if has_context is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
-    has_context = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]  # noqa: SLF001  (there is no other way)
+    if not any(tensor.is_cpu and tensor.is_pinned() for tensor in tensors):
+        return
     for index in range(torch.cuda.device_count()):
         if has_context(index):  # asking a device that is not in use would put it into use
             torch.cuda.synchronize(index)
@@ -243,13 +246,17 @@ _PIECE_BYTES = 32 * 1024 * 1024
 _Write = Callable[[int, int, int], None]
 
 
+def pointer_of(tensor: torch.Tensor) -> int:
+    """Where a tensor's bytes lie in order in host memory; 0 if they cannot be copied from where they are."""
+    return tensor.data_ptr() if tensor.is_cpu and tensor.is_contiguous() else 0
+
+
 class _Payloads:
     """The bytes of a bucket's tensors, copied piecewise to host memory."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], pointers: Sequence[int] | None = None) -> None:
         self._tensors = tensors
-        # 0 marks a tensor whose bytes cannot be copied from where it lies as they are.
-        self.pointers = [t.data_ptr() if t.is_cpu and t.is_contiguous() else 0 for t in tensors]
+        self.pointers = list(map(pointer_of, tensors)) if pointers is None else pointers
         self._device_copies = DeviceCopies()
         # In place of copying host memory: called with the addresses of target and source, and a number of bytes.
         self.write: _Write | None = None
@@ -340,6 +347,7 @@ class BucketSource:
         objects: the serialized objects.
         object_offsets: where each of them lies in the file.
         save_id: of the save, 16 bytes; the file's seal carries it.
+        pointers: `pointer_of` each tensor, where they are known: to look at tens of thousands of tensors takes time.
 
     Attributes:
         on_device: some tensor is not in host memory.
@@ -354,6 +362,7 @@ class BucketSource:
         objects: Sequence[memoryview],
         object_offsets: Sequence[int],
         save_id: bytes = NO_SAVE_ID,
+        pointers: Sequence[int] | None = None,
     ) -> None:
         self.layout = layout
         self.objects = objects
@@ -364,8 +373,8 @@ class BucketSource:
         )
         self.object_crcs = array("I", map(crc32, objects))
         _wait_for_copies_to_host(tensors)
-        self._payloads = _Payloads(tensors)
-        self.on_device = not all(tensor.is_cpu for tensor in tensors)
+        self._payloads = _Payloads(tensors, pointers)
+        self.on_device = not all(self._payloads.pointers) and not all(tensor.is_cpu for tensor in tensors)
         self._tensors = tensors
 
     @property
