@@ -188,7 +188,8 @@ def decoder_config(
         OptionError: the arguments ask for what the family has not.
     """
     for name, wanted in {**_DECODER, **(other or {})}.items():
-        if setting(arguments, name) != wanted:
+        # Positions that are stretched by YaRN are rotary, too.
+        if setting(arguments, name) != wanted and (setting(arguments, name), wanted) != ("yarn", "rope"):
             raise OptionError(
                 f"the stored argument {name}={arguments.get(name)!r:.80}: expected {wanted!r} in this family"
             )
@@ -292,12 +293,14 @@ def rope_settings(config: Mapping[str, Any], *kinds: str, otherwise: Mapping[str
 
 def rope_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron's rotary arguments; `transformers` 5 writes `rope_parameters`, 4 `rope_theta` and `rope_scaling`."""
-    found = rope_settings(config, "default", "linear", "llama3")
+    found = rope_settings(config, "default", "linear", "llama3", "yarn")
     base = {"rotary_base": found["rope_theta"], "use_rope_scaling": found["rope_type"] == "llama3"}
     if found["rope_type"] == "linear":
         return {**base, "rotary_seq_len_interpolation_factor": found["factor"]}
     if found["rope_type"] == "default":
         return base
+    if found["rope_type"] == "yarn":
+        return {**base, "position_embedding_type": "yarn", **yarn_arguments(found, "yarn_")}
     for name, fixed in _LLAMA3_SCALING.items():
         if found[name] != fixed:
             raise OptionError(f"rotary scaling with {name}={found[name]!r}: Megatron-Core has {fixed} built in")
@@ -308,7 +311,9 @@ def rope_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary settings as any `transformers` reads them."""
     theta = float(number(arguments, "rotary_base", 10000))
     scaling: dict[str, Any] | None = None
-    if arguments.get("use_rope_scaling"):
+    if arguments.get("position_embedding_type") == "yarn":
+        scaling = yarn_config(arguments, "yarn_")
+    elif arguments.get("use_rope_scaling"):
         scaling = {"rope_type": "llama3", "factor": number(arguments, "rope_scaling_factor", 8.0), **_LLAMA3_SCALING}
     elif number(arguments, "rotary_seq_len_interpolation_factor", 1) != 1:
         scaling = {"rope_type": "linear", "factor": float(number(arguments, "rotary_seq_len_interpolation_factor"))}

@@ -132,10 +132,11 @@ CASES += [
 # What the cases have not: embeddings tied or not the other way round, as many keys as queries, other kinds of layers,
 # other routers. On one rank, with a tensor for each layer.
 SCALED = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+LONG = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 OTHERS = [
     HfCase("llama-ungrouped", "LlamaConfig", {**SMALL, "num_key_value_heads": 4, "rope_parameters": SCALED}),
     HfCase("mistral-tied", "MistralConfig", {**SMALL, "sliding_window": None, "tie_word_embeddings": True}),
-    HfCase("qwen2-untied", "Qwen2Config", {**SMALL, "tie_word_embeddings": False, "rope_parameters": SCALED}),
+    HfCase("qwen2-untied", "Qwen2Config", {**SMALL, "tie_word_embeddings": False, "rope_parameters": LONG}),
     HfCase("qwen3-tied", "Qwen3Config", {**SMALL, "tie_word_embeddings": True, "num_key_value_heads": 1}),
     HfCase(
         "gpt2-untied",

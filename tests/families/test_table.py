@@ -186,7 +186,11 @@ def test_a_configuration_that_cannot_be_is_refused(settings: dict[str, Any], wor
     [
         ("llama", {"attention_bias": True}, "attention_bias=True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 2.0}},
+            "multiplies cosines",
+        ),
         ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ("qwen2-moe", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope'"),
         ("gpt-oss", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "'linear'"),
@@ -466,6 +470,31 @@ def test_what_a_launch_does_not_take_from_a_checkpoint_is_said() -> None:
     options, *fixed = launch_notes(deepseek.arguments({**CONFIGS["deepseek-v3"], "rope_scaling": YARN}))
     assert "--rope-type yarn --rotary-scaling-factor 40.0 --mscale-all-dim 1.0" in options
     assert ["original_max_position_embeddings=16" in note for note in fixed] == [True]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3-moe", "mistral", "gemma"])
+def test_yarn_comes_back_from_arguments(name: str) -> None:
+    family = family_named(name)
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    config = {**CONFIGS[name], "rope_theta": 1000000.0, "rope_scaling": scaling}
+    arguments = family.arguments(config)
+    assert (arguments["position_embedding_type"], arguments["yarn_original_max_position_embeddings"]) == ("yarn", 16)
+    assert family_of_arguments(arguments, "here") is family
+    back = family.config(arguments, 100)
+    assert scaling.items() <= back["rope_scaling"].items()
+    assert family.arguments(back) == arguments
+    assert hold_against(family, back, arguments, "ckpt", given=False) == ()
+    with pytest.raises(OptionError, match="yarn_rotary_scaling_factor"):
+        hold_against(family, {**config, "rope_scaling": {**scaling, "factor": 2.0}}, arguments, "ckpt", given=True)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
+def test_yarn_of_other_models_is_none_of_latent_attention(name: str) -> None:
+    family = family_named(name)
+    stored = {**family.arguments(CONFIGS[name]), "position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0}
+    stored["yarn_original_max_position_embeddings"] = 16
+    with pytest.raises(OptionError, match="position_embedding_type='yarn'"):
+        hold_against(family, family.config(stored, 100), stored, "ckpt", given=False)
 
 
 def test_unknown_names_are_answered_with_the_known_ones() -> None:
@@ -785,13 +814,13 @@ def test_rotary_embeddings_are_those_that_transformers_computes(name: str) -> No
                 assert scaled == {"rope_theta": arguments["rotary_base"]}
                 frequencies = expected
             else:
-                prefix = "yarn_" if name == "gpt-oss" else ""
+                prefix = "" if name.startswith("deepseek") else "yarn_"
                 frequencies = _yarn_frequencies(arguments, prefix, frequencies, exponents)
                 cosines, softmax = yarn_scales(arguments, prefix)
             assert attention == pytest.approx(cosines, rel=1e-9)
         assert there.rope_parameters["rope_theta"] == arguments["rotary_base"]
         assert np.allclose(frequencies, expected, rtol=1e-6, atol=0)
-        if name != "gpt-oss":
+        if name.startswith("deepseek"):  # others leave softmax's scale as it is
             assert yarn_apply_mscale(there.rope_parameters, 1.0) == pytest.approx(softmax**2, rel=1e-9)
         compared += 1
     assert compared >= 7, name
