@@ -21,6 +21,7 @@ Arguments, of NeMo 2, which writes beside a checkpoint what its model was, every
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -48,12 +49,15 @@ __all__ = [
     "plain_launch",
     "plain_names",
     "plan_optimizer",
+    "refuse_another",
     "stored_settings",
     "without_wrappers",
 ]
 
 # --- names
 
+# Of tensors that are compared, at a time.
+_COMPARED_BYTES = 4 * 1024**2
 # Put into names by wrappers of modules: torch.compile, activation checkpointing, FSDP.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _OPTIMIZER = re.compile(r"(?:^|\.)(?:optim|optimizers?|chained_\d+)\.")
@@ -96,6 +100,38 @@ def plain_names(keys: Iterable[str], known: Collection[str]) -> dict[str, str]:
         new = name.removeprefix(prefix)
         names[key if new in names else new] = key
     return names
+
+
+def refuse_another(payloads: StoredPayloads, key: str, embedding: str, said: str) -> None:
+    """Raise `OptionError` where an output layer that is to be tied to the embedding holds something else.
+
+    Args:
+        payloads: what is stored.
+        key: of the output layer.
+        embedding: its key.
+        said: who says that they are tied.
+    """
+    entries = payloads.index.tensors[key], payloads.index.tensors[embedding]
+    differs = "it has another shape" if entries[0].shape != entries[1].shape else ""
+    rows, *own = entries[0].shape
+    step = max(1, _COMPARED_BYTES // max(1, math.prod(own) * 8))
+    for start in range(0, 0 if differs else rows, step):
+        sizes = (min(step, rows - start), *own)
+        found = [read_box(payloads, entry, (start, *(0 for _ in own)), sizes) for entry in entries]
+        if entries[0].dtype == entries[1].dtype:
+            same = found[0] == found[1]
+        else:
+            mine, theirs = (as_numbers(part, entry.dtype) for part, entry in zip(found, entries, strict=True))
+            same = mine is not None and theirs is not None and bool((mine == theirs).all())
+        if not same:
+            differs = f"first in rows [{start}, {start + sizes[0]})"
+            break
+    if differs:
+        raise OptionError(
+            f"{payloads.index.path}: {key} is not {embedding} ({differs}), though {said}: which of the two the model "
+            "computes with is not known. Say that they are not tied, or remove the one that is not meant. Nothing was "
+            "written"
+        )
 
 
 # --- the optimizer's state

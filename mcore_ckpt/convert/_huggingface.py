@@ -26,6 +26,7 @@ from mcore_ckpt.convert._foreign import (
     nemo_arguments,
     plain_names,
     plan_optimizer,
+    refuse_another,
 )
 from mcore_ckpt.convert._pieces import PiecePayloads, Source, Wanted
 from mcore_ckpt.convert._quantized import plain_payloads
@@ -54,9 +55,8 @@ from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import read_small_file
 from mcore_ckpt.load.checksums import range_crc
 from mcore_ckpt.storage.local import LocalStorage
-from mcore_ckpt.tools.dtype_cast import as_numbers
 from mcore_ckpt.tools.keys import is_optimizer_key
-from mcore_ckpt.tools.payloads import PayloadSource, StoredPayload, StoredPayloads, check_tiled, read_box
+from mcore_ckpt.tools.payloads import PayloadSource, StoredPayload, StoredPayloads, check_tiled
 from mcore_ckpt.tools.plain_state import read_plain_state
 
 __all__ = ["export_model", "import_model"]
@@ -70,8 +70,6 @@ _WINDOW_BYTES = 4 * 1024**2
 _EMBEDDING = "embedding.word_embeddings.weight"
 _NUMBERED_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 _NUMBERED_EXPERT = re.compile(r"\.experts\.experts\.\d+\.")
-# Of tensors that are compared, at a time.
-_COMPARED_BYTES = 4 * 1024**2
 _HALF = re.compile(r"\.linear_fc1\.weight_[wv]$")
 
 
@@ -391,7 +389,7 @@ def _import_conversion(opened: Opened, options: ImportOptions) -> tuple[_Convers
     )
     embedding = next(names[link.hf] for link in relation.links if link.megatron == _EMBEDDING)
     for key in copies:
-        _refuse_another(payloads, key, embedding)
+        refuse_another(payloads, key, embedding, "the configuration says tie_word_embeddings")
     if relation.joined:
         apart = {names[name]: _turned(relation.hf[name], names[name], turned) for name in relation.joined}
         payloads = _ApartPayloads(payloads, apart)
@@ -599,31 +597,6 @@ def _known_names(
         else:
             names[key] = key  # which `_compare_tensors` is going to name
     return names, left_out, copies
-
-
-def _refuse_another(payloads: StoredPayloads, key: str, embedding: str) -> None:
-    """Raise `OptionError` where an output layer that is to be tied to the embedding holds something else."""
-    entries = payloads.index.tensors[key], payloads.index.tensors[embedding]
-    differs = "it has another shape" if entries[0].shape != entries[1].shape else ""
-    rows, *own = entries[0].shape
-    step = max(1, _COMPARED_BYTES // max(1, math.prod(own) * 8))
-    for start in range(0, 0 if differs else rows, step):
-        sizes = (min(step, rows - start), *own)
-        found = [read_box(payloads, entry, (start, *(0 for _ in own)), sizes) for entry in entries]
-        if entries[0].dtype == entries[1].dtype:
-            same = found[0] == found[1]
-        else:
-            mine, theirs = (as_numbers(part, entry.dtype) for part, entry in zip(found, entries, strict=True))
-            same = mine is not None and theirs is not None and bool((mine == theirs).all())
-        if not same:
-            differs = f"first in rows [{start}, {start + sizes[0]})"
-            break
-    if differs:
-        raise OptionError(
-            f"{payloads.index.path}: {key} is not {embedding} ({differs}), though the configuration says "
-            "tie_word_embeddings: which of the two the model computes with is not known. Say tie_word_embeddings=false "
-            "there, or remove the one that is not meant. Nothing was written"
-        )
 
 
 def _stored_arguments(

@@ -28,6 +28,7 @@ from mcore_ckpt.convert._foreign import (
     launch_state,
     plain_launch,
     plan_optimizer,
+    refuse_another,
     without_wrappers,
 )
 from mcore_ckpt.convert._legacy_files import carried_arguments
@@ -122,6 +123,10 @@ def _convert(opened: Opened, options: ImportOptions) -> _Conversion:
     index, directory, settings = opened.payloads.index, opened.directory, opened.settings
     names, left_out = _module_names(index)
     arguments, training, carried, unknown = _launch(directory)
+    if arguments.get("untie_embeddings_and_output_weights") is False and _OUTPUT in names:
+        copy = names.pop(_OUTPUT)
+        refuse_another(opened.payloads, copy, names[_EMBEDDING], "the stored arguments do not untie them")
+        left_out.append(f"{copy} (tied to the embedding)")
     places = _places(names, arguments)
     layers, experts = _counts(names, places, arguments, str(directory))
     _check_layers(names, arguments, str(directory))
@@ -144,6 +149,7 @@ def _convert(opened: Opened, options: ImportOptions) -> _Conversion:
         "pipeline_model_parallel_size": options.layout.pp,
         "expert_model_parallel_size": options.layout.ep,
         "ckpt_format": "torch_dist",
+        **({"padded_vocab_size": wanted[_EMBEDDING].shape[0]} if "padded_vocab_size" in arguments else {}),
     }
     state, more, notes = launch_state(optimizer, training, arguments, options.global_batch_size)
     common = {"args": Namespace(**{**arguments, **more}), **state}

@@ -511,6 +511,9 @@ def test_a_pipeline_of_deepspeed_without_a_layer_is_refused(tmp_path: Path) -> N
         folder = tmp_path / "u" / "zero" / f"{number}.self_attention.dense.weight"
         folder.mkdir(parents=True)
         torch.save({"param": torch.ones(4, 4), "cat_dim": 0}, folder / "fp32.pt")
+    folder = tmp_path / "u" / "zero" / "tied_modules.embed.word_embeddings.weight"
+    folder.mkdir()
+    torch.save({"param": torch.ones(8, 4), "cat_dim": 0}, folder / "fp32.pt")
     torch.save({"param_shapes": []}, tmp_path / "u" / "mp_rank_00_model_states.pt")
     with pytest.raises(CorruptCheckpointError, match=r"modules 2 to 5 of a pipeline are layers.*nothing of number 4"):
         import_megatron(tmp_path / "u", tmp_path / "c")
@@ -541,3 +544,21 @@ def test_settings_of_nemo_that_are_no_plain_values_are_understood_or_refused(
     else:
         with pytest.raises(OptionError, match=outcome):
             export_huggingface(tmp_path / "n", tmp_path / "e")
+
+
+def test_a_tied_output_layer_of_megatrons_is_left_out_unless_it_is_another(tmp_path: Path) -> None:
+    given = layers_of("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
+    given["output_layer.weight"] = given["embedding.word_embeddings.weight"].clone()
+    stored = Namespace(**MEGATRON_ARGUMENTS, untie_embeddings_and_output_weights=False, padded_vocab_size=96)
+    dcp.save({"model": given, "args": stored}, checkpoint_id=tmp_path / "same")
+    report = import_megatron(tmp_path / "same", tmp_path / "c")
+    assert report.left_out == ("model.output_layer.weight (tied to the embedding)",)
+    with open_checkpoint(tmp_path / "c") as opened:
+        assert "output_layer.weight" not in opened.index.tensors
+        assert opened.index.tensors["embedding.word_embeddings.weight"].shape[0] == 64
+        assert opened.common_state()["args"].padded_vocab_size == 64
+    given["output_layer.weight"][7] += 1
+    dcp.save({"model": given, "args": stored}, checkpoint_id=tmp_path / "other")
+    with pytest.raises(OptionError, match=r"output_layer\.weight is not model\.embedding\.word_embeddings\.weight"):
+        import_megatron(tmp_path / "other", tmp_path / "d")
+    assert not (tmp_path / "d").exists()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.convert import _huggingface, logits
+from mcore_ckpt.convert import _foreign, _huggingface, logits
 from mcore_ckpt.convert._safetensors_files import safetensors_header
 from mcore_ckpt.convert.conversion import ExportOptions, ImportOptions
 from mcore_ckpt.convert.exchange import (
@@ -535,7 +535,7 @@ def test_an_import_takes_no_torch_which_takes_seconds(model: Path, tmp_path: Pat
 def test_an_output_layer_that_is_to_be_tied_and_is_another_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(_huggingface, "_COMPARED_BYTES", 8 * 8 * HIDDEN)  # eight rows at a time
+    monkeypatch.setattr(_foreign, "_COMPARED_BYTES", 8 * 8 * HIDDEN)  # eight rows at a time
     tensors, config = model_tensors(), {**CONFIG, "tie_word_embeddings": True}
     copy = tensors["model.embed_tokens.weight"].clone().to(dtype)
     import_huggingface(write_hf(tmp_path / "same", {**tensors, "lm_head.weight": copy}, config), tmp_path / "a")
