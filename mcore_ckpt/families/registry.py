@@ -87,6 +87,11 @@ def launch_notes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
         for name, fixed in _FIXED_IN_LAUNCHES.items()
         if arguments.get(name, fixed) != fixed
     ]
+    if arguments.get("position_embedding_type") == "yarn":
+        notes.append(
+            "pretrain_gpt.py has no options for YaRN outside of latent attention: a launch has to set the stored "
+            "arguments yarn_* in the model's configuration"
+        )
     return tuple(notes)
 
 

@@ -463,6 +463,9 @@ def test_what_a_launch_does_not_take_from_a_checkpoint_is_said() -> None:
     assert launch_notes(llama.arguments(config)) == ()
     (note,) = launch_notes(llama.arguments({**config, "rope_scaling": {**LLAMA3, "factor": 32.0}}))
     assert "give the launch --use-rope-scaling --rope-scaling-factor 32.0, too" in note
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    (note,) = launch_notes(llama.arguments({**config, "rope_scaling": scaling}))
+    assert "no options for YaRN" in note
     (note,) = launch_notes(qwen.arguments(CONFIGS["qwen3"]))
     assert "give the launch --norm-epsilon 1e-06 --qk-layernorm, too" in note
     (note,) = launch_notes(family_named("mistral").arguments(CONFIGS["mistral"]))
