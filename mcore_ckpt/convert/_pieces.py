@@ -16,6 +16,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,6 +80,14 @@ class _Piece(NamedTuple):
     chunk: StoredChunk | None
     part: Box
     order: tuple[int, ...] | None
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What one thread has gathered last, by the piece's name, and what it was gathered from."""
+
+    parts: dict[str, memoryview]
+    around: tuple[tuple[str, tuple[int, ...], int], np.ndarray[Any, Any]] | None = None
 
 
 _Places = dict[tuple[str, tuple[int, ...]], _Piece]
@@ -260,8 +269,7 @@ class PiecePayloads(StoredPayloads):
         self._again = _wanted_again(wanted)
         self.files = _FilesAndMade(base, made)  # type: ignore[assignment]
         self._computed: dict[str, tuple[_Piece | None, StoredPayload, int]] = {}
-        self._parts: dict[str, memoryview] = {}
-        self._around: tuple[tuple[str, tuple[int, ...], int], np.ndarray[Any, Any]] | None = None
+        self._threads = threading.local()
         self._gathered_from: set[tuple[str, int]] = set()
         self._overlapping: set[tuple[str, int]] = set()
         self._noted: set[tuple[tuple[str, tuple[int, ...], int], int]] = set()
@@ -312,18 +320,29 @@ class PiecePayloads(StoredPayloads):
     def _gathered(self, where: str, piece: _Piece, stored: StoredPayload) -> memoryview:
         """A part that is no run of bytes, or is wanted in another order, in memory of its own.
 
-        The last few stay: what is read from several of them by turns would otherwise be gathered each time anew.
+        The last few stay: what is read from several of them by turns would otherwise be gathered each time anew. Each
+        thread has its own: of two that read large ones by turns, either would have to gather again what the other has
+        put away.
         """
-        with self._gathering:
-            known = self._parts.pop(where, None)
-            if known is None:
-                known = self._gather(piece, stored)
-                while self._parts and sum(map(len, self._parts.values())) + len(known) > _GATHERED_BYTES:
-                    self._parts.pop(next(iter(self._parts)))
-            self._parts[where] = known
-            return known
+        kept = self._kept_of_thread()
+        known = kept.parts.pop(where, None)
+        if known is None:
+            assert piece.entry is not None
+            room = _GATHERED_BYTES - math.prod(piece.part.sizes) * element_bytes(piece.entry.dtype)
+            while kept.parts and sum(map(len, kept.parts.values())) > room:
+                kept.parts.pop(next(iter(kept.parts)))
+            with self._gathering:  # one at a time, since what is gathered from takes memory, too
+                known = self._gather(piece, stored, kept)
+        kept.parts[where] = known
+        return known
 
-    def _gather(self, piece: _Piece, stored: StoredPayload) -> memoryview:
+    def _kept_of_thread(self) -> _Kept:
+        if not hasattr(self._threads, "kept"):
+            self._threads.kept = _Kept({})
+        kept: _Kept = self._threads.kept
+        return kept
+
+    def _gather(self, piece: _Piece, stored: StoredPayload, kept: _Kept) -> memoryview:
         assert piece.entry is not None
         assert piece.chunk is not None
         elem_bytes = element_bytes(piece.entry.dtype)
@@ -332,8 +351,8 @@ class PiecePayloads(StoredPayloads):
             around = contiguous_around(piece.chunk.sizes, piece.part)
         first = runs(piece.chunk.sizes, around, elem_bytes).first_byte
         key = piece.entry.fqn, piece.chunk.offsets, first
-        if self._around is None or self._around[0] != key:
-            self._around = None
+        if kept.around is None or kept.around[0] != key:
+            kept.around = None
             memory = memoryview(bytearray(math.prod(around.sizes) * elem_bytes))
             self._base.read_into(stored, first, memory)
             if len(memory) == stored.nbytes:
@@ -343,10 +362,12 @@ class PiecePayloads(StoredPayloads):
                 self._noted.add((key, len(memory)))
                 self._gathered_from.add((piece.chunk.item.file, piece.chunk.item.offset))
                 self._note(piece.entry, piece.chunk, stored, first, len(memory), crc32(memory))
-            self._around = key, np.frombuffer(memory, carrier(elem_bytes)).reshape(around.sizes)
+            kept.around = key, np.frombuffer(memory, carrier(elem_bytes)).reshape(around.sizes)
         inside = relative(piece.part, around.offsets)
-        whole = self._around[1]
+        whole = kept.around[1]
         cut = whole[tuple(slice(at, at + size) for at, size in zip(inside.offsets, inside.sizes, strict=True))]
+        if inside.sizes == around.sizes:
+            kept.around = None  # nothing else is wanted of it
         if piece.order is not None:
             cut = cut.transpose(piece.order)
         return memoryview(np.ascontiguousarray(cut).reshape(-1).view(np.uint8).data)

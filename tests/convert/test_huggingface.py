@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ import pytest
 import torch
 
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.convert import _foreign, _huggingface, logits
-from mcore_ckpt.convert._safetensors_files import safetensors_header
+from mcore_ckpt.convert import _foreign, _huggingface, _pieces, logits
+from mcore_ckpt.convert._pieces import PiecePayloads, Source, Wanted
+from mcore_ckpt.convert._safetensors_files import RawPayloads, RawTensor, raw_index, safetensors_header
 from mcore_ckpt.convert.conversion import ExportOptions, ImportOptions
 from mcore_ckpt.convert.exchange import (
     export_huggingface,
@@ -25,6 +28,7 @@ from mcore_ckpt.convert.exchange import (
     plan_import,
 )
 from mcore_ckpt.convert.reshard import reshard_checkpoint
+from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -38,7 +42,7 @@ from mcore_ckpt.families.table import Naming, relate
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.checkpoint import open_checkpoint
-from mcore_ckpt.tools.payloads import StoredPayloads
+from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.convert.test_exchange import read_by_definition
 from tests.families.test_table import LATENT
@@ -561,6 +565,43 @@ def test_the_end_of_document_of_a_null_tokenizer_is_taken_along(model: Path, tmp
         export_huggingface(tmp_path / "c", tmp_path / f"e{rows}")
         assert json.loads((tmp_path / f"e{rows}" / "config.json").read_text())["vocab_size"] == rows
     assert_same(read_by_definition(tmp_path / f"e{VOCABULARY}" / "model.safetensors"), model_tensors())
+
+
+def test_two_threads_that_read_turned_matrices_do_not_gather_them_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_pieces, "_GATHERED_BYTES", 100)
+    monkeypatch.setattr(_pieces, "_WHOLE_BYTES", 100)
+    content = torch.arange(2 * 40 * 30, dtype=torch.int16).view(2, 40, 30)
+    (tmp_path / "a").write_bytes(content.numpy().tobytes())
+    stored = raw_index(tmp_path, {key: RawTensor("a", 2400 * n, 2400, "int16", (40, 30)) for n, key in enumerate("xy")})
+    read_bytes = 0
+
+    class Counting(RawPayloads):
+        def read_into(self, payload: StoredPayload, start: int, view: memoryview) -> None:
+            nonlocal read_bytes
+            read_bytes += len(view)  # one gathers at a time
+            super().read_into(payload, start, view)
+
+    def turned(key: str) -> Wanted:
+        return Wanted((30, 40), [Source(Box((0, 0), (30, 40)), key, Box((0, 0), (40, 30)), ((-2, -1), (-1, -2)))])
+
+    by_turns = threading.Barrier(2)
+    with PiecePayloads(Counting(stored), {key: turned(key) for key in "xy"}) as payloads:
+
+        def read(key: str) -> bytes:
+            entry = payloads.index.tensors[key]
+            payload = payloads.locate(entry, entry.chunks[0])
+            found = bytearray(2400)
+            for at in range(0, 2400, 240):
+                by_turns.wait(60)
+                payloads.read_into(payload, at, memoryview(found)[at : at + 240])
+            return bytes(found)
+
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(read, "xy"))
+    assert found == [content[n].T.contiguous().numpy().tobytes() for n in range(2)]
+    assert read_bytes == 4800
 
 
 def test_the_vocabulary_is_as_stored_where_nothing_tells_it(model: Path, tmp_path: Path) -> None:
