@@ -83,7 +83,7 @@ format: $(INSTALLED)  ## let ruff mend what it can
 bench: $(INSTALLED)  ## ours, stock Megatron, stock DCP and the raw device side by side
 	$(BIN)/python scripts/bench.py $(ARGS)
 
-bench-tools: $(INSTALLED)  ## reshard, verify, diff and inspect beside coreutils
+bench-tools: $(INSTALLED)  ## reshard, verify, diff, import, export and inspect beside coreutils
 	$(BIN)/python scripts/bench_tools.py $(ARGS)
 
 clean:  ## remove what was built; keeps .venv
