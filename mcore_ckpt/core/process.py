@@ -366,6 +366,8 @@ def lower_priority(cpu_priority: int | None, io_priority: int | None) -> None:
     if cpu_priority is not None:
         with contextlib.suppress(OSError):
             os.nice(max(0, cpu_priority - os.nice(0)))
+        with contextlib.suppress(OSError, AttributeError):  # what wakes up does not take the core from who has it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     number = _SYS_IOPRIO_SET.get(platform.machine())
     if io_priority is not None and number is not None:
         ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, io_priority << _IOPRIO_CLASS_SHIFT)

@@ -174,6 +174,7 @@ def test_the_process_gives_way_to_the_trainer(stage: SmallStage) -> None:
     assert writer.pid is not None
     assert os.getpriority(os.PRIO_PROCESS, writer.pid) == max(7, os.getpriority(os.PRIO_PROCESS, 0))
     assert os.getsid(writer.pid) == os.getsid(0)
+    assert os.sched_getscheduler(writer.pid) == os.SCHED_BATCH
     writer.close()
 
 
