@@ -293,7 +293,12 @@ _ANYTHING = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-_SCALING = "factor low_freq_factor original_max_position_embeddings mscale rope_theta rope_type type".split()
+_SCALING = """
+attention_factor beta_fast factor low_freq_factor mscale mscale_all_dim original_max_position_embeddings rope_theta
+rope_type truncate type
+""".split()
+
+_BESIDE = ("original_max_position_embeddings", "layer_types", "is_causal")
 
 
 @given(data=st.data())
@@ -301,7 +306,7 @@ def test_settings_from_anywhere_are_taken_or_refused(data: st.DataObject) -> Non
     """A `config.json`, and stored arguments, with anything in the place of any setting: no other error comes of it."""
     family = data.draw(st.sampled_from(FAMILIES))
     config = dict(CONFIGS[family.name])
-    names = st.sampled_from([*config, "rope_scaling", "rope_parameters", "sliding_window", "mlp_only_layers"])
+    names = st.sampled_from([*config, "rope_scaling", "rope_parameters", "sliding_window", "mlp_only_layers", *_BESIDE])
     scaling = st.dictionaries(st.sampled_from(_SCALING), st.just("yarn") | st.just("llama3") | _ANYTHING, max_size=4)
     config |= data.draw(st.dictionaries(names, _ANYTHING | scaling, max_size=2))
     with suppress(OptionError):
