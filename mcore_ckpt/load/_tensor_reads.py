@@ -342,19 +342,19 @@ class TensorReads:
         except LoadError as error:
             raise _naming(error, span.rows[0].wanted()) from error
         with self._files.reader(span.file) as reader:
-            for part in parts:
-                self._scatter(reader, part)
             if not parts:
                 self._read_and_place(reader, span)
+                return
+            with self._scattering:
+                for part in parts:
+                    self._scatter(reader, part)
 
     def _scatter(self, reader: RangeReader, span: WholeSpan) -> None:
         """Read items of which the page cache has most."""
         nbytes, verify = span.stop - span.start, self._options.verify_crc
         buffer = self._buffer(nbytes)
-        with self._scattering:
-            read = scatter(span, reader, buffer)
-            sound = read is not None and read.are_sound(verify)
-        if sound:
+        read = scatter(span, reader, buffer)
+        if read is not None and read.are_sound(verify):
             self._stats.add(reads=1, bytes_read=nbytes, records_checked=len(span.rows) if verify else 0)
         else:
             self._read_and_place(reader, span)
