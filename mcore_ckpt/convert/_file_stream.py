@@ -175,7 +175,11 @@ class WriteBehind:
                 self._condition.notify_all()
 
     def __enter__(self) -> WriteBehind:
-        self._has_threads = any(list(map(start_thread, self._threads)))  # all are started
+        try:
+            self._has_threads = any(list(map(start_thread, self._threads)))  # all are started
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
@@ -186,8 +190,9 @@ class WriteBehind:
                 self._failure = error
             self._stopping = True
             self._condition.notify_all()
-        for thread in self._threads if self._has_threads else ():
-            thread.join()
+        for thread in self._threads:
+            if thread.ident is not None:  # it was started
+                thread.join()
         if error is None:
             self._raise()
 

@@ -258,7 +258,11 @@ class ReadAhead:
         return piece
 
     def __enter__(self) -> ReadAhead:
-        self._has_threads = any(list(map(start_thread, self._threads)))  # all are started
+        try:
+            self._has_threads = any(list(map(start_thread, self._threads)))  # all are started
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
@@ -267,8 +271,9 @@ class ReadAhead:
         with self._condition:
             self._stopping = True
             self._condition.notify_all()
-        for thread in self._threads if self._has_threads else ():
-            thread.join()
+        for thread in self._threads:
+            if thread.ident is not None:  # it was started
+                thread.join()
 
 
 class AheadSource:

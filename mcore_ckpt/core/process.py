@@ -143,9 +143,12 @@ class _HeldBack:
                 signal.signal(number, self._handle)
 
     def end(self) -> None:
-        for number, handler in self._handlers.items():
-            if signal.getsignal(number) == self._handle:
-                signal.signal(number, handler)
+        try:
+            for number, handler in self._handlers.items():
+                if signal.getsignal(number) == self._handle:
+                    signal.signal(number, handler)
+        finally:
+            self.passing = True  # if one that is back has raised meanwhile, others are still in place: they pass on
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.passing or number in self._waiting:  # who asks twice is not kept waiting
@@ -154,9 +157,12 @@ class _HeldBack:
             self._waiting.append(number)
 
     def deliver(self) -> None:
-        while self._waiting:
+        if self._waiting:
             number = self._waiting.pop(0)
-            self._handlers[number](number, None)
+            try:
+                self._handlers[number](number, None)
+            finally:
+                self.deliver()  # a Ctrl-C is raised here; what else has come is answered all the same
 
 
 _held_back: _HeldBack | None = None
@@ -188,8 +194,10 @@ def interrupts_wait() -> Iterator[None]:
         yield
     finally:
         _held_back = None
-        held.end()
-        held.deliver()
+        try:
+            held.end()
+        finally:
+            held.deliver()
 
 
 @contextmanager
