@@ -19,7 +19,7 @@ from functools import partial
 from itertools import chain, islice, repeat
 from typing import Final, NamedTuple
 
-from mcore_ckpt.format._own_pickle import integer, memo_get, named_classes
+from mcore_ckpt.format._own_pickle import memo_get, named_classes
 from mcore_ckpt.format.index import ObjectEntry, StoredChunk, StoredItem, TensorEntry
 
 __all__ = ["OwnIndex", "own_index"]
@@ -27,7 +27,11 @@ __all__ = ["OwnIndex", "own_index"]
 _HEAD_BYTES: Final = 11  # PROTO and FRAME
 _MAX_OFFSET: Final = 2**63 - 1
 _MAX_AXES: Final = 64
-_BININT, _BININT1, _SHORT_TEXT = b"JK\x8c"
+_BININT, _BININT1, _LONG1, _GET, _LONG_GET, _SHORT_TEXT = b"JK\x8ahj\x8c"
+_BYTES: Final = frozenset((_BININT1, _GET))
+_LONG1_LENGTHS: Final = frozenset((b"\x05", b"\x06", b"\x07", b"\x08"))
+# How struct calls the numbers of these.
+_WIDTHS: Final = {_BININT: "i", _BININT1: "B", _GET: "B", _LONG_GET: "I"}
 
 
 class OwnIndex(NamedTuple):
@@ -57,11 +61,16 @@ class _Patterns(NamedTuple):
         open: from the last file name to the first entry.
         between: from the last entry to the first place.
         after: what follows the last place.
-        entries: of a tensor key, dtype, and shape with chunks; of an object its key; what is neither.
-        places: of a chunk key, number, offsets, file, offset, length; of an object key, file, offset, length; neither.
-        size: a shape that is referred to, or the numbers of one that is made.
-        number: an int.
-        before_chunks, before_offsets, before_sizes, after_sizes: lengths of what stands between the shapes of a tensor.
+        described: what stands between the key of a tensor and the reference to its dtype.
+        size: what stands between that and the shape.
+        chunks: what stands between the shape and the chunks.
+        chunk: what each chunk begins with; its offsets follow.
+        sizes: what stands between these and its sizes.
+        made: what a shape begins with that is made, not referred to.
+        objects: of an object its key; what is none.
+        place: what each place begins with.
+        chunk_place: of a chunk what refers to its key, its number, what refers to its offsets and file; offset, length.
+        object_place: of an object what refers to its key, its file, offset, length.
     """
 
     start: bytes
@@ -70,14 +79,23 @@ class _Patterns(NamedTuple):
     open: bytes
     between: bytes
     after: bytes
-    entries: re.Pattern[bytes]
-    places: re.Pattern[bytes]
-    size: re.Pattern[bytes]
-    number: re.Pattern[bytes]
-    before_chunks: int
-    before_offsets: int
-    before_sizes: int
-    after_sizes: int
+    described: bytes
+    size: bytes
+    chunks: bytes
+    chunk: bytes
+    sizes: bytes
+    made: bytes
+    objects: re.Pattern[bytes]
+    place: bytes
+    chunk_place: re.Pattern[bytes]
+    object_place: re.Pattern[bytes]
+
+
+# From the last chunk of a tensor to the key of the next one, whose length follows.
+_NEXT_KEY: Final = b"eub\x8c"
+# What a chunk ends with, and what a shape does that is made.
+_CHUNK_END: Final = b"ub"
+_MADE_END: Final = b"t\x85R\x94"
 
 
 @functools.cache  # compiled on first use, which takes milliseconds
@@ -85,27 +103,18 @@ def _patterns() -> _Patterns:
     start, gets = named_classes()
     get = {name: re.escape(value) for name, value in gets.items()}
 
-    def instance(name: str) -> bytes:
-        return get[name] + rb"\)\x81\}\("
+    def instance(name: str, gets: Mapping[str, bytes], opened: bytes = b")\x81}(") -> bytes:
+        return gets[name] + opened
 
     def compiled(pattern: bytes) -> re.Pattern[bytes]:
         return re.compile(pattern, re.DOTALL)
 
-    reference = b"(?:h.|j.{4})"
-    number = rb"(?:K.|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
+    reference = b"(h.|j.{4})"
+    number = rb"(K.|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
     text = b"\x8c(.[^\x94]*)"  # with its length before it; without bytes like MEMOIZE, so that its end is evident
-    numbers = rb"%b\((?:%b){0,64}t\x85R\x94" % (get["Size"], number)
-    size = b"(?:%b|%b)" % (numbers, reference)
-    chunk = b"%b%b%b%b%bub" % (instance("ChunkStorageMetadata"), get["offsets"], size, get["sizes"], size)
-    tensor = rb"%b\x94%b%b(%b)%b(%b%b\]\((?:%b)*)eub" % (
-        *(text, instance("TensorStorageMetadata"), get["properties"], reference),
-        *(get["size"], size, get["chunks"], chunk),
-    )
-    index = b"%b%b(%b)%b" % (instance("MetadataIndex"), get["fqn"], reference, get["index"])
-    info, at = b"ub%b%b" % (instance("_StorageInfo"), get["relative_path"]), get["offset"]
-    place = b"%b(%b)%b(%b)ub" % (at, number, get["length"], number)
-    chunk_place = b"%b(%b)%b(%b)%b(%b)%b" % (index, number, at, reference, info, reference, place)
-    object_place = b"%bN%b(%b|%b)%b" % (index, info, rb"\x8c.[^\x94]*\x94", reference, place)
+    info = b"ub" + instance("_StorageInfo", get, rb"\)\x81\}\(") + get["relative_path"]
+    at = b"%b%b%b%bub" % (get["offset"], number, get["length"], number)
+    chunk_place = b"%b%b%b%b%b" % (reference, get["index"], number, get["offset"], reference)
     properties = (
         rb"%b\)\x81\(\x8c\x05torch\x8c(.\w{1,30})\x93%b\x8c\x0dtorch\.strided\x85R([\x88\x89])%bK\x00\x85R\x89tb\x940"
     )
@@ -116,14 +125,16 @@ def _patterns() -> _Patterns:
         gets["Metadata"] + b")\x81}(\x8c\x0cplanner_dataN\x8c\x13state_dict_metadata}(",
         b"u\x8c\x0cstorage_data}(",
         b"u\x8c\x0cstorage_meta",
-        compiled(rb"%b|%b\x94%b\)\x81|(.+)" % (tensor, text, get["BytesStorageMetadata"])),
-        compiled(b"%b|%b|(.+)" % (chunk_place, object_place)),
-        compiled(rb"%b\(((?:%b)*)t\x85R\x94|(%b)" % (get["Size"], number, reference)),
-        compiled(number),
-        len(gets["chunks"] + b"]("),
-        len(gets["ChunkStorageMetadata"] + b")\x81}(" + gets["offsets"]),
-        len(gets["sizes"]),
-        len(b"ub"),
+        b"\x94" + instance("TensorStorageMetadata", gets) + gets["properties"],
+        gets["size"],
+        gets["chunks"] + b"](",
+        instance("ChunkStorageMetadata", gets) + gets["offsets"],
+        gets["sizes"],
+        gets["Size"] + b"(",
+        compiled(rb"%b\x94%b\)\x81|(.+)" % (text, get["BytesStorageMetadata"])),
+        instance("MetadataIndex", gets) + gets["fqn"],
+        compiled(chunk_place + info + reference + at),
+        compiled(rb"%b%bN%b(\x8c.[^\x94]*\x94|h.|j.{4})%b" % (reference, get["index"], info, at)),
     )
 
 
@@ -162,48 +173,42 @@ def _read(data: bytes, sums: Sequence[int], dtypes: Mapping[str, str]) -> OwnInd
             raise _NotOwnError
         kinds[memo_get(memoized)] = dtype, found[2] == b"\x88"
         memoized, at = memoized + 1, found.end()
-    files: dict[bytes, str] = {}
+    files: dict[int, str] = {}
     while (found := form.file.match(data, at)) is not None:
-        files[memo_get(memoized)] = _texts([found[1]])[0]
+        files[memoized] = _texts([found[1]])[0]
         memoized, at = memoized + 1, found.end()
     entries_at = at + len(form.open)
     places_at = data.find(form.between, entries_at) + len(form.between)
     after = data.find(form.after, places_at)
     if not data.startswith(form.open, at) or places_at < entries_at or after < 0:
         raise _NotOwnError
-    entries = form.entries.findall(data, entries_at, places_at - len(form.between))
-    places = form.places.findall(data, places_at, after)
-    if len(places) != len(sums) or (entries and entries[-1][-1]) or (places and places[-1][-1]):
-        raise _NotOwnError
-    keys = [row[0] for row in entries if row[0]]
-    rows = entries[: len(keys)]
-    object_keys = [row[3] for row in entries[len(keys) :]]
-    if not all(keys[: len(rows)]) or not all(object_keys) or not all(row[0] for row in rows):
+    keys, rows, object_keys = _entries(data[entries_at : places_at - len(form.between)], form)
+    places = data[places_at:after].split(form.place)
+    if places.pop(0) or len(places) != len(sums):
         raise _NotOwnError
 
-    shapes = _Shapes(form, memoized)
-    parts = shapes.of([row[2] for row in rows])
-    chunk_count = sum(len(part.offsets) for part in parts)
-    columns = list(zip(*places[:chunk_count], strict=True)) or [()] * 11
+    shapes = _Shapes(form, memoized, kinds)
+    parts = shapes.of(rows)
+    counts = [len(part.offsets) for part in parts]
+    chunk_count = sum(counts)
+    if chunk_count > len(places):
+        raise _NotOwnError
+    fqn_gets, numbers, offset_gets, file_gets, offsets, lengths = _numbers_of(places[:chunk_count], form.chunk_place)
     if (
-        list(columns[0]) != list(chain.from_iterable(map(repeat, shapes.keys, [len(part.offsets) for part in parts])))
-        or list(columns[1]) != list(chain.from_iterable(part.numbers for part in parts))
-        or list(columns[2]) != list(chain.from_iterable(part.offset_gets for part in parts))
+        fqn_gets != list(chain.from_iterable(map(repeat, shapes.keys, counts)))
+        or numbers != list(chain.from_iterable(map(range, counts)))
+        or offset_gets != list(chain.from_iterable(part.offset_gets for part in parts))
     ):
         raise _NotOwnError
     try:
-        names = [files[file] for file in columns[3]]
-        described = [kinds[row[1]] for row in rows]
+        names = list(map(files.__getitem__, file_gets))
     except KeyError:
         raise _NotOwnError from None
-    items = _items(names, _integers(columns[4]), _integers(columns[5]), sums[:chunk_count])
-    objects = _objects(object_keys, places[chunk_count:], shapes.memoized, files, sums[chunk_count:])
-    fqns = _texts(keys)
-    fields = zip(
-        *(fqns, [dtype for dtype, _ in described], [part.shape for part in parts]),
-        *(_chunks(parts, items), [requires_grad for _, requires_grad in described]),
-        strict=True,
-    )
+    items = _items(names, offsets, lengths, sums[:chunk_count])
+    objects = _objects(object_keys, places[chunk_count:], shapes.memoized, files, sums[chunk_count:], form)
+    fqns = _keys(keys)
+    dtypes_of, requires_grad = zip(*(part.kind for part in parts), strict=True) if parts else ((), ())
+    fields = zip(*(fqns, dtypes_of, [part.shape for part in parts], _chunks(parts, items), requires_grad), strict=True)
     tensors = dict(zip(fqns, map(_new_entry, fields), strict=True))
     if len(tensors) != len(fqns) or tensors.keys() & objects.keys():
         raise _NotOwnError
@@ -212,6 +217,32 @@ def _read(data: bytes, sums: Sequence[int], dtypes: Mapping[str, str]) -> OwnInd
     rest = data[:3] + struct.pack("<Q", len(body)) + body
     used = dict.fromkeys(files.values()) | dict.fromkeys(item.file for item in items[chunk_count:])
     return OwnIndex(tensors, objects, items, tuple(used), rest)
+
+
+def _entries(data: bytes, form: _Patterns) -> tuple[list[bytes], list[bytes], list[bytes]]:
+    """Keys of the tensors, what follows each of them, and keys of the objects."""
+    first, *pieces = data.split(form.described)
+    if not pieces:
+        return [], [], _object_keys(first, form)
+    if first[:1] != _NEXT_KEY[-1:]:
+        raise _NotOwnError
+    # Between two of these stand the rest of one tensor, and the key of the next.
+    split = [piece.rpartition(_NEXT_KEY) for piece in pieces[:-1]]
+    if not all(end for _, end, _ in split):
+        raise _NotOwnError
+    last, end, objects = (pieces[-1] + _NEXT_KEY[-1:]).partition(_NEXT_KEY)
+    if not end:
+        raise _NotOwnError
+    keys = [first[1:], *(key for _, _, key in split)]
+    rows = [row for row, _, _ in split]
+    return keys, [*rows, last], _object_keys(_NEXT_KEY[-1:] + objects[:-1] if objects else b"", form)
+
+
+def _object_keys(data: bytes, form: _Patterns) -> list[bytes]:
+    found = form.objects.findall(data)
+    if found and found[-1][1]:
+        raise _NotOwnError
+    return [key for key, _ in found]
 
 
 # Made of rows without a call of a function of Python's for each.
@@ -231,60 +262,144 @@ def _chunks(parts: list[_Parts], items: list[StoredItem]) -> list[tuple[StoredCh
     return [tuple(islice(chunks, len(part.offsets))) for part in parts]
 
 
+def _keys(texts: list[bytes]) -> list[str]:
+    """As `_texts`, of tens of thousands."""
+    lengths = [len(text) - 1 for text in texts]
+    bodies = b"\n".join([text[1:] for text in texts])
+    if bodies.count(b"\n") >= len(texts) or not all(texts) or [text[0] for text in texts] != lengths:
+        return _texts(texts)
+    return _decoded(bodies).split("\n") if texts else []
+
+
 def _texts(texts: list[bytes]) -> list[str]:
     """Texts that have their length in a byte before them."""
-    lengths = [text[0] + 1 for text in texts]
-    if list(map(len, texts)) != lengths:
+    if not all(texts) or [text[0] + 1 for text in texts] != list(map(len, texts)):
         raise _NotOwnError
+    return [_decoded(text[1:]) for text in texts]
+
+
+def _decoded(text: bytes) -> str:
     try:
-        return [text[1:].decode("utf-8", "surrogatepass") for text in texts]
+        return text.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         raise _NotOwnError from None
 
 
-def _integers(tokens: Sequence[bytes]) -> list[int]:
-    """The ints that are pickled so; none is negative."""
-    usual = [token for token in tokens if token[0] == _BININT]
-    values = list(chain.from_iterable(struct.iter_unpack("<xi", b"".join(usual))))
-    if len(usual) < len(tokens):
-        own = iter(values)
-        values = [next(own) if token[0] == _BININT else _integer(token) for token in tokens]
-    if values and min(values) < 0:
+def _numbers_of(rows: list[bytes], pattern: re.Pattern[bytes]) -> list[list[int]]:
+    """The numbers in rows of bytes, by column: of each group of `pattern`, which all rows match.
+
+    Nearly all rows are alike but for the numbers themselves. Those of one length are held against the first of them, a
+    byte of all rows at a time, and their numbers taken out together; where that fails, each is looked at by itself.
+    """
+    if not rows:
+        return [[] for _ in range(pattern.groups)]
+    by_length: dict[int, list[int]] = {}
+    for at, length in enumerate(map(len, rows)):
+        by_length.setdefault(length, []).append(at)
+    found: list[tuple[int, ...]] = [()] * len(rows)
+    for places in by_length.values():
+        alike = rows if len(by_length) == 1 else [rows[at] for at in places]
+        for at, numbers in zip(places, _numbers_of_alike(alike, pattern), strict=True):
+            found[at] = numbers
+    return list(map(list, zip(*found, strict=True)))
+
+
+def _numbers_of_alike(rows: list[bytes], pattern: re.Pattern[bytes]) -> list[tuple[int, ...]]:
+    first, joined, count = rows[0], b"".join(rows), len(rows)
+    match = pattern.fullmatch(first)
+    if match is None:
         raise _NotOwnError
-    return values
+    form, long, at = "<", [], 0
+    constant: list[int] = []
+    for group in range(1, pattern.groups + 1):
+        start, stop = match.span(group)
+        start += 2 if first[start] == _LONG1 else 1
+        width = _WIDTHS.get(first[match.start(group)], f"{stop - start}s")
+        if width.endswith("s"):
+            long.append(group - 1)
+        form += f"{start - at}x{width}"
+        constant += range(at, start)
+        at = stop
+    form += f"{len(first) - at}x"
+    constant += range(at, len(first))
+    if any(joined[at :: len(first)] != first[at : at + 1] * count for at in constant):
+        return [_numbers_of_one(row, pattern) for row in rows]
+    numbers = list(struct.iter_unpack(form, joined))
+    if long:
+        columns = list(zip(*numbers, strict=True))
+        for column in long:
+            columns[column] = tuple([int.from_bytes(value, "little", signed=True) for value in columns[column]])
+        numbers = list(zip(*columns, strict=True))
+    return numbers
+
+
+def _numbers_of_one(row: bytes, pattern: re.Pattern[bytes]) -> tuple[int, ...]:
+    match = pattern.fullmatch(row)
+    if match is None:
+        raise _NotOwnError
+    return tuple(map(_integer, match.groups()))
 
 
 def _integer(token: bytes) -> int:
-    if token[0] == _BININT1:
+    """An int that is pickled so, or the number of what is referred to."""
+    if token[0] in _BYTES:
         return token[1]
-    return int.from_bytes(token[1:] if token[0] == _BININT else token[2:], "little", signed=True)
+    return int.from_bytes(token[2:] if token[0] == _LONG1 else token[1:], "little", signed=token[0] != _LONG_GET)
+
+
+def _integers(tokens: bytes) -> tuple[int, ...]:
+    """The ints that are pickled so, one after the other; none is negative."""
+    at, values = 0, []
+    while at < len(tokens):
+        code = tokens[at]
+        if code == _BININT1:
+            stop = at + 2
+        elif code == _BININT:
+            stop = at + 5
+        elif code == _LONG1 and tokens[at + 1 : at + 2] in _LONG1_LENGTHS:
+            stop = at + 2 + tokens[at + 1]
+        else:
+            raise _NotOwnError
+        if stop > len(tokens):
+            raise _NotOwnError
+        values.append(_integer(tokens[at:stop]))
+        at = stop
+    if values and min(values) < 0:
+        raise _NotOwnError
+    return tuple(values)
 
 
 def _items(files: list[str], offsets: list[int], lengths: list[int], sums: Sequence[int]) -> list[StoredItem]:
-    if files and max(map(operator.add, offsets, lengths)) > _MAX_OFFSET:
+    if files and (min(offsets) < 0 or min(lengths) < 0 or max(map(operator.add, offsets, lengths)) > _MAX_OFFSET):
         raise _NotOwnError
     return list(map(_new_item, zip(files, offsets, lengths, repeat(()), sums)))
 
 
 def _objects(
-    keys: list[bytes], places: list[tuple[bytes, ...]], memoized: int, files: dict[bytes, str], sums: Sequence[int]
+    keys: list[bytes],
+    places: list[bytes],
+    memoized: int,
+    files: dict[int, str],
+    sums: Sequence[int],
+    form: _Patterns,
 ) -> dict[str, ObjectEntry]:
     """Objects by key; new files are added to `files`."""
-    if [row[6] for row in places] != [memo_get(memoized + n) for n in range(len(keys))]:
+    found = [match.groups() for match in map(form.object_place.fullmatch, places) if match]
+    if len(found) != len(keys) or [_integer(row[0]) for row in found] != list(range(memoized, memoized + len(keys))):
         raise _NotOwnError
     memoized += len(keys)
     files = dict(files)
     names = []
-    for row in places:
-        token = row[7]
-        if token[0] == _SHORT_TEXT:
-            token, text = memo_get(memoized), token[1:-1]
-            files[token] = _texts([text])[0]
-            memoized += 1
-        if token not in files:
+    for _, file, _, _ in found:
+        if file[0] == _SHORT_TEXT:
+            number, memoized = memoized, memoized + 1
+            files[number] = _texts([file[1:-1]])[0]
+        else:
+            number = _integer(file)
+        if number not in files:
             raise _NotOwnError
-        names.append(files[token])
-    items = _items(names, _integers([row[8] for row in places]), _integers([row[9] for row in places]), sums)
+        names.append(files[number])
+    items = _items(names, [_integer(row[2]) for row in found], [_integer(row[3]) for row in found], sums)
     objects = {fqn: ObjectEntry(fqn, item) for fqn, item in zip(_texts(keys), items, strict=True)}
     if len(objects) != len(keys):
         raise _NotOwnError
@@ -292,88 +407,99 @@ def _objects(
 
 
 class _Parts(NamedTuple):
-    """Shape and chunks of a tensor.
+    """What follows the key of a tensor.
 
     Attributes:
+        kind: dtype, and whether gradients are required.
         shape: of the tensor.
         offsets, sizes: of each chunk.
-        offset_gets: what refers to the offsets of each.
-        numbers: of the chunks, as they are pickled.
+        offset_gets: number of the thing that the offsets of each are.
         memoized: how many shapes are made in it.
     """
 
+    kind: tuple[str, bool]
     shape: tuple[int, ...]
     offsets: tuple[tuple[int, ...], ...]
     sizes: tuple[tuple[int, ...], ...]
-    offset_gets: tuple[bytes, ...]
-    numbers: tuple[bytes, ...]
+    offset_gets: tuple[int, ...]
     memoized: int
 
 
 class _Shapes:
     """Shapes and chunks of one tensor after the other; most are like those of another one.
 
-    Attributes:
-        keys: what refers to the key of each tensor so far.
+    Args:
+        form: how it looks.
         memoized: how many things have a number so far.
+        kinds: what a reference to a dtype stands for.
+
+    Attributes:
+        keys: number of the key of each tensor so far.
+        memoized: see there.
     """
 
-    def __init__(self, form: _Patterns, memoized: int) -> None:
+    def __init__(self, form: _Patterns, memoized: int, kinds: Mapping[bytes, tuple[str, bool]]) -> None:
         self._form = form
-        self._sizes: dict[bytes, tuple[int, ...]] = {}
+        self._kinds = kinds
+        self._sizes: dict[bytes, tuple[tuple[int, ...], int]] = {}
         self._known: dict[bytes, _Parts] = {}
-        self.keys: list[bytes] = []
+        self.keys: list[int] = []
         self.memoized = memoized
 
-    def of(self, parts: list[bytes]) -> list[_Parts]:
+    def of(self, rows: list[bytes]) -> list[_Parts]:
         found = []
         known, keys, memoized = self._known, self.keys, self.memoized
-        for part in parts:
-            keys.append(memo_get(memoized))
+        for row in rows:
+            keys.append(memoized)
             memoized += 1
-            like = known.get(part)
+            like = known.get(row)
             if like is None:
                 self.memoized = memoized
-                like = self._parsed(part)
+                like = self._parsed(row)
                 memoized = self.memoized
                 if not like.memoized:
-                    known[part] = like
+                    known[row] = like
             found.append(like)
         self.memoized = memoized
         return found
 
-    def _parsed(self, part: bytes) -> _Parts:
+    def _parsed(self, row: bytes) -> _Parts:
         form, before = self._form, self.memoized
-        shape, _, at = self._size(part, 0)
-        at += form.before_chunks
+        head, *chunks = row.split(form.chunk)
+        kind_get, separator, size = head.partition(form.size)
+        kind = self._kinds.get(kind_get)
+        if kind is None or not separator or not size.endswith(form.chunks):
+            raise _NotOwnError
+        shape, _ = self._size(size[: -len(form.chunks)])
         starts, lengths, gets = [], [], []
-        while at < len(part):
-            offsets, get, at = self._size(part, at + form.before_offsets)
-            sizes, _, at = self._size(part, at + form.before_sizes)
-            at += form.after_sizes
+        for chunk in chunks:
+            start, separator, size = chunk.partition(form.sizes)
+            if not separator or not size.endswith(_CHUNK_END):
+                raise _NotOwnError
+            offsets, get = self._size(start)
+            sizes, _ = self._size(size[: -len(_CHUNK_END)])
             starts.append(offsets)
             lengths.append(sizes)
             gets.append(get)
             if not len(shape) == len(offsets) == len(sizes) or any(
-                start + size > whole for start, size, whole in zip(offsets, sizes, shape, strict=True)
+                [start + size > whole for start, size, whole in zip(offsets, sizes, shape, strict=True)]
             ):
                 raise _NotOwnError
         if len(set(starts)) != len(starts):  # two chunks that are one in `storage_data`
             raise _NotOwnError
-        numbers = tuple(map(integer, range(len(gets))))
-        return _Parts(shape, tuple(starts), tuple(lengths), tuple(gets), numbers, self.memoized - before)
+        return _Parts(kind, shape, tuple(starts), tuple(lengths), tuple(gets), self.memoized - before)
 
-    def _size(self, part: bytes, at: int) -> tuple[tuple[int, ...], bytes, int]:
-        """A shape, what refers to it, and where it ends."""
-        found = self._form.size.match(part, at)
-        if found is None:
+    def _size(self, token: bytes) -> tuple[tuple[int, ...], int]:
+        """A shape, and its number."""
+        known = self._sizes.get(token)
+        if known is not None:
+            return known
+        made, number = self._form.made, self.memoized
+        if not token.startswith(made) or not token.endswith(_MADE_END):
             raise _NotOwnError
-        get = found[2]
-        if get is None:
-            get = memo_get(self.memoized)
-            self._sizes[get] = tuple(_integers(self._form.number.findall(found[1])))
-            self.memoized += 1
-        sizes = self._sizes.get(get)
-        if sizes is None or len(sizes) > _MAX_AXES:
+        sizes = _integers(token[len(made) : -len(_MADE_END)])
+        if len(sizes) > _MAX_AXES:
             raise _NotOwnError
-        return sizes, get, found.end()
+        self.memoized += 1
+        self._sizes[memo_get(number)] = sizes, number
+        return sizes, number

@@ -95,15 +95,21 @@ def test_it_is_what_the_unpickler_makes(
     assert index.has_local_plans == (plans is not None)
 
 
-def test_keys_that_cannot_be_read_off_are_unpickled() -> None:
-    # In UTF-8 the one holds the byte of MEMOIZE, the other has its length in four bytes.
-    for key in ("\u0414", "k" * 300):
-        item = StoredItem("__0_0.distcp", 0, 700, (), 1)
-        entry = TensorEntry(key, "float32", (2,), (StoredChunk((0,), (2,), item),))
-        parts = {"tensors": {key: entry}, "objects": {"o": ObjectEntry("o", item._replace(offset=800))}}
-        data = encoded(parts)
-        assert not is_own(data)
-        assert parse_index(data, "a").tensors == {key: entry}
+@pytest.mark.parametrize(
+    ("key", "read_off"),
+    [("\u0414", True), ("a\nb", True), ("", True), ("k" * 255, True), ("k" * 300, False), ("eub\x8c\x94", True)],
+    ids=["another alphabet", "two lines", "empty", "longest", "length in four bytes", "like a separator"],
+)
+def test_unusual_keys_are_read_off_or_unpickled(key: str, read_off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = {}
+    for n, name in enumerate(("before", key, "behind")):
+        item = StoredItem("__0_0.distcp", 700 * n, 700, (), n)
+        entries[name] = TensorEntry(name, "float32", (2,), (StoredChunk((0,), (2,), item),))
+    stored = ObjectEntry("o", StoredItem("__0_0.distcp", 2800, 700, (), 9))
+    data = encoded({"tensors": entries, "objects": {"o": stored}})
+    assert is_own(data) is read_off
+    assert parse_index(data, "a").tensors == entries
+    assert parse_index(data, "a") == unpickled(data, monkeypatch)
 
 
 def test_two_chunks_in_one_place_are_left_to_the_unpickler(monkeypatch: pytest.MonkeyPatch) -> None:
