@@ -14,13 +14,13 @@ import functools
 import operator
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from itertools import chain, islice, repeat
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import chain, compress, repeat
 from typing import Final, NamedTuple
 
 from mcore_ckpt.format._own_pickle import memo_get, named_classes
-from mcore_ckpt.format.index import ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.index import ObjectEntry, PackedTensors, StoredItem, StoredPlaces, TensorForm
 
 __all__ = ["OwnIndex", "own_index"]
 
@@ -39,14 +39,14 @@ class OwnIndex(NamedTuple):
 
     Attributes:
         tensors, objects: by key, in the order of the file.
-        items: where each lies, in the order of `storage_data`.
+        items: how many there are of both.
         files: names that occur in it, as they are: nobody has looked at them.
         rest: the same pickle without any entries.
     """
 
-    tensors: dict[str, TensorEntry]
+    tensors: PackedTensors
     objects: dict[str, ObjectEntry]
-    items: list[StoredItem]
+    items: int
     files: tuple[str, ...]
     rest: bytes
 
@@ -189,7 +189,7 @@ def _read(data: bytes, sums: Sequence[int], dtypes: Mapping[str, str]) -> OwnInd
 
     shapes = _Shapes(form, memoized, kinds)
     parts = shapes.of(rows)
-    counts = [len(part.offsets) for part in parts]
+    counts = [len(part.offset_gets) for part in parts]
     chunk_count = sum(counts)
     if chunk_count > len(places):
         raise _NotOwnError
@@ -200,23 +200,27 @@ def _read(data: bytes, sums: Sequence[int], dtypes: Mapping[str, str]) -> OwnInd
         or offset_gets != list(chain.from_iterable(part.offset_gets for part in parts))
     ):
         raise _NotOwnError
-    try:
-        names = list(map(files.__getitem__, file_gets))
-    except KeyError:
-        raise _NotOwnError from None
-    items = _items(names, offsets, lengths, sums[:chunk_count])
-    objects = _objects(object_keys, places[chunk_count:], shapes.memoized, files, sums[chunk_count:], form)
-    fqns = _keys(keys)
-    dtypes_of, requires_grad = zip(*(part.kind for part in parts), strict=True) if parts else ((), ())
-    fields = zip(*(fqns, dtypes_of, [part.shape for part in parts], _chunks(parts, items), requires_grad), strict=True)
-    tensors = dict(zip(fqns, map(_new_entry, fields), strict=True))
-    if len(tensors) != len(fqns) or tensors.keys() & objects.keys():
+    if not files.keys() >= set(file_gets):
         raise _NotOwnError
-    items += [entry.item for entry in objects.values()]
+    own_files = list(dict.fromkeys(files.values()))
+    numbers_of_files = dict(zip(own_files, range(len(own_files)), strict=True))
+    number_of = {get: numbers_of_files[name] for get, name in files.items()}
+    _check_places(offsets, lengths)
+    places_of_chunks = StoredPlaces(
+        own_files,
+        array("I", map(number_of.__getitem__, file_gets)),
+        array("q", offsets),
+        array("q", lengths),
+        array("I", sums[:chunk_count]),
+    )
+    objects = _objects(object_keys, places[chunk_count:], shapes.memoized, files, sums[chunk_count:], form)
+    tensors = PackedTensors(_keys(keys), [part.form for part in parts], places_of_chunks)
+    if len(tensors) != len(keys) or tensors.keys() & objects.keys():
+        raise _NotOwnError
     body = b"".join((data[_HEAD_BYTES:entries_at], form.between, data[after:]))
     rest = data[:3] + struct.pack("<Q", len(body)) + body
-    used = dict.fromkeys(files.values()) | dict.fromkeys(item.file for item in items[chunk_count:])
-    return OwnIndex(tensors, objects, items, tuple(used), rest)
+    used = dict.fromkeys(own_files) | dict.fromkeys(entry.item.file for entry in objects.values())
+    return OwnIndex(tensors, objects, len(places), tuple(used), rest)
 
 
 def _entries(data: bytes, form: _Patterns) -> tuple[list[bytes], list[bytes], list[bytes]]:
@@ -243,23 +247,6 @@ def _object_keys(data: bytes, form: _Patterns) -> list[bytes]:
     if found and found[-1][1]:
         raise _NotOwnError
     return [key for key, _ in found]
-
-
-# Made of rows without a call of a function of Python's for each.
-_new_item = partial(tuple.__new__, StoredItem)
-_new_chunk = partial(tuple.__new__, StoredChunk)
-_new_entry = partial(tuple.__new__, TensorEntry)
-
-
-def _chunks(parts: list[_Parts], items: list[StoredItem]) -> list[tuple[StoredChunk, ...]]:
-    """The chunks of each tensor."""
-    offsets = chain.from_iterable(part.offsets for part in parts)
-    sizes = chain.from_iterable(part.sizes for part in parts)
-    chunks: Iterator[StoredChunk] = map(_new_chunk, zip(offsets, sizes, items, strict=True))
-    counts = {len(part.offsets) for part in parts}
-    if len(counts) == 1 and 0 not in counts:
-        return list(zip(*[chunks] * counts.pop(), strict=True))
-    return [tuple(islice(chunks, len(part.offsets))) for part in parts]
 
 
 def _keys(texts: list[bytes]) -> list[str]:
@@ -293,15 +280,12 @@ def _numbers_of(rows: list[bytes], pattern: re.Pattern[bytes]) -> list[list[int]
     """
     if not rows:
         return [[] for _ in range(pattern.groups)]
-    by_length: dict[int, list[int]] = {}
-    for at, length in enumerate(map(len, rows)):
-        by_length.setdefault(length, []).append(at)
-    found: list[tuple[int, ...]] = [()] * len(rows)
-    for places in by_length.values():
-        alike = rows if len(by_length) == 1 else [rows[at] for at in places]
-        for at, numbers in zip(places, _numbers_of_alike(alike, pattern), strict=True):
-            found[at] = numbers
-    return list(map(list, zip(*found, strict=True)))
+    lengths = list(map(len, rows))
+    found = {
+        length: iter(_numbers_of_alike(list(compress(rows, map(length.__eq__, lengths))), pattern))
+        for length in set(lengths)
+    }
+    return list(map(list, zip(*map(next, map(found.__getitem__, lengths)), strict=True)))
 
 
 def _numbers_of_alike(rows: list[bytes], pattern: re.Pattern[bytes]) -> list[tuple[int, ...]]:
@@ -369,10 +353,9 @@ def _integers(tokens: bytes) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _items(files: list[str], offsets: list[int], lengths: list[int], sums: Sequence[int]) -> list[StoredItem]:
-    if files and (min(offsets) < 0 or min(lengths) < 0 or max(map(operator.add, offsets, lengths)) > _MAX_OFFSET):
+def _check_places(offsets: list[int], lengths: list[int]) -> None:
+    if offsets and (min(offsets) < 0 or min(lengths) < 0 or max(map(operator.add, offsets, lengths)) > _MAX_OFFSET):
         raise _NotOwnError
-    return list(map(_new_item, zip(files, offsets, lengths, repeat(()), sums)))
 
 
 def _objects(
@@ -399,7 +382,9 @@ def _objects(
         if number not in files:
             raise _NotOwnError
         names.append(files[number])
-    items = _items(names, [_integer(row[2]) for row in found], [_integer(row[3]) for row in found], sums)
+    offsets, lengths = ([_integer(row[column]) for row in found] for column in (2, 3))
+    _check_places(offsets, lengths)
+    items = map(StoredItem, names, offsets, lengths, repeat(()), sums)
     objects = {fqn: ObjectEntry(fqn, item) for fqn, item in zip(_texts(keys), items, strict=True)}
     if len(objects) != len(keys):
         raise _NotOwnError
@@ -410,19 +395,12 @@ class _Parts(NamedTuple):
     """What follows the key of a tensor.
 
     Attributes:
-        kind: dtype, and whether gradients are required.
-        shape: of the tensor.
-        offsets, sizes: of each chunk.
-        offset_gets: number of the thing that the offsets of each are.
-        memoized: how many shapes are made in it.
+        form: all of it but what follows.
+        offset_gets: number of the thing that the offsets of each chunk are.
     """
 
-    kind: tuple[str, bool]
-    shape: tuple[int, ...]
-    offsets: tuple[tuple[int, ...], ...]
-    sizes: tuple[tuple[int, ...], ...]
+    form: TensorForm
     offset_gets: tuple[int, ...]
-    memoized: int
 
 
 class _Shapes:
@@ -457,37 +435,41 @@ class _Shapes:
                 self.memoized = memoized
                 like = self._parsed(row)
                 memoized = self.memoized
-                if not like.memoized:
-                    known[row] = like
             found.append(like)
         self.memoized = memoized
         return found
 
     def _parsed(self, row: bytes) -> _Parts:
-        form, before = self._form, self.memoized
+        form = self._form
         head, *chunks = row.split(form.chunk)
         kind_get, separator, size = head.partition(form.size)
         kind = self._kinds.get(kind_get)
         if kind is None or not separator or not size.endswith(form.chunks):
             raise _NotOwnError
-        shape, _ = self._size(size[: -len(form.chunks)])
-        starts, lengths, gets = [], [], []
+        shape, number = self._size(size[: -len(form.chunks)])
+        starts, lengths, numbers = [], [], []
+        # The same as it looks where all of its shapes are referred to, as in most of the tensors that are like it.
+        again = [kind_get, form.size, memo_get(number), form.chunks]
         for chunk in chunks:
             start, separator, size = chunk.partition(form.sizes)
             if not separator or not size.endswith(_CHUNK_END):
                 raise _NotOwnError
-            offsets, get = self._size(start)
-            sizes, _ = self._size(size[: -len(_CHUNK_END)])
+            offsets, number = self._size(start)
+            sizes, size_number = self._size(size[: -len(_CHUNK_END)])
+            again += form.chunk, memo_get(number), form.sizes, memo_get(size_number), _CHUNK_END
             starts.append(offsets)
             lengths.append(sizes)
-            gets.append(get)
-            if not len(shape) == len(offsets) == len(sizes) or any(
-                [start + size > whole for start, size, whole in zip(offsets, sizes, shape, strict=True)]
-            ):
+            numbers.append(number)
+            if not len(shape) == len(offsets) == len(sizes):
                 raise _NotOwnError
+            for first, count, whole in zip(offsets, sizes, shape, strict=True):
+                if first + count > whole:
+                    raise _NotOwnError
         if len(set(starts)) != len(starts):  # two chunks that are one in `storage_data`
             raise _NotOwnError
-        return _Parts(kind, shape, tuple(starts), tuple(lengths), tuple(gets), self.memoized - before)
+        parts = _Parts(TensorForm(*kind, shape, tuple(starts), tuple(lengths)), tuple(numbers))
+        self._known[b"".join(again)] = parts
+        return parts
 
     def _size(self, token: bytes) -> tuple[tuple[int, ...], int]:
         """A shape, and its number."""

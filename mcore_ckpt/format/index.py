@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from mcore_ckpt.format.seal import MetadataSeal
@@ -12,9 +14,12 @@ __all__ = [
     "CheckpointIndex",
     "ObjectEntry",
     "ObjectShard",
+    "PackedTensors",
     "StoredChunk",
     "StoredItem",
+    "StoredPlaces",
     "TensorEntry",
+    "TensorForm",
     "object_key",
     "parse_object_key",
 ]
@@ -54,6 +59,89 @@ class TensorEntry(NamedTuple):
     requires_grad: bool = False
 
 
+class TensorForm(NamedTuple):
+    """All that an index says of a tensor but its key and where its chunks lie; many tensors have it in common.
+
+    Attributes:
+        dtype, requires_grad, shape: as in `TensorEntry`.
+        offsets, sizes: of each chunk, in elements.
+    """
+
+    dtype: str
+    requires_grad: bool
+    shape: tuple[int, ...]
+    offsets: tuple[tuple[int, ...], ...]
+    sizes: tuple[tuple[int, ...], ...]
+
+
+class StoredPlaces(NamedTuple):
+    """Where items lie, in columns of one entry for each item.
+
+    Attributes:
+        files: names; the only member that has another length.
+        file_numbers: which of them (unsigned int, 4 bytes).
+        offsets, lengths: in bytes (signed, 8 bytes).
+        crcs: as `StoredItem.crc32` (unsigned int, 4 bytes).
+    """
+
+    files: Sequence[str]
+    file_numbers: array[int]
+    offsets: array[int]
+    lengths: array[int]
+    crcs: array[int]
+
+    def item(self, number: int) -> StoredItem:
+        """One of them."""
+        file = self.files[self.file_numbers[number]]
+        return StoredItem(file, self.offsets[number], self.lengths[number], (), self.crcs[number])
+
+
+class PackedTensors(Mapping[str, TensorEntry]):
+    """Tensors of an index by key, in the order of the file; an entry is made when it is asked for, and kept.
+
+    A rank of many wants few of the chunks that an index names; of the others, no more than numbers in columns are made.
+
+    Args:
+        keys: of the tensors, each once.
+        forms: of each tensor.
+        places: of the chunks of all tensors, one after the other.
+
+    Attributes:
+        rows: the number of each key.
+        forms, places: see there.
+        firsts: number of the first chunk of each tensor.
+    """
+
+    def __init__(self, keys: Sequence[str], forms: Sequence[TensorForm], places: StoredPlaces) -> None:
+        self.rows = dict(zip(keys, range(len(keys)), strict=True))
+        self.forms = forms
+        self.places = places
+        self.firsts = list(accumulate([len(form.offsets) for form in forms], initial=0))
+        self._made: dict[str, TensorEntry] = {}
+
+    def __getitem__(self, key: str) -> TensorEntry:
+        made = self._made.get(key)
+        if made is None:
+            row = self.rows[key]
+            dtype, requires_grad, shape, offsets, sizes = self.forms[row]
+            items = map(self.places.item, range(self.firsts[row], self.firsts[row + 1]))
+            chunks = tuple(map(StoredChunk, offsets, sizes, items))
+            made = self._made[key] = TensorEntry(key, dtype, shape, chunks, requires_grad)
+        return made
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({dict(self)!r})"
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectEntry:
     """A stored object (BYTE_IO): `fqn` is the full key, for Megatron `<key>/shard_<offset>_<shape>`."""
@@ -82,7 +170,7 @@ class CheckpointIndex:
     """
 
     path: str
-    tensors: dict[str, TensorEntry]
+    tensors: Mapping[str, TensorEntry]
     objects: dict[str, ObjectEntry]
     planner_data: Any = None
     mcore_data: dict[str, dict[str, Any]] = field(default_factory=dict)

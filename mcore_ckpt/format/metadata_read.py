@@ -15,7 +15,7 @@ import math
 import os
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -468,6 +468,7 @@ class _IndexBuilder:
 
     def build(self, state: MetadataState, has_local_plans: bool, own: OwnIndex | None = None) -> CheckpointIndex:
         """The index that `state` describes; its tensors and objects are those of `own`, where there is one."""
+        tensors: Mapping[str, TensorEntry]
         tensors, objects = self._entries(state) if own is None else self._own_entries(own)
         return CheckpointIndex(
             self._path,
@@ -483,11 +484,17 @@ class _IndexBuilder:
             blocks=self._blocks,
         )
 
-    def _own_entries(self, own: OwnIndex) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
+    def _own_entries(self, own: OwnIndex) -> tuple[Mapping[str, TensorEntry], dict[str, ObjectEntry]]:
         for file in own.files:
             self._check_file_name("a file", file)
         if self._seal is not None:
-            self._check_seal(self._seal, own.items)
+            of_objects = [entry.item for entry in own.objects.values()]
+            chunks = own.items - len(of_objects)
+            self._check_seal(
+                self._seal,
+                own.items,
+                lambda number: own.tensors.places.item(number) if number < chunks else of_objects[number - chunks],
+            )
         return own.tensors, own.objects
 
     def _entries(self, state: MetadataState) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
@@ -551,18 +558,25 @@ class _IndexBuilder:
                 else StoredItem(name, offset, length, self._transforms(fqn, transforms), crc)
             )
         if seal is not None:
-            self._check_seal(seal, list(items.values()))
+            self._check_seal(seal, len(items), list(items.values()).__getitem__)
         return items
 
-    def _check_seal(self, seal: MetadataSeal, items: Sequence[StoredItem]) -> None:
-        """Hold the seal against the places; keep the running sums by place."""
-        if len(items) != len(seal.crcs):
-            raise self._wrong("storage_data", "each key and offset once", len(items))
+    def _check_seal(self, seal: MetadataSeal, count: int, item_at: Callable[[int], StoredItem]) -> None:
+        """Hold the seal against the places; keep the running sums by place.
+
+        Args:
+            seal: of the index.
+            count: of the items.
+            item_at: one of them, by its number in `storage_data`.
+        """
+        if count != len(seal.crcs):
+            raise self._wrong("storage_data", "each key and offset once", count)
         unsealed = self._safe_names - seal.files.keys()
         if unsealed:
             raise self._wrong("the seal", f"an entry for each file, {min(unsealed)!r} among them", len(seal.files))
         for number, sums in seal.running():
-            self._blocks[items[number].file, items[number].offset] = sums
+            item = item_at(number)
+            self._blocks[item.file, item.offset] = sums
 
     def _tensor(
         self, fqn: str, entry: TensorEntryState, items: dict[tuple[str, tuple[int, ...] | None], StoredItem]

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterator, Sequence
 
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError
-from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem
+from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, StoredItem
 from mcore_ckpt.format.item_reading import LocatedTensor
 
 __all__ = [
@@ -45,18 +45,38 @@ def check_apart(index: CheckpointIndex) -> None:
     empty ones at the end of a tensor (DTensors of more ranks than rows) have the one item that was written last.
     """
     bounds: dict[str, tuple[list[int], list[int]]] = {}
-    for _, _, item in _read_items(index):
-        known = bounds.get(item.file)
+    for file, offset, length in _places(index):
+        known = bounds.get(file)
         if known is None:
-            known = bounds[item.file] = [], []
-        known[0].append(item.offset)
-        known[1].append(item.offset + item.length)
+            known = bounds[file] = [], []
+        known[0].append(offset)
+        known[1].append(offset + length)
     for file, (starts, stops) in bounds.items():
         starts.sort()
         stops.sort()
         # Ranges are apart exactly if, sorted each by itself, every stop comes before the next start.
         if not all(map(operator.le, stops, itertools.islice(starts, 1, None))):
             raise _overlap(index, file)
+
+
+def _places(index: CheckpointIndex) -> Iterator[tuple[str, int, int]]:
+    """File, offset and length of all items from which something is read."""
+    tensors = index.tensors
+    if not isinstance(tensors, PackedTensors):
+        for _, _, item in _read_items(index):
+            yield item.file, item.offset, item.length
+        return
+    places = tensors.places
+    columns: Iterator[tuple[str, int, int]] = zip(
+        map(places.files.__getitem__, places.file_numbers), places.offsets, places.lengths, strict=True
+    )
+    empty = {id(form): [0 in sizes for sizes in form.sizes] for form in tensors.forms}
+    if any(map(any, empty.values())):
+        of_chunks = itertools.chain.from_iterable(empty[id(form)] for form in tensors.forms)
+        columns = itertools.compress(columns, map(operator.not_, of_chunks))
+    yield from columns
+    for stored in index.objects.values():
+        yield stored.item.file, stored.item.offset, stored.item.length
 
 
 def _read_items(index: CheckpointIndex) -> Iterator[tuple[str, StoredChunk | None, StoredItem]]:
