@@ -108,16 +108,37 @@ class PackedTensors(Mapping[str, TensorEntry]):
 
     Attributes:
         rows: the number of each key.
+        names: the keys, by number.
         forms, places: see there.
         firsts: number of the first chunk of each tensor.
     """
 
     def __init__(self, keys: Sequence[str], forms: Sequence[TensorForm], places: StoredPlaces) -> None:
         self.rows = dict(zip(keys, range(len(keys)), strict=True))
+        self.names = keys
         self.forms = forms
         self.places = places
         self.firsts = list(accumulate([len(form.offsets) for form in forms], initial=0))
         self._made: dict[str, TensorEntry] = {}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, TensorEntry]) -> PackedTensors | None:
+        """The same tensors in columns; None if an item of theirs goes through transforms or has no checksum."""
+        forms: dict[TensorForm, TensorForm] = {}
+        files: dict[str, int] = {}
+        places = StoredPlaces([], array("I"), array("q"), array("q"), array("I"))
+        own = []
+        for _, dtype, shape, chunks, requires_grad in tensors.values():
+            form = TensorForm(dtype, requires_grad, shape, tuple([c[0] for c in chunks]), tuple([c[1] for c in chunks]))
+            own.append(forms.setdefault(form, form))
+            for _, _, (file, offset, length, transforms, crc) in chunks:
+                if transforms or crc is None:
+                    return None
+                places.file_numbers.append(files.setdefault(file, len(files)))
+                places.offsets.append(offset)
+                places.lengths.append(length)
+                places.crcs.append(crc)
+        return cls(list(tensors), own, places._replace(files=list(files)))
 
     def __getitem__(self, key: str) -> TensorEntry:
         made = self._made.get(key)

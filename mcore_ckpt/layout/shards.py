@@ -105,10 +105,13 @@ def _collect(values: Iterable[object], found: list[Any]) -> None:
 def replace_leaves(tree: Any, replacement: Callable[[Any], Any]) -> Any:
     """A copy of a nested dict/list in which each sharded leaf is what `replacement(leaf)` returns."""
     if isinstance(tree, dict):
-        return {key: replace_leaves(value, replacement) for key, value in tree.items()}
+        return {
+            key: replacement(value) if type(value) in _LEAF_TYPES else replace_leaves(value, replacement)
+            for key, value in tree.items()
+        }
     if isinstance(tree, list):
         return [replace_leaves(value, replacement) for value in tree]
-    if is_sharded_tensor(tree) or is_sharded_object(tree):
+    if type(tree) in _LEAF_TYPES or is_sharded_tensor(tree) or is_sharded_object(tree):
         return replacement(tree)
     return tree
 

@@ -32,7 +32,16 @@ from mcore_ckpt.format.seal import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._placement import HostBytes, ReadBuffer, Want, alignment_for, memory_at, narrow, place_box
-from mcore_ckpt.load._whole_items import MAX_WHOLE_BYTES, WholeItem, WholeSpan, cut, place, scatter, spans_of
+from mcore_ckpt.load._whole_items import (
+    MAX_WHOLE_BYTES,
+    WholeItem,
+    WholeItems,
+    WholeSpan,
+    cut,
+    place,
+    scatter,
+    spans_of,
+)
 from mcore_ckpt.load.checksums import BlockSums, RecordSum, checksum_error, contiguous_around, whole_blocks
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, in_parallel, naming, padded_range
 from mcore_ckpt.load.item_decoding import ItemDecoder
@@ -132,7 +141,7 @@ class TensorReads:
         self._placing = threading.Lock()
         self._scattering = threading.BoundedSemaphore(_SCATTERING_THREADS)
 
-    def run(self, items: Sequence[WantedItem], whole: Sequence[WholeItem] = ()) -> None:
+    def run(self, items: Sequence[WantedItem], whole: WholeItems | None = None) -> None:
         """Fill the destinations of `items`, which are in order of file and offset, and of `whole`, in any order.
 
         Raises:
@@ -142,12 +151,13 @@ class TensorReads:
         """
         self._pinned = any(want.tensor.is_cuda for wanted in items[:64] for want in wanted.wants)
         window_bytes, max_gap_bytes = self._options.window_bytes, self._options.max_gap_bytes
-        whole_spans, shared = spans_of(whole, window_bytes=window_bytes, max_gap_bytes=max_gap_bytes)
-        if shared:
-            items = _with_shared(items, shared)
+        whole_spans: list[WholeSpan] = []
+        if whole is not None:
+            whole_spans, shared = spans_of(whole, window_bytes=window_bytes, max_gap_bytes=max_gap_bytes)
+            items = _with_shared(items, shared) if shared else items
         rangeable: list[tuple[WantedItem, bool]] = []
         unlocated: list[WantedItem] = []
-        needed_bytes = sum(row.kind.payload_bytes for span in whole_spans for row in span.rows)
+        needed_bytes = sum(int(span.items.payloads.sum()) for span in whole_spans)
         for wanted in items:
             needed = wanted.needed_bytes
             needed_bytes += needed
@@ -340,7 +350,7 @@ class TensorReads:
                 # What comes out of the page cache is summed while it is in the CPU's.
                 parts = cut(span, _CACHED_BYTES) if reader.is_cached(span.start, span.stop - span.start) else []
         except LoadError as error:
-            raise _naming(error, span.rows[0].wanted()) from error
+            raise _naming(error, span.items.part(0, 1).items()[0].wanted()) from error
         with self._files.reader(span.file) as reader:
             if not parts:
                 self._read_and_place(reader, span)
@@ -355,7 +365,7 @@ class TensorReads:
         buffer = self._buffer(nbytes)
         read = scatter(span, reader, buffer)
         if read is not None and read.are_sound(verify):
-            self._stats.add(reads=1, bytes_read=nbytes, records_checked=len(span.rows) if verify else 0)
+            self._stats.add(reads=1, bytes_read=nbytes, records_checked=len(span.items.starts) if verify else 0)
         else:
             self._read_and_place(reader, span)
 
@@ -365,7 +375,7 @@ class TensorReads:
         try:
             reader.read_into(start, buffer.view[: stop - start])
         except LoadError as error:
-            raise _naming(error, span.rows[0].wanted()) from error
+            raise _naming(error, span.items.part(0, 1).items()[0].wanted()) from error
         self._stats.add(reads=1, bytes_read=stop - start)
         with self._placing:
             self._place_whole(buffer, span, -start)
@@ -373,10 +383,10 @@ class TensorReads:
     def _place_whole(self, buffer: ReadBuffer, span: WholeSpan, shift: int) -> None:
         verify = self._options.verify_crc
         if place(span, buffer.view, buffer.address, shift, verify):
-            self._stats.add(records_checked=len(span.rows) if verify else 0)
+            self._stats.add(records_checked=len(span.items.starts) if verify else 0)
             return
         checked = 0
-        for row in span.rows:  # each by itself: one of them is damaged, or not as this package writes it
+        for row in span.items.items():  # each by itself: one of them is damaged, or not as this package writes it
             checked += self._place_packed(buffer, row.offset + shift, row.wanted())
         self._stats.add(records_checked=checked)
 

@@ -14,10 +14,10 @@ O_DIRECT, into a buffer, and is copied out of it (`place`).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from itertools import chain, groupby
-from operator import attrgetter, itemgetter
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -25,11 +25,11 @@ import torch
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.format.crc import crc32s
-from mcore_ckpt.format.index import CheckpointIndex, StoredChunk
+from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, TensorForm
 from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.load._placement import ReadBuffer, Want, address_of, memory_at
 from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES, Extent, coalesce
-from mcore_ckpt.load.read_requests import WantedItem, only_chunk, stored_dtype
+from mcore_ckpt.load.read_requests import WantedItem, known_dtype, only_box
 from mcore_ckpt.storage.base import RangeReader
 
 __all__ = [
@@ -82,27 +82,25 @@ class _Kind(NamedTuple):
 
 
 class WholeItem(NamedTuple):
-    """An item, all of which is wanted.
+    """An item, all of which is wanted; made where one is looked at by itself.
 
     Attributes:
         file, offset: where it lies.
         address: where its payload belongs.
-        crc32: of its payload.
         kind: what it looks like.
-        fqn, chunk, tensor: what it is, and the destination, which is kept alive by this.
+        fqn, chunk, tensor: what it is, and the destination.
     """
 
     file: str
     offset: int
     address: int
-    crc32: int
     kind: _Kind
     fqn: str
     chunk: StoredChunk
     tensor: torch.Tensor
 
     def wanted(self) -> WantedItem:
-        """The same, to be looked at by itself."""
+        """The same, as any other item that is wanted."""
         sizes = self.chunk.sizes
         want = Want(Box((0,) * len(sizes), sizes), True, self.tensor, self.address)
         return WantedItem(self.fqn, self.kind.dtype, self.chunk, self.kind.payload_bytes, [want])
@@ -112,21 +110,63 @@ WholeWant = tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...], tuple[int
 """What a destination wants: key of the global tensor, the destination, offsets and sizes of the box that it wants of it
 (in elements), and the shape that the global tensor must have."""
 
+_Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+class _Place(NamedTuple):
+    """Where a box is stored of all tensors of one form.
+
+    Attributes:
+        chunk: its number among those of the tensor.
+        kind: its number in `WholeItems.kinds`.
+        dtype, item_bytes: of that.
+    """
+
+    chunk: int
+    kind: int
+    dtype: torch.dtype
+    item_bytes: int
+
+
+_UNKNOWN: Final = _Place(-1, -1, torch.uint8, -1)
+
 
 class WholeItems:
-    """Collects items of which all is wanted.
+    """Collects items of which all is wanted; of sealed checkpoints, whose items have a checksum each.
 
     Args:
         index: of the checkpoint.
         max_bytes: items that are longer are left to others.
+
+    Attributes:
+        tensors: the destinations, which are kept alive by this.
+        addresses: where each payload belongs.
+        numbers: of each item, among those of the index.
+        kind_numbers: which of `kinds` each is.
+        kinds: what items look like.
     """
 
     def __init__(self, index: CheckpointIndex, max_bytes: int) -> None:
-        self.rows: list[WholeItem] = []
-        self._index = index
-        self._entry = index.tensors.get
+        self.tensors: list[torch.Tensor] = []
+        self.addresses: list[int] = []
+        self.numbers: list[int] = []
+        self.kind_numbers: list[int] = []
+        self.kinds: list[_Kind] = []
+        tensors = index.tensors
+        if not isinstance(tensors, PackedTensors) and index.seal is not None:
+            tensors = PackedTensors.of(tensors) or tensors
+        self._packed = tensors if isinstance(tensors, PackedTensors) else None
         self._max_bytes = min(max_bytes, MAX_WHOLE_BYTES)
-        self._kinds: dict[tuple[str, tuple[int, ...]], _Kind | None] = {}
+        # By form of a global tensor (`id`: they belong to the index), box, and shape; None: it is left to others.
+        self._places: dict[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]], _Place | None] = {}
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of all of them."""
+        return sum([self.kinds[number].payload_bytes for number in self.kind_numbers])
 
     def take(self, wants: Iterable[WholeWant]) -> list[bool]:
         """Add what destinations want, where that is a small item that can be copied there as it is.
@@ -134,39 +174,85 @@ class WholeItems:
         Returns:
             Of each whether it has been added. Otherwise it may be wrong, or merely unusual: nothing has been decided.
         """
-        entry_of, kinds, rows, max_bytes = self._entry, self._kinds, self.rows, self._max_bytes
+        packed = self._packed
+        if packed is None:
+            return [False for _ in wants]
+        row_of, forms, firsts, lengths = packed.rows.get, packed.forms, packed.firsts, packed.places.lengths
+        tensors, addresses, numbers, kinds = self.tensors, self.addresses, self.numbers, self.kind_numbers
+        known = self._places.get
         taken: list[bool] = []
         for fqn, tensor, offsets, sizes, shape in wants:
-            taken.append(False)
-            entry = entry_of(fqn)
-            if entry is None:
-                continue
-            _, dtype, stored_shape, chunks, _ = entry
-            if stored_shape != shape:
-                continue
-            if len(chunks) == 1:
-                chunk: StoredChunk | None = chunks[0]
-            else:
-                chunk = only_chunk(chunks, offsets, sizes) if len(chunks) <= _FEW_CHUNKS else None
-            if chunk is None:
-                continue
-            stored_offsets, stored_sizes, (file, offset, length, transforms, crc) = chunk
-            if stored_sizes != sizes or stored_offsets != offsets or tensor.shape != sizes:
-                continue
-            if crc is None or transforms or length > max_bytes:
-                continue
-            key = dtype, sizes
-            kind = kinds[key] if key in kinds else kinds.setdefault(key, _kind(dtype, sizes, stored_dtype(entry)))
-            if kind is None or kind.item_bytes != length:
-                continue
-            address = address_of(tensor, kind.dtype)
-            if address:
-                rows.append(_new_row((file, offset, address, crc, kind, fqn, chunk, tensor)))
-                taken[-1] = True
+            fits, row = False, row_of(fqn)
+            if row is not None and tensor.shape == sizes:
+                form = forms[row]
+                place = known((id(form), offsets, sizes, shape), _UNKNOWN)
+                if place is _UNKNOWN:
+                    place = self._find(form, offsets, sizes, shape)
+                if place is not None:
+                    chunk, kind, dtype, item_bytes = place
+                    number, address = firsts[row] + chunk, address_of(tensor, dtype)
+                    if address and lengths[number] == item_bytes:
+                        fits = True
+                        tensors.append(tensor)
+                        addresses.append(address)
+                        numbers.append(number)
+                        kinds.append(kind)
+            taken.append(fits)
         return taken
 
+    def _find(
+        self, form: TensorForm, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]
+    ) -> _Place | None:
+        place = None
+        if form.shape == shape and len(form.offsets) <= _FEW_CHUNKS:
+            chunk = only_box(form.offsets, form.sizes, offsets, sizes)
+            dtype = known_dtype(form.dtype)
+            kind = None if chunk is None or dtype is None else _kind(form.dtype, sizes, dtype)
+            if chunk is not None and kind is not None and kind.item_bytes <= self._max_bytes:
+                place = _Place(chunk, len(self.kinds), kind.dtype, kind.item_bytes)
+                self.kinds.append(kind)
+        self._places[id(form), offsets, sizes, shape] = place
+        return place
 
-_new_row = partial(tuple.__new__, WholeItem)
+    def item(self, at: int) -> WholeItem:
+        """One of them."""
+        assert self._packed is not None
+        number = self.numbers[at]
+        row = bisect_right(self._packed.firsts, number) - 1
+        form, item = self._packed.forms[row], self._packed.places.item(number)
+        which = number - self._packed.firsts[row]
+        chunk = StoredChunk(form.offsets[which], form.sizes[which], item)
+        kind = self.kinds[self.kind_numbers[at]]
+        return WholeItem(
+            item.file, item.offset, self.addresses[at], kind, self._packed.names[row], chunk, self.tensors[at]
+        )
+
+    def columns(self) -> Iterator[tuple[str, _Columns]]:
+        """Of each file its name, and the items in it, in the order in which they lie there."""
+        if self._packed is None or not self.numbers:
+            return
+        places = self._packed.places
+        numbers = np.array(self.numbers, dtype=np.int64)
+        starts = np.frombuffer(places.offsets, dtype=np.int64)[numbers]
+        files = np.frombuffer(places.file_numbers, dtype=np.uint32)[numbers]
+        ranks = np.empty(len(places.files), dtype=np.int64)
+        by_name = sorted(range(len(places.files)), key=places.files.__getitem__)
+        ranks[by_name] = np.arange(len(by_name))
+        order = np.lexsort((starts, ranks[files]))
+        ends = np.append(np.flatnonzero(np.diff(files[order])) + 1, len(order))
+        table = np.array(list(map(_kind_numbers, self.kinds)), dtype=np.int64)
+        kinds = np.array(self.kind_numbers, dtype=np.int64)
+        addresses = np.array(self.addresses, dtype=np.int64)
+        crcs = np.frombuffer(places.crcs, dtype=np.uint32)[numbers].astype("<u4")
+        first = 0
+        for end in ends.tolist():
+            own = order[first:end]
+            looks = np.ascontiguousarray(table[kinds[own]].T)
+            yield (
+                places.files[files[own[0]]],
+                _Columns.of(self, own, starts[own], addresses[own], crcs[own], kinds[own], looks),
+            )
+            first = end
 
 
 def _kind(dtype: str, sizes: tuple[int, ...], own: torch.dtype) -> _Kind | None:
@@ -183,7 +269,6 @@ def _kind(dtype: str, sizes: tuple[int, ...], own: torch.dtype) -> _Kind | None:
     return _Kind(own, template.item_bytes, head_bytes, payload_bytes, around, head_bytes + first, head_bytes + second)
 
 
-_Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 _kind_numbers = attrgetter("item_bytes", "head_bytes", "payload_bytes", "first_crc", "second_crc")
 
 
@@ -191,7 +276,9 @@ class _Columns(NamedTuple):
     """Items of one file in the order in which they lie there; arrays of n int64 each, if nothing else is said.
 
     Attributes:
-        rows: the items.
+        source: they belong to.
+        members: which of its items they are.
+        kinds: number of the kind of each.
         starts, stops: where they lie in the file.
         addresses: where their payloads belong.
         heads, payloads, tails: bytes before the payload, of it, and behind it.
@@ -201,7 +288,9 @@ class _Columns(NamedTuple):
         memory, lowest: memory from the lowest of the addresses on to where the last payload ends.
     """
 
-    rows: Sequence[WholeItem]
+    source: WholeItems
+    members: _Ints
+    kinds: _Ints
     starts: _Ints
     stops: _Ints
     addresses: _Ints
@@ -216,28 +305,36 @@ class _Columns(NamedTuple):
     lowest: int
 
     @classmethod
-    def of(cls, rows: Sequence[WholeItem]) -> _Columns:
-        """The columns of items that are in order."""
-        _, offsets, addresses, crcs, kinds, *_ = zip(*rows, strict=True)
-        numbers = np.array(list(map(_kind_numbers, kinds)), dtype=np.int64).T
-        lengths, heads, payloads, first_crcs, second_crcs = np.ascontiguousarray(numbers)
-        starts, places = np.array(offsets, dtype=np.int64), np.array(addresses, dtype=np.int64)
-        arounds = np.zeros(len(rows) + 1, dtype=np.int64)
+    def of(
+        cls,
+        source: WholeItems,
+        members: _Ints,
+        starts: _Ints,
+        addresses: _Ints,
+        crcs: np.ndarray[Any, Any],
+        kinds: _Ints,
+        looks: np.ndarray[Any, Any],
+    ) -> _Columns:
+        """The columns of items that are in order; `looks` are their `_kind_numbers`, a row for each of these."""
+        lengths, heads, payloads, first_crcs, second_crcs = looks
+        arounds = np.zeros(len(members) + 1, dtype=np.int64)
         np.cumsum(lengths - payloads, out=arounds[1:])
-        lowest = int(places.min())
+        lowest = int(addresses.min())
         return cls(
-            rows,
+            source,
+            members,
+            kinds,
             starts,
             starts + lengths,
-            places,
+            addresses,
             heads,
             payloads,
             lengths - heads - payloads,
             arounds,
             arounds[:-1] + first_crcs,
             arounds[:-1] + second_crcs,
-            np.array(crcs, dtype="<u4").view(np.uint8).reshape(-1, 4),
-            memory_at(lowest, int((places + payloads).max()) - lowest),
+            crcs.view(np.uint8).reshape(-1, 4),
+            memory_at(lowest, int((addresses + payloads).max()) - lowest),
             lowest,
         )
 
@@ -245,7 +342,8 @@ class _Columns(NamedTuple):
         """Items `first` to `stop` of them."""
         own = slice(first, stop)
         return self._replace(
-            rows=self.rows[own],
+            members=self.members[own],
+            kinds=self.kinds[own],
             starts=self.starts[own],
             stops=self.stops[own],
             addresses=self.addresses[own],
@@ -258,9 +356,14 @@ class _Columns(NamedTuple):
             crcs=self.crcs[own],
         )
 
+    def items(self) -> list[WholeItem]:
+        """Each by itself."""
+        return list(map(self.source.item, self.members.tolist()))
+
     def expected_around(self) -> bytes:
         """What should stand around the payloads, side by side."""
-        expected = bytearray().join([row.kind.around for row in self.rows])
+        kinds = self.source.kinds
+        expected = bytearray().join([kinds[number].around for number in self.kinds.tolist()])
         content = np.frombuffer(expected, dtype=np.uint8)
         for places in (self.first_crcs, self.second_crcs):
             content[(places - self.arounds[0])[:, None] + _FOUR] = self.crcs
@@ -278,15 +381,8 @@ class WholeSpan(NamedTuple):
     stop: int
     items: _Columns
 
-    @property
-    def rows(self) -> Sequence[WholeItem]:
-        """The items."""
-        return self.items.rows
 
-
-def spans_of(
-    rows: Sequence[WholeItem], *, window_bytes: int, max_gap_bytes: int
-) -> tuple[list[WholeSpan], list[WholeItem]]:
+def spans_of(items: WholeItems, *, window_bytes: int, max_gap_bytes: int) -> tuple[list[WholeSpan], list[WholeItem]]:
     """Join items that lie close together into spans, as `coalesce` does.
 
     Returns:
@@ -294,30 +390,29 @@ def spans_of(
     """
     spans: list[WholeSpan] = []
     shared: list[WholeItem] = []
-    for file, group in groupby(sorted(rows, key=itemgetter(0, 1)), itemgetter(0)):
-        items = _Columns.of(list(group))
-        gaps = items.starts[1:] - items.stops[:-1]
+    for file, columns in items.columns():
+        gaps = columns.starts[1:] - columns.stops[:-1]
         if (gaps < 0).any():
-            shared += items.rows
+            shared += columns.items()
         elif ((gaps > CHEAP_GAP_BYTES) & (gaps <= max_gap_bytes)).any():
             extents = [
-                Extent(file, row.offset, row.offset + row.kind.item_bytes, row.kind.item_bytes, at)
-                for at, row in enumerate(items.rows)
+                Extent(file, start, stop, stop - start, at)
+                for at, (start, stop) in enumerate(zip(columns.starts.tolist(), columns.stops.tolist(), strict=True))
             ]
             spans += [
-                WholeSpan(file, span.start, span.stop, items.part(span.extents[0].owner, span.extents[-1].owner + 1))
+                WholeSpan(file, span.start, span.stop, columns.part(span.extents[0].owner, span.extents[-1].owner + 1))
                 for span in coalesce(extents, window_bytes=window_bytes, max_gap_bytes=max_gap_bytes)
             ]
         else:
-            ends = np.append(np.flatnonzero(gaps > min(CHEAP_GAP_BYTES, max_gap_bytes)) + 1, len(items.rows))
-            spans += _cut(file, items, ends, window_bytes, len(items.rows))
+            ends = np.append(np.flatnonzero(gaps > min(CHEAP_GAP_BYTES, max_gap_bytes)) + 1, len(columns.starts))
+            spans += _cut(file, columns, ends, window_bytes, len(columns.starts))
     return spans, shared
 
 
 def cut(span: WholeSpan, window_bytes: int) -> list[WholeSpan]:
     """The same in shorter spans, each of which can be scattered."""
     items = span.items
-    return list(_cut(span.file, items, np.array([len(items.rows)]), window_bytes, MAX_SCATTERED))
+    return list(_cut(span.file, items, np.array([len(items.starts)]), window_bytes, MAX_SCATTERED))
 
 
 def _cut(file: str, items: _Columns, ends: _Ints, window_bytes: int, max_items: int) -> Iterator[WholeSpan]:
@@ -342,7 +437,7 @@ def scatter(span: WholeSpan, reader: RangeReader, buffer: ReadBuffer) -> Scatter
         What has been read, to be checked; None if the reader cannot do that.
     """
     items = span.items
-    count = len(items.rows)
+    count = len(items.starts)
     around_bytes = int(items.arounds[-1] - items.arounds[0])
     vectors = np.zeros((count, 4, 2), dtype=np.uint64)
     vectors[:, 0, 0] = items.arounds[:-1] + (buffer.address - items.arounds[0])

@@ -144,7 +144,8 @@ def _whole_box(sizes: tuple[int, ...]) -> Box:
 
 
 @lru_cache(maxsize=256)
-def _known_dtype(name: str) -> torch.dtype | None:
+def known_dtype(name: str) -> torch.dtype | None:
+    """torch's dtype of that name; None if the installed torch has none."""
     return torch_dtype(name)
 
 
@@ -154,7 +155,7 @@ def stored_dtype(entry: TensorEntry) -> torch.dtype:
     Raises:
         LoadError: the installed torch has no such dtype.
     """
-    dtype = _known_dtype(entry.dtype)
+    dtype = known_dtype(entry.dtype)
     if dtype is None:
         raise LoadError(f"{entry.fqn}: stored as {entry.dtype}, which torch {torch.__version__} does not have")
     return dtype
@@ -186,7 +187,7 @@ def _want_all(
     for request in requests:
         fqn, tensor, offsets, sizes = request[:4]
         entry = index.tensors.get(fqn) or tensor_entry(fqn, index)
-        dtype = _known_dtype(entry.dtype) or stored_dtype(entry)
+        dtype = known_dtype(entry.dtype) or stored_dtype(entry)
         if tensor.dtype is not dtype and not allow_dtype_cast:
             raise dtype_mismatch(entry, tensor.dtype, index)
         _check_shape(request, entry, index)
@@ -207,14 +208,25 @@ def _want_all(
 
 def only_chunk(chunks: Sequence[StoredChunk], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> StoredChunk | None:
     """The chunk that is just this box, if no other one overlaps it: what a load under the layout of the save wants."""
+    number = only_box([chunk.offsets for chunk in chunks], [chunk.sizes for chunk in chunks], offsets, sizes)
+    return None if number is None else chunks[number]
+
+
+def only_box(
+    starts: Sequence[tuple[int, ...]],
+    lengths: Sequence[tuple[int, ...]],
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+) -> int | None:
+    """Number of the box that is just this one, if no other one overlaps it; of boxes at `starts` of sizes `lengths`."""
     found = None
-    for chunk in chunks:
-        if chunk.offsets == offsets and chunk.sizes == sizes:
+    for number, (start_of, length_of) in enumerate(zip(starts, lengths, strict=True)):
+        if start_of == offsets and length_of == sizes:
             if found is not None:
                 return None
-            found = chunk
+            found = number
             continue
-        for start, size, other_start, other_size in zip(offsets, sizes, chunk.offsets, chunk.sizes):  # noqa: B905
+        for start, size, other_start, other_size in zip(offsets, sizes, start_of, length_of):  # noqa: B905
             if start + size <= other_start or other_start + other_size <= start:
                 break
         else:

@@ -12,7 +12,7 @@ import io
 import math
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._tensor_reads import TensorReads
-from mcore_ckpt.load._whole_items import WholeItem, WholeItems
+from mcore_ckpt.load._whole_items import WholeItems
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, keeps_cached, naming
 from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.load.item_decoding import ItemDecoder
@@ -131,11 +131,11 @@ class FileSystemReader(StorageReader):
             ChecksumError: a record's bytes are not those that were written.
         """
         wanted = wanted_items(requests, self.index, allow_dtype_cast=self.options.allow_dtype_cast)
-        self._read(wanted, [] if whole is None else whole.rows)
+        self._read(wanted, whole)
 
-    def _read(self, wanted: WantedItems, whole: Sequence[WholeItem] = ()) -> None:
+    def _read(self, wanted: WantedItems, whole: WholeItems | None = None) -> None:
         needed_bytes = sum(item.needed_bytes for item in wanted.values())
-        needed_bytes += sum(row.kind.payload_bytes for row in whole)
+        needed_bytes += 0 if whole is None else whole.payload_bytes
         keep = keeps_cached(self.options, needed_bytes, self._stored_bytes())
         files = OpenFiles(self._storage, self.options.direct_io, self._seals, keep_cached=keep)
         try:

@@ -44,6 +44,14 @@ def check_apart(index: CheckpointIndex) -> None:
     Chunks without elements do not count, since nothing is read for them: DCP knows a chunk by its offsets, so that all
     empty ones at the end of a tensor (DTensors of more ranks than rows) have the one item that was written last.
     """
+    ends: dict[str, int] = {}
+    for file, offset, length in _places(index):
+        # As a rule they stand in the index in the order in which they lie in their files.
+        if offset < ends.get(file, 0):
+            break
+        ends[file] = offset + length
+    else:
+        return
     bounds: dict[str, tuple[list[int], list[int]]] = {}
     for file, offset, length in _places(index):
         known = bounds.get(file)
@@ -63,9 +71,7 @@ def _places(index: CheckpointIndex) -> Iterator[tuple[str, int, int]]:
     """File, offset and length of all items from which something is read."""
     tensors = index.tensors
     if not isinstance(tensors, PackedTensors):
-        for _, _, item in _read_items(index):
-            yield item.file, item.offset, item.length
-        return
+        return ((item.file, item.offset, item.length) for _, _, item in _read_items(index))
     places = tensors.places
     columns: Iterator[tuple[str, int, int]] = zip(
         map(places.files.__getitem__, places.file_numbers), places.offsets, places.lengths, strict=True
@@ -74,9 +80,8 @@ def _places(index: CheckpointIndex) -> Iterator[tuple[str, int, int]]:
     if any(map(any, empty.values())):
         of_chunks = itertools.chain.from_iterable(empty[id(form)] for form in tensors.forms)
         columns = itertools.compress(columns, map(operator.not_, of_chunks))
-    yield from columns
-    for stored in index.objects.values():
-        yield stored.item.file, stored.item.offset, stored.item.length
+    of_objects = [(stored.item.file, stored.item.offset, stored.item.length) for stored in index.objects.values()]
+    return itertools.chain(columns, of_objects)
 
 
 def _read_items(index: CheckpointIndex) -> Iterator[tuple[str, StoredChunk | None, StoredItem]]:

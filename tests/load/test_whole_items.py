@@ -59,7 +59,7 @@ def load(directory: Path, into: dict[str, torch.Tensor], *, whole: bool, options
     reader.read_items(requests, items)
     assert reader.stats.bytes_needed == sum(tensor.nbytes for tensor in into.values())
     assert reader.stats.records_checked == (len(into) if reader.options.verify_crc else 0)
-    return len(items.rows)
+    return len(items)
 
 
 def outcome(directory: Path, *, whole: bool, options: LoadOptions | None = None) -> str | dict[str, list[int]]:
@@ -96,7 +96,7 @@ def test_others_are_left_to_others(saved: Path) -> None:
         ("layer.60.large", torch.zeros(700, 1000), (0, 0), (700, 1000), (700, 1000)),
     ]
     assert items.take(refused) == [False] * len(refused)
-    assert items.rows == []
+    assert len(items) == 0
     assert items.take([refused[0], (key, there, *whole)]) == [False, True]
 
 
@@ -144,12 +144,15 @@ def test_spans_are_those_of_the_planner(saved: Path) -> None:
     for key, tensor in into.items():
         items.take([(key, tensor, (0,) * tensor.dim(), tuple(tensor.shape), tuple(tensor.shape))])
     for window_bytes in (1, 5000, 10**7):
-        spans, shared = spans_of(items.rows, window_bytes=window_bytes, max_gap_bytes=10**6)
+        spans, shared = spans_of(items, window_bytes=window_bytes, max_gap_bytes=10**6)
         assert not shared
-        found = [row for span in spans for row in span.rows]
-        assert sorted(row.fqn for row in found) == sorted(row.fqn for row in items.rows)
-        assert [(row.file, row.offset) for row in found] == sorted((row.file, row.offset) for row in items.rows)
+        found = [row for span in spans for row in span.items.items()]
+        taken = [items.item(at) for at in range(len(items))]
+        assert sorted(row.fqn for row in found) == sorted(row.fqn for row in taken)
+        assert {row.fqn for row in taken} == into.keys() - {"layer.60.large"}
+        assert [(row.file, row.offset) for row in found] == sorted((row.file, row.offset) for row in taken)
         for span in spans:
-            assert len(span.rows) == 1 or span.stop - span.start <= window_bytes
-            assert span.start == span.rows[0].offset
-            assert span.stop == span.rows[-1].offset + span.rows[-1].chunk.item.length
+            rows = span.items.items()
+            assert len(rows) == 1 or span.stop - span.start <= window_bytes
+            assert span.start == rows[0].offset
+            assert span.stop == rows[-1].offset + rows[-1].chunk.item.length
