@@ -81,6 +81,13 @@ class TensorTemplate:
         """Size of the whole item."""
         return len(self.head) + self.payload_bytes + len(self.tail)
 
+    def tail_with(self, payload_crc32: int) -> bytes:
+        """The tail of an item whose payload has that CRC-32."""
+        tail = bytearray(self.tail)
+        for position in self.crc_positions:
+            tail[position : position + 4] = payload_crc32.to_bytes(4, "little")
+        return bytes(tail)
+
 
 def element_bytes(dtype: str) -> int:
     """Bytes of one element of `dtype` (torch's name without `torch.`); raises `UnsupportedDtypeError`."""
@@ -263,10 +270,7 @@ def encode_tensor(dtype: str, shape: tuple[int, ...], payload: Any) -> bytes:
             f"payload of a {dtype} tensor of shape {list(shape)}: expected {template.payload_bytes} bytes, "
             f"got {len(payload)}"
         )
-    tail = bytearray(template.tail)
-    for position in template.crc_positions:
-        tail[position : position + 4] = crc32(payload).to_bytes(4, "little")
-    return b"".join((template.head, payload, tail))
+    return b"".join((template.head, payload, template.tail_with(crc32(payload))))
 
 
 # ----------------------------------------------------------------------------------------------------------- objects

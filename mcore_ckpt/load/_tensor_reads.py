@@ -3,7 +3,9 @@
     small items      read whole, many in one span; each is located inside the buffer and copied out; those that are
                      wanted as they are, all at once (`_whole_items`)
     large items      located first (head and tail, once per item and reader); then the wanted boxes of the payload are
-                     read, straight into the destination where they lie there as in the file, through a buffer otherwise
+                     read, straight into the destination where they lie there as in the file, else through a buffer.
+                     Of one that is wanted as a whole and whose CRC-32 `.metadata` has, head and tail are read with the
+                     payload and compared with what this package writes; only if one of them differs is it located
     all other items  (compressed, transformed, strided) decoded as a whole (`item_decoding`), one at a time
 
 The CRC-32 of every record that is read whole is compared, in pieces where it is read in pieces; of a part of a record
@@ -27,9 +29,11 @@ from mcore_ckpt.core.errors import ChecksumError, LoadError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import StoredItem
+from mcore_ckpt.format.item_layout import TensorTemplate, tensor_template
 from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor_in
 from mcore_ckpt.format.seal import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.format.zip_records import NotRangeable
+from mcore_ckpt.layout.torch_classes import dtype_name
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._placement import HostBytes, ReadBuffer, Want, alignment_for, memory_at, narrow, place_box
 from mcore_ckpt.load._whole_items import (
@@ -47,7 +51,7 @@ from mcore_ckpt.load.fetch import OpenFiles, ReadStats, in_parallel, naming, pad
 from mcore_ckpt.load.item_decoding import ItemDecoder
 from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES, MAX_WASTE, Extent, Piece, Span, cluster_boxes, coalesce, split_box
 from mcore_ckpt.load.read_requests import WantedItem
-from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, align_up
 
 __all__ = ["TensorReads"]
 
@@ -94,6 +98,8 @@ class _PieceRead(NamedTuple):
         alignment: the bytes have to lie on a multiple of this to be placed without a further copy.
         record: sum of the whole record, if all of it is read.
         blocks: sums of the blocks that the piece lies in, if a part of the record is read and checked.
+        before, after: what must stand before and behind the piece, if its item has not been located; read with it.
+        supposed: the item has not been located.
     """
 
     wanted: WantedItem
@@ -104,6 +110,9 @@ class _PieceRead(NamedTuple):
     alignment: int
     record: RecordSum | None
     blocks: BlockSums | None = None
+    before: bytes = b""
+    after: bytes = b""
+    supposed: bool = False
 
 
 class TensorReads:
@@ -134,6 +143,7 @@ class TensorReads:
         self._stats = stats
         self._decoder = decoder
         self._unranged: list[tuple[WantedItem, str]] = []
+        self._doubted: dict[tuple[str, int, str], WantedItem] = {}
         self._forms: dict[tuple[torch.dtype, tuple[int, ...], int], ItemForm] = {}
         self._pinned = False
         self._threads = min(options.io_threads, max(1, options.buffer_bytes // options.window_bytes))
@@ -167,9 +177,31 @@ class TensorReads:
                 continue
             packed = self._is_packed(item, needed)
             rangeable.append((wanted, packed))
-            if not packed and wanted not in self._located:
+            if not packed and wanted not in self._located and self._supposed(wanted) is None:
                 unlocated.append(wanted)
         self._stats.add(bytes_needed=needed_bytes)
+        self._read_all(rangeable, unlocated, whole_spans)
+        if self._doubted:
+            # Not just what was supposed, and nothing worse as yet: to be looked at, each by itself.
+            doubted = [self._doubted[key] for key in sorted(self._doubted)]
+            self._read_all([(wanted, False) for wanted in doubted], doubted, [])
+        for wanted, reason in self._unranged:
+            self._place_decoded(wanted, reason)
+
+    def _read_all(
+        self,
+        rangeable: Iterable[tuple[WantedItem, bool]],
+        unlocated: Sequence[WantedItem],
+        whole_spans: Iterable[WholeSpan],
+    ) -> None:
+        """Read items, each of which is packed or not, and spans of whole items.
+
+        Args:
+            rangeable: the items, in order.
+            unlocated: those of them that have to be located.
+            whole_spans: in order.
+        """
+        window_bytes, max_gap_bytes = self._options.window_bytes, self._options.max_gap_bytes
 
         def decode_later(wanted: WantedItem, reason: str) -> None:
             self._unranged.append((wanted, reason))
@@ -183,8 +215,6 @@ class TensorReads:
                 in_parallel(heapq.merge(spans, whole_spans, key=_position), self._read_span, self._threads)
             finally:
                 self._per_thread = threading.local()  # frees the buffers
-        for wanted, reason in self._unranged:
-            self._place_decoded(wanted, reason)
 
     # ------------------------------------------------------------------------------------------------- what to read
 
@@ -204,8 +234,61 @@ class TensorReads:
                 item = wanted.chunk.item
                 start, length = item.offset, item.length
                 yield Extent(item.file, start, start + length, length, wanted)
+            elif wanted not in self._located and (supposed := self._supposed(wanted)):
+                yield from self._supposed_extents(wanted, supposed)
             elif located := located_at(wanted):  # else it was found not to be rangeable
                 yield from self._piece_extents(wanted, located)
+
+    def _supposed(self, wanted: WantedItem) -> TensorTemplate | None:
+        """What this package writes around the payload of such an item, if all of it is wanted and its sum is known."""
+        item = wanted.item
+        if item.crc32 is None or not any(want.whole for want in wanted.wants) or _key(wanted) in self._doubted:
+            return None
+        try:
+            template = tensor_template(dtype_name(wanted.dtype), wanted.chunk.sizes)
+        except ValueError:
+            return None
+        return template if template.item_bytes == item.length and template.payload_bytes else None
+
+    def _supposed_extents(self, wanted: WantedItem, template: TensorTemplate) -> Iterator[Extent]:
+        """The pieces of all of an item that has not been located, with what stands before and behind its payload.
+
+        Whoever doubts an item reads it again, so that it is enough to say where the payload of a sound one lies.
+        """
+        item, nbytes = wanted.item, wanted.payload_bytes
+        start, crc = item.offset + len(template.head), item.crc32 or 0
+        record = RecordSum(nbytes, crc) if self._options.verify_crc else None
+        sizes = wanted.chunk.sizes
+        whole = Box((0,) * len(sizes), sizes)
+        if len(wanted.wants) == 1 and wanted.wants[0].address:
+            extents = self._straight_extents(wanted, start, whole, record)
+        else:
+            extents = self._cluster_extents(wanted, start, whole, wanted.wants, record)
+        for extent in extents:
+            read: _PieceRead = extent.owner
+            before = template.head if read.piece.start == 0 else b""
+            after = template.tail_with(crc) if read.piece.stop == nbytes else b""
+            yield extent._replace(
+                start=extent.start - len(before),
+                stop=extent.stop + len(after),
+                owner=read._replace(before=before, after=after, supposed=True),
+            )
+
+    def _straight_extents(
+        self, wanted: WantedItem, payload_start: int, whole: Box, record: RecordSum | None
+    ) -> Iterator[Extent]:
+        """The pieces of a payload all of which goes to one place as it is: stretches of bytes of about one length.
+
+        No more is looked at of their box, which is that of all of them, than where it begins.
+        """
+        nbytes, address = wanted.payload_bytes, wanted.wants[0].address
+        count = -(-nbytes // self._options.window_bytes)
+        length = align_up(-(-nbytes // count))
+        for begin in range(0, nbytes, length):
+            piece = Piece(whole, begin, min(begin + length, nbytes))
+            start, stop = payload_start + begin, payload_start + piece.stop
+            read = _PieceRead(wanted, payload_start, piece, wanted.wants, address + begin, 1, record)
+            yield Extent(wanted.item.file, start, stop, stop - start, read, alone=True)
 
     def _piece_extents(self, wanted: WantedItem, located: LocatedTensor) -> Iterator[Extent]:
         clusters = cluster_boxes(wanted.chunk.sizes, [want.box for want in wanted.wants])
@@ -315,6 +398,8 @@ class TensorReads:
         try:
             with self._files.reader(span.file) as reader:
                 if first.alone and owner.address:
+                    if owner.supposed:
+                        reader.check_range(owner.wanted.item.offset, owner.wanted.item.length)
                     self._read_straight(reader, span, owner)
                     return
                 reader.check_range(span.start, span.stop - span.start)
@@ -392,7 +477,7 @@ class TensorReads:
 
     def _read_straight(self, reader: RangeReader, span: Span, read: _PieceRead) -> None:
         """Read a piece to where it belongs, summing it while its bytes are in the CPU's cache."""
-        length, crc = span.stop - span.start, 0
+        length, crc = read.piece.stop - read.piece.start, 0
         stream = None if read.blocks is None else read.blocks.stream(read.piece.start)
 
         def add_to_sum(part: memoryview) -> None:
@@ -400,10 +485,17 @@ class TensorReads:
             crc = crc32(part, crc)
 
         arrived = stream.feed if stream else add_to_sum if read.record else None
-        reader.read_into(span.start, memory_at(read.address, length), arrived)
+        view = memory_at(read.address, length)
+        if read.before or read.after:
+            before, after = bytearray(len(read.before)), bytearray(len(read.after))
+            reader.read_framed(span.start, memoryview(before), view, memoryview(after), arrived)
+            if before != read.before or after != read.after:
+                self._doubt(read)
+        else:
+            reader.read_into(span.start, view, arrived)
         if stream:
             stream.finish()
-        self._stats.add(reads=1, bytes_read=length)
+        self._stats.add(reads=1, bytes_read=span.stop - span.start)
         self._compare(read, length, crc)
 
     def _copy_cached(self, reader: RangeReader, extent: Extent) -> bool:
@@ -500,6 +592,11 @@ class TensorReads:
 
     def _place_piece(self, memory: HostBytes, at: int, read: _PieceRead) -> None:
         length = read.piece.stop - read.piece.start
+        if read.before or read.after:
+            around = memory_at(memory.address + at, len(read.before) + length + len(read.after))
+            at += len(read.before)
+            if around[: len(read.before)] != read.before or around[len(read.before) + length :] != read.after:
+                self._doubt(read)
         if read.record is not None:
             self._compare(read, length, crc32(memory_at(memory.address + at, length)))
         elif read.blocks is not None:
@@ -519,10 +616,20 @@ class TensorReads:
         total = read.record.add(read.piece.start, length, crc)
         if total is None:
             return
-        if total != read.record.expected:
+        if total != read.record.expected and read.supposed:
+            self._doubt(read)
+        elif total != read.record.expected:
             offset = read.payload_start - read.wanted.item.offset
             raise _damaged(read.wanted, offset, read.record.length, total, read.record.expected)
-        self._stats.add(records_checked=1)
+        else:
+            self._stats.add(records_checked=1)
+
+    def _doubt(self, read: _PieceRead) -> None:
+        self._doubted[_key(read.wanted)] = read.wanted
+
+
+def _key(wanted: WantedItem) -> tuple[str, int, str]:
+    return wanted.item.file, wanted.item.offset, wanted.fqn
 
 
 def _position(span: Span | WholeSpan) -> tuple[str, int]:
@@ -531,7 +638,7 @@ def _position(span: Span | WholeSpan) -> tuple[str, int]:
 
 def _with_shared(items: Sequence[WantedItem], shared: Iterable[WholeItem]) -> list[WantedItem]:
     """All as items that several destinations may want, in order of file and offset."""
-    found = {(wanted.item.file, wanted.item.offset, wanted.fqn): wanted for wanted in items}
+    found = {_key(wanted): wanted for wanted in items}
     for row in shared:
         own = row.wanted()
         known = found.setdefault((row.file, row.offset, row.fqn), own)
@@ -551,7 +658,7 @@ def _address(want: Want, box: Box, elem_bytes: int) -> int:
 def _skew(first: Extent, start: int) -> int:
     """How far into the buffer to read a span from `start` on, so that its first piece lies aligned there."""
     owner = first.owner
-    skew = 0 if isinstance(owner, WantedItem) else -(first.start - start) % owner.alignment
+    skew = 0 if isinstance(owner, WantedItem) else -(first.start + len(owner.before) - start) % owner.alignment
     return skew + _FAR_SKEW if skew else 0
 
 

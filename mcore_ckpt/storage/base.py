@@ -107,6 +107,25 @@ class RangeReader(ABC):
         self.read_into(offset, memoryview(buffer))
         return bytes(buffer)
 
+    def read_framed(
+        self,
+        offset: int,
+        before: memoryview,
+        view: memoryview,
+        after: memoryview,
+        arrived: Callable[[memoryview], None] | None = None,
+    ) -> None:
+        """Fill `before`, `view` and `after` with bytes that follow one another in the file, from `offset` on.
+
+        As three calls of `read_into`, of which the second gets `arrived`; at the price of one where that can be had for
+        a few bytes before and after.
+        """
+        position = offset
+        for part, look in ((before, None), (view, arrived), (after, None)):
+            if len(part):
+                self.read_into(position, part, look)
+            position += len(part)
+
     def read_shared(self, offset: int, view: memoryview) -> None:
         """As `read_into`, of bytes that other processes of this machine are likely to want, too: they stay at hand for
         them where there is a place for that.

@@ -129,6 +129,15 @@ def enable(fd: int) -> bool:
 
 
 @lru_cache(maxsize=1)
+def _mincore() -> Any:
+    """The call takes two microseconds, and does not let go of the GIL for them: another thread would take it."""
+    function = ctypes.PyDLL(None).mincore
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+    function.restype = ctypes.c_int
+    return function
+
+
+@lru_cache(maxsize=1)
 def _libc() -> Any:
     library = ctypes.CDLL(None, use_errno=True)
     offset = ctypes.c_int64
@@ -136,7 +145,6 @@ def _libc() -> Any:
         ("fallocate", [ctypes.c_int, ctypes.c_int, offset, offset]),
         ("sync_file_range", [ctypes.c_int, offset, offset, ctypes.c_uint]),
         ("munmap", [ctypes.c_void_p, ctypes.c_size_t]),
-        ("mincore", [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]),
         ("madvise", [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]),
     ):
         function = getattr(library, name, None)
@@ -348,7 +356,7 @@ class Residency:
     def _cached_pages(self, first: int, pages: int) -> int:
         resident = ctypes.create_string_buffer(pages)
         address = (self._address or 0) + first * mmap.PAGESIZE
-        if _libc().mincore(address, pages * mmap.PAGESIZE, resident) != 0:
+        if _mincore()(address, pages * mmap.PAGESIZE, resident) != 0:
             return 0
         return pages - resident.raw[:pages].count(b"\0")
 

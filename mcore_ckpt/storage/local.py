@@ -56,6 +56,8 @@ _MIN_DIRECT_BYTES: Final = 64 * 1024
 # Up to here, copying the whole read from an aligned buffer is cheaper than two more requests for its ragged ends.
 _MAX_COPIED_BYTES: Final = 1024 * 1024
 _PIECE_BYTES: Final = 8 * 1024 * 1024
+# Room for a piece, and for what is read of the pages around it.
+_BOUNCE_BYTES: Final = _PIECE_BYTES + 4 * ALIGNMENT_BYTES
 # Bytes are summed and copied in slices that are still in the CPU's cache when they are looked at again.
 _SLICE_BYTES: Final = 1024 * 1024
 
@@ -67,6 +69,14 @@ _Arrived = Callable[[memoryview], None]
 
 def _ignore(_: memoryview) -> None:
     pass
+
+
+def _copy(view: memoryview, read: memoryview, arrived: _Arrived) -> None:
+    """Copy what has been read to the beginning of `view`, after `arrived` has seen it."""
+    for done in range(0, len(read), _SLICE_BYTES):
+        part = read[done : done + _SLICE_BYTES]
+        arrived(part)
+        direct_io.copy_bytes(view[done : done + len(part)], part)
 
 
 class BouncePool:
@@ -96,11 +106,11 @@ class BouncePool:
                 self._free.clear()
 
     def take(self) -> memoryview:
-        """A buffer of one piece, page-aligned."""
+        """A buffer for one piece and the pages around it, page-aligned."""
         with self._lock:
             if self._free:
                 return self._free.pop()
-        return direct_io.aligned_buffer(_PIECE_BYTES)
+        return direct_io.aligned_buffer(_BOUNCE_BYTES)
 
     def give_back(self, buffer: memoryview) -> None:
         """Return a buffer that `take` lent."""
@@ -225,6 +235,25 @@ class LocalReader(RangeReader):
 
     def read_into(self, offset: int, view: memoryview, arrived: _Arrived | None = None) -> None:
         self._read(offset, view, arrived or _ignore, shared=False)
+
+    def read_framed(
+        self,
+        offset: int,
+        before: memoryview,
+        view: memoryview,
+        after: memoryview,
+        arrived: _Arrived | None = None,
+    ) -> None:
+        nbytes = len(before) + len(view) + len(after)
+        self.check_range(offset, nbytes)
+        if not self._wants_direct(offset, nbytes):
+            self.expect(offset, nbytes)
+            position = offset
+            for part, look in ((before, _ignore), (view, arrived or _ignore), (after, _ignore)):
+                self._read(position, part, look, shared=True)
+                position += len(part)
+        elif not self._frame_direct(offset, before, view, after, arrived or _ignore):
+            super().read_framed(offset, before, view, after, arrived)
 
     def read_shared(self, offset: int, view: memoryview) -> None:
         """Through the page cache, from where the next process gets them. The kernel's own read-ahead, of a few threads,
@@ -358,11 +387,32 @@ class LocalReader(RangeReader):
                 self._ended_early(offset, offset, len(view))
             got = min(got, len(view))
             read = buffer[offset - start :][:got]
-            for done in range(0, got, _SLICE_BYTES):
-                part = read[done : done + _SLICE_BYTES]
-                arrived(part)
-                direct_io.copy_bytes(view[done : done + len(part)], part)
+            _copy(view, read, arrived)
             return got
+        finally:
+            self._bounce.give_back(buffer)
+
+    def _frame_direct(
+        self, offset: int, before: memoryview, view: memoryview, after: memoryview, arrived: _Arrived
+    ) -> bool:
+        """Read all of it past the page cache at once; False if that cannot be, and `arrived` has not been called."""
+        first = offset % ALIGNMENT_BYTES
+        start = first + len(before)
+        stop = start + len(view)
+        wanted = align_up(stop + len(after))
+        aligned = (direct_io.address(view) - start) % ALIGNMENT_BYTES == 0
+        if wanted > _BOUNCE_BYTES or (aligned and len(view) > _MAX_COPIED_BYTES):  # else it goes straight there
+            return False
+        buffer = self._bounce.take()
+        try:
+            # Whatever is wrong shows again when the parts are read by themselves.
+            with contextlib.suppress(OSError):
+                if os.preadv(self._direct(), [buffer[:wanted]], offset - first) < stop + len(after):
+                    return False
+                before[:], after[:] = buffer[first:start], buffer[stop : stop + len(after)]
+                _copy(view, buffer[start:stop], arrived)
+                return True
+            return False
         finally:
             self._bounce.give_back(buffer)
 

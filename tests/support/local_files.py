@@ -63,3 +63,12 @@ def cached_pages(path: Path) -> int:
         del start
         assert result == 0
     return sum(byte & 1 for byte in vector.raw)
+
+
+def drop_cached(path: Path) -> None:
+    """Drop a file's pages from the page cache, as far as they are on the device."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
