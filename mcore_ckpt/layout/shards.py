@@ -34,6 +34,7 @@ __all__ = [
     "is_sharded_tensor",
     "leaves",
     "local_box",
+    "main_replicas",
     "noted_shapes",
     "original_shape",
     "replace_leaves",
@@ -41,8 +42,9 @@ __all__ = [
     "without_leaves",
 ]
 
-# Of those that were met before: to look at the attributes of each leaf takes longer than all else of a walk.
-_LEAF_TYPES: set[type] = set()
+# Of those that were met before, whether it is a tensor: to look at the attributes of each leaf takes longer than all
+# else of a walk.
+_LEAF_TYPES: dict[type, bool] = {}
 
 _NOTE = "nd_reformulated_orig_global_shape"
 
@@ -90,16 +92,28 @@ def leaves(tree: object) -> Iterator[Any]:
 def _collect(values: Iterable[object], found: list[Any]) -> None:
     # A list and not a generator for each value: a state may have tens of thousands of them.
     for value in values:
-        if isinstance(value, dict):
+        if type(value) in _LEAF_TYPES:
+            found.append(value)
+        elif isinstance(value, dict):
             _collect(value.values(), found)
         elif isinstance(value, (list, tuple)):
             _collect(value, found)
-        elif type(value) in _LEAF_TYPES:
-            found.append(value)
-        elif is_sharded_tensor(value) or is_sharded_object(value):
+        elif (is_tensor := is_sharded_tensor(value)) or is_sharded_object(value):
             if is_dataclass(value):  # all of a type have the same fields
-                _LEAF_TYPES.add(type(value))
+                _LEAF_TYPES[type(value)] = is_tensor
             found.append(value)
+
+
+def main_replicas(tree: object) -> tuple[list[Any], list[Any]]:
+    """Sharded tensors and sharded objects of a nested dict/list that this rank writes (`is_main_replica`), in order."""
+    tensors: list[Any] = []
+    objects: list[Any] = []
+    for leaf in leaves(tree):
+        replica_id = leaf.replica_id
+        if replica_id == 0 or is_main_replica(leaf):
+            is_tensor = _LEAF_TYPES.get(type(leaf))
+            (tensors if is_tensor or (is_tensor is None and is_sharded_tensor(leaf)) else objects).append(leaf)
+    return tensors, objects
 
 
 def replace_leaves(tree: Any, replacement: Callable[[Any], Any]) -> Any:

@@ -8,7 +8,7 @@ its structure has stayed, and none of the plans travels again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,13 @@ from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.index import ObjectEntry
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.format.seal import SealedFile
-from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout, TensorSpec, lay_out_rank
+from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout, lay_out_rank
 from mcore_ckpt.layout.plan_check import check_plans
 from mcore_ckpt.layout.plans import LocalPlan, TensorPlans
 from mcore_ckpt.layout.shards import noted_shapes
 from mcore_ckpt.layout.sums import FileSums, seal_of_save, sums_of_objects
 from mcore_ckpt.layout.torch_classes import local_plans_as_dcp
-from mcore_ckpt.save.rank_state import RankState
+from mcore_ckpt.save.rank_state import NOTHING, Described, RankState
 
 __all__ = ["Planned", "SavePlan", "Structure", "place_as_before", "plan_as_before", "plan_save"]
 
@@ -102,15 +102,14 @@ class Structure:
     Attributes:
         layout: this rank's files.
         planned: on the coordinator, every rank's plan.
-        shards: of each shard of the last save, in order, what its specification follows from, and that. To compare
-            takes a fraction of the time of working it out.
+        described: the shards of the last save. To compare takes a fraction of the time of describing them.
         laid_out_for: rank, number of ranks and `thread_count` when it was laid out: file names and plans are of those.
             A restart inside the process may give it another place, and a setting may be changed between two saves.
     """
 
     layout: RankLayout | None = None
     planned: Planned | None = None
-    shards: list[tuple[tuple[Any, ...], TensorSpec]] = field(default_factory=list)
+    described: Described = NOTHING
     laid_out_for: tuple[int, int, int] | None = None
 
 
@@ -150,7 +149,7 @@ def place_as_before(
     layout = structure.layout
     if layout is None or structure.laid_out_for != (group.rank, group.size, thread_count):
         return None
-    if layout.separation_hint != separation_hint or layout.specs != tuple(state.specs):
+    if layout.separation_hint != separation_hint or layout.specs != state.specs:
         return None
     return layout.place_objects(state.object_keys, state.object_bytes)
 

@@ -8,39 +8,72 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout, TensorSpec
-from mcore_ckpt.layout.shards import is_main_replica, is_sharded_tensor, leaves, stored_form
+from mcore_ckpt.layout.shards import main_replicas, stored_form
 from mcore_ckpt.layout.torch_classes import dtype_name
 from mcore_ckpt.writing.staging import BucketSource, check_memory, pointer_of
 
-__all__ = ["RankState", "collect"]
+__all__ = ["NOTHING", "Described", "RankState", "collect"]
 
 # Of subclasses nobody knows what their storage holds.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+# Each question to torch takes a tenth of a microsecond, and there may be tens of thousands of tensors: they are put by
+# loops of the interpreter's, to as many tensors as stay in the processor's cache from one question to the next.
+_QUESTIONS: Final[tuple[Callable[[Any], Any], ...]] = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.is_contiguous,
+    torch.Tensor.is_neg,
+    *map(attrgetter, ("dtype", "nbytes", "is_cpu")),
+)
+_ASKED_AT_ONCE: Final = 256
+
+
+class Described(NamedTuple):
+    """The shards of one save, in columns of an entry for each, for the next save to compare: what has not changed is
+    neither worked out nor checked again.
+
+    Attributes:
+        fields: what a specification follows from, beside the data; see `_fields`.
+        memory: what was checked of each tensor's memory; see `_memory`.
+        pointers: where each tensor's bytes lie in order in host memory, as an address; 0 where they do not.
+        specs: the specifications.
+    """
+
+    fields: tuple[list[Any], ...]
+    memory: tuple[Sequence[Any], ...]
+    pointers: list[int]
+    specs: tuple[TensorSpec, ...]
+
+
+NOTHING: Final = Described((), (), [], ())
 
 
 class RankState(NamedTuple):
     """One rank's part of a save.
 
     Attributes:
-        specs: its tensors, as the checkpoint will know them.
-        tensors: the same, in the same order; detached, unless they are read by address.
+        tensors: what is written, in order; detached, unless they are read by address.
         objects: key and serialized form of its objects; those that share a key are one list.
-        pointers: where each tensor's bytes lie in order in host memory, as an address; 0 where they do not.
-        shards: of each tensor's shard, what its specification follows from, and that: for the next save to compare.
+        described: the tensors, as the checkpoint will know them.
     """
 
-    specs: list[TensorSpec]
     tensors: list[torch.Tensor]
     objects: list[tuple[str, memoryview]]
-    pointers: list[int]
-    shards: list[tuple[tuple[Any, ...], TensorSpec]]
+    described: Described
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors' specifications."""
+        return self.described.specs
 
     @property
     def nbytes(self) -> int:
@@ -59,6 +92,7 @@ class RankState(NamedTuple):
 
     def sources(self, layout: RankLayout, placed: PlacedObjects, save_id: bytes) -> list[BucketSource]:
         """The bytes of each of the layout's files, for the save of that id."""
+        pointers = self.described.pointers
         return [
             BucketSource(
                 bucket,
@@ -66,7 +100,7 @@ class RankState(NamedTuple):
                 [self.objects[i][1] for i in chosen],
                 offsets,
                 save_id,
-                [self.pointers[i] for i in members],
+                [pointers[i] for i in members],
             )
             for bucket, members, chosen, offsets in zip(
                 layout.buckets, layout.members, placed.buckets, placed.offsets, strict=True
@@ -74,41 +108,118 @@ class RankState(NamedTuple):
         ]
 
 
-def collect(sharded_state_dict: Any, known: list[tuple[tuple[Any, ...], TensorSpec]]) -> RankState:
+def collect(sharded_state_dict: Any, known: Described) -> RankState:
     """What this rank writes of a nested dict/list of Megatron's sharded tensors and objects.
 
     Args:
         sharded_state_dict: what is to be saved.
-        known: `shards` of the save before.
+        known: the shards of the save before.
 
     Raises:
         PlanError: a shard has no data, or data that cannot be its: another number of elements, no memory of its own.
         Exception: whatever serializing an object raises.
     """
-    specs: list[TensorSpec] = []
-    tensors: list[torch.Tensor] = []
+    shards, sharded_objects = main_replicas(sharded_state_dict)
+    tensors = [shard.data for shard in shards]
+    fields = _fields(shards)
+    described = known
+    if not shards or len(shards) != len(known.specs):
+        described = _described(shards, tensors, fields, NOTHING, range(len(shards)))
+    elif others := {*_changed(fields, known.fields), *_moved(tensors, known.memory)}:
+        described = _described(shards, tensors, fields, known, sorted(others))
+    if 0 in described.pointers:
+        pairs = zip(tensors, described.pointers, strict=True)
+        tensors = [tensor if pointer else tensor.detach() for tensor, pointer in pairs]
     objects: dict[str, list[Any]] = {}
-    pointers: list[int] = []
-    shards: list[tuple[tuple[Any, ...], TensorSpec]] = []
-    before = iter(known)
-    for leaf in leaves(sharded_state_dict):
-        if not is_main_replica(leaf):
-            continue
-        if not is_sharded_tensor(leaf):
-            objects.setdefault(leaf.unique_key, []).append(leaf.data)
-            continue
-        tensor = _own_data(leaf)
-        seen = _described(leaf, tensor)
-        shard = next(before, None)
-        # What has not changed is kept as it is, so that nothing is made and thrown away for it.
-        if shard is None or shard[0] != seen:
-            shard = (seen, _specified(leaf, tensor))
-        specs.append(shard[1])
-        shards.append(shard)
-        tensors.append(tensor)
-        pointers.append(pointer_of(tensor))
+    for leaf in sharded_objects:
+        objects.setdefault(leaf.unique_key, []).append(leaf.data)
     serialized = [(key, memoryview(serialize_objects(values).getvalue())) for key, values in objects.items()]
-    return RankState(specs, tensors, serialized, pointers, shards)
+    return RankState(tensors, serialized, described)
+
+
+def _fields(shards: Sequence[Any]) -> tuple[list[Any], ...]:
+    """All that the specification of a shard follows from, beside its data: cheaply had and compared."""
+    return (
+        [shard.key for shard in shards],
+        list(map(tuple, [shard.global_shape for shard in shards])),
+        list(map(tuple, [shard.global_offset for shard in shards])),
+        list(map(tuple, [shard.local_shape for shard in shards])),
+        [shard.prepend_axis_num for shard in shards],
+        [shard.axis_fragmentations for shard in shards],
+        [getattr(shard, "flattened_range", None) for shard in shards],
+    )
+
+
+def _changed(fields: tuple[list[Any], ...], before: tuple[list[Any], ...]) -> set[int]:
+    """Which shards are not described as before."""
+    changed: set[int] = set()
+    for column, known in zip(fields, before, strict=True):
+        if column != known:
+            pairs = enumerate(zip(column, known, strict=True))
+            changed.update(index for index, (value, former) in pairs if value != former)
+    return changed
+
+
+def _answers(tensors: Sequence[Any]) -> Iterator[list[Any]]:
+    """What is compared of tensors that are read as they lie in memory, to know that this is as it was: where address
+    and length are as before, and so is what the storage holds, a tensor has its place in it as before.
+    """
+    yield list(map(type, tensors))
+    for question in _QUESTIONS:
+        yield list(map(question, tensors))
+    yield list(map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors)))
+
+
+def _memory(data: Any) -> tuple[Any, ...]:
+    """The answers of one tensor; of one that is not read as it lies there, what is no answer."""
+    if type(data) in _PLAIN and data.is_contiguous() and not data.is_neg() and not data.dtype.is_complex:
+        return tuple(answer for (answer,) in _answers([data]))
+    return (None,) * (len(_QUESTIONS) + 2)
+
+
+def _moved(tensors: Sequence[Any], before: tuple[Sequence[Any], ...]) -> Iterator[int]:
+    """Which tensors' memory has to be checked again."""
+    for start in range(0, len(tensors), _ASKED_AT_ONCE):
+        some = tensors[start : start + _ASKED_AT_ONCE]
+        if not _is_as_before(some, before, start):
+            yield from (start + n for n in range(len(some)) if not _is_as_before(some[n : n + 1], before, start + n))
+
+
+def _is_as_before(some: Sequence[Any], before: tuple[Sequence[Any], ...], start: int) -> bool:
+    stop = start + len(some)
+    try:
+        return all(answers == known[start:stop] for answers, known in zip(_answers(some), before, strict=True))
+    except RuntimeError:  # one has no memory that could be asked for
+        return False
+
+
+def _described(
+    shards: Sequence[Any],
+    tensors: list[Any],
+    fields: tuple[list[Any], ...],
+    known: Described,
+    others: Iterable[int],
+) -> Described:
+    """The shards as described before, but for `others`, which are looked at; their data in `tensors` are replaced.
+
+    Raises:
+        PlanError: as `collect`.
+    """
+    number = len(shards)
+    specs: list[Any] = [*known.specs] or [None] * number
+    pointers = [*known.pointers] or [0] * number
+    memory = list(zip(*known.memory, strict=True)) or [_memory(None)] * number
+    for index in others:
+        shard = shards[index]
+        tensors[index] = tensor = _own_data(shard)
+        same = bool(known.specs) and all(
+            column[index] == before[index] for column, before in zip(fields, known.fields, strict=True)
+        )
+        if not same or (specs[index].dtype, specs[index].nbytes) != (dtype_name(tensor.dtype), tensor.nbytes):
+            specs[index] = _specified(shard, tensor)
+        memory[index] = _memory(shard.data)
+        pointers[index] = pointer_of(tensor)
+    return Described(fields, tuple(map(list, zip(*memory, strict=True))), pointers, tuple(specs))
 
 
 def _where(shard: Any) -> str:
@@ -143,21 +254,6 @@ def _own_data(shard: Any) -> torch.Tensor:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor
-
-
-def _described(shard: Any, tensor: torch.Tensor) -> tuple[Any, ...]:
-    """All that the specification of a shard follows from, cheaply had and compared."""
-    return (
-        shard.key,
-        tensor.dtype,
-        tensor.shape,
-        tuple(shard.global_shape),
-        tuple(shard.global_offset),
-        tuple(shard.local_shape),
-        shard.prepend_axis_num,
-        shard.axis_fragmentations,
-        getattr(shard, "flattened_range", None),
-    )
 
 
 def _specified(shard: Any, tensor: torch.Tensor) -> TensorSpec:

@@ -145,7 +145,7 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
     started: list[Writing] = []
     try:
         with collector_paused():
-            state = attempt(interruptible()(partial(collect, sharded_state_dict, structure.shards)))
+            state = attempt(interruptible()(partial(collect, sharded_state_dict, structure.described)))
             if request.beside_training and _is_left_out(state, request.options, group):
                 directory.abandon()
                 return SaveTransaction(request, group, directory, None, SkippedSave(str(directory.path)), [], [])
@@ -155,7 +155,7 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
         raise
     try:
         rank_state = value_of(state)
-        structure.shards = rank_state.shards
+        structure.described = rank_state.described
         planned = time.monotonic()
         sources = rank_state.sources(plan.layout, plan.placed, plan.save_id)
         try:
