@@ -164,8 +164,8 @@ def _file_number(name: str) -> int | None:
     return int(match.group(2)) if match else None
 
 
-def data_bytes_of_rank(directory: Path, rank: int, ranks: int) -> int:
-    """How much one rank has written of a checkpoint that as many ranks have saved, in whole pages; 0 if others have.
+def data_bytes_of_rank(directory: Path, rank: int, ranks: int) -> int | None:
+    """How much one rank has written of a checkpoint, in whole pages; None if more or fewer ranks have saved it.
 
     By the names and lengths of the files: a guess that is right where nothing is left of other saves.
 
@@ -179,7 +179,7 @@ def data_bytes_of_rank(directory: Path, rank: int, ranks: int) -> int:
                 last_rank = max(last_rank, int(match.group(1)))
                 if int(match.group(1)) == rank:
                     nbytes += align_up(entry.stat().st_size)
-    return nbytes if last_rank + 1 == ranks else 0
+    return nbytes if last_rank + 1 == ranks else None
 
 
 def index_files(index: CheckpointIndex) -> set[str]:

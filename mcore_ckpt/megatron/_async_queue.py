@@ -1,4 +1,5 @@
-"""Megatron's async queue, served by ours: its methods, and what its training code asks for by strategy name.
+"""Megatron's async queue, served by ours: its methods, what its training code asks for by strategy name, and how much
+is going to be saved.
 
 The methods of the class are replaced, not the class: training code makes queues when it is imported, frameworks keep
 them as attributes, and all of them must be served. Each gets a queue of ours of its own at its first use.
@@ -10,18 +11,23 @@ import functools
 import inspect
 import weakref
 from contextlib import AbstractContextManager
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.megatron._patches import Patches
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
+from mcore_ckpt.writing.stage_pool import estimate_saves_by
 
-__all__ = ["async_strategy_source", "replace_methods", "require_idle", "served_queue"]
+__all__ = ["async_strategy_source", "note_optimizers", "replace_methods", "require_idle", "served_queue"]
 
 _ATTRIBUTE = "_mcore_ckpt_queue"
 _FIRST_INDEX = "_mcore_ckpt_first_index"
+_MAIN_BYTES = 4  # of an element of main parameters and of moments, but for options that few use
 _served: weakref.WeakSet[Any] = weakref.WeakSet()
+# Of Megatron's; made while ours is in force.
+_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def served_queue(queue: Any) -> AsyncCallsQueue:
@@ -49,6 +55,8 @@ def require_idle() -> None:
     for queue in list(_served):
         vars(queue).pop(_ATTRIBUTE, None)
     _served.clear()
+    _optimizers.clear()
+    estimate_saves_by(None)
 
 
 def replace_methods(patches: Patches, stock: Any, errors: type[AbstractContextManager[None]]) -> None:
@@ -91,6 +99,59 @@ def replace_methods(patches: Patches, stock: Any, errors: type[AbstractContextMa
     patches.set(stock, "close", close_both)
     if "warmup_persistent_caller" in vars(stock):
         patches.set(stock, "warmup_persistent_caller", AsyncCallsQueue.warmup_persistent_caller)
+
+
+def note_optimizers(patches: Patches) -> None:
+    """Have the first poll of a queue look at the optimizers that were made by then: what they hold is what is going to
+    be saved, and the memory for that is taken while training computes. Where Megatron's optimizers cannot be found,
+    that is left to the first save.
+    """
+    try:
+        stock = import_module("megatron.core.optimizer.optimizer").MegatronOptimizer
+    except Exception:  # noqa: BLE001  (it imports much that is not needed to save)
+        return
+    begin = stock.__init__
+
+    @functools.wraps(begin)
+    def begin_noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        _optimizers.add(self)
+        begin(self, *args, **kwargs)
+
+    patches.set(stock, "__init__", begin_noted)
+    estimate_saves_by(_bytes_of_training)
+
+
+def _bytes_of_training() -> int:
+    """About how much this rank will write of the optimizers' state and of the model, if all ranks share the writing.
+
+    Before the first step there is no state yet, so it is told by the parameters: see `_bytes_of`.
+    """
+    try:
+        return int(sum(map(_bytes_of, list(_optimizers))))
+    except Exception:  # noqa: BLE001  (whatever an optimizer is like, training goes on; its first save takes longer)
+        return 0
+
+
+def _bytes_of(optimizer: Any) -> float:
+    """What is saved of one optimizer, of several its parts tell: for each element of its parameters their value as the
+    model has it, the main copy of mixed precision, and the moments.
+
+    The distributed optimizer has a rank's share of them. Others have all, and the ranks that have the same share.
+    """
+    if hasattr(optimizer, "chained_optimizers"):
+        return 0
+    groups = getattr(getattr(optimizer, "optimizer", None), "param_groups", ())
+    mixed = hasattr(optimizer, "grad_scaler")
+    of_model = 2 if optimizer.config.bf16 or optimizer.config.fp16 else _MAIN_BYTES
+    nbytes = 0
+    for group in groups:
+        moments = 2 if "betas" in group else int(bool(group.get("momentum")))
+        elements = sum(parameter.numel() for parameter in group["params"])
+        nbytes += elements * (of_model + _MAIN_BYTES * (moments + mixed))
+    if hasattr(optimizer, "gbuf_ranges"):
+        return nbytes
+    ranks: int = import_module("megatron.core.parallel_state").get_data_parallel_world_size(with_context_parallel=True)
+    return nbytes / ranks
 
 
 def _first_index(queue: Any) -> int:

@@ -419,7 +419,9 @@ def _expect_save(loaded: Path, read_bytes: int) -> None:
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with contextlib.suppress(OSError):
-        expect_save(min(data_bytes_of_rank(loaded, rank, ranks), read_bytes))
+        written_bytes = data_bytes_of_rank(loaded, rank, ranks)
+        if written_bytes is not None:
+            expect_save(min(written_bytes, read_bytes))
 
 
 def _read(reader: FileSystemReader, shards: Sequence[Any]) -> None:

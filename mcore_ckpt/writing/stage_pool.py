@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +33,7 @@ from mcore_ckpt.writing.supervised_child import Job
 __all__ = [
     "Stage",
     "StageLease",
+    "estimate_saves_by",
     "expect_save",
     "is_busy",
     "lease_stage",
@@ -336,6 +337,7 @@ def _forget() -> None:
     _free.clear()
     _in_use.clear()
     expect_save(0)
+    estimate_saves_by(None)
     for stage in list(_stages):
         stage.disown()
     _stages.clear()
@@ -431,25 +433,42 @@ def warm_up_stage(nbytes: int, options: SaveOptions) -> None:
         lease.give_back()
 
 
-# What the first async save of this process is going to stage, as far as a load or another save has shown.
-_expected_bytes = 0
+# What the first async save of this process is going to stage, as a load or another save has shown; None if none has.
+_expected_bytes: int | None = None
+# Who is asked as long as none has.
+_estimate: Callable[[], int] | None = None
 # Of what is expected: objects may have grown since, and a stage that is too small is made anew.
 _ROOM_SHARE = 1 / 64
 
 
 def expect_save(nbytes: int) -> None:
-    """Note what this rank's next save is likely to take, in bytes; 0 if it will write nothing, or nobody knows."""
+    """Note what this rank's next save is likely to take, in bytes; 0 if it will write nothing."""
     global _expected_bytes
     _expected_bytes = nbytes
+
+
+def estimate_saves_by(estimate: Callable[[], int] | None) -> None:
+    """Whom `take_ahead` asks for what this rank is going to save, in bytes, where no load or save has shown it.
+
+    He is asked again as long as he says 0: nobody knows yet.
+    """
+    global _estimate
+    _estimate = estimate
 
 
 def take_ahead(options: SaveOptions) -> None:
     """Take what the first async save needs, as far as it is known, while training goes on: the writer, and the stage.
 
     For whoever sees that async saves will come. Once; nothing where a save has been begun already, or is not expected,
-    and never more than `expect_save` has said, or the budget allows.
+    and never more than `expect_save` has said, or else the estimate, or the budget allows.
     """
-    nbytes = min(_expected_bytes, _budget_bytes(options)) if _expected_bytes else 0
+    expected_bytes = _expected_bytes
+    if expected_bytes is None:
+        expected_bytes = _estimate() if _estimate is not None and options.take_ahead else 0
+        if not expected_bytes:
+            return
+    budget_bytes = _budget_bytes(options) if expected_bytes else 0
+    nbytes = min(expected_bytes, budget_bytes)
     expect_save(0)
     if not nbytes or not options.take_ahead or (options.stage, options.writer) != ("copy", "persistent"):
         return
@@ -460,7 +479,7 @@ def take_ahead(options: SaveOptions) -> None:
         _free.append(stage)
         try:
             # Room that is not touched takes no memory.
-            stage.reserve(nbytes + int(nbytes * _ROOM_SHARE), touch=False)
+            stage.reserve(min(nbytes + int(nbytes * _ROOM_SHARE), budget_bytes), touch=False)
             stage.take_meanwhile(nbytes)
         except SaveError:  # the save itself says it, where all ranks hear of it
             return

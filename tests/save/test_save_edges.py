@@ -18,7 +18,9 @@ from mcore_ckpt.layout.plans import TensorPlans
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
 from mcore_ckpt.save._planning import Planned
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
+from mcore_ckpt.save.rank_state import NOTHING, collect
 from mcore_ckpt.writing import stage_pool
+from mcore_ckpt.writing.staging import pointer_of
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
@@ -76,6 +78,95 @@ def test_a_tensor_whose_bytes_are_not_there_is_refused(data: torch.Tensor, messa
         strategy().save({"w": replaced(data)}, tmp_path)
     strategy().save(ones(), tmp_path)
     assert torch.equal(loaded(tmp_path), torch.ones(1000))
+
+
+_OTHER = torch.ones(3)
+
+
+def of_two(tensor: torch.Tensor, **fields: Any) -> dict[str, Any]:
+    state = {"other": single_shard("other", _OTHER), "w": single_shard("w", torch.ones(1000))}
+    state["w"].data = tensor
+    for name, value in fields.items():
+        setattr(state["w"], name, value)
+    return state
+
+
+def moved(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone()
+
+
+def turned(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.data = tensor.new_zeros(1000, 2)[:, 1].copy_(tensor)
+    return tensor
+
+
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    return torch._neg_view(tensor)
+
+
+def of_other_bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32)
+
+
+def longer(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(8000)
+    return tensor
+
+
+def cut(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(3999)
+    return tensor
+
+
+def given_back(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def of_another_class(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(type("Own", (torch.Tensor,), {}))
+
+
+@pytest.mark.parametrize(
+    "change", [moved, turned, negated, of_other_bits, longer, of_another_class, torch.nn.Parameter]
+)
+def test_what_a_save_knows_of_a_tensor_is_of_that_tensor_as_it_is(change: Any) -> None:
+    tensor = torch.arange(1000.0)
+    before = collect(of_two(tensor), NOTHING).described
+    assert collect(of_two(tensor), before).described is before
+    changed = change(tensor)
+    anew, state = collect(of_two(changed), NOTHING), collect(of_two(changed), before)
+    assert state.specs == anew.specs
+    assert state.described.pointers[1] == pointer_of(state.tensors[1])
+    assert all(map(torch.equal, state.tensors, anew.tensors))
+    assert collect(of_two(tensor), state.described).described.pointers[1] == pointer_of(tensor)
+
+
+@pytest.mark.parametrize("change", [cut, given_back, torch.Tensor.to_sparse, lambda _: None, lambda _: torch.ones(9)])
+def test_a_tensor_that_was_sound_in_the_save_before_is_refused_when_it_is_not(change: Any) -> None:
+    tensor = torch.arange(1000.0)
+    before = collect(of_two(tensor), NOTHING).described
+    with pytest.raises(PlanError, match=r"^w at offset"):
+        collect(of_two(change(tensor)), before)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"key": "v"},
+        {"global_offset": (5,), "global_shape": [1005]},
+        {"global_shape": [1000]},
+        {"local_shape": (1, 1000), "global_shape": (1, 1000), "global_offset": (0, 0)},
+        {"local_shape": (), "prepend_axis_num": 0, "global_shape": (), "global_offset": ()},
+    ],
+)
+def test_a_shard_that_is_another_is_described_anew(fields: dict[str, Any]) -> None:
+    tensor = torch.arange(1.0 if "local_shape" in fields and not fields["local_shape"] else 1000.0)
+    before = collect({"a": single_shard("other", _OTHER), "w": single_shard("w", tensor)}, NOTHING).described
+    state = of_two(tensor, **fields)
+    assert collect(state, before).specs == collect(state, NOTHING).specs
+    assert collect({}, before).specs == ()
+    assert collect(state, collect({}, NOTHING).described).specs == collect(state, NOTHING).specs
 
 
 @pytest.mark.parametrize("empty_first", [False, True])
