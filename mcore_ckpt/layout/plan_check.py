@@ -54,11 +54,12 @@ def check_plans(plans: Sequence[LocalPlan]) -> None:
     items = _joined(plans)
     if not items.keys:
         return
-    _, first = np.unique(items.key_ids, return_index=True)
+    # Numbered as they came. (`np.unique` imports all of `numpy.ma` when it is first called: as long as all else here.)
+    first = np.flatnonzero(np.diff(np.maximum.accumulate(items.key_ids), prepend=-1))
     heads = first[items.key_ids]  # for each item the first one of its key
     alike = (items.dtype_ids == items.dtype_ids[heads]) & (items.ndims == items.ndims[heads])
     told = np.zeros(len(items.keys), dtype=bool)  # keys whose chunks are known to tile
-    for ndim in np.unique(items.ndims[alike]).tolist():
+    for ndim in np.flatnonzero(np.bincount(items.ndims[alike])).tolist():
         chosen = np.flatnonzero(alike & (items.ndims == ndim))
         numbers = items.boxes[items.positions[chosen][:, None] + np.arange(3 * ndim)].reshape(len(chosen), 3, ndim)
         rows = np.zeros(len(items.key_ids), dtype=np.int64)
