@@ -11,12 +11,12 @@ import functools
 import inspect
 import weakref
 from contextlib import AbstractContextManager
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.megatron._patches import Patches
+from mcore_ckpt.megatron._versions import data_parallel_ranks, optimizer_base
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 from mcore_ckpt.writing.stage_pool import estimate_saves_by
 
@@ -106,9 +106,8 @@ def note_optimizers(patches: Patches) -> None:
     be saved, and the memory for that is taken while training computes. Where Megatron's optimizers cannot be found,
     that is left to the first save.
     """
-    try:
-        stock = import_module("megatron.core.optimizer.optimizer").MegatronOptimizer
-    except Exception:  # noqa: BLE001  (it imports much that is not needed to save)
+    stock = optimizer_base()
+    if stock is None:
         return
     begin = stock.__init__
 
@@ -148,10 +147,7 @@ def _bytes_of(optimizer: Any) -> float:
         moments = 2 if "betas" in group else int(bool(group.get("momentum")))
         elements = sum(parameter.numel() for parameter in group["params"])
         nbytes += elements * (of_model + _MAIN_BYTES * (moments + mixed))
-    if hasattr(optimizer, "gbuf_ranges"):
-        return nbytes
-    ranks: int = import_module("megatron.core.parallel_state").get_data_parallel_world_size(with_context_parallel=True)
-    return nbytes / ranks
+    return nbytes if hasattr(optimizer, "gbuf_ranges") else nbytes / data_parallel_ranks()
 
 
 def _first_index(queue: Any) -> int:
