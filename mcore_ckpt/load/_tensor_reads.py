@@ -404,6 +404,7 @@ class TensorReads:
                     return
                 reader.check_range(span.start, span.stop - span.start)
                 if first.alone:
+                    reader.expect(span.start, span.stop - span.start)
                     if not self._copy_cached(reader, first):
                         self._read_rows(reader, first)
                     return

@@ -136,7 +136,7 @@ class FileSystemReader(StorageReader):
     def _read(self, wanted: WantedItems, whole: WholeItems | None = None) -> None:
         needed_bytes = sum(item.needed_bytes for item in wanted.values())
         needed_bytes += 0 if whole is None else whole.payload_bytes
-        keep = keeps_cached(self.options, needed_bytes, self._stored_bytes())
+        keep = keeps_cached(self.options, needed_bytes, self._stored_bytes(), self._storage.keeps_cheaply)
         files = OpenFiles(self._storage, self.options.direct_io, self._seals, keep_cached=keep)
         try:
             reads = TensorReads(files, self.options, self._located, self.stats, self._decoder, self.index.blocks)

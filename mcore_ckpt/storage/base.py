@@ -230,6 +230,10 @@ class RangeWriter(ABC):
 class Storage(ABC):
     """One directory of files. All names are relative to it."""
 
+    def keeps_cheaply(self) -> bool:
+        """Whether readers that keep what they read at hand (`RangeReader.keep_cached`) are about as fast as others."""
+        return False
+
     @abstractmethod
     def list(self) -> list[str]:
         """Names of all files, in subdirectories too, sorted; empty when there is no such directory.

@@ -27,6 +27,7 @@ __all__ = [
     "drop_cached",
     "enable",
     "has_huge_pages",
+    "has_large_cached_pages",
     "populate",
     "preallocate",
     "read_vectors",
@@ -85,6 +86,28 @@ def has_huge_pages() -> bool:
             return "[never]" not in setting.read()
     except OSError:
         return False
+
+
+# File systems whose page cache has large pages, and the version of Linux that brought them.
+_LARGE_CACHED_PAGES = {"ext4": (6, 16), "xfs": (5, 18)}
+_MOUNTS = "/proc/self/mountinfo"
+
+
+@lru_cache(maxsize=64)
+def has_large_cached_pages(device: int) -> bool:
+    """Whether files of a mounted device (`st_dev`) can lie in large pages of the page cache (see `Residency.bring`)."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        release = tuple(int(part) for part in os.uname().release.split(".")[:2])
+        with open(_MOUNTS, encoding="utf-8", errors="replace") as mounts:
+            for line in mounts:
+                mount, _, source = line.partition(" - ")
+                if mount.split()[2] == number:
+                    first = _LARGE_CACHED_PAGES.get(source.split()[0])
+                    return first is not None and release >= first and has_huge_pages()
+    except (OSError, ValueError, IndexError):
+        pass
+    return False
 
 
 def copy_bytes(destination: memoryview, source: memoryview) -> None:

@@ -59,7 +59,7 @@ _PIECE_BYTES: Final = 8 * 1024 * 1024
 # Room for a piece, and for what is read of the pages around it.
 _BOUNCE_BYTES: Final = _PIECE_BYTES + 4 * ALIGNMENT_BYTES
 # Bytes are summed and copied in slices that are still in the CPU's cache when they are looked at again.
-_SLICE_BYTES: Final = 1024 * 1024
+_SLICE_BYTES: Final = 512 * 1024
 
 # Of what is cached for the most part, the rest is read as well.
 _MOSTLY_CACHED: Final = 0.5
@@ -543,6 +543,12 @@ class LocalStorage(Storage):
                 raise SaveError(f"{path}: lies behind the symbolic link {folder!r}; nothing is changed there")
             folder = os.path.dirname(folder)
         return path
+
+    def keeps_cheaply(self) -> bool:
+        try:
+            return direct_io.has_large_cached_pages(os.stat(self.root).st_dev)
+        except OSError:
+            return False
 
     def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
         path = self._own(name)

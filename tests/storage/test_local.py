@@ -8,6 +8,7 @@ import os
 import pickle
 import resource
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -479,3 +480,27 @@ def test_the_version_of_what_is_no_file_is_told_without_opening_it(kind: str, tm
     told = LocalStorage(tmp_path / "d").version("x")
     assert told is not None
     assert told.number == name.lstat().st_ino
+
+
+@pytest.mark.parametrize(
+    ("kind", "release", "large"),
+    [
+        ("ext4", "6.16.0", True),
+        ("ext4", "6.8.0-31-generic", False),
+        ("xfs", "5.18", True),
+        ("fuse.xfs", "6.18.4", False),
+    ],
+)
+def test_large_pages_of_the_page_cache_are_known_by_file_system_and_kernel(
+    kind: str, release: str, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        f"1 0 0:3 / /proc rw - proc proc rw\n27 1 254:16 / /a\\040b rw,relatime shared:1 - {kind} /dev/vdb rw,discard\n"
+    )
+    monkeypatch.setattr(direct_io, "_MOUNTS", str(mounts))
+    monkeypatch.setattr(direct_io, "has_huge_pages", lambda: True)
+    monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(release=release))
+    find = direct_io.has_large_cached_pages.__wrapped__
+    assert find(os.makedev(254, 16)) == large
+    assert not find(os.makedev(254, 17))
