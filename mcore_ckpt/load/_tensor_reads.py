@@ -100,6 +100,7 @@ class _PieceRead(NamedTuple):
         blocks: sums of the blocks that the piece lies in, if a part of the record is read and checked.
         before, after: what must stand before and behind the piece, if its item has not been located; read with it.
         supposed: the item has not been located.
+        ends: what must stand around its payload, if the item has not been located and the piece is a part of it.
     """
 
     wanted: WantedItem
@@ -113,6 +114,30 @@ class _PieceRead(NamedTuple):
     before: bytes = b""
     after: bytes = b""
     supposed: bool = False
+    ends: _Ends | None = None
+
+
+class _Ends:
+    """What must stand around the payload of an item of which a part is read: compared once, by whoever comes first."""
+
+    def __init__(self, item: StoredItem, template: TensorTemplate) -> None:
+        self._item = item
+        self._template = template
+        self._sound: bool | None = None
+        self._lock = threading.Lock()
+
+    def are_sound(self, reader: RangeReader) -> bool:
+        """Whether they stand there. Raises as `RangeReader.read`."""
+        with self._lock:
+            if self._sound is None:
+                item, template = self._item, self._template
+                reader.check_range(item.offset, item.length)
+                tail = template.tail_with(item.crc32 or 0)
+                self._sound = (
+                    reader.read(item.offset, len(template.head)) == template.head
+                    and reader.read(item.offset + item.length - len(tail), len(tail)) == tail
+                )
+            return self._sound
 
 
 class TensorReads:
@@ -235,14 +260,23 @@ class TensorReads:
                 start, length = item.offset, item.length
                 yield Extent(item.file, start, start + length, length, wanted)
             elif wanted not in self._located and (supposed := self._supposed(wanted)):
-                yield from self._supposed_extents(wanted, supposed)
+                if any(want.whole for want in wanted.wants):
+                    yield from self._supposed_extents(wanted, supposed)
+                else:
+                    ends = _Ends(wanted.item, supposed)
+                    for extent in self._piece_extents(wanted, _located_by(wanted, supposed)):
+                        yield extent._replace(owner=extent.owner._replace(ends=ends))
             elif located := located_at(wanted):  # else it was found not to be rangeable
                 yield from self._piece_extents(wanted, located)
 
     def _supposed(self, wanted: WantedItem) -> TensorTemplate | None:
-        """What this package writes around the payload of such an item, if all of it is wanted and its sum is known."""
+        """What this package writes around the payload of such an item, if its sum is known, and either all of it is
+        wanted, or what is read of it stays in the page cache: then to look at its ends takes no more from the disk.
+        """
         item = wanted.item
-        if item.crc32 is None or not any(want.whole for want in wanted.wants) or _key(wanted) in self._doubted:
+        if item.crc32 is None or _key(wanted) in self._doubted:
+            return None
+        if not self._files.keep_cached and not any(want.whole for want in wanted.wants):
             return None
         try:
             template = tensor_template(dtype_name(wanted.dtype), wanted.chunk.sizes)
@@ -400,18 +434,21 @@ class TensorReads:
                 if first.alone and owner.address:
                     if owner.supposed:
                         reader.check_range(owner.wanted.item.offset, owner.wanted.item.length)
-                    self._read_straight(reader, span, owner)
+                    if owner.ends:
+                        reader.expect(span.start, span.stop - span.start)
+                    if self._is_sound(reader, owner):
+                        self._read_straight(reader, span, owner)
                     return
                 reader.check_range(span.start, span.stop - span.start)
                 if first.alone:
-                    reader.expect(span.start, span.stop - span.start)
-                    if not self._copy_cached(reader, first):
+                    if not self._copy_cached(reader, first) and self._is_sound(reader, owner):
                         self._read_rows(reader, first)
                     return
                 buffer = self._buffer(span.stop - span.start)
                 start, stop = padded_range(span.start, span.stop, reader.size_bytes)
                 skew = _skew(first, start)
                 reader.read_into(start, buffer.view[skew : skew + stop - start])
+                sound = [extent for extent in span.extents if self._is_sound(reader, extent.owner)]
         except LoadError as error:
             raise _naming(error, owner if isinstance(owner, WantedItem) else owner.wanted) from error
         self._stats.add(reads=1, bytes_read=stop - start)
@@ -419,7 +456,7 @@ class TensorReads:
         checked = 0
         # Many small items are Python's work more than memory's: two threads at it would only wait for each other.
         with self._placing if len(span.extents) > _MANY_ITEMS else nullcontext():
-            for extent in span.extents:
+            for extent in sound:
                 owner = extent.owner
                 if isinstance(owner, WantedItem):
                     checked += self._place_packed(buffer, extent.start + shift, owner)
@@ -505,6 +542,8 @@ class TensorReads:
         with reader.cached(extent.start, length) as address:
             if not address or address % extent.owner.alignment:
                 return False
+            if not self._is_sound(reader, extent.owner):
+                return True
             self._place_piece(HostBytes.at(address, length), 0, extent.owner)
         self._stats.add(reads=1, bytes_read=extent.wanted_bytes)
         return True
@@ -625,8 +664,21 @@ class TensorReads:
         else:
             self._stats.add(records_checked=1)
 
+    def _is_sound(self, reader: RangeReader, owner: WantedItem | _PieceRead) -> bool:
+        """Whether the item may be read where it is supposed to lie; if not, it is read again, after all others."""
+        if isinstance(owner, WantedItem) or owner.ends is None or owner.ends.are_sound(reader):
+            return True
+        self._doubt(owner)
+        return False
+
     def _doubt(self, read: _PieceRead) -> None:
         self._doubted[_key(read.wanted)] = read.wanted
+
+
+def _located_by(wanted: WantedItem, template: TensorTemplate) -> LocatedTensor:
+    """Where the payload of an item lies that is just what this package writes."""
+    place = len(template.head), template.payload_bytes, wanted.item.crc32
+    return LocatedTensor(dtype_name(wanted.dtype), wanted.chunk.sizes, *place, *place)
 
 
 def _key(wanted: WantedItem) -> tuple[str, int, str]:

@@ -85,12 +85,15 @@ class OpenFiles:
         direct: past the page cache (`LoadOptions.direct_io`).
         seals: check each file when it is opened; None: what is read of them is checked elsewhere.
         keep_cached: what is read stays in the page cache.
+
+    Attributes:
+        keep_cached: as the argument.
     """
 
     def __init__(
         self, storage: Storage, direct: DirectIo, seals: FileSeals | None, *, keep_cached: bool = False
     ) -> None:
-        self._keep_cached = keep_cached
+        self.keep_cached = keep_cached
         self._seals = seals
         self._storage = storage
         self._direct: DirectIo = direct
@@ -119,7 +122,7 @@ class OpenFiles:
         except BaseException:
             reader.close()
             raise
-        if self._keep_cached:
+        if self.keep_cached:
             reader.keep_cached()
         return reader
 

@@ -163,6 +163,8 @@ class RangeReader(ABC):
     def cached(self, offset: int, length: int) -> Iterator[int]:
         """Memory that holds bytes `[offset, offset + length)` already, so that they need not be read to be copied.
 
+        Where what is read stays at hand (`keep_cached`), they are brought there first.
+
         Yields:
             The address of that memory, readable within the `with` block only; 0 if there is none, or it cannot be told.
         """

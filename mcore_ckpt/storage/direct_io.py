@@ -336,8 +336,10 @@ class Residency:
         pages = align_up(offset + nbytes, mmap.PAGESIZE) // mmap.PAGESIZE - first
         return self._address + offset if self._cached_pages(first, pages) == pages else 0
 
-    def bring(self, offset: int, nbytes: int) -> None:
+    def bring(self, offset: int, nbytes: int, *, mapped: bool = False) -> None:
         """Read bytes `[offset, offset + nbytes)` into the page cache, with what they share large pages with, and wait.
+
+        `mapped`: they may stay in the mapping, until whoever looks at them there forgets them.
 
         By a fault in a mapping that asks for large pages: where the file system has them in its page cache (ext4 from
         Linux 6.16 on, XFS from 5.18), a GB takes some hundred allocations then and not 262,144, and copying out of them
@@ -357,17 +359,18 @@ class Residency:
             self._brought.update(dict.fromkeys(mine, there))
         try:
             if mine:
-                self._populate(mine[0] * _HUGE_PAGE_BYTES, (mine[-1] + 1) * _HUGE_PAGE_BYTES)
+                self._populate(mine[0] * _HUGE_PAGE_BYTES, (mine[-1] + 1) * _HUGE_PAGE_BYTES, mapped)
         finally:
             there.set()
         for other in others:
             other.wait()
 
-    def _populate(self, start: int, stop: int) -> None:
+    def _populate(self, start: int, stop: int, mapped: bool) -> None:
         nbytes = min(stop, align_up(self._size_bytes, mmap.PAGESIZE)) - start
         if self.cached_share(start, nbytes) < 1.0:
             _libc().madvise((self._address or 0) + start, nbytes, _MADV_POPULATE_READ)
-            self.forget(start, nbytes)
+            if not mapped:
+                self.forget(start, nbytes)
 
     def forget(self, offset: int, nbytes: int) -> None:
         """Take the pages that were touched by way of the mapping out of this process, whose memory they count to."""

@@ -317,6 +317,8 @@ class LocalReader(RangeReader):
         if fd is None or residency is None or os.fstat(fd).st_size != self.size_bytes:
             yield 0
             return
+        if self._keep:
+            residency.bring(offset, length, mapped=True)
         mapped = residency.address_of(offset, length)
         try:
             yield mapped
