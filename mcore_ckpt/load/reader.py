@@ -31,7 +31,7 @@ from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._tensor_reads import TensorReads
-from mcore_ckpt.load._whole_items import WholeItems
+from mcore_ckpt.load._whole_items import MAX_WHOLE_BYTES, WholeItems
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, keeps_cached, naming
 from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.load.item_decoding import ItemDecoder
@@ -134,9 +134,16 @@ class FileSystemReader(StorageReader):
         self._read(wanted, whole)
 
     def _read(self, wanted: WantedItems, whole: WholeItems | None = None) -> None:
-        needed_bytes = sum(item.needed_bytes for item in wanted.values())
-        needed_bytes += 0 if whole is None else whole.payload_bytes
-        keep = keeps_cached(self.options, needed_bytes, self._stored_bytes(), self._storage.keeps_cheaply)
+        needed_bytes = small_bytes = 0 if whole is None else whole.payload_bytes
+        for item in wanted.values():
+            item_bytes = item.needed_bytes
+            needed_bytes += item_bytes
+            small_bytes += item_bytes if item.item.length <= MAX_WHOLE_BYTES else 0
+
+        def keeps_cheaply() -> bool:
+            return 2 * small_bytes <= needed_bytes and self._storage.keeps_cheaply()
+
+        keep = keeps_cached(self.options, needed_bytes, self._stored_bytes(), keeps_cheaply)
         files = OpenFiles(self._storage, self.options.direct_io, self._seals, keep_cached=keep)
         try:
             reads = TensorReads(files, self.options, self._located, self.stats, self._decoder, self.index.blocks)
