@@ -128,9 +128,11 @@ class LoadOptions:
         io_threads: reads in flight at once, for each rank.
         direct_io: O_DIRECT for what is not in the page cache: `"auto"`, `"on"`, `"off"`.
         page_cache: with `direct_io="auto"`: what is read from the disk stays in the page cache (`"on"`), for the other
-            ranks of this host and for the next load; or does not (`"off"`), so that it is read faster, and again by
-            whoever wants it. `"auto"`: it stays if the ranks of this host seem to want the same bytes, and memory is
-            plentiful. What is in the page cache already is taken from there in any case.
+            ranks of this host and for the next load; or does not (`"off"`), so that it takes no memory and less CPU
+            time, and is read again by whoever wants it. `"auto"`: it stays if memory is plentiful, and either the
+            ranks of this host seem to want the same bytes, or it costs next to nothing: the file system has large pages
+            in the page cache, and most of the checkpoint is wanted, most of that in large tensors. What is in the page
+            cache already is taken from there in any case.
         window_bytes: size of one read.
         buffer_bytes: memory that all read buffers of this rank may take together.
         max_gap_bytes: largest gap between two wanted ranges that is read and thrown away rather than skipped.

@@ -158,19 +158,23 @@ def test_a_large_item_takes_no_reads_but_those_of_its_payload(
     assert (reader.stats.reads, reader.stats.records_checked) == (3, 1)
 
 
-def test_what_stands_around_a_large_item_is_compared_with_what_should(saved: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [(0, 700), (200, 100)])
+def test_what_stands_around_a_large_item_is_compared_with_what_should(
+    saved: Path, tmp_path: Path, rows: tuple[int, int]
+) -> None:
     (chunk,) = read_index(saved).tensors[LARGE].chunks
     directory = Path(shutil.copytree(saved, tmp_path / "c"))
     path, item = directory / chunk.item.file, chunk.item
-    sound, expected = path.read_bytes(), state()[LARGE]
+    sound, expected = path.read_bytes(), state()[LARGE][rows[0] : sum(rows)]
+    sizes, options = (rows[1], 1000), LoadOptions(page_cache="on")
     found = []
     for at in (10, 40, 1_000_000, item.length - 100, item.length - 4):
         content = bytearray(sound)
         content[item.offset + at] ^= 1
         path.write_bytes(content)
-        into = torch.zeros(700, 1000)
+        into = torch.zeros(sizes)
         try:
-            FileSystemReader(directory, LoadOptions()).read_items([ReadRequest(LARGE, into, (0, 0), (700, 1000))])
+            FileSystemReader(directory, options).read_items([ReadRequest(LARGE, into, (rows[0], 0), sizes)])
         except LoadError as error:
             found.append(f"{type(error).__name__} {LARGE in str(error)}")
         else:  # the time of a record, say: of no importance, but not what this package writes
@@ -178,9 +182,8 @@ def test_what_stands_around_a_large_item_is_compared_with_what_should(saved: Pat
             found.append("")
     assert found == ["", "CorruptCheckpointError True", "ChecksumError True", "", "CorruptCheckpointError True"]
     path.write_bytes(sound[: item.offset + item.length - 1])
-    reader = FileSystemReader(directory, LoadOptions())
     with pytest.raises(CorruptCheckpointError):
-        reader.read_items([ReadRequest(LARGE, torch.zeros(700, 1000), (0, 0), (700, 1000))])
+        FileSystemReader(directory, options).read_items([ReadRequest(LARGE, into, (rows[0], 0), sizes)])
 
 
 def test_spans_are_those_of_the_planner(saved: Path) -> None:
