@@ -34,7 +34,7 @@ from benchmarks.rounds import Samples, fresh, make_adapters, note, wipe
 from benchmarks.state import Shard, build, check, fill, kinds
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.storage.direct_io import address, aligned_buffer, write_from
-from mcore_ckpt.writing.stage_pool import Stage
+from mcore_ckpt.writing.stage_pool import Stage, estimate_saves_by
 
 __all__ = ["async_phases", "first_loads", "first_phases", "save_cpu"]
 
@@ -178,7 +178,7 @@ def async_phases(rank: int, base: Path, kind_name: str, size_bytes: int, rounds:
     return samples
 
 
-def first_phases(rank: int, base: Path, kind_name: str, size_bytes: int, resumed: bool) -> Samples:
+def first_phases(rank: int, base: Path, kind_name: str, size_bytes: int, shown_by: str) -> Samples:
     """The first asynchronous save of a process beside its floor, and beside those that follow.
 
     Args:
@@ -186,15 +186,19 @@ def first_phases(rank: int, base: Path, kind_name: str, size_bytes: int, resumed
         base: where to write.
         kind_name: family of the state.
         size_bytes: of the whole state.
-        resumed: the process has loaded a checkpoint, and polled its queue while it computed something else.
+        shown_by: how the process knows its size, and has polled its queue while it computed something else: `"a load"`
+            of a checkpoint, or `"optimizers"`, which are stood in for here. It knows nothing if that is empty.
     """
     shards = _filled(rank, kind_name, size_bytes)
     raw = make_adapters(["raw"])["raw"]
     ours = _Timed()
     state = ours.prepare(shards)
-    label = "mcore_ckpt after a load" if resumed else "mcore_ckpt"
-    if resumed:
+    label = f"mcore_ckpt, shown by {shown_by}" if shown_by else "mcore_ckpt"
+    if shown_by == "a load":
         ours.load(state, base / "mcore_ckpt")
+    elif shown_by == "optimizers":
+        estimate_saves_by(lambda: sum(shard.tensor.nbytes for shard in shards))
+    if shown_by:
         ours.train()
     first = ours.call(state, fresh(base / "first"))
     later = sorted(ours.call(state, fresh(base / "first"))["call"] for _ in range(3))[1]

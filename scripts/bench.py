@@ -75,8 +75,8 @@ def _floors(ranks: Callable[..., Samples], size: int, rounds: int, kinds: Sequen
         first: Samples = {}
         ranks(2, scenarios.write_once, "dense", size, ("mcore_ckpt",))
         for _ in range(max(1, rounds // 2)):
-            for resumed in (False, True):
-                _merge(first, ranks(2, snapshots.first_phases, "dense", size, resumed))
+            for shown_by in ("", "a load", "optimizers"):
+                _merge(first, ranks(2, snapshots.first_phases, "dense", size, shown_by))
             _merge(first, ranks(2, snapshots.first_loads, "dense", size))
         results["floors: first, dense, 2 ranks"] = first
     return results

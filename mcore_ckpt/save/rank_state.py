@@ -6,9 +6,10 @@ its error: a rank that raised on its own would leave them waiting for it.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -34,6 +35,7 @@ _QUESTIONS: Final[tuple[Callable[[Any], Any], ...]] = (
     torch.Tensor.is_neg,
     *map(attrgetter, ("dtype", "nbytes", "is_cpu")),
 )
+_ANSWERS: Final = len(_QUESTIONS) + 2
 _ASKED_AT_ONCE: Final = 256
 
 
@@ -170,11 +172,20 @@ def _answers(tensors: Sequence[Any]) -> Iterator[list[Any]]:
     yield list(map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors)))
 
 
-def _memory(data: Any) -> tuple[Any, ...]:
-    """The answers of one tensor; of one that is not read as it lies there, what is no answer."""
-    if type(data) in _PLAIN and data.is_contiguous() and not data.is_neg() and not data.dtype.is_complex:
-        return tuple(answer for (answer,) in _answers([data]))
-    return (None,) * (len(_QUESTIONS) + 2)
+def _memory(some: Sequence[Any]) -> list[list[Any]]:
+    """The answers of tensors, in columns; one that is not read as it lies there has no type, which is no answer."""
+    if all(kind in _PLAIN for kind in map(type, some)):
+        with contextlib.suppress(RuntimeError):  # one has no memory that could be asked for
+            types, addresses, contiguous, negated, dtypes, *others = _answers(some)
+            in_order = zip(types, contiguous, negated, dtypes, strict=True)
+            kept = [
+                kind if is_contiguous and not is_neg and not dtype.is_complex else None
+                for kind, is_contiguous, is_neg, dtype in in_order
+            ]
+            return [kept, addresses, contiguous, negated, dtypes, *others]
+    if len(some) == 1:
+        return [[None] for _ in range(_ANSWERS)]
+    return [[answer for (answer,) in column] for column in zip(*(_memory([one]) for one in some), strict=True)]
 
 
 def _moved(tensors: Sequence[Any], before: tuple[Sequence[Any], ...]) -> Iterator[int]:
@@ -198,7 +209,7 @@ def _described(
     tensors: list[Any],
     fields: tuple[list[Any], ...],
     known: Described,
-    others: Iterable[int],
+    others: Sequence[int],
 ) -> Described:
     """The shards as described before, but for `others`, which are looked at; their data in `tensors` are replaced.
 
@@ -208,7 +219,7 @@ def _described(
     number = len(shards)
     specs: list[Any] = [*known.specs] or [None] * number
     pointers = [*known.pointers] or [0] * number
-    memory = list(zip(*known.memory, strict=True)) or [_memory(None)] * number
+    memory = [[*column] for column in known.memory] or [[None] * number for _ in range(_ANSWERS)]
     for index in others:
         shard = shards[index]
         tensors[index] = tensor = _own_data(shard)
@@ -217,9 +228,13 @@ def _described(
         )
         if not same or (specs[index].dtype, specs[index].nbytes) != (dtype_name(tensor.dtype), tensor.nbytes):
             specs[index] = _specified(shard, tensor)
-        memory[index] = _memory(shard.data)
         pointers[index] = pointer_of(tensor)
-    return Described(fields, tuple(map(list, zip(*memory, strict=True))), pointers, tuple(specs))
+    for start in range(0, len(others), _ASKED_AT_ONCE):
+        some = others[start : start + _ASKED_AT_ONCE]
+        for column, answers in zip(memory, _memory([shards[index].data for index in some]), strict=True):
+            for index, answer in zip(some, answers, strict=True):
+                column[index] = answer
+    return Described(fields, tuple(memory), pointers, tuple(specs))
 
 
 def _where(shard: Any) -> str:
