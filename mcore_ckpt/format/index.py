@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import marshal
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, chain, islice, repeat
 from typing import Any, NamedTuple
 
 from mcore_ckpt.format.seal import MetadataSeal
@@ -120,17 +122,19 @@ class PackedTensors(Mapping[str, TensorEntry]):
         self.places = places
         self.firsts = list(accumulate([len(form.offsets) for form in forms], initial=0))
         self._made: dict[str, TensorEntry] = {}
+        self._entries: dict[str, TensorEntry] | None = None
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorEntry]) -> PackedTensors | None:
         """The same tensors in columns; None if an item of theirs goes through transforms or has no checksum."""
-        forms: dict[TensorForm, TensorForm] = {}
+        # By their bytes: of shapes that somebody has chosen, very many could have one hash.
+        forms: dict[bytes, TensorForm] = {}
         files: dict[str, int] = {}
         places = StoredPlaces([], array("I"), array("q"), array("q"), array("I"))
         own = []
         for _, dtype, shape, chunks, requires_grad in tensors.values():
             form = TensorForm(dtype, requires_grad, shape, tuple([c[0] for c in chunks]), tuple([c[1] for c in chunks]))
-            own.append(forms.setdefault(form, form))
+            own.append(forms.setdefault(marshal.dumps(tuple(form), 2), form))
             for _, _, (file, offset, length, transforms, crc) in chunks:
                 if transforms or crc is None:
                     return None
@@ -141,6 +145,8 @@ class PackedTensors(Mapping[str, TensorEntry]):
         return cls(list(tensors), own, places._replace(files=list(files)))
 
     def __getitem__(self, key: str) -> TensorEntry:
+        if self._entries is not None:
+            return self._entries[key]
         made = self._made.get(key)
         if made is None:
             row = self.rows[key]
@@ -149,6 +155,30 @@ class PackedTensors(Mapping[str, TensorEntry]):
             chunks = tuple(map(StoredChunk, offsets, sizes, items))
             made = self._made[key] = TensorEntry(key, dtype, shape, chunks, requires_grad)
         return made
+
+    def values(self) -> ValuesView[TensorEntry]:
+        """All entries, made together, which takes a third of the time."""
+        return self._whole().values()
+
+    def items(self) -> ItemsView[str, TensorEntry]:
+        """All keys and entries, made together, which takes a third of the time."""
+        return self._whole().items()
+
+    def _whole(self) -> dict[str, TensorEntry]:
+        if self._entries is None:
+            files, numbers, *columns = self.places
+            names = map(files.__getitem__, numbers)
+            offsets, lengths, crcs = columns
+            items = map(_new_item, zip(names, offsets, lengths, repeat(()), crcs, strict=False))
+            starts = chain.from_iterable([form.offsets for form in self.forms])
+            sizes = chain.from_iterable([form.sizes for form in self.forms])
+            chunks = map(_new_chunk, zip(starts, sizes, items, strict=True))
+            entries = [
+                _new_entry((name, form.dtype, form.shape, tuple(islice(chunks, len(form.offsets))), form.requires_grad))
+                for name, form in zip(self.names, self.forms, strict=True)
+            ]
+            self._entries = dict(zip(self.names, entries, strict=True))
+        return self._entries
 
     def __contains__(self, key: object) -> bool:
         return key in self.rows
@@ -160,7 +190,13 @@ class PackedTensors(Mapping[str, TensorEntry]):
         return len(self.rows)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({dict(self)!r})"
+        return f"{type(self).__name__}({self._whole()!r})"
+
+
+# Made of rows without a call of a function of Python's for each.
+_new_item = partial(tuple.__new__, StoredItem)
+_new_chunk = partial(tuple.__new__, StoredChunk)
+_new_entry = partial(tuple.__new__, TensorEntry)
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,9 @@ def parse_index(data: bytes, where: str, *, strict: bool = True) -> CheckpointIn
         data, seal = split_metadata(data, file)  # compares the checksum, before anything is unpickled
         own = None if seal is None else own_index(data, seal.crcs, _DTYPE_NAMES)
         state = _unpickle(data if own is None else own.rest, file)
+        if own is not None and (state.state_dict_metadata != {} or state.storage_data != {}):
+            # Set once more, behind what was read off: the last one counts.
+            own, state = None, _unpickle(data, file)
         return _IndexBuilder(where, file, strict, seal, len(data)).build(state, _PLANS_NAME in data, own)
 
 

@@ -8,10 +8,18 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt.core.errors import CheckpointError
+from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
 from mcore_ckpt.format import metadata_read
 from mcore_ckpt.format._own_index import own_index
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.index import (
+    CheckpointIndex,
+    ObjectEntry,
+    PackedTensors,
+    StoredChunk,
+    StoredItem,
+    TensorEntry,
+    TensorForm,
+)
 from mcore_ckpt.format.metadata_read import DTYPE_NAMES, parse_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.format.seal import MetadataSeal, SealedFile, seal_metadata, split_metadata
@@ -126,6 +134,73 @@ def test_two_chunks_in_one_place_are_left_to_the_unpickler(monkeypatch: pytest.M
     assert not is_own(changed)
     with pytest.raises(CheckpointError, match="each key and offset once"):
         parse_index(changed, "a")
+
+
+def test_shapes_of_one_hash_are_refused_before_all_are_compared_with_all() -> None:
+    modulus = 2**61 - 1  # of an int's hash
+    starts = [tuple(modulus * (n >> axis & 1) for axis in range(5)) for n in range(1, 32)]
+    assert len({hash(start) for start in starts}) == 1
+    chunks = [
+        StoredChunk(start, (1,) * 5, StoredItem("__0_0.distcp", 700 * n, 700, (), 1)) for n, start in enumerate(starts)
+    ]
+    few = encoded({"tensors": {"w": TensorEntry("w", "float32", (2**62,) * 5, tuple(chunks[:10]))}, "objects": {}})
+    assert is_own(few)
+    many = encoded({"tensors": {"w": TensorEntry("w", "float32", (2**62,) * 5, tuple(chunks))}, "objects": {}})
+    assert not is_own(many)
+    with pytest.raises(CorruptCheckpointError, match="differ in their hash"):
+        parse_index(many, "a")
+
+
+def test_columns_do_not_depend_on_hashes_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = sample(40, 0)["tensors"]
+
+    def hashed(_: TensorForm) -> int:
+        raise AssertionError("a form was hashed by its numbers")
+
+    monkeypatch.setattr(TensorForm, "__hash__", hashed, raising=False)
+    packed = PackedTensors.of(tensors)
+    assert packed == tensors
+    assert packed is not None
+    assert len(set(map(id, packed.forms))) < len(packed)
+
+
+def test_axes_that_cannot_be_multiplied_are_refused() -> None:
+    shape = (0, 2**62, 2**62)
+    item = StoredItem("__0_0.distcp", 0, 700, (), 1)
+    entry = TensorEntry("w", "float32", shape, (StoredChunk((0,) * 3, shape, item),))
+    data = encoded({"tensors": {"w": entry}, "objects": {"o": ObjectEntry("o", item._replace(offset=700))}})
+    assert not is_own(data)
+    with pytest.raises(CorruptCheckpointError, match="axes that can be multiplied"):
+        parse_index(data, "a")
+
+
+@pytest.mark.parametrize("name", ["state_dict_metadata", "storage_data"])
+def test_what_is_set_again_behind_the_entries_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pickle, seal = split_metadata(encoded(sample(5, 2)), "a")
+    assert seal is not None
+    again = b"\x8c" + bytes([len(name)]) + name.encode() + b"}\x8c\x01wNs"
+    changed = pickle[:-3] + again + pickle[-3:]
+    changed = changed[:3] + (len(changed) - 11).to_bytes(8, "little") + changed[11:]
+    data = seal_metadata(changed, seal)
+    assert is_own(data)
+    with pytest.raises(CheckpointError) as expected:
+        unpickled(data, monkeypatch)
+    with pytest.raises(CheckpointError) as got:
+        parse_index(data, "a")
+    assert str(got.value) == str(expected.value)
+
+
+def test_entries_made_one_by_one_and_together_are_the_same() -> None:
+    parts = sample()
+    index = parse_index(encoded(parts), "a")
+    one_by_one = {key: index.tensors[key] for key in reversed(list(index.tensors))}
+    assert one_by_one == parts["tensors"]
+    assert list(index.tensors.items()) == list(parts["tensors"].items())
+    assert list(index.tensors.values()) == list(parts["tensors"].values())
+    assert index.tensors["layer.2xx"] == parts["tensors"]["layer.2xx"]
+    assert index.tensors.get("nowhere") is None
+    assert "nowhere" not in index.tensors
+    assert {**index.tensors} == parts["tensors"]
 
 
 def test_changed_bytes_are_read_as_the_unpickler_reads_them_or_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
