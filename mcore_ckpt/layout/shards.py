@@ -110,7 +110,7 @@ def main_replicas(tree: object) -> tuple[list[Any], list[Any]]:
     objects: list[Any] = []
     for leaf in leaves(tree):
         replica_id = leaf.replica_id
-        if replica_id == 0 or is_main_replica(leaf):
+        if (type(replica_id) is int and replica_id == 0) or is_main_replica(leaf):
             is_tensor = _LEAF_TYPES.get(type(leaf))
             (tensors if is_tensor or (is_tensor is None and is_sharded_tensor(leaf)) else objects).append(leaf)
     return tensors, objects

@@ -7,6 +7,7 @@ them as attributes, and all of them must be served. Each gets a queue of ours of
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -26,8 +27,8 @@ _ATTRIBUTE = "_mcore_ckpt_queue"
 _FIRST_INDEX = "_mcore_ckpt_first_index"
 _MAIN_BYTES = 4  # of an element of main parameters and of moments, but for options that few use
 _served: weakref.WeakSet[Any] = weakref.WeakSet()
-# Of Megatron's; made while ours is in force.
-_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+# Of Megatron's, made while ours is in force; by `id`, since theirs need not be hashable, or not yet.
+_optimizers: dict[int, weakref.ref[Any]] = {}
 
 
 def served_queue(queue: Any) -> AsyncCallsQueue:
@@ -102,9 +103,9 @@ def replace_methods(patches: Patches, stock: Any, errors: type[AbstractContextMa
 
 
 def note_optimizers(patches: Patches) -> None:
-    """Have the first poll of a queue look at the optimizers that were made by then: what they hold is what is going to
-    be saved, and the memory for that is taken while training computes. Where Megatron's optimizers cannot be found,
-    that is left to the first save.
+    """Have the first poll of a queue after the first step look at the optimizers: what they hold is what is going to be
+    saved, and the memory for that is taken while training computes. Where Megatron's optimizers cannot be found, that
+    is left to the first save.
     """
     stock = optimizer_base()
     if stock is None:
@@ -113,8 +114,10 @@ def note_optimizers(patches: Patches) -> None:
 
     @functools.wraps(begin)
     def begin_noted(self: Any, *args: Any, **kwargs: Any) -> None:
-        _optimizers.add(self)
         begin(self, *args, **kwargs)
+        with contextlib.suppress(TypeError):  # it cannot be referred to weakly
+            number = id(self)
+            _optimizers[number] = weakref.ref(self, lambda _: _optimizers.pop(number, None))
 
     patches.set(stock, "__init__", begin_noted)
     estimate_saves_by(_bytes_of_training)
@@ -123,29 +126,35 @@ def note_optimizers(patches: Patches) -> None:
 def _bytes_of_training() -> int:
     """About how much this rank will write of the optimizers' state and of the model, if all ranks share the writing.
 
-    Before the first step there is no state yet, so it is told by the parameters: see `_bytes_of`.
+    0 before the first step: until then training has not taken what it needs itself, so that nobody can tell what is
+    free.
     """
     try:
-        return int(sum(map(_bytes_of, list(_optimizers))))
+        made = [optimizer for optimizer in (known() for known in list(_optimizers.values())) if optimizer is not None]
+        sizes = [_bytes_of(optimizer) for optimizer in made]
     except Exception:  # noqa: BLE001  (whatever an optimizer is like, training goes on; its first save takes longer)
         return 0
+    return 0 if None in sizes else int(sum(size for size in sizes if size is not None))
 
 
-def _bytes_of(optimizer: Any) -> float:
+def _bytes_of(optimizer: Any) -> float | None:
     """What is saved of one optimizer, of several its parts tell: for each element of its parameters their value as the
-    model has it, the main copy of mixed precision, and the moments.
+    model has it, the main copy of mixed precision, and the moments. None if it has not made a step.
 
     The distributed optimizer has a rank's share of them. Others have all, and the ranks that have the same share.
     """
     if hasattr(optimizer, "chained_optimizers"):
         return 0
-    groups = getattr(getattr(optimizer, "optimizer", None), "param_groups", ())
+    stepped = getattr(optimizer, "optimizer", None)
+    groups = getattr(stepped, "param_groups", ())
     mixed = hasattr(optimizer, "grad_scaler")
     of_model = 2 if optimizer.config.bf16 or optimizer.config.fp16 else _MAIN_BYTES
     nbytes = 0
     for group in groups:
         moments = 2 if "betas" in group else int(bool(group.get("momentum")))
         elements = sum(parameter.numel() for parameter in group["params"])
+        if elements and not getattr(stepped, "state", None):
+            return None  # without moments there is nothing to tell a step by: the first save tells the size
         nbytes += elements * (of_model + _MAIN_BYTES * (moments + mixed))
     return nbytes if hasattr(optimizer, "gbuf_ranges") else nbytes / data_parallel_ranks()
 

@@ -33,6 +33,7 @@ _QUESTIONS: Final[tuple[Callable[[Any], Any], ...]] = (
     torch.Tensor.data_ptr,
     torch.Tensor.is_contiguous,
     torch.Tensor.is_neg,
+    torch.Tensor.storage_offset,
     *map(attrgetter, ("dtype", "nbytes", "is_cpu")),
 )
 _ANSWERS: Final = len(_QUESTIONS) + 2
@@ -163,8 +164,8 @@ def _changed(fields: tuple[list[Any], ...], before: tuple[list[Any], ...]) -> se
 
 
 def _answers(tensors: Sequence[Any]) -> Iterator[list[Any]]:
-    """What is compared of tensors that are read as they lie in memory, to know that this is as it was: where address
-    and length are as before, and so is what the storage holds, a tensor has its place in it as before.
+    """What is compared of tensors that are read as they lie in memory, to know that this is as it was: where address,
+    length and place in the storage are as before, and so is what the storage holds, a tensor lies in it as before.
     """
     yield list(map(type, tensors))
     for question in _QUESTIONS:
@@ -176,13 +177,13 @@ def _memory(some: Sequence[Any]) -> list[list[Any]]:
     """The answers of tensors, in columns; one that is not read as it lies there has no type, which is no answer."""
     if all(kind in _PLAIN for kind in map(type, some)):
         with contextlib.suppress(RuntimeError):  # one has no memory that could be asked for
-            types, addresses, contiguous, negated, dtypes, *others = _answers(some)
+            types, addresses, contiguous, negated, starts, dtypes, *others = _answers(some)
             in_order = zip(types, contiguous, negated, dtypes, strict=True)
             kept = [
                 kind if is_contiguous and not is_neg and not dtype.is_complex else None
                 for kind, is_contiguous, is_neg, dtype in in_order
             ]
-            return [kept, addresses, contiguous, negated, dtypes, *others]
+            return [kept, addresses, contiguous, negated, starts, dtypes, *others]
     if len(some) == 1:
         return [[None] for _ in range(_ANSWERS)]
     return [[answer for (answer,) in column] for column in zip(*(_memory([one]) for one in some), strict=True)]
@@ -220,9 +221,11 @@ def _described(
     specs: list[Any] = [*known.specs] or [None] * number
     pointers = [*known.pointers] or [0] * number
     memory = [[*column] for column in known.memory] or [[None] * number for _ in range(_ANSWERS)]
-    for index in others:
+    # Asked for once: data may be made when they are asked for, and then the next ones are others.
+    given = [tensors[index] for index in others]
+    for index, data in zip(others, given, strict=True):
         shard = shards[index]
-        tensors[index] = tensor = _own_data(shard)
+        tensors[index] = tensor = _own_data(shard, data)
         same = bool(known.specs) and all(
             column[index] == before[index] for column, before in zip(fields, known.fields, strict=True)
         )
@@ -231,7 +234,7 @@ def _described(
         pointers[index] = pointer_of(tensor)
     for start in range(0, len(others), _ASKED_AT_ONCE):
         some = others[start : start + _ASKED_AT_ONCE]
-        for column, answers in zip(memory, _memory([shards[index].data for index in some]), strict=True):
+        for column, answers in zip(memory, _memory(given[start : start + _ASKED_AT_ONCE]), strict=True):
             for index, answer in zip(some, answers, strict=True):
                 column[index] = answer
     return Described(fields, tuple(memory), pointers, tuple(specs))
@@ -241,9 +244,8 @@ def _where(shard: Any) -> str:
     return f"{shard.key} at offset {tuple(shard.global_offset)}"
 
 
-def _own_data(shard: Any) -> torch.Tensor:
+def _own_data(shard: Any, data: Any) -> torch.Tensor:
     """The data of a shard as they lie in memory, which is read by address: so it has to be there, all of it."""
-    data = shard.data
     # Most are like this, and there may be tens of thousands; to detach one takes longer than all else here.
     if (
         type(data) in _PLAIN

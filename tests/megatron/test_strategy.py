@@ -530,6 +530,9 @@ def fresh_launch(rank: int, path: Path) -> None:
         def __init__(self) -> None:
             super().__init__(SimpleNamespace(param_groups="none"), None)
 
+        def __eq__(self, other: object) -> bool:  # so it has no hash
+            return self is other
+
     Strange.__abstractmethods__ = frozenset()
     strange = Strange()
     queue.maybe_finalize_async_calls()
@@ -539,13 +542,15 @@ def fresh_launch(rank: int, path: Path) -> None:
     shape = ModelShape(layers=1, hidden=256)
     training = build_training(shape, Parallel())
     queue.maybe_finalize_async_calls()
+    assert not stage_pool._free, "before the first step nobody knows what training leaves free"
+    training.train(1)
+    queue.maybe_finalize_async_calls()
     (stage,) = stage_pool._free
     until_s = time.monotonic() + 60
     while not stage.is_touched:
         assert time.monotonic() < until_s
         time.sleep(0.001)
     taken = os.fstat(stage.fd).st_blocks * 512
-    training.train(1)
     strategy = fully_parallel.FullyParallelSaveStrategyWrapper(
         strategies.TorchDistSaveShardedStrategy("torch_dist", 1), None, True
     )

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
@@ -18,7 +19,7 @@ from mcore_ckpt.layout.plans import TensorPlans
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
 from mcore_ckpt.save._planning import Planned
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
-from mcore_ckpt.save.rank_state import NOTHING, collect
+from mcore_ckpt.save.rank_state import NOTHING, _answers, collect
 from mcore_ckpt.writing import stage_pool
 from mcore_ckpt.writing.staging import pointer_of
 
@@ -140,6 +141,49 @@ def test_what_a_save_knows_of_a_tensor_is_of_that_tensor_as_it_is(change: Any) -
     assert state.described.pointers[1] == pointer_of(state.tensors[1])
     assert all(map(torch.equal, state.tensors, anew.tensors))
     assert collect(of_two(tensor), state.described).described.pointers[1] == pointer_of(tensor)
+
+
+class _Brought:
+    """A shard whose data are made whenever they are asked for, as those that are brought back from elsewhere."""
+
+    def __init__(self, shard: Any, source: torch.Tensor) -> None:
+        self._shard, self._source = shard, source
+        self.looks = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_shard"], name)
+
+    @property
+    def data(self) -> torch.Tensor:
+        self.looks += 1
+        return self._source.to(torch.float32)
+
+
+def test_data_that_are_made_when_they_are_asked_for_are_asked_for_once() -> None:
+    source, known = torch.zeros(250_000, dtype=torch.float64), NOTHING
+    for save in range(4):
+        source.fill_(save)
+        shard = _Brought(single_shard("w", torch.ones(250_000)), source)
+        state = collect({"w": shard}, known)
+        known = state.described
+        assert shard.looks == 1
+        assert known.pointers == [state.tensors[0].data_ptr()]
+        assert (state.tensors[0] == save).all()
+
+
+def test_a_tensor_at_another_place_of_its_storage_is_looked_at_anew() -> None:
+    """Address, length, and length of the storage may be as before though the storage begins elsewhere."""
+    (answers,) = zip(*_answers([torch.ones(9)[4:]]), strict=True)
+    assert torch.ones(9)[4:].storage_offset() in answers
+
+
+@pytest.mark.parametrize("replica_id", [np.array([0, 0]), [0, 0], (0, 0), torch.Size([0]), 0])
+def test_a_replica_may_be_told_in_any_sequence(replica_id: Any) -> None:
+    shard = single_shard("w", torch.ones(10))
+    shard.replica_id = replica_id
+    assert collect({"w": shard}, NOTHING).specs
+    shard.replica_id = [1, 0] if not isinstance(replica_id, int) else 1
+    assert not collect({"w": shard}, NOTHING).specs
 
 
 @pytest.mark.parametrize("change", [cut, given_back, torch.Tensor.to_sparse, lambda _: None, lambda _: torch.ones(9)])
