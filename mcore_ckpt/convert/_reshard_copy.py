@@ -310,8 +310,8 @@ def copy_all(
     _allow_open_files(2 * len(plan.sizes) + _OTHER_FILES)
     run = _Run(plan, payloads, directory, journal, memory_bytes // max(1, len(workers)), advance, move_files)
     with ThreadPoolExecutor(max(1, len(workers)), thread_name_prefix="mcore-ckpt-reshard") as pool:
-        futures = [done_by(pool, _Worker(run, w).work) for w in workers]
         try:
+            futures = [done_by(pool, _Worker(run, w).work) for w in workers]
             for future in futures:
                 future.result()
         except BaseException:

@@ -205,8 +205,8 @@ def _write_safetensors(
         tensors += [(shard, tensor) for tensor in content]
     run = _Writing(payloads, directory, _stretches(tensors), journal, advance)
     with ThreadPoolExecutor(len(run.work), thread_name_prefix="mcore-ckpt-export") as pool:
-        futures = [done_by(pool, _write_stretch, run, number) for number in range(len(run.work))]
         try:
+            futures = [done_by(pool, _write_stretch, run, number) for number in range(len(run.work))]
             for future in futures:
                 future.result()
         except BaseException:

@@ -102,9 +102,13 @@ def start_thread(thread: threading.Thread) -> bool:
 def done_by(pool: Executor, work: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
     """What `pool.submit(work, *arguments)` returns; at the end of the interpreter, where pools take no work any more,
     that of work which has been done here. A pool that was made before may come to know of the end only now.
+
+    A signal waits until it is done: a pool that is interrupted while it starts a thread does not know of that thread,
+    and nobody would wait for it.
     """
     try:
-        return pool.submit(work, *arguments)
+        with interrupts_wait():
+            return pool.submit(work, *arguments)
     except RuntimeError as error:
         if not _is_of_the_end(error):
             raise

@@ -97,9 +97,9 @@ class ItemLocations:
                     pending.popleft().result()
                 return self.of(wanted)
 
-            for _ in range(threads):
-                begin_next()
             try:
+                for _ in range(threads):
+                    begin_next()
                 yield located
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)

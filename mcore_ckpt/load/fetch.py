@@ -98,6 +98,7 @@ class OpenFiles:
         self._storage = storage
         self._direct: DirectIo = direct
         self._lock = threading.Lock()
+        self._closed = False
         self._in_use: dict[str, tuple[RangeReader, int]] = {}
         self._idle: OrderedDict[str, RangeReader] = OrderedDict()
 
@@ -132,6 +133,8 @@ class OpenFiles:
             reader, users = self._in_use.pop(name)
             if users > 1:
                 self._in_use[name] = (reader, users - 1)
+            elif self._closed:
+                surplus = reader
             else:
                 self._idle[name] = reader
                 if len(self._idle) > _MAX_IDLE_FILES:
@@ -140,8 +143,9 @@ class OpenFiles:
             surplus.close()
 
     def close(self) -> None:
-        """Close what is idle; all is, when no thread reads any more."""
+        """Close what is idle, and what is in use when its last user lets go of it."""
         with self._lock:
+            self._closed = True
             readers = list(self._idle.values())
             self._idle.clear()
         for reader in readers:
@@ -157,7 +161,9 @@ def in_parallel(tasks: Iterable[_Task], work: Callable[[_Task], None], threads: 
     """
     remaining = iter(tasks)
     lock = threading.Lock()
-    stopped = False
+    # A pool that is interrupted while it starts a thread does not know of that one, so that who works is noted here.
+    state = threading.Condition()
+    stopped, working = False, 0
 
     def next_task() -> tuple[_Task] | None:
         # Making the next task (planning a read) is done by whoever needs it; generators are not thread-safe.
@@ -165,6 +171,19 @@ def in_parallel(tasks: Iterable[_Task], work: Callable[[_Task], None], threads: 
             for task in remaining:
                 return (task,)
         return None
+
+    def drain_beside(*first: tuple[_Task] | None) -> None:
+        nonlocal working
+        with state:
+            if stopped:
+                return
+            working += 1
+        try:
+            drain(*first)
+        finally:
+            with state:
+                working -= 1
+                state.notify_all()
 
     def drain(*first: tuple[_Task] | None) -> None:
         nonlocal stopped
@@ -184,13 +203,15 @@ def in_parallel(tasks: Iterable[_Task], work: Callable[[_Task], None], threads: 
         drain(first, second)
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="mcore_ckpt-read") as pool:
-        futures = [done_by(pool, drain, first), done_by(pool, drain, second)]
-        futures += [done_by(pool, drain) for _ in range(threads - 2)]
         try:
+            futures = [done_by(pool, drain_beside, first), done_by(pool, drain_beside, second)]
+            futures += [done_by(pool, drain_beside) for _ in range(threads - 2)]
             for future in futures:
                 future.result()
         finally:
-            stopped = True
+            with state:
+                stopped = True
+                state.wait_for(lambda: not working)
 
 
 def keeps_cached(options: LoadOptions, needed_bytes: int, stored_bytes: int, keeps_cheaply: Callable[[], bool]) -> bool:

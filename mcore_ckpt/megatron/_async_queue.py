@@ -129,12 +129,18 @@ def _bytes_of_training() -> int:
     0 before the first step: until then training has not taken what it needs itself, so that nobody can tell what is
     free.
     """
-    try:
-        made = [optimizer for optimizer in (known() for known in list(_optimizers.values())) if optimizer is not None]
-        sizes = [_bytes_of(optimizer) for optimizer in made]
-    except Exception:  # noqa: BLE001  (whatever an optimizer is like, training goes on; its first save takes longer)
-        return 0
-    return 0 if None in sizes else int(sum(size for size in sizes if size is not None))
+    total = 0.0
+    for number, known in list(_optimizers.items()):
+        optimizer = known()
+        try:
+            nbytes = 0 if optimizer is None else _bytes_of(optimizer)
+        except Exception:  # noqa: BLE001  (whatever one is like, training goes on; its first save takes longer)
+            _optimizers.pop(number, None)  # nor is it asked at each step
+            continue
+        if nbytes is None:
+            return 0
+        total += nbytes
+    return int(total)
 
 
 def _bytes_of(optimizer: Any) -> float | None:
@@ -150,11 +156,11 @@ def _bytes_of(optimizer: Any) -> float | None:
     mixed = hasattr(optimizer, "grad_scaler")
     of_model = 2 if optimizer.config.bf16 or optimizer.config.fp16 else _MAIN_BYTES
     nbytes = 0
+    if not getattr(stepped, "state", None) and any(group["params"] for group in groups):
+        return None  # one without moments has nothing to tell a step by: the first save tells its size
     for group in groups:
         moments = 2 if "betas" in group else int(bool(group.get("momentum")))
         elements = sum(parameter.numel() for parameter in group["params"])
-        if elements and not getattr(stepped, "state", None):
-            return None  # without moments there is nothing to tell a step by: the first save tells the size
         nbytes += elements * (of_model + _MAIN_BYTES * (moments + mixed))
     return nbytes if hasattr(optimizer, "gbuf_ranges") else nbytes / data_parallel_ranks()
 
