@@ -6,7 +6,7 @@
     |-- StrategyNotFoundError       no strategy is registered under that name (also a LookupError)
     |-- PlanError                   the shards do not add up: a chunk twice, missing, or out of bounds
     |-- SaveError                   a save failed; nothing was published
-    |   |-- CheckpointExistsError   `on_existing="error"` and there is a checkpoint already
+    |   |-- CheckpointExistsError   `on_existing="error"` and there is a checkpoint already (also a RuntimeError)
     |   |-- WriterDiedError         the writer process ended by signal or exit code
     |   `-- WriteTimeoutError       a write passed its deadline
     `-- LoadError
@@ -71,8 +71,8 @@ class SaveError(CheckpointError):
     """A save failed on some rank; the checkpoint was not published."""
 
 
-class CheckpointExistsError(SaveError):
-    """The directory holds a checkpoint and `on_existing="error"` was asked for."""
+class CheckpointExistsError(SaveError, RuntimeError):
+    """The directory holds a checkpoint and `on_existing="error"` was asked for. DCP raises a `RuntimeError` there."""
 
 
 class WriterDiedError(SaveError):

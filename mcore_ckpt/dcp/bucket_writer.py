@@ -311,7 +311,9 @@ def _with_sums(
 def _prepare(bucket: WriteBucket, extensions: Sequence[Any]) -> tuple[BucketSource, list[WriteResult]]:
     name = Path(bucket.path).name
     bytes_data, tensor_data = bucket.data
-    descriptors = [extension.get_descriptor() for extension in reversed(extensions)] or None
+    # In the order in which readers undo them: the first is the one that writes to the file. (DCP's own writer names
+    # them the other way round: its readers cannot undo two that do not commute.)
+    descriptors = [extension.get_descriptor() for extension in extensions] or None
     blobs = [(item, memoryview(_transformed(data.getvalue(), extensions))) for item, data in bytes_data]
     if extensions:
         # A transform decides how long its output is, so a transformed tensor is an opaque blob like an object.

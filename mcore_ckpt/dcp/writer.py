@@ -225,7 +225,11 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         """
         self._storage.ensure_directory()
         if self.options.on_existing == "error" and self._storage.exists(self._metadata_name()):
-            raise CheckpointExistsError(f"{self.path}: there is a checkpoint already, and overwrite=False")
+            # The first words are DCP's own, which callers look for.
+            raise CheckpointExistsError(
+                f"Checkpoint already exists and overwrite=False: {self.path} has {self._metadata_name()}; save into"
+                ' another directory, or pass overwrite=True (with SaveOptions(on_existing="replace"), the default)'
+            )
         if self._alone is None:
             if self._is_coordinator:
                 self._open()

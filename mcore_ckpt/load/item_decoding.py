@@ -41,12 +41,21 @@ class ItemDecoder:
         options: whether checksums are compared.
         stats: counters; added to.
         seals: checks each file before it is read.
+        extension_registry: DCP's `ExtensionRegistry`, by which stream transforms are undone; None: what torch knows.
 
     Attributes:
         inflation: of compressed items, all together.
     """
 
-    def __init__(self, storage: Storage, options: LoadOptions, stats: ReadStats, seals: FileSeals | None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        options: LoadOptions,
+        stats: ReadStats,
+        seals: FileSeals | None,
+        extension_registry: Any = None,
+    ) -> None:
+        self._extension_registry = extension_registry
         self._seals = seals
         self._storage = storage
         self._options = options
@@ -145,7 +154,7 @@ class ItemDecoder:
             got = crc32(stored)
             if got != item.crc32:
                 raise checksum_error(where, "its bytes have", got, item.crc32)
-        content = _undo_transforms(stored, item.transforms, where) if item.transforms else stored
+        content = self._undo_transforms(stored, item.transforms, where) if item.transforms else stored
         if self._options.verify_crc:
             self._verify(content, where)
         return content
@@ -166,19 +175,27 @@ class ItemDecoder:
             checked = verify_compressed(read, len(content), where)  # torch inflates such records and compares nothing
         self._stats.add(records_checked=checked)
 
-
-def _undo_transforms(stored: bytes, transforms: tuple[str, ...], where: str) -> bytes:
-    """Undo DCP's stream transforms, with the extensions that this torch knows."""
-    try:
-        from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
-
+    def _undo_transforms(self, stored: bytes, transforms: tuple[str, ...], where: str) -> bytes:
+        """Undo DCP's stream transforms, in the order in which they are named."""
         stream: Any = io.BytesIO(stored)
-        for extension in ExtensionRegistry().from_descriptor_list(transforms):
-            if isinstance(extension, StreamTransformExtension):
-                stream = extension.transform_from(stream)
-        return bytes(stream.read(-1))
-    except Exception as error:
-        raise LoadError(
-            f"{where}: stored through {', '.join(transforms)}, which cannot be undone here"
-            f" ({type(error).__name__}: {error}); install what these transforms need"
-        ) from error
+        at_fault = ", ".join(transforms)
+        try:
+            registry = self._extension_registry
+            if registry is None:
+                from torch.distributed.checkpoint._extension import ExtensionRegistry
+
+                registry = ExtensionRegistry()
+            for descriptor in transforms:
+                at_fault = descriptor
+                for extension in registry.from_descriptor_list([descriptor]):
+                    # Any extension may be registered; those that transform streams have this method.
+                    if hasattr(extension, "transform_from"):
+                        stream = extension.transform_from(stream)
+            at_fault = ", ".join(transforms)
+            return bytes(stream.read(-1))
+        except Exception as error:
+            raise LoadError(
+                f"{where}: stored through the extension {at_fault}, which cannot be undone here"
+                f" ({type(error).__name__}: {error}); install what it needs, or read with"
+                " `FileSystemReader(path, _extension_registry=...)` and a registry that knows it"
+            ) from error

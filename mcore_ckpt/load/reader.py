@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from mcore_ckpt.core.boxes import Box, covers
-from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, ShapeMismatchError
+from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, OptionError, ShapeMismatchError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import is_local, local_path
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
@@ -56,15 +56,32 @@ class FileSystemReader(StorageReader):
 
     Args:
         path: the checkpoint's directory.
+        _extension_registry: DCP's `ExtensionRegistry`, which says how to undo the stream transforms that items were
+            stored through (the writer's `_extensions`); None: those that torch knows.
         options: how to read; by default from the environment.
+
+    Raises:
+        OptionError: `_extension_registry` is no registry.
 
     Attributes:
         stats: what the reads have cost so far (`ReadStats`).
         options: the options in force.
     """
 
-    def __init__(self, path: str | os.PathLike[str], options: LoadOptions | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        _extension_registry: Any = None,
+        *,
+        options: LoadOptions | None = None,
+    ) -> None:
         super().__init__()
+        if _extension_registry is not None and not hasattr(_extension_registry, "from_descriptor_list"):
+            raise OptionError(
+                f"_extension_registry: expected an ExtensionRegistry of torch.distributed.checkpoint, got"
+                f" {type(_extension_registry).__name__}; options are passed as `options=`"
+            )
+        self._extension_registry = _extension_registry
         self.options = LoadOptions.from_environment() if options is None else options
         self.stats = ReadStats()
         self.reset(path)
@@ -80,7 +97,7 @@ class FileSystemReader(StorageReader):
         self._located = ItemLocations()
         self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
         self._seals = FileSeals(lambda: self.index)
-        self._decoder = ItemDecoder(self._storage, self.options, self.stats, self._seals)
+        self._decoder = ItemDecoder(self._storage, self.options, self.stats, self._seals, self._extension_registry)
         self.load_id = str(uuid.uuid4())
 
     @property

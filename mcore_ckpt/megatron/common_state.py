@@ -168,7 +168,7 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
         content = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
         pickled, seal = split_metadata(content, str(directory / METADATA_FILE))
         if _index_decides(pickled, names):
-            reader = FileSystemReader(directory, options)
+            reader = FileSystemReader(directory, options=options)
             seal = reader.index.seal
             file = common_file_in_force(names, reader.index)
             if file is None and COMMON_STATE_KEY in reader.index.objects:

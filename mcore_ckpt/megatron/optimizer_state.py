@@ -68,7 +68,7 @@ def load_sharded_optimizer_state(
     """
     if optimizer_key in state_dict and any(True for _ in leaves(state_dict[optimizer_key])):
         return _load_megatron(state_dict[optimizer_key], checkpoint, optimizer_key, options)
-    reader = FileSystemReader(checkpoint, options)
+    reader = FileSystemReader(checkpoint, options=options)
     index = reader.index
     prefix = optimizer_key + "."
     keys = [key for key in [*index.tensors, *index.objects] if key.startswith(prefix)]

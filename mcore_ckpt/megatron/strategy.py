@@ -360,7 +360,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         path = directory_to_read(checkpoint_dir, self.options)
         version = metadata_version(path)
         if self._reader is None or self._read_version != (path, version):
-            self._reader = FileSystemReader(path, self.options)
+            self._reader = FileSystemReader(path, options=self.options)
             self._read_version = (path, version)
         return self._reader
 

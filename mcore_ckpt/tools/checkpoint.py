@@ -122,7 +122,7 @@ class Checkpoint(Mapping[str, Any]):
         if self._reader is None:
             from mcore_ckpt.load.reader import FileSystemReader
 
-            self._reader = FileSystemReader(self.path, self._options)
+            self._reader = FileSystemReader(self.path, options=self._options)
         return self._reader
 
     def missing(self, key: str) -> MissingKeyError:

@@ -11,6 +11,7 @@ from mcore_ckpt.core import errors
 
 ALSO = {
     "OptionError": ValueError,
+    "CheckpointExistsError": RuntimeError,
     "StrategyNotFoundError": LookupError,
     "CheckpointNotFoundError": FileNotFoundError,
     "MissingKeyError": KeyError,

@@ -8,6 +8,7 @@ import os
 import pickle
 import zipfile
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,14 @@ from mcore_ckpt import (
     CheckpointExistsError,
     FileSystemReader,
     FileSystemWriterAsync,
+    LoadError,
+    LoadOptions,
     MCoreSavePlanner,
     OptionError,
     SaveError,
     SaveOptions,
 )
+from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.gloo_ranks import run_ranks
 
@@ -118,7 +122,8 @@ def test_it_refuses_to_replace_when_told_so(tmp_path: Path, keywords: dict[str, 
         dcp.save(a_state(2), storage_writer=FileSystemWriterAsync(tmp_path, **keywords))
     [(error, _)] = caught.value.failures.values()  # DCP wraps what a step raised
     assert isinstance(error, CheckpointExistsError)
-    assert "there is a checkpoint already" in str(error)
+    assert isinstance(error, RuntimeError), "what DCP's own writer raises"
+    assert "Checkpoint already exists" in str(caught.value), "the words of DCP's own writer"
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -243,27 +248,38 @@ def test_the_separation_hint_prefixes_file_names(tmp_path: Path) -> None:
     assert files["model.a"].startswith("__0_")
 
 
-class _Xor:
-    """A stream transform in the manner of DCP's extensions: every byte with one bit flipped."""
+# DCP has stream transforms since torch 2.7.
+extensions = pytest.importorskip("torch.distributed.checkpoint._extension")
 
-    @staticmethod
-    def registry_name() -> str:
-        return "test.xor"
 
-    @staticmethod
-    def from_descriptor(version: str) -> _Xor:
-        return _Xor()
+class _Xor(extensions.StreamTransformExtension):  # type: ignore[misc, name-defined]
+    """A stream transform: bits of every byte flipped. Not what it was when the version is another."""
+
+    name = "test.xor"
+
+    def __init__(self, mask: int = 1) -> None:
+        self.mask = mask
+
+    @classmethod
+    def registry_name(cls) -> str:
+        return cls.name
+
+    @classmethod
+    def from_descriptor(cls, version: str) -> _Xor:
+        return cls(int(version))
 
     def get_descriptor(self) -> str:
-        return "test.xor/1"
+        return f"{self.name}/{self.mask}"
 
     def transform_to(self, output: Any) -> Any:
+        mask = self.mask
+
         class Stream(io.RawIOBase):
             def writable(self) -> bool:
                 return True
 
             def write(self, data: Any) -> int:
-                output.write(bytes(byte ^ 1 for byte in bytes(data)))
+                output.write(bytes(byte ^ mask for byte in bytes(data)))
                 return len(data)
 
             def close(self) -> None:
@@ -272,18 +288,78 @@ class _Xor:
         return Stream()
 
     def transform_from(self, source: Any) -> Any:
-        return io.BytesIO(bytes(byte ^ 1 for byte in source.read()))
+        return io.BytesIO(bytes(byte ^ self.mask for byte in source.read()))
 
 
-def test_transforms_are_honoured_and_noted(tmp_path: Path) -> None:
-    state = {"weight": torch.arange(40.0), "object": [1, 2]}
-    dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path, _extensions=[_Xor()]))
+class _Prefix(_Xor):
+    """Bytes ahead of the stream: undone in the wrong order, or not, nothing can be read."""
+
+    name = "test.prefix"
+
+    def transform_to(self, output: Any) -> Any:
+        output.write(bytes([self.mask]) * 7)
+        return output
+
+    def transform_from(self, source: Any) -> Any:
+        assert source.read(7) == bytes([self.mask]) * 7
+        return source
+
+
+def a_registry(*known: Any) -> Any:
+    registry = extensions.ExtensionRegistry()
+    for extension in known:
+        registry.register(extension)
+    return registry
+
+
+@pytest.mark.parametrize("reading", ["ours", "ours, by position", "stock"])
+@pytest.mark.parametrize(
+    ("writing", "applied"),
+    [(FileSystemWriterAsync, [_Xor(1), _Prefix(9), _Xor(6)]), (dcp.FileSystemWriter, [_Xor(1)])],
+)
+def test_what_was_stored_through_stream_transforms_is_read_by_a_registry(
+    tmp_path: Path, writing: Any, applied: list[_Xor], reading: str
+) -> None:
+    """Both writers, both readers: tensors of all kinds, a part of one, and objects."""
+    state = a_state()
+    dcp.save(state, storage_writer=writing(tmp_path, _extensions=applied))
     metadata = FileSystemReader(tmp_path).read_metadata()
-    for info in metadata.storage_data.values():
-        assert list(info.transform_descriptors) == ["test.xor/1"]
-        content = (tmp_path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
-        plain = torch.load(io.BytesIO(bytes(byte ^ 1 for byte in content)), weights_only=True)
-        assert plain == [1, 2] or torch.equal(plain, state["weight"])
+    named = {tuple(info.transform_descriptors) for info in metadata.storage_data.values()}
+    assert named == {tuple(extension.get_descriptor() for extension in applied)}
+    registry = a_registry(_Xor, _Prefix)
+    reader: Any = {
+        "ours": lambda: FileSystemReader(tmp_path, _extension_registry=registry),
+        "ours, by position": lambda: FileSystemReader(tmp_path, registry),
+        "stock": lambda: dcp.FileSystemReader(tmp_path, _extension_registry=registry),
+    }[reading]()
+    loaded = blank(state)
+    dcp.load(loaded, storage_reader=reader)
+    assert_same(state, loaded)
+    if reading == "ours":
+        rows = torch.zeros(3, 48)
+        reader.read_items([ReadRequest("model.weight", rows, (5, 0), (3, 48))])
+        assert torch.equal(rows, state["model"]["weight"][5:8])
+
+
+@pytest.mark.parametrize("key", ["weight", "object"])
+@pytest.mark.parametrize("known", [None, (), (_Xor,)])
+def test_an_extension_that_no_registry_knows_is_named_with_key_and_file(tmp_path: Path, known: Any, key: str) -> None:
+    state = {"weight": torch.arange(40.0), "object": [1, 2]}
+    dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path, thread_count=1, _extensions=[_Xor(), _Prefix(3)]))
+    registry = None if known is None else a_registry(*known)
+    at_fault = "test.prefix/3" if known == (_Xor,) else "test.xor/1"
+    reader = FileSystemReader(tmp_path, registry)
+    reads = {
+        "weight": partial(reader.read_items, [ReadRequest(key, torch.zeros(40), (0,), (40,))]),
+        "object": partial(reader.read_object, key),
+    }
+    with pytest.raises(LoadError, match=rf"{key}\b.*__0_0\.distcp.*{at_fault},.*_extension_registry"):
+        reads[key]()
+
+
+def test_what_is_no_registry_is_refused_when_the_reader_is_made(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"_extension_registry.*LoadOptions.*options="):
+        FileSystemReader(tmp_path, LoadOptions())
 
 
 def cached_saves(rank: int, directory: str) -> list[str]:

@@ -270,7 +270,7 @@ def _loads(index: CheckpointIndex, directory: Path, megatron: bool) -> Iterator[
         entry = index.tensors[fqn]
         tensor = torch.empty(entry.shape, dtype=stored_dtype(entry))
         request = ReadRequest(fqn, tensor, (0,) * len(entry.shape), entry.shape, entry.shape)
-        FileSystemReader(directory, options).read_items([request])
+        FileSystemReader(directory, options=options).read_items([request])
         return _digest(tensor)
 
     def part(fqn: str) -> str:
@@ -278,11 +278,11 @@ def _loads(index: CheckpointIndex, directory: Path, megatron: bool) -> Iterator[
         sizes = tuple(max(1, size // 2) for size in entry.shape)
         offsets = tuple(size - part for size, part in zip(entry.shape, sizes, strict=True))
         tensor = torch.empty(sizes, dtype=stored_dtype(entry))
-        FileSystemReader(directory, options).read_items([ReadRequest(fqn, tensor, offsets, sizes, entry.shape)])
+        FileSystemReader(directory, options=options).read_items([ReadRequest(fqn, tensor, offsets, sizes, entry.shape)])
         return _digest(tensor)
 
     def stored_object(fqn: str) -> str:
-        return repr(FileSystemReader(directory, options).read_object(fqn))
+        return repr(FileSystemReader(directory, options=options).read_object(fqn))
 
     for fqn, entry in index.tensors.items():
         yield f"tensor {fqn}", lambda fqn=fqn: whole(fqn)

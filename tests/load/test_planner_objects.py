@@ -50,7 +50,7 @@ def load(directory: Path, item: bytes, options: LoadOptions | None = None) -> An
     place = {MetadataIndex("object"): _StorageInfo("__0_0.distcp", 0, len(item))}
     (directory / ".metadata").write_bytes(pickle.dumps(Metadata({"object": BytesStorageMetadata()}, None, place)))
     state = {"object": {"lr": 0.0}}
-    dcp.load(state, storage_reader=FileSystemReader(directory, options), no_dist=True)
+    dcp.load(state, storage_reader=FileSystemReader(directory, options=options), no_dist=True)
     return state["object"]
 
 

@@ -131,7 +131,7 @@ def test_a_planner_with_buffers_of_its_own_holds_few_of_them_at_a_time(tmp_path:
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     loaded = {fqn: torch.zeros_like(tensor) for fqn, tensor in state.items()}
     planner = Dequantizing()
-    reader = FileSystemReader(tmp_path, LoadOptions(window_bytes=MIB, buffer_bytes=2 * MIB))
+    reader = FileSystemReader(tmp_path, options=LoadOptions(window_bytes=MIB, buffer_bytes=2 * MIB))
     dcp.load(loaded, storage_reader=reader, planner=planner, no_dist=True)
     assert all(loaded[fqn].equal(tensor * 2) for fqn, tensor in state.items())
     assert planner.peak_bytes <= 4 * MIB
@@ -203,7 +203,7 @@ def test_halves_of_short_rows_that_are_cached_are_copied_exactly(tmp_path: Path)
     reader = FileSystemReader(tmp_path)
     assert load_box(reader, "w", tensor, Box((0, 256), (2048, 256))).equal(tensor[:, 256:512])
     assert reader.stats.bytes_read <= 1.1 * reader.stats.bytes_needed
-    through_buffers = FileSystemReader(tmp_path, LoadOptions(direct_io="off"))
+    through_buffers = FileSystemReader(tmp_path, options=LoadOptions(direct_io="off"))
     assert load_box(through_buffers, "w", tensor, Box((0, 256), (2048, 256))).equal(tensor[:, 256:512])
     assert through_buffers.stats.reads <= 12, "many rows at once"
 
@@ -271,7 +271,7 @@ def test_read_buffers_stay_within_the_budget(tmp_path: Path, monkeypatch: pytest
     options = LoadOptions(window_bytes=MIB, buffer_bytes=2 * MIB, io_threads=4, allow_dtype_cast=True)
     destination = torch.zeros(4 * MIB, dtype=torch.float64)
     cast = torch.zeros(2 * MIB)
-    FileSystemReader(tmp_path, options).read_items(
+    FileSystemReader(tmp_path, options=options).read_items(
         [ReadRequest("w", destination, (0,), (4 * MIB,)), ReadRequest("v", cast, (0,), (2 * MIB,))]
     )
     assert destination.equal(tensor.double())

@@ -40,7 +40,7 @@ def status_bytes(name: str) -> int:
 def peak_bytes_of_load(rank: int, path: str, kind: str) -> int:
     options = LoadOptions(allow_dtype_cast=True)
     wanted = destinations(kind)
-    reader = FileSystemReader(path, options)
+    reader = FileSystemReader(path, options=options)
     # What torch and the interpreter set up on first use is not what is measured.
     small = torch.ones(2, 2, dtype=wanted[0][0].dtype)
     reader.read_items([ReadRequest("small", small, (0, 0), (2, 2))])

@@ -73,7 +73,7 @@ def test_dtypes_have_to_agree_unless_a_cast_is_allowed(reader: FileSystemReader)
     request = ReadRequest("large", destination, (0, 0), (1024, 1024))
     with pytest.raises(DtypeMismatchError, match=r"large.*float32.*bfloat16.*allow_dtype_cast"):
         reader.read_items([request])
-    FileSystemReader(reader.path, LoadOptions(allow_dtype_cast=True)).read_items([request])
+    FileSystemReader(reader.path, options=LoadOptions(allow_dtype_cast=True)).read_items([request])
     assert destination.equal(load_box(reader, "large", torch.zeros(1024, 1024)).bfloat16())
 
 
@@ -112,7 +112,7 @@ def test_a_partial_request_converts_only_if_a_cast_is_allowed(reader: FileSystem
     with pytest.raises(DtypeMismatchError, match=r"mlp\.weight.*float32"):
         reader.read_items([request])
     assert destination.eq(7).all()
-    FileSystemReader(reader.path, LoadOptions(allow_dtype_cast=True)).read_items([request])
+    FileSystemReader(reader.path, options=LoadOptions(allow_dtype_cast=True)).read_items([request])
     stored = load_box(reader, "decoder.layers.mlp.weight", torch.zeros(8, 4))
     assert destination[:4].equal(stored[4:].to(dtype))
 
@@ -210,7 +210,7 @@ def test_damage_is_found_and_named(shape: tuple[int, int], tmp_path: Path) -> No
     path, at = flip_byte(index, "w", at_fraction=0.6)
     options = LoadOptions(window_bytes=MIB)
     with pytest.raises(ChecksumError) as raised:
-        load_box(FileSystemReader(tmp_path, options), "w", tensor)
+        load_box(FileSystemReader(tmp_path, options=options), "w", tensor)
     message = str(raised.value)
     assert "w at [0, 0]" in message
     assert str(path.parent) in message
@@ -220,7 +220,7 @@ def test_damage_is_found_and_named(shape: tuple[int, int], tmp_path: Path) -> No
     start, stop = (int(part) for part in message.split("the bytes [")[1].split(")")[0].split(", "))
     assert start <= at < stop
     assert stop - start == tensor.nbytes
-    unchecked = load_box(FileSystemReader(tmp_path, LoadOptions(verify_crc=False)), "w", tensor)
+    unchecked = load_box(FileSystemReader(tmp_path, options=LoadOptions(verify_crc=False)), "w", tensor)
     assert (unchecked != tensor).sum() == 1
 
 
@@ -231,8 +231,8 @@ def test_damage_is_found_in_one_of_many_alike(tmp_path: Path) -> None:
     loaded = {key: torch.zeros(20, 30) for key in tensors}
     requests = [ReadRequest(key, tensor, (0, 0), (20, 30)) for key, tensor in loaded.items()]
     with pytest.raises(ChecksumError, match=r"w5 at \[0, 0\].*expected 0x"):
-        FileSystemReader(tmp_path, LoadOptions(io_threads=1)).read_items(requests)
-    unchecked = FileSystemReader(tmp_path, LoadOptions(verify_crc=False))
+        FileSystemReader(tmp_path, options=LoadOptions(io_threads=1)).read_items(requests)
+    unchecked = FileSystemReader(tmp_path, options=LoadOptions(verify_crc=False))
     unchecked.read_items(requests)
     assert [key for key in tensors if not torch.equal(loaded[key], tensors[key])] == ["w5"]
     assert unchecked.stats.records_checked == 0
@@ -332,7 +332,7 @@ def test_a_tensor_that_inflates_without_bounds_is_refused(
     monkeypatch.setattr("mcore_ckpt.format.safe_pickle._MAX_INFLATED_BYTES", MIB)
     bomb = deflated(stock_item(torch.zeros(4)), inflated_bytes=8 * MIB)
     write_checkpoint(tmp_path, {"w": whole(torch.zeros(4))}, item_of=lambda _: bomb)
-    reader = FileSystemReader(tmp_path, LoadOptions(verify_crc=verify_crc))
+    reader = FileSystemReader(tmp_path, options=LoadOptions(verify_crc=verify_crc))
     with pytest.raises(UnsafePickleError, match="inflated"):
         reader.read_items([ReadRequest("w", torch.zeros(4), (0,), (4,))])
 

@@ -121,7 +121,7 @@ def test_any_layout_loads_in_any_other(
             if hasattr(ranges, name):
                 patch.setattr(ranges, name, value)
         write_checkpoint(Path(directory), stored, item_of=item_of, files=files, padding=padding)
-        reader = FileSystemReader(directory, options)
+        reader = FileSystemReader(directory, options=options)
         reader.read_items(requests)
     expected = raw(tensor)
     for request, box in zip(requests, boxes, strict=False):
@@ -148,7 +148,7 @@ def test_any_layout_loads_into_another_dtype(
         for name, value in thresholds.items():
             patch.setattr(tensor_reads, name, value)
         write_checkpoint(Path(directory), {"w": StoredTensor(tensor, data.draw(tilings(shape)))}, padding=[3])
-        FileSystemReader(directory, options).read_items(requests)
+        FileSystemReader(directory, options=options).read_items(requests)
     for request, box in zip(requests, boxes, strict=True):
         slices = tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))
         assert torch.equal(request.tensor, tensor[slices].bfloat16())

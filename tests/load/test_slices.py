@@ -61,7 +61,7 @@ def load(directory: Path, key: str, box: Box, options: LoadOptions, *, strided: 
         if strided
         else torch.zeros(box.sizes, dtype=torch.int32)
     )
-    FileSystemReader(directory, options).read_items([ReadRequest(key, out, box.offsets, box.sizes)])
+    FileSystemReader(directory, options=options).read_items([ReadRequest(key, out, box.offsets, box.sizes)])
     return out
 
 

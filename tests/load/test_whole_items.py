@@ -52,7 +52,7 @@ def blank(expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def load(directory: Path, into: dict[str, torch.Tensor], *, whole: bool, options: LoadOptions | None = None) -> int:
     """Fill tensors, by columns or each by itself; returns how many were taken as they are."""
-    reader = FileSystemReader(directory, options or LoadOptions(io_threads=1))
+    reader = FileSystemReader(directory, options=options or LoadOptions(io_threads=1))
     items, requests = reader.whole_items(), []
     for key, tensor in into.items():
         shape = tuple(tensor.shape)
@@ -150,7 +150,7 @@ def test_a_large_item_takes_no_reads_but_those_of_its_payload(
 ) -> None:
     expected = state()[LARGE]
     into = torch.zeros(1000, 700).t() if strided else torch.zeros(700, 1000)
-    reader = FileSystemReader(saved, LoadOptions(window_bytes=1024 * 1024, page_cache=page_cache))
+    reader = FileSystemReader(saved, options=LoadOptions(window_bytes=1024 * 1024, page_cache=page_cache))
     for file in saved.glob("*.distcp"):
         drop_cached(file)
     reader.read_items([ReadRequest(LARGE, into, (0, 0), (700, 1000))])
@@ -174,7 +174,7 @@ def test_what_stands_around_a_large_item_is_compared_with_what_should(
         path.write_bytes(content)
         into = torch.zeros(sizes)
         try:
-            FileSystemReader(directory, options).read_items([ReadRequest(LARGE, into, (rows[0], 0), sizes)])
+            FileSystemReader(directory, options=options).read_items([ReadRequest(LARGE, into, (rows[0], 0), sizes)])
         except LoadError as error:
             found.append(f"{type(error).__name__} {LARGE in str(error)}")
         else:  # the time of a record, say: of no importance, but not what this package writes
@@ -183,7 +183,7 @@ def test_what_stands_around_a_large_item_is_compared_with_what_should(
     assert found == ["", "CorruptCheckpointError True", "ChecksumError True", "", "CorruptCheckpointError True"]
     path.write_bytes(sound[: item.offset + item.length - 1])
     with pytest.raises(CorruptCheckpointError):
-        FileSystemReader(directory, options).read_items([ReadRequest(LARGE, into, (rows[0], 0), sizes)])
+        FileSystemReader(directory, options=options).read_items([ReadRequest(LARGE, into, (rows[0], 0), sizes)])
 
 
 def test_spans_are_those_of_the_planner(saved: Path) -> None:
