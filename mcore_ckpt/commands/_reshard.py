@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         read_index,
         read_small_file,
     )
-    from mcore_ckpt.storage.local import LocalStorage
+    from mcore_ckpt.storage.resolve import storage_at
     from mcore_ckpt.tools.inspection import checkpoint_directory
 
     options = _options(arguments)
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         copy = Path(arguments.target) / TRACKER_FILE
         if tracker.is_file() and not copy.exists():
             content = read_small_file(tracker.parent, tracker.name, MAX_TRACKER_BYTES, follow_links=True)
-            LocalStorage(copy.parent).publish(copy.name, content)
+            storage_at(copy.parent).publish(copy.name, content)
         context = Path(arguments.source) / NEMO_CONTEXT  # what NeMo keeps of the model, beside the checkpoint
         if source.name == NEMO_WEIGHTS and context.is_dir() and not (target.parent / NEMO_CONTEXT).exists():
             shutil.copytree(context, target.parent / NEMO_CONTEXT, symlinks=True)

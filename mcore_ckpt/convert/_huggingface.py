@@ -54,7 +54,7 @@ from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry, o
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import read_small_file
 from mcore_ckpt.load.checksums import range_crc
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.payloads import PayloadSource, StoredPayload, StoredPayloads, check_tiled
 from mcore_ckpt.tools.plain_state import read_plain_state
@@ -291,7 +291,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 def _write_model_files(folder: Path, conversion: _Conversion, tensors: list[Exported], options: ExportOptions) -> None:
     """`config.json`, and what else belongs beside the weights."""
-    storage = LocalStorage(folder)
+    storage = storage_at(folder)
     # What most elements are: norms and routers may be kept in another.
     sizes: dict[str, int] = {}
     for tensor in tensors:

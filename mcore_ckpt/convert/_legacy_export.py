@@ -40,7 +40,7 @@ from mcore_ckpt.format.index import CheckpointIndex, object_key, parse_object_ke
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.state_file import FileTensor, read_state_file
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 from mcore_ckpt.tools.plain_state import read_object, stored_common_state, unwrapped
@@ -579,7 +579,7 @@ def _write_rank(draft: _Draft, rank: _Rank, payloads: PiecePayloads, folder: Pat
         contents[f"{rank.folder}/{OPTIMIZER_FILE}"] = flat
     for name, content in contents.items():
         _write_file(folder / name, content, payloads)
-    LocalStorage(folder / rank.folder).sync_directory()
+    storage_at(folder / rank.folder).sync_directory()
     return list(contents)
 
 

@@ -27,7 +27,8 @@ from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, Te
 from mcore_ckpt.format.safe_pickle import Opaque, Unavailable
 from mcore_ckpt.format.state_file import FileTensor, StateFile, StateRecord, read_state_file
 from mcore_ckpt.load.stored_items import chunk_name
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.base import Storage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 
 __all__ = [
@@ -141,7 +142,7 @@ def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
         )
     if len(folders) > _MOST_RANKS:
         raise CorruptCheckpointError(f"{directory}: {len(folders)} directories of ranks; no launch has that many")
-    storage = LocalStorage(directory)
+    storage = storage_at(directory)
     found, shown = [], None
     for folder in folders:
         model = _read(storage, f"{folder}/{MODEL_FILE}")
@@ -182,7 +183,7 @@ def _is(directory: Path) -> bool:
     return True
 
 
-def _read(storage: LocalStorage, name: str) -> StateFile:
+def _read(storage: Storage, name: str) -> StateFile:
     with storage.open_reader(name) as reader:
         return read_state_file(reader.read, reader.size_bytes, storage.path(name))
 
@@ -275,7 +276,7 @@ class LegacyPayloads(StoredPayloads):
             start = records[place.file][place.record].start + place.first_byte
             chunk = StoredChunk((0,) * len(shape), shape, StoredItem(place.file, start, place.nbytes))
             tensors[key] = TensorEntry(key, dtype, shape, (chunk,))
-        super().__init__(CheckpointIndex(str(directory), tensors, {}), LocalStorage(directory))
+        super().__init__(CheckpointIndex(str(directory), tensors, {}), storage_at(directory))
         self._places, self._records = places, records
         self._seen: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}
         self._seeing = threading.Lock()
@@ -354,7 +355,7 @@ def _elements(shape: Iterable[int]) -> int:
 # --------------------------------------------------------------------------------------------- what is carried as it is
 
 
-def reading(storage: LocalStorage, file: str) -> Callable[[int, int], bytes]:
+def reading(storage: Storage, file: str) -> Callable[[int, int], bytes]:
     """What reads bytes of a file, opened for each time."""
 
     def read(offset: int, length: int) -> bytes:

@@ -45,7 +45,8 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, object_key
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.state_file import FileTensor
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.base import Storage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.dtype_cast import cast_floats
 
 __all__ = ["LOCAL_NORMS", "legacy_import"]
@@ -271,7 +272,7 @@ def _read_model(draft: _Draft) -> list[_Parameter]:
     local_experts, uneven = divmod(experts or 1, draft.arguments.count("expert_model_parallel_size", default=1))
     if uneven:
         raise CorruptCheckpointError(f"{draft.arguments.where}: {experts} experts do not divide among expert ranks")
-    storage = LocalStorage(draft.directory)
+    storage = storage_at(draft.directory)
     parameters = []
     for rank in draft.ranks:
         for chunk, state in _chunks(rank):
@@ -308,7 +309,7 @@ def _note_extra_state(
     value: Any,
     first_layer: int,
     local_experts: int,
-    storage: LocalStorage,
+    storage: Storage,
 ) -> None:
     """An object that a layer asks for when it is loaded: the first rank's, as Megatron saves it."""
     if stored == f"output_layer{_EXTRA_STATE}":
@@ -485,7 +486,7 @@ def _read_optimizer(
 def _settings(draft: _Draft, optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """What of an optimizer all ranks share: groups without their parameters, the step, the loss scale."""
     first, step = draft.ranks[0], None
-    storage = LocalStorage(draft.directory)
+    storage = storage_at(draft.directory)
 
     def own(value: Any) -> Any:
         return owned(value, reading(storage, first.file), first.file, first.model.records)
@@ -547,7 +548,7 @@ def _check_masters(payloads: LegacyPayloads, masters: Iterable[tuple[_Parameter,
 def _common_state(draft: _Draft) -> dict[str, Any]:
     """What all ranks share, of the first of them."""
     first = draft.ranks[0]
-    storage = LocalStorage(draft.directory)
+    storage = storage_at(draft.directory)
     common: dict[str, Any] = {"args": _carried_arguments(draft)}
     for key, value in first.state.items():
         if key in ("args", "optimizer", "rng_state") or _MODEL_CHUNK.fullmatch(str(key)):
@@ -566,7 +567,7 @@ def _common_state(draft: _Draft) -> dict[str, Any]:
 
 
 def _carried_arguments(draft: _Draft) -> Namespace:
-    read = reading(LocalStorage(draft.directory), "")
+    read = reading(storage_at(draft.directory), "")
     carried, left_out = carried_arguments(draft.arguments.values, read, draft.arguments.where, {})
     draft.left_out += left_out
     carried |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
@@ -581,7 +582,7 @@ def _random_states(draft: _Draft) -> dict[str, Any]:
         count("pipeline_model_parallel_size", default=1),
     )
     ep = count("expert_model_parallel_size", default=1)
-    storage = LocalStorage(draft.directory)
+    storage = storage_at(draft.directory)
     states = {
         (rank.pp, rank.tp, rank.ep): owned(
             rank.state["rng_state"], reading(storage, rank.file), rank.file, rank.model.records

@@ -21,7 +21,7 @@ from mcore_ckpt.convert._reshard_copy import JOURNAL_FILE, Journal
 from mcore_ckpt.convert._reshard_target import EXPORT_FOLDER, appear, claim_partial
 from mcore_ckpt.core.errors import CheckpointError, OptionError, SaveError
 from mcore_ckpt.directory.claim import Claim, is_claim_file
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 
 __all__ = ["new_directory"]
 
@@ -64,8 +64,8 @@ def new_directory(target: Path, fingerprint: str | None = None) -> Iterator[tupl
                     except BaseException:
                         kept = bool(journal.done)
                         raise
-                LocalStorage(folder).delete(JOURNAL_FILE)
-            LocalStorage(folder).sync_directory()
+                storage_at(folder).delete(JOURNAL_FILE)
+            storage_at(folder).sync_directory()
             claim.check()
             appear(folder, target)
         except SaveError:

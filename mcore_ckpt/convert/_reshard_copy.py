@@ -30,7 +30,7 @@ from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import TensorEntry
 from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes
 from mcore_ckpt.format.metadata_read import read_small_file
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.tools.dtype_cast import cast_floats
 from mcore_ckpt.tools.payloads import PayloadSource, StoredPayload, StoredPayloads
 from mcore_ckpt.tools.regrid import Walk, reads_of
@@ -528,7 +528,6 @@ class _Worker:
         at = stream.position
         stream.seek(at + payload.nbytes)
         source, file = self._run.payloads.storage, stream.file
-        assert isinstance(source, LocalStorage)
         streams.writes.submit(lambda: copy_file_bytes(source, payload.file, payload.offset, file, at, payload.nbytes))
         stream.write(_tail(template, payload.crc32 or 0))
 
@@ -547,7 +546,7 @@ def _tail(template: TensorTemplate, value: int) -> bytes:
     return bytes(tail)
 
 
-def copy_file_bytes(source: LocalStorage, name: str, start: int, target: TargetFile, at: int, nbytes: int) -> None:
+def copy_file_bytes(source: Storage, name: str, start: int, target: TargetFile, at: int, nbytes: int) -> None:
     """Let the kernel copy bytes from file to file; by reading and writing where it cannot.
 
     Raises:
@@ -563,7 +562,7 @@ def copy_file_bytes(source: LocalStorage, name: str, start: int, target: TargetF
         ) from error
 
 
-def _copy_file_bytes(source: LocalStorage, name: str, start: int, target: TargetFile, at: int, nbytes: int) -> None:
+def _copy_file_bytes(source: Storage, name: str, start: int, target: TargetFile, at: int, nbytes: int) -> None:
     fd = source.open_descriptor(name)
     try:
         done = 0

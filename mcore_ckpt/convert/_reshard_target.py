@@ -56,7 +56,7 @@ from mcore_ckpt.format.metadata_read import (
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, SealedFile, seal_metadata, shown_id
 from mcore_ckpt.load.fetch import in_parallel
-from mcore_ckpt.storage.local import LocalStorage, open_regular
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads
 from mcore_ckpt.tools.regrid import CrcSink, Walk, reads_of
 from mcore_ckpt.tools.tilings import Block, blocks
@@ -181,7 +181,7 @@ def claim_partial(target: Path) -> Iterator[Claim]:
     except OSError as error:
         raise SaveError(f"{partial}: the directory cannot be made: {error.strerror}") from error
     try:
-        claim = Claim.take(LocalStorage(partial))
+        claim = Claim.take(storage_at(partial))
     except SaveError:
         _refuse_existing(target)  # who has held the directory has given it that name
         raise
@@ -532,14 +532,14 @@ def carry_sidecars(
         partial: where they go.
         common_content: what `common.pt` is to hold instead of what it held.
     """
-    source, storage = Path(index.path), LocalStorage(partial)
+    source, storage = Path(index.path), storage_at(partial)
     names = [path.name for path in source.iterdir()]
-    common = common_file_in_force(with_common_files(LocalStorage(source), names, index), index)
+    common = common_file_in_force(with_common_files(storage_at(source), names, index), index)
     for name in sidecars:
         _carry_file(source, name, partial / name)
     if common is not None:
-        content = read_common_file(LocalStorage(source), common, index.seal)
-        check_file(LocalStorage(source), common)
+        content = read_common_file(storage_at(source), common, index.seal)
+        check_file(storage_at(source), common)
         storage.publish(COMMON_FILE, content if common_content is None else common_content)
     if (source / CONFIG_FILE).exists():
         storage.publish(CONFIG_FILE, read_small_file(source, CONFIG_FILE, MAX_CONFIG_BYTES))
@@ -549,8 +549,9 @@ def _carry_file(source: Path, name: str, target: Path) -> None:
     """Copy a file of any size, durably; nothing else appears under that name before `.metadata` does."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(open_regular(source, name), "rb") as given, target.open("wb") as taken:
-            shutil.copyfileobj(given, taken, _COPY_BYTES)
+        with storage_at(source).open_reader(name, direct="off") as given, target.open("wb") as taken:
+            for at in range(0, given.size_bytes, _COPY_BYTES):
+                taken.write(given.read(at, min(_COPY_BYTES, given.size_bytes - at)))
             taken.flush()
             os.fsync(taken.fileno())
     except OSError as error:
@@ -558,7 +559,7 @@ def _carry_file(source: Path, name: str, target: Path) -> None:
 
 
 def _publish(claim: Claim, partial: Path, target: Path, content: bytes) -> None:
-    storage = LocalStorage(partial)
+    storage = storage_at(partial)
     storage.sync_directory()
     claim.check()
     storage.publish(METADATA_FILE, content, through=claim.publish_ticket)
@@ -566,7 +567,7 @@ def _publish(claim: Claim, partial: Path, target: Path, content: bytes) -> None:
     if not claim.is_still_held():
         claim.check()  # raises: whoever has taken over is at work there
     appear(partial, target)
-    claim.moved_to(LocalStorage(target))
+    claim.moved_to(storage_at(target))
     claim.release()  # with the marker: what a run that is gone has left has been taken up
 
 
@@ -578,4 +579,4 @@ def appear(partial: Path, target: Path) -> None:
         partial.replace(target)
     except OSError as error:
         raise SaveError(f"{partial}: complete, but cannot be renamed to {target}: {error.strerror}") from error
-    LocalStorage(target.parent).sync_directory()
+    storage_at(target.parent).sync_directory()

@@ -20,7 +20,7 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.load.stored_items import chunk_name
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 
 __all__ = [
@@ -125,7 +125,7 @@ def read_safetensors(directory: Path, name: str) -> dict[str, RawTensor]:
         CorruptCheckpointError: it is no safetensors file, or contradicts itself.
     """
     path = directory / name
-    with LocalStorage(directory, follow_links=True).open_reader(name) as reader:
+    with storage_at(directory, follow_links=True).open_reader(name) as reader:
         size_bytes = reader.size_bytes
         length = int.from_bytes(reader.read(0, min(8, size_bytes)), "little")
         if size_bytes < 8 or length > min(_MAX_HEADER_BYTES, size_bytes - 8):

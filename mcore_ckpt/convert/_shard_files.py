@@ -26,7 +26,7 @@ from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.process import done_by
 from mcore_ckpt.format.index import TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 from mcore_ckpt.tools.regrid import Sink, Walk, reads_of
 
@@ -157,7 +157,7 @@ def _write_weight_map(
     stem, ending = _stem(to)
     weights = {tensor.name: file for file, shard in zip(files, shards, strict=True) for tensor in shard}
     document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-    LocalStorage(directory).publish(f"{stem}.{ending}.index.json", json.dumps(document, indent=2).encode() + b"\n")
+    storage_at(directory).publish(f"{stem}.{ending}.index.json", json.dumps(document, indent=2).encode() + b"\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def _write_safetensors(
     for name, content in zip(names, shards, strict=True):
         shard = _described(name, content)
         if not content:
-            LocalStorage(directory).publish(name, shard.header)
+            storage_at(directory).publish(name, shard.header)
         tensors += [(shard, tensor) for tensor in content]
     run = _Writing(payloads, directory, _stretches(tensors), journal, advance)
     with ThreadPoolExecutor(len(run.work), thread_name_prefix="mcore-ckpt-export") as pool:

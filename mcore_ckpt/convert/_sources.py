@@ -33,7 +33,8 @@ from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index, read_small_file
 from mcore_ckpt.format.state_file import FileTensor, StateFile, read_state_file
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.base import Storage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.dtype_cast import as_numbers
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 
@@ -94,7 +95,7 @@ def open_source(source: Path, rename: Sequence[RenameRule]) -> tuple[ImportForma
         return "dcp", StoredPayloads(_renamed(index, names), stored=index), list(index.objects)
     directory = source if source.is_dir() else source.parent
     files, mapped = _files(source)
-    storage = LocalStorage(directory, follow_links=True)
+    storage = storage_at(directory, follow_links=True)
     for file in files:
         storage.size(file)  # raises for what is no regular file: a pipe would never end
     if files[0].endswith(".safetensors"):
@@ -221,7 +222,7 @@ def _open_universal(source: Path, rename: Sequence[RenameRule]) -> tuple[LegacyP
         CorruptCheckpointError, ChecksumError, UnsafePickleError: a file is damaged, or not what DeepSpeed writes.
         OptionError: a parameter has no shape.
     """
-    storage = LocalStorage(source)
+    storage = storage_at(source)
     places: dict[str, tuple[Place, str, tuple[int, ...]]] = {}
     records: dict[str, Mapping[str, Any]] = {}
     left_out: list[str] = []
@@ -268,7 +269,7 @@ def _open_universal(source: Path, rename: Sequence[RenameRule]) -> tuple[LegacyP
 
 def rank_state(source: Path) -> tuple[Mapping[str, Any], list[str]]:
     """The state of the first rank's file that has Megatron's arguments, and what of these is of no class known here."""
-    storage = LocalStorage(source)
+    storage = storage_at(source)
     for path in sorted(source.glob(f"*{_MODEL_STATES}")):
         read = _read(storage, path.name)
         given = read.value.get("args") if isinstance(read.value, dict) else None
@@ -288,12 +289,12 @@ def _parameters(source: Path) -> list[str]:
     return found
 
 
-def _read(storage: LocalStorage, file: str) -> StateFile:
+def _read(storage: Storage, file: str) -> StateFile:
     with storage.open_reader(file) as reader:
         return read_state_file(reader.read, reader.size_bytes, str(storage.path(file)))
 
 
-def _number(storage: LocalStorage, file: str) -> float:
+def _number(storage: Storage, file: str) -> float:
     """A number in a file, or in a tensor of one element in it."""
     read = _read(storage, file)
     number = _plain_number(storage, file, read, read.value)
@@ -302,7 +303,7 @@ def _number(storage: LocalStorage, file: str) -> float:
     return number
 
 
-def _plain_number(storage: LocalStorage, file: str, read: StateFile, value: Any) -> float | None:
+def _plain_number(storage: Storage, file: str, read: StateFile, value: Any) -> float | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if type(value) is not FileTensor or math.prod(value.shape) != 1 or value.nbytes > 8:
@@ -321,7 +322,7 @@ def _plain_number(storage: LocalStorage, file: str, read: StateFile, value: Any)
     return None if numbers is None else float(numbers[0])
 
 
-def _shapes(storage: LocalStorage, source: Path) -> dict[str, tuple[int, ...]]:
+def _shapes(storage: Storage, source: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of parameters, from the ranks' files: ZeRO 3 writes elements without any."""
     found: dict[str, tuple[int, ...]] = {}
     for path in sorted(source.glob(f"*{_MODEL_STATES}")):
@@ -334,7 +335,7 @@ def _shapes(storage: LocalStorage, source: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _groups(storage: LocalStorage, source: Path, steps: Sequence[float]) -> Iterator[Mapping[str, Any]]:
+def _groups(storage: Storage, source: Path, steps: Sequence[float]) -> Iterator[Mapping[str, Any]]:
     file = f"{_ZERO}/optimizer_state.pt"
     if not (source / file).is_file():
         return
@@ -344,7 +345,7 @@ def _groups(storage: LocalStorage, source: Path, steps: Sequence[float]) -> Iter
             yield {name: group[name] for name in ("lr", "betas", "eps", "weight_decay") if name in group}
 
 
-def _with_inner_step(storage: LocalStorage, settings: OptimizerSettings) -> OptimizerSettings:
+def _with_inner_step(storage: Storage, settings: OptimizerSettings) -> OptimizerSettings:
     """ZeRO 3 writes no steps beside its parameters; they stay in the optimizer's own state, for each flat group."""
     file = f"{_ZERO}/optimizer_state.pt"
     read = _read(storage, file)

@@ -22,7 +22,7 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, SaveError, UnsafePick
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.tensor_pickle import DTYPES
 from mcore_ckpt.load.stored_items import chunk_name
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 from mcore_ckpt.tools.regrid import Sink
 from mcore_ckpt.tools.verify import check_file
@@ -47,7 +47,7 @@ def read_torch_file(path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
         UnsafePickleError: it holds more than tensors and plain values.
         CorruptCheckpointError: it is damaged, two of its tensors have the same key, or one is not stored plainly.
     """
-    check_file(LocalStorage(path.parent, follow_links=True), path.name)
+    check_file(storage_at(path.parent, follow_links=True), path.name)
     try:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:

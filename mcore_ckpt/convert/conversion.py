@@ -27,7 +27,7 @@ from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.item_layout import encode_object
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_config
 from mcore_ckpt.format.safe_pickle import Unavailable
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.payloads import StoredPayloads
 
 __all__ = [
@@ -344,7 +344,7 @@ def make_import(
         common = conversion.common({move.dtype for move in plan.moves})
 
         def carry(partial: Path) -> None:
-            storage = LocalStorage(partial)
+            storage = storage_at(partial)
             storage.publish(CONFIG_FILE, encode_config())
             storage.publish(COMMON_FILE, common)
 

@@ -53,7 +53,7 @@ from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.families.table import Implementation
 from mcore_ckpt.format.index import CheckpointIndex, parse_object_key
 from mcore_ckpt.format.metadata_read import TRACKER_FILE, read_index
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.dtype_cast import floating_dtype
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
@@ -164,7 +164,7 @@ def _write_tracker(target: Path) -> None:
     found = _ITERATION.fullmatch(target.name)
     text = "release" if target.name == "release" else str(int(found.group(1))) if found else None
     if text is not None and not (target.parent / TRACKER_FILE).exists():
-        LocalStorage(target.parent).publish(TRACKER_FILE, text.encode())
+        storage_at(target.parent).publish(TRACKER_FILE, text.encode())
 
 
 # --- tensors under their keys
@@ -263,7 +263,7 @@ def _import_tensors(source: Path, options: ImportOptions) -> Import:
 def _common_state(path: str | None) -> bytes:
     if path is None:
         return saved({})
-    storage = LocalStorage(Path(path).parent, follow_links=True)
+    storage = storage_at(Path(path).parent, follow_links=True)
     check_file(storage, Path(path).name)
     return storage.read(Path(path).name)
 

@@ -32,7 +32,7 @@ from mcore_ckpt.core.errors import LoadError, OptionError
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.format.index import CheckpointIndex, object_key
 from mcore_ckpt.format.metadata_read import MAX_TRACKER_BYTES, TRACKER_FILE, read_index, read_small_file
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.dtype_cast import floating_dtype
 from mcore_ckpt.tools.inspection import checkpoint_directory, index_version
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
@@ -386,4 +386,4 @@ def _carry_tracker(source: Path, target: Path) -> None:
         )
         text = text.strip()
         if text.isascii() and text.isdigit() and len(text) < 20 and target.name == f"iter_{int(text):07d}":
-            LocalStorage(target.parent).publish(TRACKER_FILE, text.encode())
+            storage_at(target.parent).publish(TRACKER_FILE, text.encode())

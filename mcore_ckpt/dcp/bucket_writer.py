@@ -25,7 +25,7 @@ from mcore_ckpt.format.seal import NO_SAVE_ID, SealedFile, shown_id
 from mcore_ckpt.layout.buckets import FILE_SUFFIX, TensorSpec, lay_out_file, place_objects, split_buckets
 from mcore_ckpt.layout.file_image import ImageResult
 from mcore_ckpt.layout.torch_classes import dtype_name
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.staging import BucketSource, check_memory, write_in_line
 
 __all__ = [
@@ -283,7 +283,7 @@ def write_buckets(
     """
     if not buckets:
         return []
-    storage = LocalStorage(Path(buckets[0].path).parent).marked(shown_id(buckets[0].save_id))
+    storage = storage_at(Path(buckets[0].path).parent).marked(shown_id(buckets[0].save_id))
     prepared = [_prepare(bucket, extensions) for bucket in buckets]
     written = write_in_line(storage, [source for source, _ in prepared], options)
     return [

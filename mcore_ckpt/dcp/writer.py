@@ -63,7 +63,7 @@ from mcore_ckpt.directory.commit import (
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, SealedFile, seal_metadata, shown_id
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.staging import NotInherited, check_memory
 
 __all__ = [
@@ -170,7 +170,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     def _set_path(self, path: str | os.PathLike[str]) -> None:
         # The directory that it names now: what writes and publishes later must not follow a `chdir`.
         self.path = local_path(path).absolute()
-        self._storage = LocalStorage(self.path)
+        self._storage = storage_at(self.path)
         self._save_id = secrets.token_bytes(SAVE_ID_BYTES)
         self._target: Target | None = None
         self._planned: Counter[MetadataIndex] | None = None

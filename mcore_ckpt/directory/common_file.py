@@ -26,7 +26,7 @@ from mcore_ckpt.format.metadata_read import (
 )
 from mcore_ckpt.format.seal import MetadataSeal, SealedFile, seal_metadata, shown_id, split_metadata
 from mcore_ckpt.storage.base import Storage
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 
 __all__ = [
     "MAX_COMMON_BYTES",
@@ -109,7 +109,7 @@ def _other_file(storage: Storage, name: str, expected: SealedFile, got: str) -> 
 def bind_common_file(content: bytes, directory: Path) -> bytes:
     """The content of a sealed `.metadata`, whose seal names the `common.pt` in `directory`, too, if there is one."""
     pickled, seal = split_metadata(content, str(directory))
-    found = None if seal is None else _sum_of_file(LocalStorage(directory), seal.save_id)
+    found = None if seal is None else _sum_of_file(storage_at(directory), seal.save_id)
     if seal is None or found is None:
         return content
     return seal_metadata(pickled, replace(seal, files={**seal.files, COMMON_FILE: found}))
@@ -129,7 +129,7 @@ def accept_common_file(path: Path) -> str | None:
         CorruptCheckpointError: `.metadata` is damaged, or has no seal.
         SaveError: a save holds the directory, or it cannot be written.
     """
-    storage = LocalStorage(path)
+    storage = storage_at(path)
     with Claim.take(storage) as claim:
         content = read_small_file(path, METADATA_FILE, MAX_METADATA_BYTES)
         pickled, seal = split_metadata(content, f"{path}/{METADATA_FILE}")

@@ -12,7 +12,8 @@ from mcore_ckpt.directory.commit import index_files
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.base import Storage
+from mcore_ckpt.storage.resolve import storage_at
 
 __all__ = ["remove_tensors"]
 
@@ -36,16 +37,16 @@ def remove_tensors(path: Path, key_prefix: str) -> list[str]:
         LoadError: there is no checkpoint, or its index cannot be read.
         SaveError: the directory cannot be written, or a save holds it, or has taken it over meanwhile.
     """
-    storage = LocalStorage(path)
+    storage = storage_at(path)
     with Claim.take(storage) as claim:
         return _remove(storage, claim, read_index(path), key_prefix)
 
 
-def _remove(storage: LocalStorage, claim: Claim, index: CheckpointIndex, key_prefix: str) -> list[str]:
+def _remove(storage: Storage, claim: Claim, index: CheckpointIndex, key_prefix: str) -> list[str]:
     tensors = {key: entry for key, entry in index.tensors.items() if not key.startswith(key_prefix)}
     objects = {key: entry for key, entry in index.objects.items() if not key.startswith(key_prefix)}
     if not key_prefix or len(tensors) + len(objects) == len(index.tensors) + len(index.objects):
-        _logger.warning("%s: no key begins with %r, nothing is removed", storage.root, key_prefix)
+        _logger.warning("%s: no key begins with %r, nothing is removed", storage, key_prefix)
         return []
     planner_data = index.planner_data
     if isinstance(planner_data, dict):
@@ -60,7 +61,7 @@ def _remove(storage: LocalStorage, claim: Claim, index: CheckpointIndex, key_pre
     emptied = sorted(index_files(index) - index_files(kept))
     if not claim.is_still_held():
         # Published, and taken over since: whoever holds the directory may be looking at these files.
-        _logger.warning("%s: the keys are removed, but files that nothing lies in stay: %s", storage.root, emptied)
+        _logger.warning("%s: the keys are removed, but files that nothing lies in stay: %s", storage, emptied)
         return []
     for name in emptied:
         storage.delete(name)

@@ -39,7 +39,7 @@ from mcore_ckpt.format.metadata_read import (
     read_index,
     read_small_file,
 )
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 
 __all__ = [
     "Flaw",
@@ -213,7 +213,7 @@ def is_claimed(directory: Path) -> bool:
 
 
 def _is_abandoned(directory: Path) -> bool:
-    storage = LocalStorage(directory)
+    storage = storage_at(directory)
     try:
         found = claimants(storage, [path.name for path in directory.iterdir()])
         return bool(found) and all(seems_gone(storage, owner) for owner in found)
@@ -234,7 +234,7 @@ def _problems(directory: Path, index: CheckpointIndex, sizes: Mapping[str, int])
         yield flaw
     yield from (flaw.message for flaw in structure_flaws(index, megatron=megatron))
     if megatron:
-        there = with_common_files(LocalStorage(directory), sizes, index)
+        there = with_common_files(storage_at(directory), sizes, index)
         flaw = common_state_flaw(directory, index, there) or _common_size_flaw(directory, index, there)
         if flaw:
             yield flaw

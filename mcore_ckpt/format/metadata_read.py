@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +20,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, cast
 
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format._own_index import OwnIndex, own_index
@@ -34,7 +33,7 @@ from mcore_ckpt.format.index import (
 )
 from mcore_ckpt.format.safe_pickle import loads
 from mcore_ckpt.format.seal import MetadataSeal, split_metadata
-from mcore_ckpt.storage.local import open_regular
+from mcore_ckpt.storage.resolve import storage_at
 
 __all__ = [
     "ALLOWED_GLOBALS",
@@ -178,17 +177,15 @@ def read_small_file(directory: Path, name: str, max_bytes: int, *, follow_links:
         CorruptCheckpointError: it is larger, or no regular file.
         LoadError: it cannot be read.
     """
-    path = directory / name
     try:
-        with os.fdopen(open_regular(directory, name, follow_links=follow_links), "rb") as stream:
-            size_bytes = os.fstat(stream.fileno()).st_size
-            if size_bytes > max_bytes:
-                raise CorruptCheckpointError(f"{path}: expected at most {max_bytes} bytes, the file has {size_bytes}")
-            return stream.read(size_bytes)  # a larger number would be memory taken before anything is read
-    except (FileNotFoundError, NotADirectoryError) as error:
+        with storage_at(directory, follow_links=follow_links).open_reader(name, direct="off") as reader:
+            if reader.size_bytes > max_bytes:
+                raise CorruptCheckpointError(
+                    f"{reader.name}: expected at most {max_bytes} bytes, the file has {reader.size_bytes}"
+                )
+            return reader.read(0, reader.size_bytes)
+    except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(_not_found(directory, name)) from error
-    except OSError as error:
-        raise LoadError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def _not_found(directory: Path, name: str) -> str:

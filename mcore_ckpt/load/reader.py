@@ -46,7 +46,7 @@ from mcore_ckpt.load.read_requests import (
     wanted_items,
 )
 from mcore_ckpt.load.stored_items import check_apart
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 
 __all__ = ["FileSystemReader", "ReadRequest"]
 
@@ -90,7 +90,7 @@ class FileSystemReader(StorageReader):
         """Forget what is known of the checkpoint, and read from another one if `checkpoint_id` names it."""
         if checkpoint_id is not None and str(checkpoint_id):
             self.path = local_path(checkpoint_id)
-        self._storage = LocalStorage(self.path)
+        self._storage = storage_at(self.path)
         self._index: CheckpointIndex | None = None
         self._metadata: Metadata | None = None
         self._files_bytes: int | None = None

@@ -37,7 +37,7 @@ from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.format.seal import MetadataSeal, split_metadata
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._one_save import Source, metadata_version, note_common
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 
 __all__ = [
     "COMMON_STATE_KEY",
@@ -74,7 +74,7 @@ def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.Path
     Raises:
         SaveError: it cannot be written, or another save holds the directory; raised on every rank.
     """
-    storage = LocalStorage(checkpoint_dir)
+    storage = storage_at(checkpoint_dir)
 
     def write() -> None:
         content = io.BytesIO()
@@ -98,7 +98,7 @@ def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
     Raises:
         SaveError: it cannot be written.
     """
-    storage = LocalStorage(checkpoint_dir)
+    storage = storage_at(checkpoint_dir)
     try:
         written = write_config(storage, json.dumps(asdict(config)).encode())
     except Exception as error:
@@ -157,7 +157,7 @@ def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | N
 
 
 def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]) -> Any:
-    storage = LocalStorage(directory)
+    storage = storage_at(directory)
     names = storage.list() if directory.is_dir() else []
     for known in (COMMON_FILE, METADATA_FILE):  # which the listing of a network file system may not show yet
         if known not in names and storage.exists(known):

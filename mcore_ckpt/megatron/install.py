@@ -48,7 +48,7 @@ from mcore_ckpt.megatron._versions import (
 )
 from mcore_ckpt.megatron.registry import get_strategy, registered_strategies
 from mcore_ckpt.save.transaction import saves_in_progress
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 
 __all__ = ["existing_modules", "install", "uninstall"]
 
@@ -238,9 +238,9 @@ def _save_or_leave_nothing(stock: Any) -> Any:
     def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         with MegatronErrors():
             # The directory that it names now: what is written at the end of an async save must not follow a `chdir`.
-            checkpoint_dir = type(checkpoint_dir)(local_path(checkpoint_dir).absolute())
-            storage = LocalStorage(checkpoint_dir)
-            before = saves_in_progress(storage.root)
+            directory = local_path(checkpoint_dir).absolute()
+            checkpoint_dir, storage = type(checkpoint_dir)(directory), storage_at(directory)
+            before = saves_in_progress(directory)
             try:
                 call = partial(stock, sharded_state_dict, checkpoint_dir, *args, **kwargs)
                 request, failure = common_state.with_late_config_errors(call)
@@ -251,7 +251,7 @@ def _save_or_leave_nothing(stock: Any) -> Any:
                     callbacks[:] = [fn if hasattr(fn, "save_call") else _ConfigErrorsLate(fn) for fn in callbacks]
                 return request
             except BaseException:
-                for begun in saves_in_progress(storage.root) - before:
+                for begun in saves_in_progress(directory) - before:
                     begun.call.abort()
                 give_back(storage)
                 raise

@@ -60,7 +60,7 @@ from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.save.rank_state import RankState, collect
 from mcore_ckpt.storage.base import align_up
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.stage_pool import expect_save, is_busy
 from mcore_ckpt.writing.staging import BucketSource, write_in_line
 
@@ -288,7 +288,7 @@ class SaveDirectory:
 
     def __init__(self, path: Path, options: SaveOptions) -> None:
         self.path = path.absolute()
-        self.storage = LocalStorage(self.path)
+        self.storage = storage_at(self.path)
         self.target: Target | None = None
         self._options = options
 

@@ -256,6 +256,10 @@ class Storage(ABC):
         """Length of a file in bytes. Raises as `open_reader` does."""
 
     @abstractmethod
+    def path(self, name: str) -> str:
+        """A file as messages name it."""
+
+    @abstractmethod
     def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
         """Open a file for reading.
 
@@ -275,6 +279,32 @@ class Storage(ABC):
 
         Raises:
             SaveError: if the file exists, cannot be made, or its space cannot be reserved.
+        """
+
+    @abstractmethod
+    def open_descriptor(self, name: str) -> int:
+        """A descriptor of a file, for reading by the kernel alone; the caller closes it.
+
+        Raises:
+            CorruptCheckpointError: it is no regular file.
+            OSError: it cannot be opened.
+        """
+
+    @abstractmethod
+    def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
+        """Change bytes of a file in place, durably; for repairing one.
+
+        Args:
+            name: of the file.
+            offset: of the first byte.
+            content: what is to stand there.
+            is_end: cut the file behind it.
+
+        Returns:
+            False if there is no regular file of that name.
+
+        Raises:
+            SaveError: it cannot be written.
         """
 
     def marked(self, mark: str) -> Storage:
@@ -366,6 +396,17 @@ class Storage(ABC):
     @abstractmethod
     def rename(self, source: str, destination: str) -> None:
         """Give a file another name, replacing what is there; durable after `sync_directory`. Raises `SaveError`."""
+
+    @abstractmethod
+    def rename_new(self, source: str, destination: str) -> bool:
+        """As `rename`, unless there is a file of that name already; durable on return.
+
+        Returns:
+            False if the name is taken; `source` is still there then.
+
+        Raises:
+            SaveError: the name cannot be given.
+        """
 
     @abstractmethod
     def delete(self, name: str, missing_ok: bool = True) -> None:

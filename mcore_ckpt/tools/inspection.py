@@ -30,7 +30,7 @@ from mcore_ckpt.format.metadata_read import (
 from mcore_ckpt.format.seal import shown_id
 from mcore_ckpt.format.tensor_pickle import DTYPES
 from mcore_ckpt.storage.base import FileVersion
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.keys import group_of, key_filter
 from mcore_ckpt.tools.parallel_layout import (
     ParallelLayout,
@@ -209,7 +209,7 @@ def index_version(directory: Path) -> FileVersion | None:
             return None
     except OSError:
         return None
-    return LocalStorage(directory).version(METADATA_FILE)
+    return storage_at(directory).version(METADATA_FILE)
 
 
 def tensor_bytes(dtype: str, shape: Iterable[int]) -> int:

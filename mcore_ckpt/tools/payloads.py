@@ -32,7 +32,7 @@ from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.load.ranges import split_box
 from mcore_ckpt.load.stored_items import check_apart, check_located, check_proportion, chunk_name
 from mcore_ckpt.storage.base import Storage
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.dtype_cast import carrier
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class StoredPayloads:
         stored: CheckpointIndex | None = None,
     ) -> None:
         self.index = index
-        self.storage = LocalStorage(index.path) if storage is None else storage
+        self.storage = storage_at(index.path) if storage is None else storage
         self._seals = FileSeals(lambda: stored or self.index)
         self.files = OpenFiles(self.storage, direct, self._seals)
         self._located: OrderedDict[tuple[str, StoredChunk], StoredPayload] = OrderedDict()
@@ -219,7 +219,7 @@ def check_tiled(index: CheckpointIndex, keys: Iterable[str]) -> None:
     is planned for shapes that nobody has stored, and so are items that lie in one place, or beyond their file's end.
     """
     check_apart(index)
-    storage = LocalStorage(index.path)
+    storage = storage_at(index.path)
     sizes: dict[str, int] = {}
     for key in keys:
         entry = index.tensors[key]

@@ -20,7 +20,7 @@ from mcore_ckpt.format.safe_pickle import Opaque, read_plain
 from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
 from mcore_ckpt.load.checksums import check_records, checksum_error
 from mcore_ckpt.load.file_seals import FileSeals
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 
 __all__ = [
     "StoredState",
@@ -65,11 +65,11 @@ def stored_common_state(index: CheckpointIndex) -> StoredState | None:
     """The common state of a checkpoint; None if it has none. Raises as `read_plain_state`."""
     directory = Path(index.path)
     names = [path.name for path in directory.iterdir() if path.is_file()]
-    names = with_common_files(LocalStorage(directory), names, index)
+    names = with_common_files(storage_at(directory), names, index)
     file = common_file_in_force(names, index)
     if file is not None and (directory / file).is_file():
         where = str(directory / file)
-        content = read_common_file(LocalStorage(directory), file, index.seal)
+        content = read_common_file(storage_at(directory), file, index.seal)
         _check_records(content, where)
         return StoredState(where, content)
     entry = index.objects.get(_COMMON_OBJECT)
@@ -106,7 +106,7 @@ def read_object(index: CheckpointIndex, entry: ObjectEntry) -> bytes:
         LoadError: it cannot be read.
     """
     item, where = entry.item, f"{entry.fqn} ({entry.item.file})"
-    with LocalStorage(index.path).open_reader(item.file) as reader:
+    with storage_at(index.path).open_reader(item.file) as reader:
         FileSeals(lambda: index).check(item.file, reader)
         content = reader.read(item.offset, item.length)
     if item.crc32 is not None and (got := crc32(content)) != item.crc32:

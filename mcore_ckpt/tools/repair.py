@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import BinaryIO
 
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
@@ -33,8 +32,8 @@ from mcore_ckpt.format.metadata_read import (
 from mcore_ckpt.format.seal import FOOTER_BYTES
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.file_seals import check_seal, read_table
-from mcore_ckpt.storage.base import Storage
-from mcore_ckpt.storage.local import LocalStorage, open_regular
+from mcore_ckpt.storage.base import RangeReader, Storage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
 from mcore_ckpt.tools.verify import ItemCheck, Problem, VerifyReport, check_item, verify_checkpoint, verify_index
@@ -62,10 +61,9 @@ def repair_checkpoint(
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError: `other` is no readable checkpoint, or its index does not
             describe the files that are to be mended.
-        SaveError: a save, or another repair, holds the damaged checkpoint's directory.
-        OSError: the damaged checkpoint cannot be written.
+        SaveError: a save, or another repair, holds the damaged checkpoint's directory, or it cannot be written.
     """
-    with Claim.take(LocalStorage(report.path), common_ahead=True) as claim:
+    with Claim.take(storage_at(report.path), common_ahead=True) as claim:
         return _repair(report, _Damaged(Path(report.path), claim), checkpoint_directory(other), progress)
 
 
@@ -84,7 +82,7 @@ class _Damaged:
 
     def __init__(self, path: Path, claim: Claim) -> None:
         self.path = path
-        self.storage = LocalStorage(path)
+        self.storage = storage_at(path)
         self._claim = claim
 
     def check_held(self) -> None:
@@ -113,7 +111,7 @@ class _Damaged:
             self.check_held()  # says better what has happened, if the directory was lost between the two
             raise
 
-    def put_file(self, name: str, content: BinaryIO) -> bool:
+    def put_file(self, name: str, content: RangeReader) -> bool:
         """Make a file that is missing, whole and durable or not at all; False if there is one by now."""
         self.check_held()
         folder, _, last = name.rpartition("/")
@@ -125,11 +123,10 @@ class _Damaged:
         temporary = f"{begins}{self._claim.owner.save_id}.repair"
         writing = self.storage.open_writer(temporary)
         try:
-            at = 0
-            while piece := content.read(_WINDOW_BYTES):
+            for at in range(0, content.size_bytes, _WINDOW_BYTES):
+                piece = content.read(at, min(_WINDOW_BYTES, content.size_bytes - at))
                 writing.write(at, memoryview(piece))
-                at += len(piece)
-            writing.finish(at)
+            writing.finish(content.size_bytes)
             self.check_held()
             if self.storage.rename_new(temporary, name):
                 return True
@@ -150,18 +147,7 @@ class _Damaged:
             False if it is no file of the directory's own.
         """
         self.check_held()
-        try:
-            fd = open_regular(self.path, name, os.O_RDWR)
-        except (CorruptCheckpointError, FileNotFoundError):
-            return False
-        with os.fdopen(fd, "r+b") as file:
-            file.seek(offset)
-            file.write(content)
-            if is_end:
-                file.truncate()
-            file.flush()
-            os.fsync(file.fileno())
-        return True
+        return self.storage.overwrite(name, offset, content, is_end=is_end)
 
 
 def _repair(report: VerifyReport, damaged: _Damaged, copy: Path, progress: bool | None) -> VerifyReport:
@@ -256,7 +242,7 @@ def _checks(index: CheckpointIndex) -> dict[tuple[str, str, int], ItemCheck]:
 def _end_of_file(name: str, copy: Path, index: CheckpointIndex) -> tuple[int, bytes] | None:
     """The seal of a file of the copy, and where it begins, if it is the one that the damaged checkpoint asks for."""
     try:
-        with LocalStorage(copy).open_reader(name) as reader:
+        with storage_at(copy).open_reader(name) as reader:
             footer = check_seal(index, name, reader)
             if footer is None:
                 return None
@@ -292,7 +278,7 @@ def _replace_files(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path,
             continue
         if problem.file.startswith(COMMON_FILE) and index.seal is not None and COMMON_FILE in index.seal.files:
             try:
-                content = read_common_file(LocalStorage(copy), COMMON_FILE, index.seal)
+                content = read_common_file(storage_at(copy), COMMON_FILE, index.seal)
             except LoadError:
                 continue
             if damaged.publish_common(problem.file, content):
@@ -302,11 +288,11 @@ def _replace_files(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path,
         if os.path.lexists(damaged.path / problem.file) or (sealed and not _end_of_file(problem.file, copy, index)):
             continue
         try:
-            given = open_regular(copy, problem.file)
-        except (CorruptCheckpointError, OSError):
+            given = storage_at(copy).open_reader(problem.file, direct="off")
+        except LoadError:
             continue
-        with os.fdopen(given, "rb") as reading:
-            if damaged.put_file(problem.file, reading):
+        with given:
+            if damaged.put_file(problem.file, given):
                 repaired.append(problem.file)
     return repaired
 
@@ -352,7 +338,7 @@ def _is_same_save(
 def _sums(directory: Path, item: StoredItem, where: str) -> list[tuple[str, int, int | None]]:
     """Name, size and stated CRC-32 of each record of an item; empty if its headers cannot be read."""
     try:
-        with LocalStorage(directory).open_reader(item.file) as reader:
+        with storage_at(directory).open_reader(item.file) as reader:
             records = verify_records(lambda at, length: reader.read(item.offset + at, length), item.length, where)
             # The archive's own name, which torch takes from the file that is written, is no matter.
             return [(record.name.partition("/")[2], record.nbytes, record.crc32) for record in records]
@@ -364,7 +350,7 @@ def _mend_file(problem: Problem, damaged: _Damaged, copy: Path) -> bool:
     """Put back a file that is one item by itself, the common state's, if the copy's is sound."""
     assert problem.file is not None
     try:
-        with LocalStorage(copy).open_reader(problem.file) as reader:
+        with storage_at(copy).open_reader(problem.file) as reader:
             content = reader.read(0, reader.size_bytes)
             check = ItemCheck(problem.fqn or problem.file, StoredItem(problem.file, 0, len(content)))
             sound = check_item(check, reader, memoryview(content))

@@ -24,7 +24,7 @@ from mcore_ckpt.directory.commit import index_files
 from mcore_ckpt.directory.run import RunCheckpoint, iteration_directories, look_at, tracked_name
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, MAX_METADATA_BYTES, METADATA_FILE, parse_index
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.parallel_layout import ParallelLayout, layout_of_chunks
 
 __all__ = ["Fate", "ListedCheckpoint", "PruneReport", "RunReport", "list_run", "prune_run"]
@@ -220,7 +220,7 @@ def _reason_to_wait(checkpoint: RunCheckpoint) -> str | None:
 
 def _is_of_removals(directory: Path) -> bool:
     """Whether nobody has claimed a directory but removals, of which none is known to go on; also if nobody has."""
-    storage = LocalStorage(directory)
+    storage = storage_at(directory)
     try:
         found = claimants(storage, [path.name for path in directory.iterdir()])
     except (LoadError, OSError):
@@ -261,7 +261,7 @@ def _let_go(checkpoint: RunCheckpoint, run: Path) -> Fate:
 
 def _claim(checkpoint: RunCheckpoint, run: Path) -> Claim:
     """Claim the directory of a checkpoint that is to go; where no space is left for that, its first file makes room."""
-    storage = LocalStorage(checkpoint.path)
+    storage = storage_at(checkpoint.path)
     try:
         return Claim.take(storage, {_REMOVAL: True})
     except SaveError as error:
@@ -305,7 +305,7 @@ def _being_removed(directory: Path) -> Iterator[Path]:
         raise OSError(0, "its index has changed", str(index_path))
     if index_path != removed_index:
         index_path.replace(removed_index)
-        LocalStorage(directory).sync_directory()
+        storage_at(directory).sync_directory()
     folders: set[Path] = set()
     for path in _own_files(directory, index):
         yield path
@@ -319,7 +319,7 @@ def _being_removed(directory: Path) -> Iterator[Path]:
 def _remove_directory(directory: Path) -> tuple[str, ...]:
     """Remove a directory if it is empty; returns the names of what else lies there, but for claims."""
     if _remove_if_empty(directory):
-        LocalStorage(directory.parent).sync_directory()
+        storage_at(directory.parent).sync_directory()
         return ()
     try:
         return tuple(sorted(path.name for path in directory.iterdir() if not is_claim_file(path.name)))

@@ -42,7 +42,7 @@ from mcore_ckpt.load.file_seals import check_seal, items_by_file, read_table, ta
 from mcore_ckpt.load.stored_items import check_located, check_proportion, item_name
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.direct_io import aligned_buffer
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import LOOKS, checkpoint_directory, index_version, restless_error
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def verify_index(index: CheckpointIndex, *, workers: int = 2, progress: bool | N
         problems.append(Problem("index", flaw, file=CONFIG_FILE))
     problems += [Problem("structure", flaw.message, fqn=flaw.key) for flaw in structure_flaws(index, megatron=megatron)]
 
-    storage = LocalStorage(directory)
+    storage = storage_at(directory)
     common, common_problems = _common_state(directory, index, storage, megatron)
     readable, file_problems = _items_in_files(index, storage, common)
     problems += common_problems + file_problems

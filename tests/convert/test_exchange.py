@@ -36,7 +36,7 @@ from mcore_ckpt.core.errors import (
 from mcore_ckpt.directory.claim import Claim, Owner, is_claim_file
 from mcore_ckpt.format.index import StoredChunk, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model

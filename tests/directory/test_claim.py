@@ -25,8 +25,8 @@ from mcore_ckpt.directory import claim as claim_module
 from mcore_ckpt.directory import commit
 from mcore_ckpt.directory.claim import Claim, Owner, holders
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, METADATA_FILE
-from mcore_ckpt.storage import local
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage import _durable
+from mcore_ckpt.storage._local import LocalStorage
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -370,7 +370,7 @@ def test_the_heartbeat_goes_on_while_the_process_computes(tmp_path: Path, quick:
 
 def test_a_process_that_holds_a_claim_ends_when_it_wants_to(tmp_path: Path) -> None:
     program = (
-        "import sys; from mcore_ckpt.directory.claim import Claim; from mcore_ckpt.storage.local import LocalStorage\n"
+        "import sys; from mcore_ckpt.directory.claim import Claim; from mcore_ckpt.storage._local import LocalStorage\n"
         "kept = Claim.take(LocalStorage(sys.argv[1]))"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60, check=False, capture_output=True)
@@ -408,7 +408,7 @@ def test_a_failed_claim_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     def refuse(*_: object) -> bool:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(local, "_link", refuse)
+    monkeypatch.setattr(_durable, "link", refuse)
     with pytest.raises(SaveError, match="EIO"):
         Claim.take(LocalStorage(tmp_path))
     assert names(tmp_path) == set()

@@ -27,8 +27,8 @@ from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, S
 from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.format.seal import FileSealPlan, MetadataSeal, SealedFile, TableColumns, seal_metadata
-from mcore_ckpt.storage import local
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage import _durable
+from mcore_ckpt.storage._local import LocalStorage
 from tests.support.faulty_storage import Faults, FaultyStorage
 
 OPTIONS = SaveOptions()
@@ -187,14 +187,14 @@ def test_an_error_of_a_moment_does_not_leave_stock_a_mix(tmp_path: Path, monkeyp
 def test_an_error_right_after_the_publish_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old `.metadata` comes back, and the ticket that has become the new one is gone; the directory is not."""
     save(tmp_path)
-    sync = local._sync_directory
+    sync = _durable.sync_directory
 
     def fails(path: str) -> None:
         if not list(tmp_path.glob("*.publish")):
             raise OSError(5, os.strerror(5), path)
         sync(path)
 
-    monkeypatch.setattr(local, "_sync_directory", fails)
+    monkeypatch.setattr(_durable, "sync_directory", fails)
     with pytest.raises(SaveError, match="EIO"):
         save(tmp_path)
 

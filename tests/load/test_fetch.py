@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mcore_ckpt.load.fetch import OpenFiles, in_parallel
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage._local import LocalStorage
 
 
 @pytest.mark.parametrize("interrupted", [1, 2, 3])

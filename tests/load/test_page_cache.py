@@ -13,7 +13,7 @@ from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.load import fetch
 from mcore_ckpt.load.fetch import keeps_cached
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage._local import LocalStorage
 from tests.support.local_files import cached_pages, drop_cached, has_direct_io
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

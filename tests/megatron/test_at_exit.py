@@ -19,7 +19,7 @@ from torch.distributed import checkpoint as dcp
 
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, SaveOptions
 from mcore_ckpt.directory.claim import LEASE_S, Claim, holders
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage._local import LocalStorage
 from tests.megatron.trap_ranks import check, installed, state
 from tests.support.forked import in_child
 

@@ -35,7 +35,7 @@ from mcore_ckpt.megatron import common_state
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
 from mcore_ckpt.save import _async_save, transaction
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.writing import persistent_writer, staging
 from tests.support.gloo_ranks import run_ranks
 

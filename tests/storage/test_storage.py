@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, SaveError
+from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, Storage, check_name
-from mcore_ckpt.storage.local import LocalStorage
 from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.local_files import MIB, aligned, open_fds, random_bytes
 

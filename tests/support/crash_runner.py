@@ -36,7 +36,7 @@ import mcore_ckpt.megatron.common_state
 import mcore_ckpt.save.transaction
 from mcore_ckpt import AsyncCallsQueue, FileSystemReader, FileSystemWriterAsync, SaveOptions, TorchDistSaveStrategy
 from mcore_ckpt.core.errors import CheckpointError
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage._local import LocalStorage
 from tests.support.faulty_storage import Faults, FaultyStorage, How
 from tests.support.seeded_state import sharded_state_dict, tensors
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
 from mcore_ckpt.core.errors import SaveError
+from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWriter, Storage
-from mcore_ckpt.storage.local import LocalStorage
 
 How = Literal["error", "exit", "kill", "torn"]
 
@@ -122,6 +122,13 @@ class FaultyStorage(Storage):
         self.faults.before("open_writer", name, size_bytes or 0)
         return _FaultyWriter(self.inner.open_writer(name, size_bytes=size_bytes, direct=direct), name, self.faults)
 
+    def open_descriptor(self, name: str) -> int:
+        return self.inner.open_descriptor(name)
+
+    def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
+        self.faults.before("overwrite", name, len(content))
+        return self.inner.overwrite(name, offset, content, is_end=is_end)
+
     def marked(self, mark: str) -> FaultyStorage:
         return FaultyStorage(self.inner.marked(mark), self.faults)
 
@@ -157,6 +164,10 @@ class FaultyStorage(Storage):
     def rename(self, source: str, destination: str) -> None:
         self.faults.before("rename", f"{_without_id(source)} -> {_without_id(destination)}")
         self.inner.rename(source, destination)
+
+    def rename_new(self, source: str, destination: str) -> bool:
+        self.faults.before("rename", f"{_without_id(source)} -> {_without_id(destination)}")
+        return self.inner.rename_new(source, destination)
 
     def delete(self, name: str, missing_ok: bool = True) -> None:
         self.faults.before("delete", _without_id(name))

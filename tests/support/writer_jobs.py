@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.layout.file_image import FileImage
+from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import RangeWriter, align_up
-from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.writing.writer_job import FileJob, WriterJob
 
 __all__ = ["MisbehavingStorage", "SmallStage", "check_file", "image", "job", "misbehave"]

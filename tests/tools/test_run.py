@@ -24,7 +24,7 @@ from mcore_ckpt.directory.commit import open_target
 from mcore_ckpt.directory.run import checkpoints_of_run
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.tools.run import PruneReport, prune_run
 from tests.support.model_like import write_model
 
@@ -346,7 +346,7 @@ def test_a_list_tells_a_save_at_work_from_one_that_is_gone(run: Path, capsys: py
     died = f"""
 import os
 from mcore_ckpt.directory.claim import Claim
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage._local import LocalStorage
 claim = Claim.take(LocalStorage({str(run / name_of(300))!r}))
 os._exit(0)
 """

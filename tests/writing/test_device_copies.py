@@ -11,7 +11,7 @@ import torch
 from mcore_ckpt import SaveOptions
 from mcore_ckpt.layout.buckets import lay_out
 from mcore_ckpt.save._async_save import start_writing
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.writing import staging
 from mcore_ckpt.writing.stage_pool import Stage
 from mcore_ckpt.writing.staging import BucketSource, DeviceCopies

@@ -23,8 +23,8 @@ from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.layout.buckets import lay_out
 from mcore_ckpt.save._async_save import start_writing
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
+from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import RangeWriter
-from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.writing import staging
 from mcore_ckpt.writing.staging import BucketSource
 from tests.support.tensor_specs import specs_of
@@ -297,7 +297,7 @@ _FORKED_SAVE = """
     import torch
     from mcore_ckpt.core.options import SaveOptions
     from mcore_ckpt.save._async_save import start_writing
-    from mcore_ckpt.storage.local import LocalStorage
+    from mcore_ckpt.storage._local import LocalStorage
     from tests.writing.test_memory_paths import _source
     assert torch.get_num_threads() == 2
     tensor = torch.arange(3_000_000, dtype=torch.float32).view(100, 200, 150).permute(2, 0, 1)[:, :, ::2]

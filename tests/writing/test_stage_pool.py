@@ -24,8 +24,8 @@ from mcore_ckpt.core.options import ranks_of_this_host
 from mcore_ckpt.layout.buckets import lay_out
 from mcore_ckpt.save import _async_save as async_save
 from mcore_ckpt.save._async_save import AsyncSave, start_writing
+from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import RangeWriter
-from mcore_ckpt.storage.local import LocalStorage
 from mcore_ckpt.writing import forked_call, persistent_writer, stage_pool, staging, supervised_child
 from mcore_ckpt.writing.forked_call import fork_call
 from mcore_ckpt.writing.persistent_writer import shared_writer

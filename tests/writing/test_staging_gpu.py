@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, OptionError, SaveOptions
 from mcore_ckpt.layout.buckets import lay_out
 from mcore_ckpt.save._async_save import start_writing
-from mcore_ckpt.storage.local import LocalStorage
+from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.writing.stage_pool import Stage
 from mcore_ckpt.writing.staging import BucketSource
 from tests.support.tensor_specs import specs_of

@@ -1,0 +1,257 @@
+"""Files of a local (or mounted) file system."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
+from mcore_ckpt.core.paths import local_path
+from mcore_ckpt.storage import _durable, direct_io
+from mcore_ckpt.storage._durable import save_error
+from mcore_ckpt.storage._local_reader import BouncePool, LocalReader
+from mcore_ckpt.storage._local_writer import MARK, LocalWriter
+from mcore_ckpt.storage._regular_files import looked_at, open_error, open_regular
+from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWriter, Storage, check_name
+
+__all__ = ["LocalStorage"]
+
+
+class LocalStorage(Storage):
+    """A directory `root` of the local file system.
+
+    Args:
+        root: the directory.
+        follow_links: read files through symbolic links in it, too, wherever they lead. Not for checkpoints; for what
+            others keep as links (the cache of Hugging Face), in a directory that a person has named.
+
+    Attributes:
+        mark: see `marked`; empty for none.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, follow_links: bool = False) -> None:
+        self.root = local_path(root)
+        self._follow_links = follow_links
+        self._bounce = BouncePool()
+        self.mark = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remade, (self.root, self.mark)  # writer processes get the path; buffers and locks stay here
+
+    def marked(self, mark: str) -> LocalStorage:
+        same = object.__new__(type(self))  # (copying goes by way of `__reduce__`)
+        same.__dict__.update(self.__dict__)
+        same.mark = mark
+        return same
+
+    def mark_of(self, name: str) -> str | None:
+        try:
+            return os.getxattr(self.path(name), MARK, follow_symlinks=False).decode("ascii", "replace")
+        except OSError:
+            return None
+
+    def __repr__(self) -> str:
+        return f"LocalStorage({str(self.root)!r})"
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.root, check_name(name))
+
+    def list(self) -> list[str]:
+        failed: list[OSError] = []
+        names = []
+        for directory, _, files in os.walk(self.root, onerror=failed.append):
+            relative = os.path.relpath(directory, self.root)
+            names += files if relative == "." else [f"{relative}/{file}" for file in files]
+        for error in failed:
+            # What was removed meanwhile is not there. Anything else would pass for an empty directory.
+            if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+                code = errno.errorcode.get(error.errno or 0, "no errno")
+                raise LoadError(
+                    f"{error.filename or self.root}: cannot be listed: {error.strerror or error} ({code}); check the "
+                    "device and its file system (dmesg)"
+                ) from error
+        return sorted(names)
+
+    def exists(self, name: str) -> bool:
+        return os.path.isfile(self.path(name))
+
+    def size(self, name: str) -> int:
+        try:
+            with looked_at(self.root, name, self._follow_links) as (_, _, status):
+                return status.st_size
+        except OSError as error:
+            raise open_error(self.path(name), error) from error
+
+    def open_descriptor(self, name: str) -> int:
+        return open_regular(self.root, name, follow_links=self._follow_links)
+
+    def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
+        try:
+            fd = open_regular(self.root, name, os.O_RDWR)
+        except (CorruptCheckpointError, FileNotFoundError):
+            return False
+        except OSError as error:
+            raise save_error("opening it", self.path(name), error) from error
+        try:
+            direct_io.write_all(fd, memoryview(content), offset)
+            if is_end:
+                os.ftruncate(fd, offset + len(content))
+            os.fsync(fd)
+        except OSError as error:
+            raise save_error(f"writing bytes [{offset}, {offset + len(content)})", self.path(name), error) from error
+        finally:
+            os.close(fd)
+        return True
+
+    def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
+        try:
+            return LocalReader(self.root, check_name(name), direct, self._bounce, follow_links=self._follow_links)
+        except OSError as error:
+            raise open_error(self.path(name), error) from error
+
+    def _own(self, name: str) -> str:
+        """The path of a name that is going to be written or removed: links in folders of its own lead elsewhere."""
+        path = self.path(name)
+        folder = os.path.dirname(name)
+        while folder and not self._follow_links:
+            if os.path.islink(os.path.join(self.root, folder)):
+                raise SaveError(f"{path}: lies behind the symbolic link {folder!r}; nothing is changed there")
+            folder = os.path.dirname(folder)
+        return path
+
+    def keeps_cheaply(self) -> bool:
+        try:
+            return direct_io.has_large_cached_pages(os.stat(self.root).st_dev)
+        except OSError:
+            return False
+
+    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+        path = self._own(name)
+        try:
+            if "/" in name:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+            return LocalWriter(path, size_bytes, direct, self.mark)
+        except OSError as error:
+            raise save_error("creating the file", path, error) from error
+
+    def publish(self, name: str, content: bytes, *, through: str | None = None) -> None:
+        path = self._own(name)
+        try:
+            _durable.replace_durably(path, content, None if through is None else self.path(through))
+        except OSError as error:
+            raise save_error("publishing it", path, error) from error
+
+    def publish_new(self, name: str, content: bytes) -> bool:
+        path = self.path(name)
+        try:
+            return _durable.make_durably(path, content)
+        except OSError as error:
+            raise save_error("publishing it", path, error) from error
+
+    def create(self, name: str, content: bytes) -> None:
+        path = self._own(name)
+        try:
+            _durable.write_new(path, content)
+        except OSError as error:
+            raise save_error("creating the file", path, error) from error
+
+    def link(self, source: str, name: str) -> bool:
+        path = self.path(name)
+        try:
+            return _durable.link(self.path(source), path)
+        except OSError as error:
+            raise save_error(f"giving {source} this name", path, error) from error
+
+    def touch(self, name: str) -> bool:
+        path = self.path(name)
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise save_error("renewing its time", path, error) from error
+        return True
+
+    def version(self, name: str) -> FileVersion | None:
+        path = self.path(name)
+        flags = os.O_RDONLY | os.O_CLOEXEC | (0 if self._follow_links else os.O_NOFOLLOW)
+        try:
+            try:
+                status = os.stat(path, follow_symlinks=self._follow_links)
+            except FileNotFoundError:
+                flags |= os.O_NONBLOCK  # it may be there by now, and a pipe
+            else:
+                if not stat.S_ISREG(status.st_mode):  # a link, or what blocks or acts when it is opened
+                    return FileVersion(status.st_ino, status.st_size, status.st_mtime_ns)
+            # Opened, not asked for by name alone: that is when NFS asks the server.
+            fd = os.open(path, flags)
+            try:
+                status = os.fstat(fd)
+            finally:
+                os.close(fd)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise open_error(path, error) from error
+        return FileVersion(status.st_ino, status.st_size, status.st_mtime_ns)
+
+    @property
+    def location(self) -> str:
+        return os.path.realpath(self.root)
+
+    def rename(self, source: str, destination: str) -> None:
+        try:
+            _durable.rename(self._own(source), self._own(destination))
+        except OSError as error:
+            raise save_error(f"renaming it to {destination}", self.path(source), error) from error
+
+    def rename_new(self, source: str, destination: str) -> bool:
+        path = self._own(destination)
+        try:
+            done = _durable.rename_new(self._own(source), path)
+            if done:
+                _durable.sync_directory(os.path.dirname(path))
+        except OSError as error:
+            raise save_error(f"giving {source} this name", path, error) from error
+        return done
+
+    def delete(self, name: str, missing_ok: bool = True) -> None:
+        path = self._own(name)
+        try:
+            os.unlink(path)
+        except FileNotFoundError as error:
+            if not missing_ok:
+                raise save_error("deleting it", path, error) from error
+        except OSError as error:
+            raise save_error("deleting it", path, error) from error
+
+    def ensure_directory(self) -> None:
+        try:
+            _durable.make_directories(os.path.abspath(self.root))
+        except OSError as error:
+            raise save_error("making the directory", str(self.root), error) from error
+
+    def sync_directory(self) -> None:
+        try:
+            _durable.sync_directory(str(self.root))
+        except OSError as error:
+            raise save_error("syncing the directory", str(self.root), error) from error
+
+    def sync_parents(self) -> None:
+        place = os.path.realpath(self.root)
+        try:
+            device = os.stat(place).st_dev
+            while (parent := os.path.dirname(place)) != place and os.stat(parent).st_dev == device:
+                _durable.sync_directory(parent)
+                place = parent
+        except PermissionError:
+            pass  # a directory that this user may not read was not made by this user
+        except OSError as error:
+            raise save_error("syncing the directory that it is in", place, error) from error
+
+
+def _remade(root: Path, mark: str) -> LocalStorage:
+    return LocalStorage(root).marked(mark)
