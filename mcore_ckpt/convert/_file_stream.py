@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Final
 
 from mcore_ckpt.core.errors import SaveError
-from mcore_ckpt.core.process import start_thread
+from mcore_ckpt.core.threads import start_thread
 from mcore_ckpt.format.seal import RunningSum
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, align_up

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, TypeVar
 
-from mcore_ckpt.core.process import start_thread
+from mcore_ckpt.core.threads import start_thread
 from mcore_ckpt.load.fetch import OpenFiles, padded_range
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES

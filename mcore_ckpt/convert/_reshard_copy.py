@@ -25,7 +25,7 @@ from mcore_ckpt.convert._read_ahead import AheadSource, ReadAhead
 from mcore_ckpt.convert.reshard_plan import ObjectMove, ReshardPlan, TensorMove
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import ChecksumError, OptionError, SaveError
-from mcore_ckpt.core.process import done_by
+from mcore_ckpt.core.threads import done_by
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import TensorEntry
 from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes

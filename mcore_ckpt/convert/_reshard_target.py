@@ -39,6 +39,7 @@ from mcore_ckpt.core.errors import (
     OptionError,
     SaveError,
 )
+from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.directory.claim import Claim, is_claim_file
 from mcore_ckpt.directory.commit import common_file_in_force, with_common_files
 from mcore_ckpt.directory.common_file import bind_common_file, read_common_file
@@ -55,7 +56,6 @@ from mcore_ckpt.format.metadata_read import (
 )
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, SealedFile, seal_metadata, shown_id
-from mcore_ckpt.load.fetch import in_parallel
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads
 from mcore_ckpt.tools.regrid import CrcSink, Walk, reads_of

@@ -23,7 +23,7 @@ from mcore_ckpt.convert._safetensors_files import safetensors_header
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.core.process import done_by
+from mcore_ckpt.core.threads import done_by
 from mcore_ckpt.format.index import TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.storage.resolve import storage_at

@@ -5,6 +5,6 @@ Out: the tree of errors, options, boxes and their arithmetic, progress and table
 and collectives that raise one rank's error on all ranks.
 Must not know: what a checkpoint is made of; files, formats, Megatron.
 
-Modules: boxes, console, errors, failures, host_memory, options, paths, process, ranks, version.
+Modules: boxes, console, errors, failures, host_memory, options, paths, process, ranks, signals, threads, version.
 With torch: ranks.
 """

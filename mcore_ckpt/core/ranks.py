@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from mcore_ckpt.core.errors import CheckpointError, OptionError
 from mcore_ckpt.core.failures import FailureReport, describe, remote_cause, same_class
-from mcore_ckpt.core.process import interrupts_wait
+from mcore_ckpt.core.signals import interrupts_wait
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

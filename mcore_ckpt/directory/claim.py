@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
-from mcore_ckpt.core.process import interpreter_ends, start_thread
+from mcore_ckpt.core.threads import interpreter_ends, start_thread
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.storage.base import Storage
 

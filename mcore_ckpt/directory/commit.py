@@ -37,8 +37,6 @@ import re
 import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +50,7 @@ from mcore_ckpt.core.errors import (
     SaveError,
 )
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.process import done_by, interpreter_ends
+from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.directory.claim import Claim, holders, holders_of_parts, is_claim_file, seems_gone
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex
@@ -632,6 +630,9 @@ def check_files(storage: Storage, planned: Iterable[tuple[str, int]], *, at_leas
         at_least: the files may be longer.
     """
 
+    def look(name: str) -> None:
+        found[name] = _size(storage, name)
+
     def is_there(size: int | None, wanted: int) -> bool:
         return size is not None and (size >= wanted if at_least else size == wanted)
 
@@ -640,13 +641,7 @@ def check_files(storage: Storage, planned: Iterable[tuple[str, int]], *, at_leas
     period_s = _FIRST_PERIOD_S
     found: dict[str, int | None] = {}
     while left:
-        beside = len(left) > _LOOKERS and not interpreter_ends()
-        with ThreadPoolExecutor(_LOOKERS) if beside else nullcontext() as threads:
-            if threads is None:
-                found = {name: _size(storage, name) for name in left}
-            else:
-                looked = {name: done_by(threads, _size, storage, name) for name in left}
-                found = {name: look.result() for name, look in looked.items()}
+        in_parallel(left, look, _LOOKERS if len(left) > _LOOKERS else 1)
         left = {name: size for name, size in left.items() if not is_there(found[name], size)}
         if not left or time.monotonic() >= until_s:
             break

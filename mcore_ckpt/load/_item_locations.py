@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from mcore_ckpt.core.errors import LoadError
-from mcore_ckpt.core.process import done_by, interpreter_ends
+from mcore_ckpt.core.threads import Crew, Task
 from mcore_ckpt.format.index import StoredItem
 from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor
 from mcore_ckpt.format.zip_records import NotRangeable
@@ -74,35 +74,23 @@ class ItemLocations:
             yield self.of
             return
         batches = iter([items[at : at + _BATCH] for at in range(0, len(items), _BATCH)])
-        if interpreter_ends():
-
-            def located_here(wanted: WantedItem) -> LocatedTensor | None:
-                while wanted not in self and (batch := next(batches, None)) is not None:
-                    self._locate_batch(batch, files, stats, unranged)
-                return self.of(wanted)
-
-            yield located_here
-            return
-        pending: deque[Future[None]] = deque()
-        with ThreadPoolExecutor(threads, thread_name_prefix="mcore_ckpt-locate") as pool:
+        pending: deque[Task[None]] = deque()
+        with Crew(threads, "mcore_ckpt-locate") as crew:
 
             def begin_next() -> None:
                 for batch in batches:
-                    pending.append(done_by(pool, self._locate_batch, batch, files, stats, unranged))
+                    pending.append(crew.submit(partial(self._locate_batch, batch, files, stats, unranged)))
                     return
 
             def located(wanted: WantedItem) -> LocatedTensor | None:
                 while wanted not in self and pending:
                     begin_next()
-                    pending.popleft().result()
+                    crew.result(pending.popleft())
                 return self.of(wanted)
 
-            try:
-                for _ in range(threads):
-                    begin_next()
-                yield located
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
+            for _ in range(threads):
+                begin_next()
+            yield located
 
     def _locate_batch(
         self,

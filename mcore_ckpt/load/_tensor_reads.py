@@ -27,6 +27,7 @@ import torch
 from mcore_ckpt.core.boxes import Box, relative, runs
 from mcore_ckpt.core.errors import ChecksumError, LoadError
 from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import StoredItem
 from mcore_ckpt.format.item_layout import TensorTemplate, tensor_template
@@ -47,7 +48,7 @@ from mcore_ckpt.load._whole_items import (
     spans_of,
 )
 from mcore_ckpt.load.checksums import BlockSums, RecordSum, checksum_error, contiguous_around, whole_blocks
-from mcore_ckpt.load.fetch import OpenFiles, ReadStats, in_parallel, naming, padded_range
+from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming, padded_range
 from mcore_ckpt.load.item_decoding import ItemDecoder
 from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES, MAX_WASTE, Extent, Piece, Span, cluster_boxes, coalesce, split_box
 from mcore_ckpt.load.read_requests import WantedItem

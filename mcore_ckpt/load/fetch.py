@@ -1,29 +1,23 @@
-"""Carrying out reads: threads that share one list of tasks, files opened as they are reached, one buffer per thread.
+"""Carrying out reads: files opened as they are reached, counters, and what stays in the page cache.
 
-Knows nothing of tensors. Each thread takes the next task when it is done with the last, so tasks are worked on in the
-order in which they come (which is the order of the files), `io_threads` of them at once. The first error stops all.
+Knows nothing of tensors.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.host_memory import free_host_bytes
 from mcore_ckpt.core.options import DirectIo, LoadOptions, ranks_of_this_host
-from mcore_ckpt.core.process import done_by, interpreter_ends
 from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, Storage, align_up
 
-__all__ = ["OpenFiles", "ReadStats", "in_parallel", "keeps_cached", "naming", "padded_range"]
-
-_Task = TypeVar("_Task")
+__all__ = ["OpenFiles", "ReadStats", "keeps_cached", "naming", "padded_range"]
 
 # Threads work in neighbouring files, so few are in use at once; a reader of 1,000 ranks' files must not need 1,000 fds.
 _MAX_IDLE_FILES = 16
@@ -150,68 +144,6 @@ class OpenFiles:
             self._idle.clear()
         for reader in readers:
             reader.close()
-
-
-def in_parallel(tasks: Iterable[_Task], work: Callable[[_Task], None], threads: int) -> None:
-    """Call `work` on each task, in order, in at most `threads` threads at once; one task is done in the caller's, and
-    all are where no threads are to be had.
-
-    Raises:
-        BaseException: the first error of `work` (or of making the tasks); tasks that had not begun are not done.
-    """
-    remaining = iter(tasks)
-    lock = threading.Lock()
-    # A pool that is interrupted while it starts a thread does not know of that one, so that who works is noted here.
-    state = threading.Condition()
-    stopped, working = False, 0
-
-    def next_task() -> tuple[_Task] | None:
-        # Making the next task (planning a read) is done by whoever needs it; generators are not thread-safe.
-        with lock:
-            for task in remaining:
-                return (task,)
-        return None
-
-    def drain_beside(*first: tuple[_Task] | None) -> None:
-        nonlocal working
-        with state:
-            if stopped:
-                return
-            working += 1
-        try:
-            drain(*first)
-        finally:
-            with state:
-                working -= 1
-                state.notify_all()
-
-    def drain(*first: tuple[_Task] | None) -> None:
-        nonlocal stopped
-        taken = [task for task in first if task is not None]
-        while not stopped:
-            task = taken.pop(0) if taken else next_task()
-            if task is None:
-                return
-            try:
-                work(task[0])
-            except BaseException:
-                stopped = True
-                raise
-
-    first, second = next_task(), next_task()
-    if second is None or threads == 1 or interpreter_ends():
-        drain(first, second)
-        return
-    with ThreadPoolExecutor(threads, thread_name_prefix="mcore_ckpt-read") as pool:
-        try:
-            futures = [done_by(pool, drain_beside, first), done_by(pool, drain_beside, second)]
-            futures += [done_by(pool, drain_beside) for _ in range(threads - 2)]
-            for future in futures:
-                future.result()
-        finally:
-            with state:
-                stopped = True
-                state.wait_for(lambda: not working)
 
 
 def keeps_cached(options: LoadOptions, needed_bytes: int, stored_bytes: int, keeps_cheaply: Callable[[], bool]) -> bool:

@@ -27,7 +27,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 from mcore_ckpt.core.errors import CheckpointError, SaveError
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.process import interruptible
 from mcore_ckpt.core.ranks import (
     RankGroup,
     coordination_group,
@@ -35,6 +34,7 @@ from mcore_ckpt.core.ranks import (
     reached_every_rank,
     was_interrupted,
 )
+from mcore_ckpt.core.signals import interruptible
 from mcore_ckpt.writing.call_worker import CallWorker
 from mcore_ckpt.writing.forked_call import fork_call
 from mcore_ckpt.writing.persistent_writer import shared_writer

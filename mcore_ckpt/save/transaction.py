@@ -28,8 +28,9 @@ from typing import Any, Protocol
 from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.process import collector_paused, interruptible
+from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import RankGroup, interrupts_wait_for_others, reached_every_rank
+from mcore_ckpt.core.signals import interruptible
 from mcore_ckpt.directory.commit import (
     Target,
     abandon,

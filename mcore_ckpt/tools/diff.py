@@ -21,12 +21,12 @@ import numpy as np
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import verify_records
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.safe_pickle import read_described
-from mcore_ckpt.load.fetch import in_parallel
 from mcore_ckpt.load.stored_items import check_apart
 from mcore_ckpt.storage.base import FileVersion
 from mcore_ckpt.tools._plain_compare import SIMPLE_KEYS, Verdict, compare

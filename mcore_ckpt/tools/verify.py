@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
+from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.directory.commit import common_file_in_force, with_common_files
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.run import common_state_flaw, is_megatrons, structure_flaws
@@ -37,7 +38,7 @@ from mcore_ckpt.format.safe_pickle import read_tensor_outline
 from mcore_ckpt.format.seal import BLOCK_BYTES
 from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
 from mcore_ckpt.load.checksums import check_records, checksum_error, range_crc
-from mcore_ckpt.load.fetch import OpenFiles, in_parallel, naming
+from mcore_ckpt.load.fetch import OpenFiles, naming
 from mcore_ckpt.load.file_seals import check_seal, items_by_file, read_table, table_problems
 from mcore_ckpt.load.stored_items import check_located, check_proportion, item_name
 from mcore_ckpt.storage.base import RangeReader, Storage

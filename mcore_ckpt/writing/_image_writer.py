@@ -14,12 +14,10 @@ Two ways to write, with the same result:
 - `write_windows`: the caller puts the image together one window at a time, in a few buffers that are used again; the
   memory this takes does not depend on the size of the image.
 
-The pieces go to a `PieceQueue`, which serves all files of a rank, one after the other. Since its threads are idle only
-when nothing is ready, the device stays busy across the boundary between two files, and the fsync of one overlaps the
-filling of the next. Life of a file there: `open_file`, any number of `submit`, `close_file` when all is submitted, and
-then, on whichever thread writes the last piece, `finish`. The first error stops everything: what waits is dropped, all
-files of the queue are aborted (also those that were finished, since a save is published whole or not at all), and the
-error is raised from the caller's next call.
+The pieces go to one `Crew` for all files of a rank. Its threads are idle only when nothing is ready, so the device
+stays busy across the boundary between two files, and the fsync of one overlaps the filling of the next. The thread that
+writes the last piece of a file has it finished. The first error stops everything: all files of the job are aborted,
+finished ones included, since a save is published as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -33,27 +31,19 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Final
 
 from mcore_ckpt.core.errors import WriteTimeoutError
-from mcore_ckpt.core.process import start_thread
+from mcore_ckpt.core.threads import Crew
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.seal import BLOCK_BYTES
 from mcore_ckpt.layout.file_image import FileImage, Fill, ImageResult, Window, plan_windows
 from mcore_ckpt.storage.base import DirectIo, RangeWriter, Storage, align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer, copy_bytes, has_huge_pages
 
-__all__ = [
-    "FileInProgress",
-    "ImageWriter",
-    "PieceQueue",
-    "WindowPool",
-    "write_files",
-]
-
-Release = Callable[[memoryview], None]
+__all__ = ["ImageWriter", "WindowPool", "write_files"]
 
 
 class WindowPool:
@@ -90,230 +80,6 @@ class WindowPool:
     def give_back(self, buffer: memoryview) -> None:
         """Return a buffer that `take` lent; may come from any thread."""
         self._free.append(buffer)
-
-
-class FileInProgress:
-    """One file in a `PieceQueue`, and what it took. Times are summed over threads, in seconds."""
-
-    __slots__ = ("closed", "finished", "fsync", "fsync_s", "pending", "size_bytes", "write_s", "writer")
-
-    def __init__(self, writer: RangeWriter, size_bytes: int, fsync: bool) -> None:
-        self.writer = writer
-        self.size_bytes = size_bytes
-        self.fsync = fsync
-        self.write_s = 0.0
-        self.fsync_s = 0.0
-        self.pending = 0
-        self.closed = False
-        self.finished = False
-
-
-class PieceQueue:
-    """A context manager: on leaving, all files are written and finished, or the first error is raised.
-
-    At the end of the interpreter, when there are no threads to be had, the caller writes each piece as it submits it.
-
-    Args:
-        io_threads: writes in flight at once.
-        on_written: called with the number of bytes after each write, on the thread that wrote; a sign of life.
-        deadline_s: seconds without any write or fsync ending, while the caller waits for one, after which the device
-            counts as stuck; None waits for ever.
-    """
-
-    def __init__(
-        self,
-        io_threads: int = 2,
-        on_written: Callable[[int], None] | None = None,
-        deadline_s: float | None = None,
-    ) -> None:
-        self._condition = threading.Condition()
-        self._pieces: deque[tuple[FileInProgress, int, memoryview, Release | None]] = deque()
-        self._to_finish: deque[FileInProgress] = deque()
-        self._files: list[FileInProgress] = []
-        self._unfinished = 0
-        self._stopping = False
-        self._failure: BaseException | None = None
-        self._is_interrupted = False
-        self._has_threads = True
-        self._on_written = on_written
-        self._deadline_s = deadline_s
-        self._threads = [
-            threading.Thread(target=self._work, name=f"mcore-ckpt-write-{i}", daemon=True) for i in range(io_threads)
-        ]
-
-    def open_file(self, writer: RangeWriter, size_bytes: int, *, fsync: bool = True) -> FileInProgress:
-        """Take over `writer`: the queue finishes it at `size_bytes`, or aborts it."""
-        file = FileInProgress(writer, size_bytes, fsync)
-        with self._condition:
-            self._files.append(file)
-            self._unfinished += 1
-        self._raise_failure()
-        return file
-
-    def submit(
-        self,
-        file: FileInProgress,
-        offset: int,
-        piece: memoryview,
-        release: Release | None = None,
-    ) -> None:
-        """Have `piece` written at `offset`; `release(piece)` is called when its memory may be used again."""
-        with self._condition:
-            if self._failure is None:
-                file.pending += 1
-                self._pieces.append((file, offset, piece, release))
-                self._condition.notify()
-            elif release is not None:
-                release(piece)
-        self._progress()
-
-    def close_file(self, file: FileInProgress) -> None:
-        """All of the file has been submitted: finish it as soon as it is written."""
-        with self._condition:
-            file.closed = True
-            if file.pending == 0 and self._failure is None:
-                self._to_finish.append(file)
-                self._condition.notify()
-        self._progress()
-
-    def _progress(self) -> None:
-        if not self._has_threads:
-            self._work(wait=False)
-        self._raise_failure()
-
-    def take(self, pool: WindowPool) -> memoryview:
-        """A free buffer of `pool`, waiting for a write to end if need be."""
-        with self._condition:
-            while True:
-                if self._failure is not None:
-                    break
-                buffer = pool.take()
-                if buffer is not None:
-                    return buffer
-                self._wait_for_progress()
-        self._raise_failure()
-        raise AssertionError("unreachable: a failure was set")
-
-    def wait(self) -> None:
-        """Return when every closed file is finished. Raises the first error of any thread."""
-        with self._condition:
-            while self._unfinished and self._failure is None:
-                self._wait_for_progress()
-        self._raise_failure()
-
-    def _wait_for_progress(self) -> None:
-        # Whatever ends notifies; the caller, who submits, is here and does not.
-        if not self._condition.wait(self._deadline_s) and self._failure is None:
-            names = ", ".join(file.writer.name for file in self._files if not file.finished)
-            self._failure = WriteTimeoutError(
-                f"{names}: no write has ended for {self._deadline_s} s (write_deadline_s); the device or the network "
-                "file system hangs, or the deadline is too short for it"
-            )
-            self._drop_waiting()
-
-    def abort(self, reason: BaseException | None = None) -> None:
-        """Drop what waits, let writes in progress end (unless they are stuck), and remove all files of the queue."""
-        self._is_interrupted = reason is not None and not isinstance(reason, Exception)
-        with self._condition:
-            if self._failure is None:
-                self._failure = RuntimeError("the writing was aborted")
-            self._drop_waiting()
-        self._join()
-        for file in self._files:
-            file.writer.abort()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def _join(self) -> None:
-        with self._condition:
-            self._stopping = True
-            self._condition.notify_all()
-        # Threads that are stuck in the kernel cannot be waited for; they end by themselves if the device comes back.
-        timeout_s = 0.1 if isinstance(self._failure, WriteTimeoutError) else None
-        if self._is_interrupted:  # perhaps since the device hangs
-            timeout_s = _INTERRUPTED_JOIN_S
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(timeout_s)
-
-    def _drop_waiting(self) -> None:
-        while self._pieces:
-            _, _, piece, release = self._pieces.popleft()
-            if release is not None:
-                release(piece)
-        self._to_finish.clear()
-        self._condition.notify_all()
-
-    def _work(self, wait: bool = True) -> None:
-        while True:
-            with self._condition:
-                while wait and not (self._pieces or self._to_finish or self._stopping):
-                    self._condition.wait()
-                if self._to_finish:
-                    file, piece = self._to_finish.popleft(), None
-                elif self._pieces:
-                    file, offset, piece, release = self._pieces.popleft()
-                else:
-                    return
-            try:
-                if piece is None:
-                    self._finish(file)
-                else:
-                    self._write(file, offset, piece)
-            except BaseException as error:  # noqa: BLE001  (whatever it is, the caller has to hear of it)
-                with self._condition:
-                    if self._failure is None:
-                        self._failure = error
-                    self._drop_waiting()
-            if piece is not None:
-                with self._condition:
-                    if release is not None:
-                        release(piece)
-                    file.pending -= 1
-                    if file.pending == 0 and file.closed and self._failure is None:
-                        self._to_finish.append(file)
-                    self._condition.notify_all()
-
-    def _write(self, file: FileInProgress, offset: int, piece: memoryview) -> None:
-        started = time.perf_counter()
-        file.writer.write(offset, piece)
-        took_s = time.perf_counter() - started
-        with self._condition:
-            file.write_s += took_s
-        if self._on_written is not None:
-            self._on_written(len(piece))
-
-    def _finish(self, file: FileInProgress) -> None:
-        started = time.perf_counter()
-        file.writer.finish(file.size_bytes, file.fsync)
-        file.fsync_s = time.perf_counter() - started
-        file.finished = True
-        with self._condition:
-            self._unfinished -= 1
-            self._condition.notify_all()
-
-    def __enter__(self) -> PieceQueue:
-        try:
-            self._has_threads = any(list(map(start_thread, self._threads)))  # all are started
-        except BaseException:  # no more threads to be had
-            self._join()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            try:
-                self.wait()
-            except BaseException as caught:
-                self.abort(caught)
-                raise
-            self._join()
-        else:
-            self.abort(error)
 
 
 # How long a Ctrl-C waits for a write in progress to end.
@@ -413,12 +179,38 @@ class _Checksums:
         self._late = waiting
 
 
-class ImageWriter:
-    """Writes images one after the other through one set of I/O threads, as one job: all of them or none.
+class _File:
+    """One file on its way, and what it took. Times of writing are summed over threads, in seconds."""
 
-    A context manager. Inside, `write_image` and `write_windows` return when their image has been handed over, so that
-    the next one's first pieces follow without a gap; on leaving, all files are finished and `results` is complete. If
-    anything fails, on any thread, all files of the job are removed and the first error is raised.
+    def __init__(self, writer: RangeWriter, image: FileImage) -> None:
+        self.writer = writer
+        self.image = image
+        self.checksums = _Checksums(image)
+        self.fill_s = self.crc_s = self.write_s = self.fsync_s = 0.0
+        self.pending = 0  # pieces
+        self.closed = False
+        self.finished = False
+
+    def result(self) -> ImageResult:
+        return ImageResult(
+            file_name=self.image.file_name,
+            size_bytes=self.image.size_bytes,
+            crcs=self.checksums.crcs,
+            blocks=self.checksums.blocks,
+            fill_s=self.fill_s,
+            crc_s=self.crc_s,
+            write_s=self.write_s,
+            fsync_s=self.fsync_s,
+        )
+
+
+class ImageWriter:
+    """Writes images one after the other through one crew of threads, as one job: all of them or none.
+
+    A context manager. Inside, `write_image` and `write_windows` return when all pieces of their image have been
+    submitted, so that the next one's first pieces follow without a gap. On leaving, all files are finished and
+    `results` is complete. If anything fails, on any thread, all files of the job are removed and the first error is
+    raised.
 
     Args:
         io_threads: writes in flight at once.
@@ -426,8 +218,9 @@ class ImageWriter:
         piece_bytes: size of one write, a multiple of 4096, where no pool is given.
         through_windows: whether `write_image` copies into windows; None: if those lie in huge pages.
         fsync: make each file durable before it counts as finished.
-        on_written: called with a number of bytes after each write, on an I/O thread.
-        deadline_s: seconds without progress after which the device counts as stuck (`WriteTimeoutError`); None: never.
+        on_written: called with a number of bytes after each write, on the thread that wrote: a sign of life.
+        deadline_s: seconds without the end of any write or fsync, while the caller waits for one, after which the
+            device counts as stuck (`WriteTimeoutError`); None waits for ever.
     """
 
     def __init__(
@@ -442,12 +235,21 @@ class ImageWriter:
         deadline_s: float | None = None,
     ) -> None:
         self.results: list[ImageResult] = []
-        self._queue = PieceQueue(io_threads, on_written, deadline_s)
+        self._crew = Crew(
+            io_threads,
+            "mcore-ckpt-write",
+            deadline_s=deadline_s,
+            stuck=self._stuck,
+            interrupted_join_s=_INTERRUPTED_JOIN_S,
+        )
         self._pool = pool
         self._piece_bytes = piece_bytes
         self._fsync = fsync
+        self._on_written = on_written
         self._through_windows = has_huge_pages() if through_windows is None else through_windows
-        self._written: list[_Written] = []
+        self._deadline_s = deadline_s
+        self._files: list[_File] = []
+        self._lock = threading.Lock()  # of what the threads count
 
     def write_image(self, writer: RangeWriter, image: FileImage, view: memoryview) -> None:
         """Write an image from memory.
@@ -475,18 +277,15 @@ class ImageWriter:
             self._write_in_place(writer, image, view)
 
     def _write_in_place(self, writer: RangeWriter, image: FileImage, view: memoryview) -> None:
-        file = self._queue.open_file(writer, image.size_bytes, fsync=self._fsync)
+        file = self._open(writer, image)
         padded_bytes = align_up(image.size_bytes)
-        checksums = _Checksums(image)
-        written = _Written(image, file, checksums)
         for start in range(0, padded_bytes, self._piece_bytes):
             stop = min(start + self._piece_bytes, padded_bytes)
             started = time.perf_counter()
-            checksums.advance(view, 0, stop)
-            written.crc_s += time.perf_counter() - started
-            self._queue.submit(file, start, view[start:stop])
-        self._queue.close_file(file)
-        self._written.append(written)
+            file.checksums.advance(view, 0, stop)
+            file.crc_s += time.perf_counter() - started
+            self._submit(file, start, view[start:stop])
+        self._close(file)
 
     def write_windows(self, writer: RangeWriter, image: FileImage, fill: Fill) -> None:
         """Write an image that never lies in memory as a whole.
@@ -498,74 +297,86 @@ class ImageWriter:
                 them, those between two items included, as the buffer has been used before. Called in file order on
                 this thread. What it raises is raised here.
         """
-        file = self._queue.open_file(writer, image.size_bytes, fsync=self._fsync)
+        file = self._open(writer, image)
         pool = self._pool
         if pool is None:
             pool = self._pool = WindowPool(self._piece_bytes)
-        checksums = _Checksums(image)
-        written = _Written(image, file, checksums)
         for window in plan_windows(image, pool.window_bytes):
-            buffer = self._queue.take(pool)
+            buffer = self._crew.wait_for(pool.take)
+            assert buffer is not None
             try:
                 view = buffer[: window.stop - window.start]
                 started = time.perf_counter()
                 fill(window, view)
                 filled = time.perf_counter()
-                checksums.advance(view, window.start, window.stop)
-                written.fill_s += filled - started
-                written.crc_s += time.perf_counter() - filled
+                file.checksums.advance(view, window.start, window.stop)
+                file.fill_s += filled - started
+                file.crc_s += time.perf_counter() - filled
             except BaseException:
                 pool.give_back(buffer)
                 raise
             # Padded to whole blocks for O_DIRECT; the file is cut to its size when it is finished.
-            self._queue.submit(file, window.start, buffer[: align_up(len(view))], _GiveBack(pool, buffer))
-        self._queue.close_file(file)
-        self._written.append(written)
+            self._submit(file, window.start, buffer[: align_up(len(view))], partial(pool.give_back, buffer))
+        self._close(file)
+
+    def _open(self, writer: RangeWriter, image: FileImage) -> _File:
+        file = _File(writer, image)
+        self._files.append(file)
+        return file
+
+    def _submit(self, file: _File, offset: int, piece: memoryview, release: Callable[[], None] | None = None) -> None:
+        with self._lock:
+            file.pending += 1
+        self._crew.submit(partial(self._write, file, offset, piece), release)
+
+    def _close(self, file: _File) -> None:
+        """All of the file has been submitted: finish it as soon as it is written."""
+        with self._lock:
+            file.closed = True
+            written = not file.pending
+        if written:
+            self._crew.submit(partial(self._finish, file))
+
+    def _write(self, file: _File, offset: int, piece: memoryview) -> None:
+        started = time.perf_counter()
+        file.writer.write(offset, piece)
+        took_s = time.perf_counter() - started
+        if self._on_written is not None:
+            self._on_written(len(piece))
+        with self._lock:
+            file.write_s += took_s
+            file.pending -= 1
+            written = file.closed and not file.pending
+        if written:  # a task of its own, so that the buffer of this one is free during the fsync
+            self._crew.submit(partial(self._finish, file), first=True)
+
+    def _finish(self, file: _File) -> None:
+        started = time.perf_counter()
+        file.writer.finish(file.image.size_bytes, self._fsync)
+        file.fsync_s = time.perf_counter() - started
+        file.finished = True
+
+    def _stuck(self) -> WriteTimeoutError:
+        names = ", ".join(file.writer.name for file in self._files if not file.finished)
+        return WriteTimeoutError(
+            f"{names}: no write has ended for {self._deadline_s} s (write_deadline_s); the device or the network "
+            "file system hangs, or the deadline is too short for it"
+        )
 
     def __enter__(self) -> ImageWriter:
-        self._queue.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._queue.__exit__(kind, error, traceback)
+        try:
+            self._crew.__exit__(kind, error, traceback)
+        finally:
+            if error is not None or self._crew.failed:
+                for file in self._files:
+                    file.writer.abort()
         if error is None:
-            self.results = [written.result() for written in self._written]
-
-
-@dataclass(slots=True)
-class _Written:
-    """An image on its way."""
-
-    image: FileImage
-    file: FileInProgress
-    checksums: _Checksums
-    fill_s: float = field(default=0.0)
-    crc_s: float = field(default=0.0)
-
-    def result(self) -> ImageResult:
-        return ImageResult(
-            file_name=self.image.file_name,
-            size_bytes=self.image.size_bytes,
-            crcs=self.checksums.crcs,
-            blocks=self.checksums.blocks,
-            fill_s=self.fill_s,
-            crc_s=self.crc_s,
-            write_s=self.file.write_s,
-            fsync_s=self.file.fsync_s,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _GiveBack:
-    """Returns the whole buffer, of which a piece was written, to its pool."""
-
-    pool: WindowPool
-    buffer: memoryview
-
-    def __call__(self, piece: memoryview) -> None:
-        self.pool.give_back(self.buffer)
+            self.results = [file.result() for file in self._files]
 
 
 # Pools that no job uses at the moment, all of the size that was used last: a save then allocates nothing. One that is

@@ -16,7 +16,8 @@ import traceback
 from typing import Any
 
 from mcore_ckpt.core.failures import FailureReport, describe
-from mcore_ckpt.core.process import die_with_parent, leave_signals_to_parent, lower_priority, until_parent_is_gone
+from mcore_ckpt.core.process import die_with_parent, lower_priority, until_parent_is_gone
+from mcore_ckpt.core.signals import leave_signals_to_parent
 from mcore_ckpt.layout.file_image import Fill, Window
 from mcore_ckpt.writing._status_page import StatusPage
 from mcore_ckpt.writing._writer_messages import (

@@ -20,13 +20,8 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 
 from mcore_ckpt.core.failures import describe
-from mcore_ckpt.core.process import (
-    exit_text,
-    exit_with_parent,
-    kernel_can_watch,
-    leave_signals_to_parent,
-    lower_priority,
-)
+from mcore_ckpt.core.process import exit_text, exit_with_parent, kernel_can_watch, lower_priority
+from mcore_ckpt.core.signals import leave_signals_to_parent
 from mcore_ckpt.writing.supervised_child import Job, SupervisedChild
 
 __all__ = ["CallWorker"]

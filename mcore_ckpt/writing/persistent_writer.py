@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
-from mcore_ckpt.core.process import exit_text, kernel_can_watch, signals_held_back
+from mcore_ckpt.core.process import exit_text, kernel_can_watch
+from mcore_ckpt.core.signals import signals_held_back
 from mcore_ckpt.writing._status_page import StatusPage
 from mcore_ckpt.writing._writer_messages import (
     CANCEL,

@@ -6,13 +6,12 @@ neither torch nor numpy.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mcore_ckpt.core.process import start_thread
+from mcore_ckpt.core.threads import Crew
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.layout.file_image import FileImage, Fill, ImageResult
 from mcore_ckpt.layout.plans import TensorPlans
@@ -147,23 +146,6 @@ def encoded_beside(plans: TensorPlans | None, write: Callable[[], T]) -> tuple[T
     """
     if plans is None:
         return write(), None
-    outcome: list[MetadataEncoder | Exception] = []
-
-    def encode() -> None:
-        try:
-            outcome.append(plans.encoder())
-        except Exception as error:  # noqa: BLE001  (raised below, on the thread that waits for it)
-            outcome.append(error)
-
-    thread = threading.Thread(target=encode, name="mcore_ckpt-metadata", daemon=True)
-    runs = start_thread(thread)
-    try:
-        written = write()
-    finally:
-        if runs:
-            thread.join()
-    if not runs:
-        encode()
-    if isinstance(outcome[0], Exception):
-        raise outcome[0]
-    return written, outcome[0]
+    with Crew(1, "mcore_ckpt-metadata") as crew:
+        encoder = crew.submit(plans.encoder)
+        return write(), crew.result(encoder)

@@ -1,16 +1,13 @@
-"""Signals that have waited for the end of a step are answered, however that ends; refused threads are done without."""
+"""Signals that have waited for the end of a step are answered, however that ends."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
-from typing import Any, cast
 
 import pytest
 
-from mcore_ckpt.convert._read_ahead import ReadAhead
-from mcore_ckpt.core.process import interruptible, interrupts_wait
+from mcore_ckpt.core.signals import interruptible, interrupts_wait
 
 
 def step_that_fails(*numbers: signal.Signals) -> None:
@@ -51,23 +48,3 @@ def test_a_ctrl_c_does_not_take_the_place_of_other_signals_that_have_waited() ->
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@pytest.mark.parametrize("reason", ["can't start new thread", "can't create new thread at interpreter shutdown"])
-def test_of_two_threads_that_read_ahead_one_may_be_refused(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = threading.Thread.start
-
-    def refuse_the_second(thread: threading.Thread) -> None:
-        if thread.name.endswith("-1"):
-            raise RuntimeError(reason)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse_the_second)
-    ahead = ReadAhead(cast("Any", None))
-    if "shutdown" in reason:  # what there is does the work
-        with ahead:
-            pass
-    else:
-        with pytest.raises(RuntimeError, match=reason):
-            ahead.__enter__()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("mcore-ckpt-ahead")]

@@ -1,0 +1,129 @@
+"""A crew of threads: tasks in order, the first error, and nothing that works on when its caller has left."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+from typing import Any, cast
+
+import pytest
+
+from mcore_ckpt.convert._read_ahead import ReadAhead
+from mcore_ckpt.core.threads import Crew, in_parallel
+
+
+def refuse_threads_from(number: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if int(thread.name.rpartition("-")[2]) >= number:
+            raise RuntimeError(reason)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+REASONS = ["can't start new thread", "can't create new thread at interpreter shutdown"]
+
+
+@pytest.mark.parametrize("started", [0, 1, 3])
+def test_tasks_are_done_in_order_by_the_threads_that_can_be_started(
+    started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_threads_from(started, REASONS[started % 2], monkeypatch)
+    began: list[int] = []
+    released: list[int] = []
+    by: set[str] = set()
+
+    def work(number: int) -> int:
+        began.append(number)
+        by.add(threading.current_thread().name)
+        time.sleep(0.001)
+        return number * number
+
+    with Crew(3, "crew") as crew:
+        tasks = [crew.submit(partial(work, n), partial(released.append, n)) for n in range(20)]
+        assert [crew.result(task) for task in tasks] == [n * n for n in range(20)]
+        crew.submit(partial(work, 20), partial(released.append, 20))
+    assert began[0] == 0
+    assert sorted(began) == sorted(released) == list(range(21))
+    assert by == ({f"crew-{n}" for n in range(started)} or {threading.current_thread().name})
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_the_first_error_is_raised_and_what_had_not_begun_is_dropped(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not threads:
+        refuse_threads_from(0, REASONS[0], monkeypatch)
+    done: list[int] = []
+    released: list[int] = []
+
+    def work(number: int) -> None:
+        time.sleep(0.001)
+        if number in (5, 6):
+            raise KeyError(number)
+        done.append(number)
+
+    def submit_many() -> None:
+        with Crew(threads or 2, "crew") as crew:
+            for number in range(100_000):
+                crew.submit(partial(work, number), partial(released.append, number))
+
+    with pytest.raises(KeyError) as raised:
+        submit_many()
+    assert raised.value.args[0] in (5, 6)
+    assert max(done) < 10
+    assert sorted(released) == list(range(len(released)))
+    assert len(released) < 100_000
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("crew")]
+
+
+@pytest.mark.parametrize("interrupted", [1, 2, 3])
+def test_nobody_works_on_when_starting_threads_was_interrupted(
+    interrupted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        started.append(thread)
+        start(thread)
+        if len(started) == interrupted:
+            time.sleep(0.02)  # so that it is at work
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted_start)
+    done: list[int] = []
+
+    def work(task: int) -> None:
+        time.sleep(0.001)
+        done.append(task)
+
+    with pytest.raises(KeyboardInterrupt):
+        in_parallel(range(5000), work, 4)
+    left = len(done)
+    for thread in started:
+        thread.join()
+    assert len(done) == left < 5000
+
+
+@pytest.mark.parametrize("reason", ["can't start new thread", "can't create new thread at interpreter shutdown"])
+def test_of_two_threads_that_read_ahead_one_may_be_refused(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse_the_second(thread: threading.Thread) -> None:
+        if thread.name.endswith("-1"):
+            raise RuntimeError(reason)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_the_second)
+    ahead = ReadAhead(cast("Any", None))
+    if "shutdown" in reason:  # what there is does the work
+        with ahead:
+            pass
+    else:
+        with pytest.raises(RuntimeError, match=reason):
+            ahead.__enter__()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("mcore-ckpt-ahead")]
