@@ -24,6 +24,7 @@ _ENVIRONMENT_PREFIX = "MCORE_CKPT_"
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 
 DirectIo = Literal["auto", "on", "off"]
+PageCache = Literal["auto", "on", "off"]
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -126,13 +127,10 @@ class LoadOptions:
             package's own have). `"auto"`: unless that takes reading much more than what is wanted, as columns of a
             large matrix do; `"on"`: always; `"off"`: never. Without `verify_crc`, never.
         io_threads: reads in flight at once, for each rank.
-        direct_io: O_DIRECT for what is not in the page cache: `"auto"`, `"on"`, `"off"`.
-        page_cache: with `direct_io="auto"`: what is read from the disk stays in the page cache (`"on"`), for the other
-            ranks of this host and for the next load; or does not (`"off"`), so that it takes no memory and less CPU
-            time, and is read again by whoever wants it. `"auto"`: it stays if memory is plentiful, and either the
-            ranks of this host seem to want the same bytes, or it costs next to nothing: the file system has large pages
-            in the page cache, and most of the checkpoint is wanted, most of that in large tensors. What is in the page
-            cache already is taken from there in any case.
+        page_cache: `"auto"` takes from the page cache what it holds, and reads the rest with O_DIRECT, which leaves
+            nothing there. `"on"` reads everything through the page cache, where it stays for the other ranks of this
+            host and for the next load. `"off"` reads everything with O_DIRECT, cached or not. A file system without
+            O_DIRECT serves all three through the page cache.
         window_bytes: size of one read.
         buffer_bytes: memory that all read buffers of this rank may take together.
         max_gap_bytes: largest gap between two wanted ranges that is read and thrown away rather than skipped.
@@ -149,8 +147,7 @@ class LoadOptions:
     verify_crc: bool = True
     verify_slices: Literal["auto", "on", "off"] = "auto"
     io_threads: int = 4
-    direct_io: DirectIo = "auto"
-    page_cache: Literal["auto", "on", "off"] = "auto"
+    page_cache: PageCache = "auto"
     window_bytes: int = 8 * _MIB
     buffer_bytes: int = 32 * _MIB
     max_gap_bytes: int = 256 * 1024
@@ -161,7 +158,6 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         _choice("on_damaged", self.on_damaged, ("raise", "go_back"))
-        _choice("direct_io", self.direct_io, ("auto", "on", "off"))
         _choice("page_cache", self.page_cache, ("auto", "on", "off"))
         _choice("verify_slices", self.verify_slices, ("auto", "on", "off"))
         _at_least("io_threads", self.io_threads, 1)

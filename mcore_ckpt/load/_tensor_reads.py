@@ -72,9 +72,6 @@ _MANY_ITEMS = 32
 # read no longer in its core's cache when its turn comes to sum it.
 _SCATTERING_THREADS = 2
 
-# Rows with gaps between them are read so many bytes at a time: what a core's own cache holds.
-_ROWS_AT_ONCE_BYTES = 512 * 1024
-
 # So much of the page cache is copied out of it at once, where it is looked at more than once: what a core's own cache
 # holds.
 _CACHED_BYTES = 1024 * 1024
@@ -101,7 +98,6 @@ class _PieceRead(NamedTuple):
         blocks: sums of the blocks that the piece lies in, if a part of the record is read and checked.
         before, after: what must stand before and behind the piece, if its item has not been located; read with it.
         supposed: the item has not been located.
-        ends: what must stand around its payload, if the item has not been located and the piece is a part of it.
     """
 
     wanted: WantedItem
@@ -115,30 +111,6 @@ class _PieceRead(NamedTuple):
     before: bytes = b""
     after: bytes = b""
     supposed: bool = False
-    ends: _Ends | None = None
-
-
-class _Ends:
-    """What must stand around the payload of an item of which a part is read: compared once, by whoever comes first."""
-
-    def __init__(self, item: StoredItem, template: TensorTemplate) -> None:
-        self._item = item
-        self._template = template
-        self._sound: bool | None = None
-        self._lock = threading.Lock()
-
-    def are_sound(self, reader: RangeReader) -> bool:
-        """Whether they stand there. Raises as `RangeReader.read`."""
-        with self._lock:
-            if self._sound is None:
-                item, template = self._item, self._template
-                reader.check_range(item.offset, item.length)
-                tail = template.tail_with(item.crc32 or 0)
-                self._sound = (
-                    reader.read(item.offset, len(template.head)) == template.head
-                    and reader.read(item.offset + item.length - len(tail), len(tail)) == tail
-                )
-            return self._sound
 
 
 class TensorReads:
@@ -261,23 +233,14 @@ class TensorReads:
                 start, length = item.offset, item.length
                 yield Extent(item.file, start, start + length, length, wanted)
             elif wanted not in self._located and (supposed := self._supposed(wanted)):
-                if any(want.whole for want in wanted.wants):
-                    yield from self._supposed_extents(wanted, supposed)
-                else:
-                    ends = _Ends(wanted.item, supposed)
-                    for extent in self._piece_extents(wanted, _located_by(wanted, supposed)):
-                        yield extent._replace(owner=extent.owner._replace(ends=ends))
+                yield from self._supposed_extents(wanted, supposed)
             elif located := located_at(wanted):  # else it was found not to be rangeable
                 yield from self._piece_extents(wanted, located)
 
     def _supposed(self, wanted: WantedItem) -> TensorTemplate | None:
-        """What this package writes around the payload of such an item, if its sum is known, and either all of it is
-        wanted, or what is read of it stays in the page cache: then to look at its ends takes no more from the disk.
-        """
+        """What this package writes around the payload of such an item, if its sum is known and all of it is wanted."""
         item = wanted.item
-        if item.crc32 is None or _key(wanted) in self._doubted:
-            return None
-        if not self._files.keep_cached and not any(want.whole for want in wanted.wants):
+        if item.crc32 is None or _key(wanted) in self._doubted or not any(want.whole for want in wanted.wants):
             return None
         try:
             template = tensor_template(dtype_name(wanted.dtype), wanted.chunk.sizes)
@@ -435,21 +398,15 @@ class TensorReads:
                 if first.alone and owner.address:
                     if owner.supposed:
                         reader.check_range(owner.wanted.item.offset, owner.wanted.item.length)
-                    if owner.ends:
-                        reader.expect(span.start, span.stop - span.start)
-                    if self._is_sound(reader, owner):
-                        self._read_straight(reader, span, owner)
+                    self._read_straight(reader, span, owner)
                     return
                 reader.check_range(span.start, span.stop - span.start)
-                if first.alone:
-                    if not self._copy_cached(reader, first) and self._is_sound(reader, owner):
-                        self._read_rows(reader, first)
+                if first.alone and self._copy_cached(reader, first):
                     return
                 buffer = self._buffer(span.stop - span.start)
                 start, stop = padded_range(span.start, span.stop, reader.size_bytes)
                 skew = _skew(first, start)
                 reader.read_into(start, buffer.view[skew : skew + stop - start])
-                sound = [extent for extent in span.extents if self._is_sound(reader, extent.owner)]
         except LoadError as error:
             raise _naming(error, owner if isinstance(owner, WantedItem) else owner.wanted) from error
         self._stats.add(reads=1, bytes_read=stop - start)
@@ -457,7 +414,7 @@ class TensorReads:
         checked = 0
         # Many small items are Python's work more than memory's: two threads at it would only wait for each other.
         with self._placing if len(span.extents) > _MANY_ITEMS else nullcontext():
-            for extent in sound:
+            for extent in span.extents:
                 owner = extent.owner
                 if isinstance(owner, WantedItem):
                     checked += self._place_packed(buffer, extent.start + shift, owner)
@@ -470,7 +427,6 @@ class TensorReads:
         try:
             with self._files.reader(span.file) as reader:
                 reader.check_range(span.start, span.stop - span.start)
-                reader.expect(span.start, span.stop - span.start)
                 # What comes out of the page cache is summed while it is in the CPU's.
                 parts = cut(span, _CACHED_BYTES) if reader.is_cached(span.start, span.stop - span.start) else []
         except LoadError as error:
@@ -543,35 +499,9 @@ class TensorReads:
         with reader.cached(extent.start, length) as address:
             if not address or address % extent.owner.alignment:
                 return False
-            if not self._is_sound(reader, extent.owner):
-                return True
             self._place_piece(HostBytes.at(address, length), 0, extent.owner)
         self._stats.add(reads=1, bytes_read=extent.wanted_bytes)
         return True
-
-    def _read_rows(self, reader: RangeReader, extent: Extent) -> None:
-        """Read a piece that is mostly gaps, some rows at a time.
-
-        What one rank leaves out between its rows, the next one wants: from the page cache, both get it.
-        """
-        read: _PieceRead = extent.owner
-        wanted, sizes = read.wanted, read.wanted.chunk.sizes
-        buffer = self._buffer(0)
-        for part in split_box(
-            sizes,
-            read.piece.box,
-            wanted.dtype.itemsize,
-            window_bytes=min(_ROWS_AT_ONCE_BYTES, self._options.window_bytes),
-            max_gap_bytes=self._options.max_gap_bytes,
-        ):
-            start, length = read.payload_start + part.start, part.stop - part.start
-            at = start % ALIGNMENT_BYTES
-            if at % read.alignment:
-                at = _FAR_SKEW
-            reader.read_shared(start, buffer.view[at : at + length])
-            self._stats.add(reads=1, bytes_read=length)
-            for want in read.wants:
-                place_box(buffer, at, part.box, sizes, wanted.dtype, want)
 
     def _buffer(self, needed_bytes: int) -> ReadBuffer:
         buffer: ReadBuffer | None = getattr(self._per_thread, "buffer", None)
@@ -665,21 +595,8 @@ class TensorReads:
         else:
             self._stats.add(records_checked=1)
 
-    def _is_sound(self, reader: RangeReader, owner: WantedItem | _PieceRead) -> bool:
-        """Whether the item may be read where it is supposed to lie; if not, it is read again, after all others."""
-        if isinstance(owner, WantedItem) or owner.ends is None or owner.ends.are_sound(reader):
-            return True
-        self._doubt(owner)
-        return False
-
     def _doubt(self, read: _PieceRead) -> None:
         self._doubted[_key(read.wanted)] = read.wanted
-
-
-def _located_by(wanted: WantedItem, template: TensorTemplate) -> LocatedTensor:
-    """Where the payload of an item lies that is just what this package writes."""
-    place = len(template.head), template.payload_bytes, wanted.item.crc32
-    return LocatedTensor(dtype_name(wanted.dtype), wanted.chunk.sizes, *place, *place)
 
 
 def _key(wanted: WantedItem) -> tuple[str, int, str]:

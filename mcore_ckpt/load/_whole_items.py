@@ -163,11 +163,6 @@ class WholeItems:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    @property
-    def payload_bytes(self) -> int:
-        """Of all of them."""
-        return sum([self.kinds[number].payload_bytes for number in self.kind_numbers])
-
     def take(self, wants: Iterable[WholeWant]) -> list[bool]:
         """Add what destinations want, where that is a small item that can be copied there as it is.
 

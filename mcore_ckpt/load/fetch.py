@@ -7,31 +7,21 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from mcore_ckpt.core.errors import LoadError
-from mcore_ckpt.core.host_memory import free_host_bytes
-from mcore_ckpt.core.options import DirectIo, LoadOptions, ranks_of_this_host
+from mcore_ckpt.core.options import PageCache
 from mcore_ckpt.load.file_seals import FileSeals
-from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, Storage, align_up
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, Storage, align_up
 
-__all__ = ["OpenFiles", "ReadStats", "keeps_cached", "naming", "padded_range"]
+__all__ = ["OpenFiles", "ReadStats", "naming", "padded_range"]
 
 # Threads work in neighbouring files, so few are in use at once; a reader of 1,000 ranks' files must not need 1,000 fds.
 _MAX_IDLE_FILES = 16
 
-# What so many ranks of a host want is read by way of the page cache (less what headers and padding take), if the host
-# has so many times the memory to spare that the checkpoint takes. On two cores, two ranks that wanted the same 0.64 GB
-# had it in 0.8 s by O_DIRECT and in 1.0 s by way of the page cache, four ranks in 1.9 and 1.55 s.
-_COPIES_WANTED = 3.9
-_MEMORY_FACTOR = 2
-
-# Where the page cache costs next to nothing, this much of the checkpoint is enough, if it is small beside what is free:
-# large pages are brought whole, so that parts here and there would be read with what lies around them.
-_MOST_WANTED = 0.5
-_PLENTY_FACTOR = 4
+_DIRECT: dict[PageCache, DirectIo] = {"auto": "auto", "on": "off", "off": "on"}
 
 
 @dataclass(slots=True)
@@ -76,21 +66,14 @@ class OpenFiles:
 
     Args:
         storage: where the files lie.
-        direct: past the page cache (`LoadOptions.direct_io`).
+        page_cache: how they are read (`LoadOptions.page_cache`).
         seals: check each file when it is opened; None: what is read of them is checked elsewhere.
-        keep_cached: what is read stays in the page cache.
-
-    Attributes:
-        keep_cached: as the argument.
     """
 
-    def __init__(
-        self, storage: Storage, direct: DirectIo, seals: FileSeals | None, *, keep_cached: bool = False
-    ) -> None:
-        self.keep_cached = keep_cached
+    def __init__(self, storage: Storage, page_cache: PageCache, seals: FileSeals | None) -> None:
         self._seals = seals
         self._storage = storage
-        self._direct: DirectIo = direct
+        self._direct = _DIRECT[page_cache]
         self._lock = threading.Lock()
         self._closed = False
         self._in_use: dict[str, tuple[RangeReader, int]] = {}
@@ -117,8 +100,6 @@ class OpenFiles:
         except BaseException:
             reader.close()
             raise
-        if self.keep_cached:
-            reader.keep_cached()
         return reader
 
     def _release(self, name: str) -> None:
@@ -144,33 +125,6 @@ class OpenFiles:
             self._idle.clear()
         for reader in readers:
             reader.close()
-
-
-def keeps_cached(options: LoadOptions, needed_bytes: int, stored_bytes: int, keeps_cheaply: Callable[[], bool]) -> bool:
-    """Whether what a load reads is to stay in the page cache, by `LoadOptions.page_cache`.
-
-    A load cannot know what others want. But where the ranks of this host, if each wants as much as this one, want all
-    that is stored several times over, they want the same bytes: then the first to read them spares the others the
-    disk. And most checkpoints that are loaded are loaded again, by a restart or an evaluation: where the page cache has
-    large pages, the first load of large tensors is as fast by way of it (0.06 CPU s more for each GB), and the second
-    many times faster. With small pages it takes 0.1 to 0.3 CPU s more, and O_DIRECT is faster; with small tensors, the
-    first load takes a third longer.
-
-    Args:
-        options: of the load.
-        needed_bytes: that this rank wants.
-        stored_bytes: that the checkpoint's files have together.
-        keeps_cheaply: whether it costs next to nothing; asked if it matters.
-    """
-    if options.page_cache != "auto":
-        return options.page_cache == "on"
-    wanted_bytes = ranks_of_this_host() * needed_bytes
-    if stored_bytes <= 0 or wanted_bytes < _MOST_WANTED * stored_bytes:
-        return False
-    free_bytes = free_host_bytes()
-    if wanted_bytes >= _COPIES_WANTED * stored_bytes and free_bytes >= _MEMORY_FACTOR * stored_bytes:
-        return True
-    return free_bytes >= _PLENTY_FACTOR * stored_bytes and keeps_cheaply()
 
 
 def padded_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:

@@ -74,7 +74,7 @@ class ItemDecoder:
             for entry in entries
         ]
         extents.sort(key=lambda extent: (extent.file, extent.start))
-        files = OpenFiles(self._storage, self._options.direct_io, self._seals)
+        files = OpenFiles(self._storage, self._options.page_cache, self._seals)
         options = self._options
         try:
             for span in coalesce(extents, window_bytes=options.window_bytes, max_gap_bytes=options.max_gap_bytes):
@@ -101,7 +101,7 @@ class ItemDecoder:
             _logger.warning(
                 "%s is read and decoded as a whole, which is slow, because %s; so are others like it", where, reason
             )
-        files = OpenFiles(self._storage, self._options.direct_io, self._seals)
+        files = OpenFiles(self._storage, self._options.page_cache, self._seals)
         try:
             stored = self._read(files, fqn, chunk.item)
             content = self._checked(fqn, chunk.item, stored, is_object=False)

@@ -31,8 +31,8 @@ from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._tensor_reads import TensorReads
-from mcore_ckpt.load._whole_items import MAX_WHOLE_BYTES, WholeItems
-from mcore_ckpt.load.fetch import OpenFiles, ReadStats, keeps_cached, naming
+from mcore_ckpt.load._whole_items import WholeItems
+from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
 from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.load.item_decoding import ItemDecoder
 from mcore_ckpt.load.read_requests import (
@@ -93,7 +93,6 @@ class FileSystemReader(StorageReader):
         self._storage = storage_at(self.path)
         self._index: CheckpointIndex | None = None
         self._metadata: Metadata | None = None
-        self._files_bytes: int | None = None
         self._located = ItemLocations()
         self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
         self._seals = FileSeals(lambda: self.index)
@@ -151,17 +150,7 @@ class FileSystemReader(StorageReader):
         self._read(wanted, whole)
 
     def _read(self, wanted: WantedItems, whole: WholeItems | None = None) -> None:
-        needed_bytes = small_bytes = 0 if whole is None else whole.payload_bytes
-        for item in wanted.values():
-            item_bytes = item.needed_bytes
-            needed_bytes += item_bytes
-            small_bytes += item_bytes if item.item.length <= MAX_WHOLE_BYTES else 0
-
-        def keeps_cheaply() -> bool:
-            return 2 * small_bytes <= needed_bytes and self._storage.keeps_cheaply()
-
-        keep = keeps_cached(self.options, needed_bytes, self._stored_bytes(), keeps_cheaply)
-        files = OpenFiles(self._storage, self.options.direct_io, self._seals, keep_cached=keep)
+        files = OpenFiles(self._storage, self.options.page_cache, self._seals)
         try:
             reads = TensorReads(files, self.options, self._located, self.stats, self._decoder, self.index.blocks)
             reads.run([wanted[key] for key in sorted(wanted)], whole)
@@ -169,17 +158,6 @@ class FileSystemReader(StorageReader):
             raise naming(error, str(self.path)) from error
         finally:
             files.close()
-
-    def _stored_bytes(self) -> int:
-        """What the files of the checkpoint have together, about."""
-        if self._files_bytes is None:
-            index = self.index
-            if index.seal is not None:
-                self._files_bytes = sum(file.size_bytes for file in index.seal.files.values())
-            else:
-                chunks = (chunk for entry in index.tensors.values() for chunk in entry.chunks)
-                self._files_bytes = sum(chunk.item.length for chunk in chunks)
-        return self._files_bytes
 
     def object_bytes(self, fqn: str) -> bytes:
         """A stored object as `torch.save` made it, transforms undone, checksums compared, not unpickled.

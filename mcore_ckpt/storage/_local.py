@@ -122,12 +122,6 @@ class LocalStorage(Storage):
             folder = os.path.dirname(folder)
         return path
 
-    def keeps_cheaply(self) -> bool:
-        try:
-            return direct_io.has_large_cached_pages(os.stat(self.root).st_dev)
-        except OSError:
-            return False
-
     def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
         path = self._own(name)
         try:

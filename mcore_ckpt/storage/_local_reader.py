@@ -97,22 +97,20 @@ class LocalReader(RangeReader):
     Args:
         root: directory of the storage.
         name: of the file in it.
-        direct: `"auto"`: O_DIRECT for what is not cached, if the file system has it; `"on"`: for everything, or fail;
-            `"off"`: never.
+        direct: as in `Storage.open_reader`.
         bounce: where reads into unaligned memory borrow their buffers.
         follow_links: as in `open_regular`.
 
     Raises:
         CorruptCheckpointError: if it is no regular file inside the directory.
-        OSError: if it cannot be opened, or has no O_DIRECT and that is insisted on.
+        OSError: if it cannot be opened.
     """
 
     def __init__(
         self, root: Path, name: str, direct: DirectIo, bounce: BouncePool, *, follow_links: bool = False
     ) -> None:
         self.name = os.path.join(root, name)
-        self._insist = direct == "on"
-        self._keep = False
+        self._always_direct = direct == "on"
         self._bounce = bounce
         self._direct_fd: int | None = None
         self._residency: direct_io.Residency | None = None
@@ -125,7 +123,7 @@ class LocalReader(RangeReader):
                 try:
                     self._direct_fd = open_regular(root, name, os.O_DIRECT, follow_links=follow_links)
                 except OSError as error:
-                    if error.errno != errno.EINVAL or self._insist:
+                    if error.errno != errno.EINVAL:
                         raise
                 else:
                     if not os.path.samestat(status, os.fstat(self._direct_fd)):
@@ -137,7 +135,7 @@ class LocalReader(RangeReader):
             raise
 
     def read_into(self, offset: int, view: memoryview, arrived: _Arrived | None = None) -> None:
-        self._read(offset, view, arrived or _ignore, shared=False)
+        self._read(offset, view, arrived or _ignore)
 
     def read_framed(
         self,
@@ -149,22 +147,11 @@ class LocalReader(RangeReader):
     ) -> None:
         nbytes = len(before) + len(view) + len(after)
         self.check_range(offset, nbytes)
-        if not self._wants_direct(offset, nbytes):
-            self.expect(offset, nbytes)
-            position = offset
-            for part, look in ((before, _ignore), (view, arrived or _ignore), (after, _ignore)):
-                self._read(position, part, look, shared=True)
-                position += len(part)
-        elif not self._frame_direct(offset, before, view, after, arrived or _ignore):
+        direct = self._wants_direct(offset, nbytes)
+        if not direct or not self._frame_direct(offset, before, view, after, arrived or _ignore):
             super().read_framed(offset, before, view, after, arrived)
 
-    def read_shared(self, offset: int, view: memoryview) -> None:
-        """Through the page cache, from where the next process gets them. The kernel's own read-ahead, of a few threads,
-        keeps the device busier than asking it for megabytes at once.
-        """
-        self._read(offset, view, _ignore, shared=not self._insist)
-
-    def _read(self, offset: int, view: memoryview, arrived: _Arrived, *, shared: bool) -> None:
+    def _read(self, offset: int, view: memoryview, arrived: _Arrived) -> None:
         view = view.cast("B")
         self.check_range(offset, len(view))
         if self._fd is None:
@@ -175,11 +162,9 @@ class LocalReader(RangeReader):
                 start = offset + done
                 # Pieces end on aligned offsets, so that those after the first begin on one.
                 piece = view[done : done + _PIECE_BYTES - start % ALIGNMENT_BYTES]
-                if not shared and self._wants_direct(start, len(piece)):
+                if self._wants_direct(start, len(piece)):
                     self._read_direct(start, piece, arrived)
                 else:
-                    if not shared:
-                        self.expect(start, len(piece))
                     self._read_buffered(self._fd, start, piece, arrived)
                 done += len(piece)
         except OSError as error:
@@ -191,21 +176,11 @@ class LocalReader(RangeReader):
 
     def scatter(self, offset: int, vectors: int, count: int, nbytes: int) -> bool:
         self.check_range(offset, nbytes)
-        if self._fd is None or self._insist:
+        if self._fd is None:
             return False
         return direct_io.read_vectors(self._fd, vectors, count, offset) == nbytes
 
-    def keep_cached(self) -> bool:
-        self._keep = not self._insist
-        return self._keep
-
-    def expect(self, offset: int, length: int) -> None:
-        if self._keep and self._residency is not None and length >= _MIN_DIRECT_BYTES:
-            self._residency.bring(offset, length)
-
     def is_cached(self, offset: int, length: int) -> bool:
-        if self._keep:
-            return True  # by way of the page cache in any case, ahead of which the kernel reads
         return self._residency is not None and self._residency.cached_share(offset, length) >= _MOSTLY_CACHED
 
     @contextmanager
@@ -220,8 +195,6 @@ class LocalReader(RangeReader):
         if fd is None or residency is None or os.fstat(fd).st_size != self.size_bytes:
             yield 0
             return
-        if self._keep:
-            residency.bring(offset, length, mapped=True)
         mapped = residency.address_of(offset, length)
         try:
             yield mapped
@@ -230,11 +203,9 @@ class LocalReader(RangeReader):
                 residency.forget(offset, length)
 
     def _wants_direct(self, offset: int, nbytes: int) -> bool:
-        if self._direct_fd is None or self._keep:
+        if self._direct_fd is None:
             return False
-        if self._residency is None:
-            return self._insist
-        return nbytes >= _MIN_DIRECT_BYTES and not self.is_cached(offset, nbytes)
+        return self._always_direct or (nbytes >= _MIN_DIRECT_BYTES and not self.is_cached(offset, nbytes))
 
     def _read_buffered(self, fd: int, offset: int, view: memoryview, arrived: _Arrived) -> None:
         done = 0
@@ -272,7 +243,7 @@ class LocalReader(RangeReader):
                     position += got
         except OSError as error:
             # The file system takes the flag and not the read, or asks for more alignment than any known to us.
-            if error.errno != errno.EINVAL or self._insist or self._fd is None:
+            if error.errno != errno.EINVAL or self._fd is None:
                 raise
             self._read_buffered(self._fd, position, view[position - offset :], arrived)
 

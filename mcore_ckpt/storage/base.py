@@ -126,14 +126,8 @@ class RangeReader(ABC):
                 self.read_into(position, part, look)
             position += len(part)
 
-    def read_shared(self, offset: int, view: memoryview) -> None:
-        """As `read_into`, of bytes that other processes of this machine are likely to want, too: they stay at hand for
-        them where there is a place for that.
-        """
-        self.read_into(offset, view)
-
     def scatter(self, offset: int, vectors: int, count: int, nbytes: int) -> bool:
-        """Read bytes `[offset, offset + nbytes)` that are at hand (`is_cached`) into many places of memory at once.
+        """Read bytes `[offset, offset + nbytes)` that are cached (`is_cached`) into many places of memory at once.
 
         Args:
             offset: in the file, in bytes.
@@ -146,24 +140,13 @@ class RangeReader(ABC):
         """
         return False
 
-    def keep_cached(self) -> bool:
-        """From now on, what is read stays at hand for others, as by `read_shared`; False if nothing can."""
-        return False
-
-    def expect(self, offset: int, length: int) -> None:  # noqa: B027  (there may be nothing to do)
-        """Bytes `[offset, offset + length)` are going to be read in short pieces; where what is read stays at hand
-        (`keep_cached`), all of them are brought there now. Raises nothing: reading them will.
-        """
-
     def is_cached(self, offset: int, length: int) -> bool:
-        """Whether bytes `[offset, offset + length)` are most likely at hand, so that short reads cost nothing more."""
+        """Whether this host's memory most likely holds bytes `[offset, offset + length)`."""
         return False
 
     @contextmanager
     def cached(self, offset: int, length: int) -> Iterator[int]:
         """Memory that holds bytes `[offset, offset + length)` already, so that they need not be read to be copied.
-
-        Where what is read stays at hand (`keep_cached`), they are brought there first.
 
         Yields:
             The address of that memory, readable within the `with` block only; 0 if there is none, or it cannot be told.
@@ -232,10 +215,6 @@ class RangeWriter(ABC):
 class Storage(ABC):
     """One directory of files. All names are relative to it."""
 
-    def keeps_cheaply(self) -> bool:
-        """Whether readers that keep what they read at hand (`RangeReader.keep_cached`) are about as fast as others."""
-        return False
-
     @abstractmethod
     def list(self) -> list[str]:
         """Names of all files, in subdirectories too, sorted; empty when there is no such directory.
@@ -262,6 +241,11 @@ class Storage(ABC):
     @abstractmethod
     def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
         """Open a file for reading.
+
+        Args:
+            name: of the file.
+            direct: O_DIRECT for what is not in the page cache (`"auto"`), for everything (`"on"`), or for nothing
+                (`"off"`), as far as the file system has it.
 
         Raises:
             CheckpointNotFoundError: if there is no such file.

@@ -12,7 +12,6 @@ import errno
 import fcntl
 import mmap
 import os
-import threading
 from functools import lru_cache
 from typing import Any, Final
 
@@ -27,7 +26,6 @@ __all__ = [
     "drop_cached",
     "enable",
     "has_huge_pages",
-    "has_large_cached_pages",
     "populate",
     "preallocate",
     "read_vectors",
@@ -44,8 +42,6 @@ _SYNC_FILE_RANGE_WRITE = 2
 _SYNC_FILE_RANGE_WAIT_AFTER = 4
 
 MADV_POPULATE_WRITE: Final = 23  # <linux/mman.h>, which the mmap module does not name
-_MADV_POPULATE_READ = 22
-_MADV_HUGEPAGE = 14
 
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _SHORT_COPY_BYTES = 256 * 1024
@@ -86,28 +82,6 @@ def has_huge_pages() -> bool:
             return "[never]" not in setting.read()
     except OSError:
         return False
-
-
-# File systems whose page cache has large pages, and the version of Linux that brought them.
-_LARGE_CACHED_PAGES = {"ext4": (6, 16), "xfs": (5, 18)}
-_MOUNTS = "/proc/self/mountinfo"
-
-
-@lru_cache(maxsize=64)
-def has_large_cached_pages(device: int) -> bool:
-    """Whether files of a mounted device (`st_dev`) can lie in large pages of the page cache (see `Residency.bring`)."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        release = tuple(int(part) for part in os.uname().release.split(".")[:2])
-        with open(_MOUNTS, encoding="utf-8", errors="replace") as mounts:
-            for line in mounts:
-                mount, _, source = line.partition(" - ")
-                if mount.split()[2] == number:
-                    first = _LARGE_CACHED_PAGES.get(source.split()[0])
-                    return first is not None and release >= first and has_huge_pages()
-    except (OSError, ValueError, IndexError):
-        pass
-    return False
 
 
 def copy_bytes(destination: memoryview, source: memoryview) -> None:
@@ -295,22 +269,26 @@ def drop_cached(fd: int, offset: int = 0, nbytes: int = 0) -> None:
 
 
 class Residency:
-    """Tells which part of a file lies in the page cache, without reading any of it, and brings parts of it there.
+    """Tells which part of a file lies in the page cache, without reading any of it.
 
-    To look at residency the mapping is never touched, so that a file cut meanwhile does no harm. Mapped by the C
-    library and not by `mmap.mmap`, which keeps a second descriptor and does not tell its address for a read-only map (a
-    writable one counts against the memory that may be committed).
+    To look at residency the mapping is never touched, so that a file cut meanwhile does no harm. The C library maps
+    the file, since `mmap.mmap` keeps a second descriptor and does not tell the address of a read-only map (a writable
+    one counts against the memory that may be committed).
+
+    `mincore` calls every page of a file cached that the process neither owns nor may write (Linux 5.2 and later). Such
+    a file shows by the page behind its end, which no cache holds; its residency is then not known.
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self._size_bytes = size_bytes
         self._address: int | None = None
-        self._lock = threading.Lock()
-        self._brought: dict[int, threading.Event] = {}  # by number of the large page
+        self._mapped_bytes = align_up(size_bytes, mmap.PAGESIZE) + mmap.PAGESIZE
         if size_bytes > 0:
-            mapped = _libc().mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+            mapped = _libc().mmap(None, self._mapped_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
             if mapped not in (None, _MAP_FAILED):
                 self._address = mapped
+                if self._cached_pages(self._mapped_bytes // mmap.PAGESIZE - 1, 1):
+                    self.close()
 
     def cached_share(self, offset: int, nbytes: int) -> float:
         """About what part of bytes `[offset, offset + nbytes)` is cached, from 0.0 to 1.0; 0.0 where nobody can tell.
@@ -336,42 +314,6 @@ class Residency:
         pages = align_up(offset + nbytes, mmap.PAGESIZE) // mmap.PAGESIZE - first
         return self._address + offset if self._cached_pages(first, pages) == pages else 0
 
-    def bring(self, offset: int, nbytes: int, *, mapped: bool = False) -> None:
-        """Read bytes `[offset, offset + nbytes)` into the page cache, with what they share large pages with, and wait.
-
-        `mapped`: they may stay in the mapping, until whoever looks at them there forgets them.
-
-        By a fault in a mapping that asks for large pages: where the file system has them in its page cache (ext4 from
-        Linux 6.16 on, XFS from 5.18), a GB takes some hundred allocations then and not 262,144, and copying out of them
-        is faster, too. Each large page is brought by one thread, once: two at the same one get small pages both. The
-        kernel raises no SIGBUS for these faults, and says nothing else either: what cannot be brought is a matter for
-        whoever reads it.
-        """
-        if self._address is None or nbytes <= 0 or offset >= self._size_bytes:
-            return
-        first, stop = offset // _HUGE_PAGE_BYTES, -(-min(offset + nbytes, self._size_bytes) // _HUGE_PAGE_BYTES)
-        there = threading.Event()
-        with self._lock:
-            if not self._brought:
-                _libc().madvise(self._address, self._size_bytes, _MADV_HUGEPAGE)
-            mine = [number for number in range(first, stop) if number not in self._brought]
-            others = {self._brought[number] for number in range(first, stop) if number in self._brought}
-            self._brought.update(dict.fromkeys(mine, there))
-        try:
-            if mine:
-                self._populate(mine[0] * _HUGE_PAGE_BYTES, (mine[-1] + 1) * _HUGE_PAGE_BYTES, mapped)
-        finally:
-            there.set()
-        for other in others:
-            other.wait()
-
-    def _populate(self, start: int, stop: int, mapped: bool) -> None:
-        nbytes = min(stop, align_up(self._size_bytes, mmap.PAGESIZE)) - start
-        if self.cached_share(start, nbytes) < 1.0:
-            _libc().madvise((self._address or 0) + start, nbytes, _MADV_POPULATE_READ)
-            if not mapped:
-                self.forget(start, nbytes)
-
     def forget(self, offset: int, nbytes: int) -> None:
         """Take the pages that were touched by way of the mapping out of this process, whose memory they count to."""
         if self._address is None:
@@ -390,4 +332,4 @@ class Residency:
         """Unmap the file. Twice is harmless."""
         mapped, self._address = self._address, None
         if mapped is not None:
-            _libc().munmap(mapped, self._size_bytes)
+            _libc().munmap(mapped, self._mapped_bytes)

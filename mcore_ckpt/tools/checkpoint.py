@@ -74,7 +74,7 @@ class Checkpoint(Mapping[str, Any]):
         self.index = index
         self.tensors: Mapping[str, LazyTensor] = _Tensors(self)
         self.objects: Mapping[str, Any] = _Objects(self)
-        self.payloads = StoredPayloads(index, direct=options.direct_io)
+        self.payloads = StoredPayloads(index, page_cache=options.page_cache)
         self._options = options
         self._reader: FileSystemReader | None = None
 

@@ -19,7 +19,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from mcore_ckpt.core.boxes import Box, covers, intersect, relative, runs, strides_of
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
-from mcore_ckpt.core.options import DirectIo, LoadOptions
+from mcore_ckpt.core.options import LoadOptions, PageCache
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
@@ -85,7 +85,7 @@ class StoredPayloads:
     Args:
         index: of the checkpoint.
         storage: its files; by default those in the index's path.
-        direct: past the page cache (`LoadOptions.direct_io`).
+        page_cache: how they are read (`LoadOptions.page_cache`).
         stored: the checkpoint's own index, where `index` has other keys: what its files are held against.
     """
 
@@ -93,13 +93,13 @@ class StoredPayloads:
         self,
         index: CheckpointIndex,
         storage: Storage | None = None,
-        direct: DirectIo = "auto",
+        page_cache: PageCache = "auto",
         stored: CheckpointIndex | None = None,
     ) -> None:
         self.index = index
         self.storage = storage_at(index.path) if storage is None else storage
         self._seals = FileSeals(lambda: stored or self.index)
-        self.files = OpenFiles(self.storage, direct, self._seals)
+        self.files = OpenFiles(self.storage, page_cache, self._seals)
         self._located: OrderedDict[tuple[str, StoredChunk], StoredPayload] = OrderedDict()
         self._lock = threading.Lock()
         self._decoder: ItemDecoder | None = None

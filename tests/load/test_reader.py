@@ -203,7 +203,7 @@ def test_halves_of_short_rows_that_are_cached_are_copied_exactly(tmp_path: Path)
     reader = FileSystemReader(tmp_path)
     assert load_box(reader, "w", tensor, Box((0, 256), (2048, 256))).equal(tensor[:, 256:512])
     assert reader.stats.bytes_read <= 1.1 * reader.stats.bytes_needed
-    through_buffers = FileSystemReader(tmp_path, options=LoadOptions(direct_io="off"))
+    through_buffers = FileSystemReader(tmp_path, options=LoadOptions(page_cache="on"))
     assert load_box(through_buffers, "w", tensor, Box((0, 256), (2048, 256))).equal(tensor[:, 256:512])
     assert through_buffers.stats.reads <= 12, "many rows at once"
 

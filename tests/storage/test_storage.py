@@ -66,7 +66,7 @@ class StorageConformance(ABC):
         (directory / "sub").mkdir()
         assert not storage.exists("sub")
 
-    @pytest.mark.parametrize("direct", ["auto", "off"])
+    @pytest.mark.parametrize("direct", ["auto", "on", "off"])
     def test_reads_exactly_the_range_that_is_asked_for(
         self, storage: Storage, directory: Path, direct: DirectIo
     ) -> None:
