@@ -130,13 +130,6 @@ class Ours(Adapter):
         self._save.warm_up(state)
 
 
-class OursCow(Ours):
-    """Nothing is copied: the forked child's memory is the snapshot."""
-
-    name = "mcore_ckpt cow"
-    save_options: ClassVar[dict[str, Any]] = {"writer": "fork", "stage": "cow"}
-
-
 class OursReplanned(Ours):
     """Every save by a strategy that has not seen the structure before, so that all of it is planned."""
 
@@ -237,7 +230,7 @@ class Dcp(Adapter):
         return finalize
 
 
-ADAPTERS: dict[str, type[Adapter]] = {cls.name: cls for cls in (Raw, Ours, OursCow, OursReplanned, Megatron, Dcp)}
+ADAPTERS: dict[str, type[Adapter]] = {cls.name: cls for cls in (Raw, Ours, OursReplanned, Megatron, Dcp)}
 
 
 def _checkpointing() -> Any:

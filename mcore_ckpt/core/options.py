@@ -46,9 +46,6 @@ class SaveOptions:
             whole until the new one is published) or raise `CheckpointExistsError` (`"error"`).
         writer: who writes an async save: `"persistent"`, one long-lived process that maps the stage, or `"fork"`, one
             forked child for each save. A synchronous save is always written in line.
-        stage: where the snapshot of an async save lives: `"copy"`, a reused shared-memory stage, or `"cow"`, the
-            forked child's copy-on-write image (CPU tensors and `writer="fork"` only; those in shared memory are copied
-            all the same).
         thread_count: files each rank writes, at most (Megatron's and DCP's name for it).
         io_threads: writes in flight at once, for each rank.
         direct_io: O_DIRECT: `"auto"` probes the file system, `"on"` insists, `"off"` goes through the page cache.
@@ -72,7 +69,6 @@ class SaveOptions:
 
     on_existing: Literal["replace", "error"] = "replace"
     writer: Literal["persistent", "fork"] = "persistent"
-    stage: Literal["copy", "cow"] = "copy"
     thread_count: int = 2
     io_threads: int = 2
     direct_io: DirectIo = "auto"
@@ -92,7 +88,6 @@ class SaveOptions:
     def __post_init__(self) -> None:
         _choice("on_existing", self.on_existing, ("replace", "error"))
         _choice("writer", self.writer, ("persistent", "fork"))
-        _choice("stage", self.stage, ("copy", "cow"))
         _choice("direct_io", self.direct_io, ("auto", "on", "off"))
         _choice("when_busy", self.when_busy, ("wait", "skip"))
         _choice("on_failure", self.on_failure, ("raise", "warn"))
@@ -108,8 +103,6 @@ class SaveOptions:
             )
         if self.window_bytes < 64 * 1024 or self.window_bytes % 4096:
             raise OptionError(f"window_bytes={self.window_bytes}: expected a multiple of 4096, at least 65536")
-        if self.stage == "cow" and self.writer == "persistent":
-            raise OptionError('stage="cow" needs writer="fork": a copy-on-write snapshot exists only in a forked child')
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **explicit: Any) -> SaveOptions:

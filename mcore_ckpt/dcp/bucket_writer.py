@@ -223,7 +223,6 @@ def prepare_buckets(
     thread_count: int,
     separation_hint: str | None,
     one_item_per_file: bool,
-    clone_views: bool,
 ) -> list[WriteBucket]:
     """Sort write items into balanced buckets and fetch their data.
 
@@ -235,7 +234,6 @@ def prepare_buckets(
         thread_count: buckets, at most.
         separation_hint: see `split_buckets`.
         one_item_per_file: a bucket for each item.
-        clone_views: give a CPU tensor that is part of a larger storage a storage of its own.
     """
     chosen: list[tuple[str, list[int]]]
     if one_item_per_file:
@@ -254,7 +252,7 @@ def prepare_buckets(
             else:
                 tensor = resolve_data(item).detach()
                 check_memory(tensor, partial(_where, item))
-                data.tensor_data.append((item, _own_storage(tensor) if clone_views else tensor))
+                data.tensor_data.append((item, tensor))
         buckets.append(WriteBucket.of(str(directory / name), name, *data, prefix.save_id))
     return buckets
 

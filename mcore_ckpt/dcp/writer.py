@@ -64,7 +64,7 @@ from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, SealedFile, seal_metadata, shown_id
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.writing.staging import NotInherited, check_memory
+from mcore_ckpt.writing.staging import check_memory
 
 __all__ = [
     "FileSystemWriterAsync",
@@ -297,13 +297,12 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Sort the plan's items into balanced buckets, objects apart from tensors, and hold on to their data.
 
-        Tensors are detached; a CPU tensor that is a view is cloned, so that it does not carry its whole storage into
-        the writer. Device tensors are copied when they are written (or by `preload_tensors`).
+        Tensors are detached. They are copied by `preload_tensors`, or when they are written.
         """
         self._in_line = False
-        self._prepare(plan, planner, clone_views=True)
+        self._prepare(plan, planner)
 
-    def _prepare(self, plan: SavePlan, planner: SavePlanner, clone_views: bool) -> None:
+    def _prepare(self, plan: SavePlan, planner: SavePlanner) -> None:
         prefix = plan.storage_data
         if any(plan is cached for cached in getattr(SavePlanner, "_cached_final_save_plan", {}).values()):
             # The cached plan says how the files of an earlier save were named.
@@ -318,7 +317,6 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             thread_count=self.options.thread_count,
             separation_hint=self.separation_hint,
             one_item_per_file=not self.single_file_per_rank,
-            clone_views=clone_views,
         )
         self.results_queue = ResultFile() if self.write_buckets else None
 
@@ -326,7 +324,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write everything in line; no process is started."""
-        self._prepare(plan, planner, clone_views=False)
+        self._prepare(plan, planner)
         assert self.write_buckets is not None
         try:
             results = write_buckets(self.write_buckets, self.options, self.extensions)
@@ -354,27 +352,26 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
     @staticmethod
     def preload_tensors(write_buckets: list[WriteBucket], non_blocking: bool = True) -> list[WriteBucket]:
-        """Copy device tensors to the host, and what lies in shared memory to memory that is private.
+        """Copy all tensors to host memory of their own: the snapshot, for a process that is forked then.
 
-        What it returns is a snapshot for a process that is forked then; one that is spawned gets copies by pickling.
+        A spawned process gets its copies by pickling, and copies nothing here but device tensors.
 
         Args:
-            write_buckets: the buckets to stage.
+            write_buckets: the buckets to copy.
             non_blocking: queue all copies, then wait for those devices once.
         """
         devices: set[torch.device] = set()
         staged = []
-        borrowed = [bucket.data for bucket in write_buckets if not isinstance(bucket.data, CopiedData)]
-        not_inherited = NotInherited(tensor for data in borrowed for _, tensor in data.tensor_data)
         for bucket in write_buckets:
             data = bucket.data
-            items, tensors = [item for item, _ in data.tensor_data], [tensor for _, tensor in data.tensor_data]
-            devices.update(tensor.device for tensor in tensors if not tensor.is_cpu)
-            if not isinstance(data, CopiedData):
-                tensors = not_inherited.copies(tensors)
-            tensors = [tensor.to("cpu", non_blocking=non_blocking) for tensor in tensors]
-            kept = zip(items, tensors, strict=True)
-            staged.append(WriteBucket.of(bucket.path, bucket.storage_key, data.bytes_data, kept, bucket.save_id))
+            devices.update(tensor.device for _, tensor in data.tensor_data if not tensor.is_cpu)
+            copies = [
+                (item, tensor)
+                if tensor.is_cpu and isinstance(data, CopiedData)
+                else (item, tensor.to("cpu", non_blocking=non_blocking, copy=True))
+                for item, tensor in data.tensor_data
+            ]
+            staged.append(WriteBucket.of(bucket.path, bucket.storage_key, data.bytes_data, copies, bucket.save_id))
         if non_blocking:
             for device in devices:
                 torch.cuda.current_stream(device).synchronize()

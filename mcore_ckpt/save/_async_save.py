@@ -1,11 +1,7 @@
-"""One rank's writing: in line, or from a snapshot by another process while training goes on.
+"""One rank's writing: in the trainer, or from a snapshot by another process during training.
 
-Two independent choices (`SaveOptions.stage`, `SaveOptions.writer`) make three combinations:
-
-    stage="copy", writer="persistent"   tensors are copied into the stage, which the writer process maps
-    stage="copy", writer="fork"         the same stage, written by a child forked for this save
-    stage="cow",  writer="fork"         nothing is copied: the child's copy-on-write memory is the snapshot (CPU only;
-                                        what lies in shared memory is copied all the same)
+The snapshot is a copy of the tensors in a staging buffer. `SaveOptions.writer` says which process writes it: one that
+is kept for all saves and maps the buffer, or a child forked for this save.
 
 A save that does not fit into the staging budget is passed through it window by window, which blocks the trainer for
 the part that does not fit, at the disk's speed (`writer="persistent"` only).
@@ -19,7 +15,6 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 
 from mcore_ckpt.core.console import WaitingBar
 from mcore_ckpt.core.errors import OptionError, SaveError
@@ -32,7 +27,7 @@ from mcore_ckpt.storage.base import ALIGNMENT_BYTES, Storage, align_up
 from mcore_ckpt.writing.forked_call import fork_writer, report_progress
 from mcore_ckpt.writing.persistent_writer import shared_writer
 from mcore_ckpt.writing.stage_pool import StageLease, lease_stage
-from mcore_ckpt.writing.staging import BucketSource, NotInherited, refuse_wiped_memory, write_in_line
+from mcore_ckpt.writing.staging import BucketSource
 from mcore_ckpt.writing.supervised_child import Job
 from mcore_ckpt.writing.writer_job import FileJob, JobResult, Ring, WriterJob, run_job, timed_result
 
@@ -178,18 +173,13 @@ def write_now(
 
 
 def log_choice(sources: Sequence[BucketSource], options: SaveOptions) -> None:
-    """Say once where snapshots live and who writes them."""
-    where = "on a device" if any(source.on_device for source in sources) else "in host memory"
-    snapshot = (
-        "the forked child's copy-on-write memory"
-        if options.stage == "cow"
-        else "a reused stage in shared memory" + (", copied to through pinned memory" if "device" in where else "")
-    )
+    """Say once where the tensors are and which process writes them."""
+    where = "on a device, copied through pinned memory" if any(s.on_device for s in sources) else "in host memory"
     writer = "one writer process for all saves" if options.writer == "persistent" else "one forked child for each save"
-    choice = f"async saves: tensors are {where}; snapshot: {snapshot}; {writer}"
+    choice = f"async saves: tensors are {where}; snapshot: a reused staging buffer in shared memory; {writer}"
     if choice not in _told:
         _told.add(choice)
-        _logger.info('%s (options: stage="%s", writer="%s")', choice, options.stage, options.writer)
+        _logger.info('%s (option: writer="%s")', choice, options.writer)
 
 
 def start_writing(
@@ -214,8 +204,6 @@ def start_writing(
         The save in progress. An error is kept for its `results`, where all ranks hear of it.
     """
     try:
-        if options.stage == "cow":
-            return _fork_cow(storage, sources, options, what, plans, started)
         return _stage_and_start(storage, sources, options, what, plans, started)
     except Exception as error:  # noqa: BLE001  (the other ranks are on their way to the commit and have to hear of it)
         wrapped = (
@@ -224,47 +212,6 @@ def start_writing(
         if wrapped is not error:
             wrapped.__cause__ = error
         return EndedWriting(wrapped, options, what)
-
-
-def _fork_cow(
-    storage: Storage,
-    sources: Sequence[BucketSource],
-    options: SaveOptions,
-    what: str,
-    plans: TensorPlans | None,
-    begun: Callable[[Writing], None],
-) -> AsyncSave:
-    if any(source.on_device for source in sources):
-        raise OptionError(
-            'stage="cow" snapshots host memory by forking, and some tensors are on a device; use stage="copy"'
-        )
-    if any(source.is_pinned for source in sources):
-        raise OptionError(
-            'stage="cow" snapshots memory by forking, and some tensors are in pinned memory, which a forked process '
-            'does not inherit: it would crash when it reads them; use stage="copy"'
-        )
-    started = time.monotonic()
-    not_inherited = NotInherited(chain.from_iterable(source.tensors for source in sources))
-    for source in sources:
-        source.copy_what_is(not_inherited)
-    write = partial(_write_inherited, storage, sources, options)
-    jobs: list[Job] = []
-    try:
-        handle = fork_writer(partial(timed_result, write, plans), what, options.write_deadline_s, jobs.append)
-        save = AsyncSave(handle, [source.layout.image for source in sources], None, options, what)
-        save.handed_over = (started, time.monotonic())
-        begun(save)
-    except BaseException:
-        for job in jobs:
-            job.abort()
-        raise
-    return save
-
-
-def _write_inherited(storage: Storage, sources: Sequence[BucketSource], options: SaveOptions) -> Sequence[ImageResult]:
-    """In the forked child. Looking costs time that grows with the memory, but here it is not training's."""
-    refuse_wiped_memory(sources)
-    return write_in_line(storage, sources, options, report_progress)
 
 
 def _stage_and_start(
@@ -356,7 +303,7 @@ def _stream(
     if options.writer == "fork":
         raise OptionError(
             f"the save has {total_bytes} bytes, the staging budget {lease.budget_bytes}: a forked writer cannot be"
-            ' fed piece by piece; raise staging_budget_bytes, or use writer="persistent" or stage="cow"'
+            ' fed piece by piece; raise staging_budget_bytes, or use writer="persistent"'
         )
     started = time.perf_counter()
     slot_bytes = min(options.window_bytes, lease.budget_bytes // _LEAST_SLOTS // ALIGNMENT_BYTES * ALIGNMENT_BYTES)

@@ -425,8 +425,7 @@ def warm_up_stage(nbytes: int, options: SaveOptions) -> None:
     """Allocate and touch a stage of `nbytes`, within the budget, and start the writer, ahead of the first save."""
     lease = lease_stage(nbytes, options)
     try:
-        if options.stage == "copy":
-            lease.stage.reserve(min(nbytes, lease.budget_bytes))
+        lease.stage.reserve(min(nbytes, lease.budget_bytes))
         if options.writer == "persistent":
             shared_writer().warm_up(stage_fd=lease.stage.fd)
     finally:
@@ -470,7 +469,7 @@ def take_ahead(options: SaveOptions) -> None:
     budget_bytes = _budget_bytes(options) if expected_bytes else 0
     nbytes = min(expected_bytes, budget_bytes)
     expect_save(0)
-    if not nbytes or not options.take_ahead or (options.stage, options.writer) != ("copy", "persistent"):
+    if not nbytes or not options.take_ahead or options.writer != "persistent":
         return
     with _changed:
         if _free or _in_use:

@@ -13,13 +13,11 @@ never waits for the device as a whole, nor does it keep a core busy.
 from __future__ import annotations
 
 import ctypes
-import re
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,10 +35,8 @@ from mcore_ckpt.writing._image_writer import write_files
 __all__ = [
     "BucketSource",
     "DeviceCopies",
-    "NotInherited",
     "check_memory",
     "pointer_of",
-    "refuse_wiped_memory",
     "write_in_line",
 ]
 
@@ -66,92 +62,6 @@ def check_memory(tensor: torch.Tensor, where: Callable[[], str]) -> None:
             f"{where()}: the tensor's memory was given back ({held_bytes} bytes are left of"
             f" {(last + 1) * tensor.itemsize}); bring it back, from where it was offloaded to, before the save"
         )
-
-
-class NotInherited:
-    """Memory of this process of which a forked child gets no copy of its own, as it is now.
-
-    Copy-on-write holds for private memory only: what lies in shared memory, or in a file that is mapped as shared,
-    changes under the child as it does for everybody. What is marked with `MADV_WIPEONFORK` is all zeros in the child,
-    what is marked with `MADV_DONTFORK` is not there. The kernel knows of all.
-
-    The marks are looked for only if some tensor has memory that torch's allocator has not made: to show them, the
-    kernel goes through every page of the process (0.08 s for 1 GiB of small pages; without, below 1 ms). Memory of
-    torch's own that somebody has marked is noticed by the child: `refuse_wiped_memory`.
-
-    Args:
-        tensors: that are to be written by the child.
-        all_marks: look for the marks whatever the tensors are.
-    """
-
-    def __init__(self, tensors: Iterable[torch.Tensor], *, all_marks: bool = False) -> None:
-        self._begins, self._ends = _shared_mappings()
-        if all_marks or any(
-            tensor.is_cpu and not tensor.untyped_storage().resizable() and not self.holds(tensor) for tensor in tensors
-        ):
-            self._begins, self._ends = _mappings_not_inherited()
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether some of a tensor's storage is such memory."""
-        if not tensor.is_cpu or not tensor.data_ptr():
-            return False
-        storage = tensor.untyped_storage()
-        # The mapping that begins last, at or before the end of the tensor's storage.
-        index = bisect_left(self._begins, storage.data_ptr() + storage.nbytes()) - 1
-        return index >= 0 and self._ends[index] > storage.data_ptr()
-
-    def copies(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors, with copies in place of those in such memory."""
-        return [tensor.clone() if self.holds(tensor) else tensor for tensor in tensors]
-
-
-def refuse_wiped_memory(sources: Iterable[BucketSource]) -> None:
-    """In a forked child that is to write: make sure that the tensors are what they were when it was forked.
-
-    Raises:
-        SaveError: the memory of one is marked with `MADV_WIPEONFORK`, and is all zeros here.
-    """
-    sources = list(sources)
-    marked = NotInherited((), all_marks=True)
-    for source in sources:
-        for number, tensor in enumerate(source.tensors):
-            if marked.holds(tensor):
-                raise SaveError(
-                    f"{source.layout.file_name}: tensor {number} of it, {tuple(tensor.shape)} of {tensor.dtype}, lies "
-                    "in memory that somebody has marked not to be inherited by forked processes (MADV_WIPEONFORK), so "
-                    'that this one has zeros in its place; use stage="copy"'
-                )
-
-
-def _shared_mappings() -> tuple[list[int], list[int]]:
-    """Begin and end addresses of this process's shared mappings, in order."""
-    begins, ends = [], []
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-        span, permissions, _ = line.split(" ", 2)
-        if permissions.endswith("s"):
-            begin, _, end = span.partition("-")
-            begins.append(int(begin, 16))
-            ends.append(int(end, 16))
-    return begins, ends
-
-
-# Marks of `MADV_DONTFORK` and `MADV_WIPEONFORK`.
-_NOT_INHERITED = frozenset({"dc", "wf"})
-_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ...(s|p) .*?^VmFlags:(.*?)$", re.MULTILINE | re.DOTALL)
-
-
-def _mappings_not_inherited() -> tuple[list[int], list[int]]:
-    """As `_shared_mappings`, with those that are marked not to be inherited, or to be cleared."""
-    try:
-        text = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # a kernel that does not have it
-        return _shared_mappings()
-    begins, ends = [], []
-    for begin, end, kind, flags in _MAPPING.findall(text):
-        if kind == "s" or not _NOT_INHERITED.isdisjoint(flags.split()):
-            begins.append(int(begin, 16))
-            ends.append(int(end, 16))
-    return begins, ends
 
 
 # The side stream of each device, for the saves of this process.
@@ -375,22 +285,6 @@ class BucketSource:
         _wait_for_copies_to_host(tensors)
         self._payloads = _Payloads(tensors, pointers)
         self.on_device = not all(self._payloads.pointers) and not all(tensor.is_cpu for tensor in tensors)
-        self._tensors = tensors
-
-    @property
-    def is_pinned(self) -> bool:
-        """Some tensor is in host memory that is registered with a device; takes a look-up for each tensor."""
-        return any(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in self._tensors)
-
-    @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """What is to be written, in the layout's order."""
-        return self._tensors
-
-    def copy_what_is(self, not_inherited: NotInherited) -> None:
-        """Before a fork whose child is to write: replace by copies what it would not have as it is now."""
-        self._tensors = not_inherited.copies(self._tensors)
-        self._payloads = _Payloads(self._tensors)
 
     def fill(self, start: int, stop: int, view: memoryview) -> None:
         """Put bytes [start, stop) of the file at the beginning of `view`; checksum fields are left zero."""
@@ -489,13 +383,8 @@ class BucketSource:
                 self._payloads.copy(index, 0, lengths[index], address + offset)
 
 
-def write_in_line(
-    storage: Storage,
-    sources: Sequence[BucketSource],
-    options: SaveOptions,
-    on_written: Callable[[int], None] | None = None,
-) -> list[ImageResult]:
-    """Write the files of a rank in the process that calls: the trainer's in a synchronous save, or a forked child.
+def write_in_line(storage: Storage, sources: Sequence[BucketSource], options: SaveOptions) -> list[ImageResult]:
+    """Write the files of a rank in the process that calls, from the tensors where they lie.
 
     All of them are made durable, or none stays.
 
@@ -503,7 +392,6 @@ def write_in_line(
         storage: the checkpoint's directory.
         sources: the buckets.
         options: `io_threads`, `window_bytes`, `direct_io`, `fsync` and `write_deadline_s` matter here.
-        on_written: called with a number of bytes after each write, on an I/O thread.
 
     Raises:
         SaveError: the device or file system failed; names the file and the errno.
@@ -518,7 +406,6 @@ def write_in_line(
         io_threads=options.io_threads,
         direct=options.direct_io,
         fsync=options.fsync,
-        on_written=on_written,
         deadline_s=options.write_deadline_s,
     )
     check_results([image for image, _ in files], results)

@@ -15,7 +15,6 @@ from mcore_ckpt.core.options import unknown_variables
 SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
     "on_existing": ("error", "error"),
     "writer": ("fork", "fork"),
-    "stage": ("copy", "copy"),
     "thread_count": ("7", 7),
     "io_threads": ("5", 5),
     "direct_io": ("off", "off"),
@@ -111,7 +110,6 @@ def test_a_bad_variable_is_named(variable: str, text: str, message: str) -> None
         (SaveOptions, {"write_deadline_s": math.nan}, "write_deadline_s=nan: expected at least"),
         (SaveOptions, {"write_deadline_s": math.inf}, "write_deadline_s=inf: expected at most .* None waits for ever"),
         (SaveOptions, {"window_bytes": 100_000}, "window_bytes=100000: expected a multiple of 4096"),
-        (SaveOptions, {"stage": "cow"}, 'stage="cow" needs writer="fork"'),
         (LoadOptions, {"page_cache": "yes"}, "page_cache='yes': expected one of 'auto', 'on', 'off'"),
         (LoadOptions, {"buffer_bytes": 4096}, "buffer_bytes=4096: expected at least 8388608"),
         (LoadOptions, {"max_gap_bytes": -1}, "max_gap_bytes=-1: expected at least 0"),
@@ -127,10 +125,6 @@ def test_what_cannot_work_is_refused(options: Any, values: dict[str, Any], messa
 def test_options_do_not_change(options: Any) -> None:
     with pytest.raises(FrozenInstanceError):
         options.io_threads = 3
-
-
-def test_cow_with_fork_is_allowed() -> None:
-    assert SaveOptions(stage="cow", writer="fork").stage == "cow"
 
 
 def test_a_misspelled_variable_is_found() -> None:

@@ -143,7 +143,7 @@ def prepared(path: Path, state: dict[str, Any], **keywords: Any) -> tuple[FileSy
 def test_buckets_keep_objects_apart_from_tensors_and_views_do_not_drag_their_storage(tmp_path: Path) -> None:
     writer, _ = prepared(tmp_path, a_state())
     assert writer.write_buckets is not None
-    for _, _, (bytes_data, tensor_data) in writer.write_buckets:
+    for _, _, (bytes_data, tensor_data) in writer.preload_tensors(writer.write_buckets):
         assert all(item.type == WriteItemType.BYTE_IO and isinstance(data, io.BytesIO) for item, data in bytes_data)
         for item, tensor in tensor_data:
             assert item.type != WriteItemType.BYTE_IO
@@ -427,8 +427,6 @@ def test_async_save_writes_the_state_at_the_call(tmp_path: Path) -> None:
 def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="TORCH_SAVE"):
         FileSystemWriterAsync(tmp_path, serialization_format=dcp.filesystem.SerializationFormat.SAFETENSORS)
-    with pytest.raises(OptionError, match="copy-on-write"):
-        SaveOptions(stage="cow")
 
 
 def test_checkpoint_ids(tmp_path: Path) -> None:

@@ -41,7 +41,6 @@ VARIANTS = [
         interval=1,
         options={
             "MCORE_CKPT_WRITER": "fork",
-            "MCORE_CKPT_STAGE": "cow",
             "MCORE_CKPT_THREAD_COUNT": "1",
             "MCORE_CKPT_DIRECT_IO": "off",
             "MCORE_CKPT_MAX_IN_FLIGHT": "2",

@@ -19,7 +19,7 @@ from tests.support.gloo_ranks import run_ranks
 
 pytestmark = pytest.mark.long
 
-_WAYS: tuple[dict[str, Any], ...] = ({}, {"writer": "fork"}, {"writer": "fork", "stage": "cow"})
+_WAYS: tuple[dict[str, Any], ...] = ({}, {"writer": "fork"})
 
 
 def _state(rank: int, tensor: torch.Tensor, step: int) -> dict[str, Any]:

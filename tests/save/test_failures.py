@@ -36,8 +36,7 @@ _RAISED_WITHIN_S = 5.0
 _ELEMS = 300_000
 _PERSISTENT = SaveOptions(progress=False)
 _FORKED = SaveOptions(writer="fork", progress=False)
-_COPY_ON_WRITE = SaveOptions(writer="fork", stage="cow", progress=False)
-_WAYS = (_PERSISTENT, _FORKED, _COPY_ON_WRITE)
+_WAYS = (_PERSISTENT, _FORKED)
 
 
 def _state(rank: int, seed: int) -> dict[str, Any]:

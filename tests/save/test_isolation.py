@@ -97,9 +97,8 @@ def _megatron_saves(rank: int, base: Path, saves: int, options: SaveOptions) -> 
     [
         (50, SaveOptions(progress=False)),
         (8, SaveOptions(writer="fork", progress=False)),
-        (8, SaveOptions(writer="fork", stage="cow", progress=False)),
     ],
-    ids=["persistent", "fork", "cow"],
+    ids=["persistent", "fork"],
 )
 def test_saves_of_megatrons_shards(saves: int, options: SaveOptions, tmp_path: Path) -> None:
     run_ranks(_megatron_saves, 2, tmp_path, saves, options)

@@ -13,13 +13,13 @@ pytest.importorskip("megatron.core", reason="the saves that are killed are those
 pytestmark = pytest.mark.crash
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_QUICK = ("trainer:persistent", "trainer:in_line", "writer:persistent", "writer:cow:2", "trainer:persistent:2")
+_QUICK = ("trainer:persistent", "trainer:in_line", "writer:persistent", "writer:fork:2", "trainer:persistent:2")
 _ALL = (
     "trainer:in_line",
     *(
         f"{victim}:{way}:{ranks}"
         for victim in ("trainer", "writer")
-        for way in ("persistent", "fork", "cow")
+        for way in ("persistent", "fork")
         for ranks in (1, 2)
     ),
 )

@@ -36,7 +36,7 @@ from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStr
 from mcore_ckpt.save import _async_save, transaction
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 from mcore_ckpt.storage._local import LocalStorage
-from mcore_ckpt.writing import persistent_writer, staging
+from mcore_ckpt.writing import persistent_writer
 from tests.support.gloo_ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(180)
@@ -215,7 +215,7 @@ class Interruption:
     def trace(self, frame: Any, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.endswith(self._FILES) or frame.f_code.co_name == "_note_forgotten":
             return None
-        if frame.f_code.co_name in ("_job", "_fork_cow") and self.lines < 0:
+        if frame.f_code.co_name == "_job" and self.lines < 0:
             self.lines = 0  # next, it is handed over
         if event == "line" and self.lines >= 0:
             self.lines += 1
@@ -247,16 +247,16 @@ def test_an_async_save_that_is_interrupted_while_it_begins_writes_no_more(
     writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever line Ctrl-C comes at: the directory is free, and nobody writes there any more but who has it."""
-    options = {"writer": writer, "stage": "copy" if writer == "persistent" else "cow"}
     gate = tmp_path / "go on"
 
     def write_late(*args: Any) -> Any:
         until_s = time.monotonic() + 30
         while not gate.exists() and time.monotonic() < until_s:
             time.sleep(0.01)
-        return staging.write_in_line(*args)
+        return run_job(*args)
 
-    monkeypatch.setattr(_async_save, "write_in_line", write_late)
+    run_job = _async_save.run_job
+    monkeypatch.setattr(_async_save, "run_job", write_late)  # in a forked child
     monkeypatch.setattr(persistent_writer, "_CANCEL_DEADLINE_S", 0.05)  # one that is stopped does not hear of it
     interrupted: BaseException | None = KeyboardInterrupt()
     at_line = 0
@@ -269,7 +269,7 @@ def test_an_async_save_that_is_interrupted_while_it_begins_writes_no_more(
         stopped = persistent_writer.shared_writer().pid if writer == "persistent" else None
         if stopped is not None:
             os.kill(stopped, signal.SIGSTOP)
-        beginning = partial(strategy(**options).async_save, state(1), directory)
+        beginning = partial(strategy(writer=writer).async_save, state(1), directory)
         interrupted = Interruption(at_line).around(beginning)
         strategy().save(state(2), directory)  # while somebody still holds the traceback
         gate.touch()

@@ -334,9 +334,7 @@ def test_a_forked_process_does_not_stage_into_the_trainers_memory(tmp_path: Path
 # --- the metadata of a new structure ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"writer": "fork"}, {"writer": "fork", "stage": "cow"}, {"staging_budget_bytes": 1 << 20}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"writer": "fork"}, {"staging_budget_bytes": 1 << 20}], ids=str)
 def test_the_writer_puts_the_metadata_together_and_not_the_trainer(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,6 @@
 """Kill the trainer, or the process that writes for it, at random moments of one save after the other into a directory.
 
-    python -m tests.support.kill_runner ROUNDS DIRECTORY trainer:persistent writer:cow:2 ...   (VICTIM:WAY[:RANKS])
+    python -m tests.support.kill_runner ROUNDS DIRECTORY trainer:persistent writer:fork:2 ...   (VICTIM:WAY[:RANKS])
 
 After each kill the directory has to hold the old checkpoint or the new one, whole; all trainers that still live have to
 know within seconds, and no process may be left. The next round saves over what the last one left. As in `crash_runner`,
@@ -40,10 +40,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "in_line": {},
     "persistent": {"writer": "persistent"},
     "fork": {"writer": "fork"},
-    "cow": {"writer": "fork", "stage": "cow"},
 }
 # A forked writer exists only while it writes; the persistent one starts with the save, and must be given its time.
-_WRITING_SHARE = {"persistent": 0.6, "fork": 0.1, "cow": 0.1}
+_WRITING_SHARE = {"persistent": 0.6, "fork": 0.1}
 
 
 def start_save(way: str, seed: int, directory: Path, ranks: int, struck: str) -> list[int]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,125 +14,19 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mcore_ckpt.core.errors import PlanError, SaveError
+from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.layout.buckets import lay_out
-from mcore_ckpt.save._async_save import start_writing
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
-from mcore_ckpt.storage._local import LocalStorage
-from mcore_ckpt.storage.base import RangeWriter
 from mcore_ckpt.writing import staging
 from mcore_ckpt.writing.staging import BucketSource
 from tests.support.tensor_specs import specs_of
-
-_COPY_ON_WRITE = SaveOptions(writer="fork", stage="cow", progress=False)
-_ELEMS = 5000
 
 
 def _source(tensor: torch.Tensor) -> BucketSource:
     layout = lay_out("file", specs_of([tensor]), 0)
     return BucketSource(layout, [tensor], [], [])
-
-
-class _WaitsForGo(LocalStorage):
-    """A directory in which nothing is begun before a file `go` is there."""
-
-    def open_writer(self, name: str, **options: Any) -> RangeWriter:
-        until_s = time.monotonic() + 30
-        while not self.exists("go"):
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
-        return super().open_writer(name, **options)
-
-
-def _by_torch(_: Path) -> torch.Tensor:
-    return torch.ones(_ELEMS).share_memory_()
-
-
-def _a_view_of_it(_: Path) -> torch.Tensor:
-    return torch.ones(3 * _ELEMS).share_memory_()[_ELEMS : 2 * _ELEMS]
-
-
-def _a_mapped_file(directory: Path) -> torch.Tensor:
-    path = directory / "mapped"
-    return torch.from_file(str(path), shared=True, size=_ELEMS, dtype=torch.float32).fill_(1.0)
-
-
-def _a_memfd(_: Path) -> torch.Tensor:
-    fd = os.memfd_create("test_memory")
-    os.ftruncate(fd, 4 * _ELEMS)
-    memory = mmap.mmap(fd, 4 * _ELEMS)
-    os.close(fd)
-    return torch.frombuffer(memory, dtype=torch.float32).fill_(1.0)
-
-
-def _anonymous(_: Path) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(-1, 4 * _ELEMS), dtype=torch.float32).fill_(1.0)
-
-
-def _marked(advice: int) -> torch.Tensor:
-    memory = mmap.mmap(-1, 4 * _ELEMS, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        memory.madvise(advice)
-    except OSError as error:
-        pytest.skip(f"this kernel has no such mark: {error}")
-    return torch.frombuffer(memory, dtype=torch.float32).fill_(1.0)
-
-
-def _wiped_on_fork(_: Path) -> torch.Tensor:
-    return _marked(18)
-
-
-def _not_forked(_: Path) -> torch.Tensor:
-    return _marked(mmap.MADV_DONTFORK)
-
-
-def _private(_: Path) -> torch.Tensor:
-    return torch.ones(_ELEMS)
-
-
-_MADE = (_by_torch, _a_view_of_it, _a_mapped_file, _a_memfd, _anonymous, _wiped_on_fork, _not_forked, _private)
-
-
-@pytest.mark.parametrize("made", _MADE)
-def test_copy_on_write_keeps_what_shared_memory_held_at_the_call(
-    made: Callable[[Path], torch.Tensor], tmp_path: Path
-) -> None:
-    tensor = made(tmp_path)
-    checkpoint = tmp_path / "checkpoint"
-    checkpoint.mkdir()
-    save = start_writing(_WaitsForGo(checkpoint), [_source(tensor)], _COPY_ON_WRITE, "a save")
-    tensor.fill_(7.0)
-    (checkpoint / "go").touch()
-    save.results()
-    offset = _source(tensor).layout.image.payload_offsets[0]
-    content = bytearray((checkpoint / "file").read_bytes())
-    written = torch.frombuffer(content, dtype=torch.float32, offset=offset, count=_ELEMS)
-    assert torch.equal(written, torch.ones(_ELEMS))
-
-
-def test_memory_of_torch_that_is_wiped_in_a_forked_process_is_not_stored_as_zeros(tmp_path: Path) -> None:
-    """Nobody looks for the mark before the fork, which takes time; the child finds it."""
-    tensor = torch.full((4 * 1024 * 1024,), 7.0)
-    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    if ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(mmap.PAGESIZE * 16), 18) != 0:
-        pytest.skip("this kernel has no such mark")
-    try:
-        save = start_writing(LocalStorage(tmp_path), [_source(tensor)], _COPY_ON_WRITE, "a save")
-        with pytest.raises(SaveError, match="MADV_WIPEONFORK"):
-            save.results()
-    finally:  # the allocator gives this memory to others
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(mmap.PAGESIZE * 16), 19)
-
-
-def test_only_what_is_shared_is_copied_before_a_fork(tmp_path: Path) -> None:
-    private, shared = _private(tmp_path), _by_torch(tmp_path)
-    foreign, wiped = torch.frombuffer(bytearray(4 * _ELEMS), dtype=torch.float32), _wiped_on_fork(tmp_path)
-    tensors = [private, shared, foreign, wiped]
-    copies = staging.NotInherited(tensors).copies(tensors)
-    kept = [copy.data_ptr() == tensor.data_ptr() for copy, tensor in zip(copies, tensors, strict=True)]
-    assert kept == [True, False, True, False]
 
 
 # --- Megatron's persistent queue, or ours, with the writer of the same name -------------------------------------------
@@ -240,7 +131,7 @@ def test_a_cut_storage_is_named_before_anything_is_written(kind: str, tmp_path: 
 
     state = {"w": ShardedTensor.from_rank_offsets("model.weight", _cut(kind))}
     tmp_path.joinpath("checkpoint").mkdir()
-    ways = [SaveOptions(progress=False), SaveOptions(writer="fork", progress=False), _COPY_ON_WRITE]
+    ways = [SaveOptions(progress=False), SaveOptions(writer="fork", progress=False)]
     for options in ways:
         with pytest.raises(PlanError, match=r"model\.weight at offset .*given back \(\d+ bytes are left of \d+\)"):
             TorchDistSaveStrategy(options=options).async_save(state, tmp_path / "checkpoint")
@@ -291,30 +182,21 @@ def test_plain_dcp_names_a_cut_storage_too(how: str, tmp_path: Path) -> None:
 
 # --- threads that a forked child does not have ------------------------------------------------------------------------
 
-_FORKED_SAVE = """
-    import sys
-    from pathlib import Path
+_FORKED_KERNEL = """
     import torch
-    from mcore_ckpt.core.options import SaveOptions
-    from mcore_ckpt.save._async_save import start_writing
-    from mcore_ckpt.storage._local import LocalStorage
-    from tests.writing.test_memory_paths import _source
+    from mcore_ckpt.writing.forked_call import fork_call
     assert torch.get_num_threads() == 2
     tensor = torch.arange(3_000_000, dtype=torch.float32).view(100, 200, 150).permute(2, 0, 1)[:, :, ::2]
-    tensor.contiguous()  # now there is a second thread, in this process
-    options = SaveOptions(writer="fork", stage="cow", progress=False, write_deadline_s=15)
-    save = start_writing(LocalStorage(Path(sys.argv[1])), [_source(tensor)], options, "a save")
-    save.results()
-    offset = _source(tensor).layout.image.payload_offsets[0]
-    content = bytearray(Path(sys.argv[1], "file").read_bytes())
-    written = torch.frombuffer(content, dtype=torch.float32, offset=offset, count=tensor.numel()).view(tensor.shape)
-    assert torch.equal(written, tensor)
+    total = float(tensor.contiguous().sum())  # now there is a second thread, in this process
+    child = fork_call(lambda: float(tensor.contiguous().sum()), what="a function of others")
+    assert child.wait(15), "it waits for a thread that is not there"
+    assert child.result() == total
 """
 
 
-def test_a_forked_child_does_not_wait_for_threads_that_only_the_trainer_has(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_wait_for_threads_that_only_the_trainer_has() -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(_FORKED_SAVE), str(tmp_path)],
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(_FORKED_KERNEL)],
         capture_output=True,
         text=True,
         timeout=100,
