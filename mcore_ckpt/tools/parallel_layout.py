@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
-from mcore_ckpt.tools.keys import is_optimizer_key, layer_number
+from mcore_ckpt.tools.keys import is_optimizer_key, layer_number, model_key
 
 __all__ = [
     "ParallelLayout",
@@ -50,14 +50,14 @@ def data_file_rank(file: str) -> int | None:
 
 
 def optimizer_layout(index: CheckpointIndex, common: Mapping[str, Any]) -> str | None:
-    """Megatron's name of the optimizer's layout, `"unknown"` if it is none of Megatron's, None without an optimizer."""
+    """Megatron's name of the optimizer's layout, `"unknown"` if it is none of Megatron's, None without an optimizer.
+
+    What is stored decides: a launch with a layer-wise optimizer (Muon) declares `dp_reshardable`, and stores tensors of
+    the parameters' shapes. The declaration counts where keys and shapes leave it open.
+    """
     keys = [fqn for fqn in (*index.tensors, *index.objects) if is_optimizer_key(fqn)]
-    content = common.get("content_metadata")
-    declared = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
     if not keys:
         return None
-    if isinstance(declared, str):
-        return declared
     for fqn in keys:
         if ".gbuf_idx_" in fqn and ".bucket_idx_" in fqn:
             return "dp_reshardable"
@@ -65,9 +65,17 @@ def optimizer_layout(index: CheckpointIndex, common: Mapping[str, Any]) -> str |
             return "dp_zero_gather_scatter"
     if any(fqn in index.mcore_data and index.mcore_data[fqn] for fqn in keys):
         return "fully_sharded_model_space"
-    if any(fqn.startswith("optimizer.state.") for fqn in keys):
+    states = [
+        (entry, index.tensors.get(model_key(fqn))) for fqn, entry in index.tensors.items() if model_key(fqn) != fqn
+    ]
+    parameters = [(entry, parameter) for entry, parameter in states if parameter is not None]
+    if parameters and all(entry.shape == parameter.shape for entry, parameter in parameters):
         return "fully_reshardable"
-    return "unknown"
+    content = common.get("content_metadata")
+    declared = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+    if isinstance(declared, str):
+        return declared
+    return "fully_reshardable" if states else "unknown"
 
 
 def layout_of_arguments(common: Mapping[str, Any]) -> ParallelLayout | None:

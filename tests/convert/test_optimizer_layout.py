@@ -357,7 +357,7 @@ def test_what_cannot_be_converted_is_refused_by_name(tmp_path: Path) -> None:
     saved_with_stretches(tmp_path / "dated", {"optimizer": {"saved": [datetime(2026, 1, 1, tzinfo=timezone.utc)]}})
     with pytest.raises(OptionError, match=r"optimizer\.saved: holds a datetime"):
         plan_reshard(read_index(tmp_path / "dated"), options)
-    content = {"content_metadata": {"distrib_optim_sharding_type": "dp_zero_gather_scatter"}}
-    saved_with_stretches(tmp_path / "gathered", content)
+    gathered = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.optimizer_state"
+    write_checkpoint(tmp_path / "gathered", {"linear.weight": whole(torch.ones(2, 2)), gathered: whole(torch.ones(4))})
     with pytest.raises(OptionError, match="'dp_zero_gather_scatter'; expected dp_reshardable"):
         plan_reshard(read_index(tmp_path / "gathered"), options)

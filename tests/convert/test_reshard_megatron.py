@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mcore_ckpt.commands.cli import main
+from mcore_ckpt.tools.inspection import summarize_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
-from tests.megatron.interop_ranks import STEPS, Job, save_all
+from tests.megatron.interop_ranks import STEPS, Job, load_all, save_all
 from tests.support.gloo_ranks import run_ranks
 from tests.support.megatron_checkpoints import load_and_locate
 from tests.support.model_like import assert_same, read_all
@@ -42,6 +43,7 @@ CASES = {
         Case("dense", DENSE, Parallel(tensor=4), Parallel(tensor=2, pipeline=2), 4),
         Case("gated", GATED, Parallel(tensor=2), Parallel(tensor=4), 4, flat_buckets=True),
         Case("gated-to-one", GATED, Parallel(tensor=4), Parallel(), 1),
+        Case("layer-wise", replace(GATED, layer_wise=True), Parallel(tensor=2), Parallel(tensor=2, pipeline=2), 4),
         Case("moe", MOE_SEQUENTIAL, Parallel(pipeline=2, expert=2), Parallel(expert=4), 4),
     ],
     1: [
@@ -73,6 +75,12 @@ def test_stock_megatron_loads_what_was_resharded(tmp_path: Path) -> None:
         assert verify_checkpoint(resharded[name].checkpoint).whole
         if not case.flat_buckets:
             assert_same(read_all(resharded[name].checkpoint), read_all(saved[name].checkpoint))
+
+    # It declares flat buckets, and has none.
+    assert summarize_checkpoint(saved["layer-wise"].checkpoint).optimizer == "fully_reshardable"
+    by_ours = run_ranks(load_all, 4, [resharded["layer-wise"]], True, deadline_s=DEADLINE_S)
+    reference = Reference.read(resharded["layer-wise"].reference)
+    assert reference.verdict(rank["layer-wise"].after for rank in by_ours).identical
 
     for world in (1, 4):
         jobs = [resharded[name] for name, case in cases.items() if case.world == world]

@@ -237,7 +237,7 @@ def _replace_torch_cuda() -> None:
 
 
 def _replace_collectives() -> None:
-    new_group, barrier = dist.new_group, dist.barrier
+    new_group, barrier, all_gather = dist.new_group, dist.barrier, dist.all_gather
 
     def gloo_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *_: Any, **kwargs: Any) -> Any:
         kwargs.pop("device_id", None)
@@ -247,7 +247,25 @@ def _replace_collectives() -> None:
     def gloo_barrier(group: Any = None, async_op: bool = False, **_: Any) -> Any:
         return barrier(group=group, async_op=async_op)
 
-    for old, new, name in ((new_group, gloo_group, "new_group"), (barrier, gloo_barrier, "barrier")):
+    def gloo_all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        sizes = [part.numel() for part in tensor_list]
+        if async_op or len(set(sizes)) == 1:
+            return all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        # NCCL gathers tensors of different lengths, which the layer-wise optimizer relies on.
+        padded = tensor.new_zeros(max(sizes))
+        padded[: tensor.numel()] = tensor.flatten()
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        all_gather(gathered, padded, group=group)
+        for part, received, size in zip(tensor_list, gathered, sizes, strict=True):
+            part.copy_(received[:size].view_as(part))
+        return None
+
+    replaced = (
+        (new_group, gloo_group, "new_group"),
+        (barrier, gloo_barrier, "barrier"),
+        (all_gather, gloo_all_gather, "all_gather"),
+    )
+    for old, new, name in replaced:
         for module in list(sys.modules.values()):
             if getattr(module, "__name__", "").startswith("torch.distributed") and vars(module).get(name) is old:
                 _replace(module, name, new)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from tests.support.cpu_megatron import pretend_cuda
+from tests.support.cpu_megatron import FusedAdam, pretend_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,6 +44,8 @@ class ModelShape:
         experts: experts for each layer; 0 for a dense model.
         grouped_experts: one module that holds all local experts, as grouped GEMM does, or one module for each expert.
         dtype: of the model; bfloat16 has fp32 main parameters in the optimizer.
+        layer_wise: Megatron's layer-wise optimizer, of which each data-parallel rank holds some parameters whole, with
+            SGD and its momentum in the place of Muon.
     """
 
     layers: int = 4
@@ -54,6 +56,7 @@ class ModelShape:
     vocabulary: int = 128
     sequence: int = 16
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    layer_wise: bool = False
 
 
 DENSE = ModelShape()
@@ -117,8 +120,10 @@ class Training:
         Args:
             is_loading: for a load.
             flat_buckets: the optimizer's state as launches save it unless told otherwise, with the arguments of a
-                launch; by default it is reshardable in full.
+                launch; by default it is reshardable in full. A layer-wise optimizer declares the same of itself,
+                whatever it holds.
         """
+        flat_buckets = flat_buckets or self.shape.layer_wise
         model = self.model[0].module.sharded_state_dict()
         layout: dict[str, Any] = _optimizer_layout()
         others: dict[str, Any] = {"arguments": {"hidden": self.shape.hidden}}
@@ -235,7 +240,7 @@ def build_training(
     if dtype is torch.bfloat16:
         chunk = chunk.bfloat16()
     ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=not shape.layer_wise,
         overlap_grad_reduce=bucket_elements is not None,
         bucket_size=bucket_elements,
     )
@@ -246,10 +251,35 @@ def build_training(
         weight_decay=0.01,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=not shape.layer_wise,
         clip_grad=1.0,
     )
-    return Training(shape, parallel, model, get_megatron_optimizer(optimizer_config, model))
+    build = _layer_wise_optimizer if shape.layer_wise else get_megatron_optimizer
+    return Training(shape, parallel, model, build(optimizer_config, model))
+
+
+def _layer_wise_optimizer(config: Any, model: list[Any]) -> Any:
+    """Megatron's own: one optimizer for the matrices, where `--optimizer muon` has Muon, and Adam for the rest."""
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    def start(optimizer: Any, config: Any = None) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for name in names[type(optimizer)]:
+                    optimizer.state[parameter].setdefault(name, torch.zeros_like(parameter))
+
+    names = {torch.optim.SGD: ("momentum_buffer",), FusedAdam: ("exp_avg", "exp_avg_sq")}
+    trained = [parameter for parameter in model[0].parameters() if parameter.requires_grad]
+    matrices, others = ([one for one in trained if (one.dim() == 2) is wanted] for wanted in (True, False))
+    group = {"is_expert_parallel": False, "is_decoupled_lr": False, "wd_mult": 1.0, "lr_mult": 1.0}
+    optimizers = [
+        torch.optim.SGD([{"params": matrices, **group}], lr=config.lr, momentum=0.9),
+        FusedAdam([{"params": others, **group}], lr=config.lr),
+    ]
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    more = {"model_chunks": model} if megatron_version() >= (0, 17) else {}
+    return LayerWiseDistributedOptimizer(optimizers, config, groups, [start, start], **more)
 
 
 def megatron_version() -> tuple[int, int]:
