@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import NOT_QUICK
+from tests.support.shown_launches import shown_launches
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "mcore_ckpt" / "launch.py"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").iterdir())
 
 
@@ -54,3 +56,13 @@ def test_a_commit_is_held_against_the_quick_core() -> None:
     hooks = (ROOT / ".pre-commit-config.yaml").read_text()
     assert "entry: make test-quick" in hooks
     assert "stages:" not in hooks
+
+
+def test_launches_that_pages_show_save_as_they_say() -> None:
+    """Megatron-LM switches `--async-save` off where the other flag is missing: it only warns."""
+    shown = {path.relative_to(ROOT).as_posix(): shown_launches(path.read_text()) for path in PAGES}
+    for page in ("README.md", "docs/index.md", "docs/megatron.md"):
+        assert any("--async-save" in words for words in shown[page]), f"{page}: no launch saves async"
+    for page, launches in shown.items():
+        for words in launches:
+            assert ("--async-save" in words) <= ("--use-persistent-ckpt-worker" in words), f"{page}: {words}"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["ARGUMENTS", "Launched", "Side", "launch", "megatron_lm", "missing_reason", "tracked_iteration"]
+__all__ = ["ARGUMENTS", "ROOT", "Launched", "Side", "launch", "megatron_lm", "missing_reason", "tracked_iteration"]
 
 Side = Literal["stock", "ours"]
 ROOT = Path(__file__).resolve().parents[2]

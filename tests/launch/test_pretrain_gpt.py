@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.launch.pretrain import launch, tracked_iteration
+from tests.launch.pretrain import ROOT, launch, tracked_iteration
 from tests.launch.variants import ASYNC, Variant, assert_ours_ran, assert_whole, resumed, trained
+from tests.support.shown_launches import shown_launches
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,3 +89,17 @@ def test_an_option_that_cannot_be_is_refused_before_training(launches: Path) -> 
     refused = launch("ours", 2, [], launches / "refused", {"MCORE_CKPT_WRITER": "carrier-pigeon"}, expected_exit=None)
     assert "writer='carrier-pigeon': expected one of 'persistent', 'fork'" in refused.log
     assert not refused.named("loss")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_launch_that_a_page_shows_saves_while_training_goes_on(page: str, launches: Path) -> None:
+    """The line as it stands, with a model and a directory in the place of its dots."""
+    [shown] = [words for words in shown_launches((ROOT / page).read_text()) if "--async-save" in words]
+    script = shown.index("pretrain_gpt.py")
+    assert shown[:script] == ["torchrun", "--nproc-per-node", "8", "-m", "mcore_ckpt.launch"]
+    variant = Variant(f"shown-{page.replace('/', '-')}", tuple(shown[script + 1 :]))
+    assert variant.is_async
+    run, checkpoints = trained("ours", variant, launches)
+    assert_ours_ran(run, variant, checkpoints.parent, loaded=False)
+    assert tracked_iteration(checkpoints) == 6
+    assert_whole(checkpoints / "iter_0000006")

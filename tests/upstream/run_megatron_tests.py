@@ -6,8 +6,9 @@
     python tests/upstream/run_megatron_tests.py --compare stock.json ours.json
 
 `--repo` is a clone of Megatron-LM (a bare one will do); the tests are read from it at run time, and nothing of them is
-kept here. Files run one by one, each on a fresh set of ranks; the tests that a hang or a crash left unrun are started
-again without the one at fault. A test has passed when it passed on every rank.
+kept here. Files run one by one, each on a fresh set of ranks, or `--together`, which takes a fraction of the time; the
+tests that a hang or a crash left unrun are started again without the one at fault. A test has passed when it passed on
+every rank.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ ROOT = HERE.parents[1]
 FOLDER = "tests/unit_tests/dist_checkpointing"
 EXPORTED = ("megatron", "tests/unit_tests", "gpt_builders.py", "model_provider.py")
 QUIET_S = 150.0  # a rank that reports nothing for so long hangs
-NO_TESTS_LEFT = 5  # pytest's exit code: all were deselected
+OUTCOMES = ("passed", "failed", "hung", "skipped")
+NO_TESTS_LEFT = (0, 5)  # pytest's exit code when all were deselected, and what Megatron's conftest makes of it
 # What a test says that failed only because an earlier one had left its ranks out of step.
 BROKEN_GROUP = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 
@@ -95,9 +97,9 @@ def launch(run: Run, selected: list[str]) -> tuple[dict[str, list[dict[str, str]
             os.killpg(ranks.pid, signal.SIGKILL)
         ranks.wait()
         logs = "\n".join(p.read_text()[-1500:] for p in sorted(shared.glob("*.log")))
-        if ranks.returncode == NO_TESTS_LEFT:
-            return {}, None
         if not any(path.stat().st_size for path in shared.glob("*.jsonl")):
+            if ranks.returncode in NO_TESTS_LEFT:
+                return {}, None
             raise SystemExit(f"no rank ran a test; their last words:\n{logs}")
         return _collect(shared, run.world_size, stacks or logs)
 
@@ -171,13 +173,13 @@ def without_victims(outcomes: dict[str, dict[str, str]]) -> tuple[dict[str, dict
     return kept, victims
 
 
-def run_file(run: Run, file: str, wanted: set[str] | None) -> dict[str, dict[str, str]]:
-    """All tests of one file, started again after a hang for those that did not get their turn."""
+def run_files(run: Run, files: list[str], wanted: set[str] | None) -> dict[str, dict[str, str]]:
+    """All tests of some files, started again after a hang for those that did not get their turn."""
     found: dict[str, dict[str, str]] = {}
     excluded: list[str] = []
     while True:
         if wanted is None:
-            selected = [file, *(f"--deselect={test}" for test in (*excluded, *found))]
+            selected = [*files, *(f"--deselect={test}" for test in (*excluded, *found))]
         else:
             selected = sorted(wanted - set(found) - set(excluded))
             if not selected:
@@ -223,6 +225,7 @@ def main() -> int:
     parser.add_argument("--only-passed", type=Path, help="run only the tests that passed in this earlier run")
     parser.add_argument("--limit-s", type=float, default=1800)
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("STOCK", "OURS"))
+    parser.add_argument("--together", action="store_true", help="all files on one set of ranks, until one hangs")
     parser.add_argument("files", nargs="*", help="test files or test ids; default: all of dist_checkpointing")
     options = parser.parse_args()
     if options.compare:
@@ -255,15 +258,16 @@ def main() -> int:
                     wanted[test.split("::")[0]].add(test)
         files = options.files or sorted(str(p.relative_to(tree)) for p in (tree / FOLDER).rglob("test_*.py"))
         found: dict[str, dict[str, str]] = {}
-        for file in files:
-            if options.only_passed and not wanted[file.split("::")[0]]:
-                continue
+        if options.only_passed:
+            files = [file for file in files if wanted[file.split("::")[0]]]
+        for part in [files] if options.together else [[file] for file in files]:
             started_s = time.monotonic()
-            chosen = wanted[file] if options.only_passed and "::" not in file else None
-            found.update(run_file(run, file, chosen))
-            mine = [v["outcome"] for test, v in found.items() if test.split("::")[0] == file.split("::")[0]]
-            counts = {name: mine.count(name) for name in ("passed", "failed", "hung", "skipped")}
-            print(f"{file}: {counts} in {time.monotonic() - started_s:.0f} s", flush=True)
+            chosen = {test for file in part for test in ([file] if "::" in file else wanted[file])}
+            found.update(run_files(run, part, chosen if options.only_passed else None))
+            for file in part:
+                mine = [v["outcome"] for test, v in found.items() if test.split("::")[0] == file.split("::")[0]]
+                print(f"{file}: { {name: mine.count(name) for name in OUTCOMES} }", flush=True)
+            print(f"in {time.monotonic() - started_s:.0f} s", flush=True)
             if options.out:
                 options.out.write_text(json.dumps(found, indent=1))
     return 0
