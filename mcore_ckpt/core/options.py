@@ -127,7 +127,9 @@ class LoadOptions:
         window_bytes: size of one read.
         buffer_bytes: memory that all read buffers of this rank may take together.
         max_gap_bytes: largest gap between two wanted ranges that is read and thrown away rather than skipped.
-        allow_dtype_cast: convert a tensor that is stored in another dtype, instead of raising `DtypeMismatchError`.
+        on_dtype_mismatch: what to do with a tensor that is stored in another dtype than its destination's: `"convert"`
+            as `torch.Tensor.copy_` does, as Megatron-Core and DCP do, with one warning for the load on rank 0; or
+            `"raise"` `DtypeMismatchError` before anything is read.
         allowed_classes: classes that stored objects may contain, beyond the built-in allow-list, as
             `"module.qualified_name"`.
         on_damaged: what a load by Megatron-Core does, after `install()`, if the checkpoint that is named is damaged:
@@ -144,13 +146,14 @@ class LoadOptions:
     window_bytes: int = 8 * _MIB
     buffer_bytes: int = 32 * _MIB
     max_gap_bytes: int = 256 * 1024
-    allow_dtype_cast: bool = False
+    on_dtype_mismatch: Literal["convert", "raise"] = "convert"
     allowed_classes: tuple[str, ...] = field(default=())
     on_damaged: Literal["raise", "go_back"] = "raise"
     run_code_from_checkpoint: bool = False
 
     def __post_init__(self) -> None:
         _choice("on_damaged", self.on_damaged, ("raise", "go_back"))
+        _choice("on_dtype_mismatch", self.on_dtype_mismatch, ("convert", "raise"))
         _choice("page_cache", self.page_cache, ("auto", "on", "off"))
         _choice("verify_slices", self.verify_slices, ("auto", "on", "off"))
         _at_least("io_threads", self.io_threads, 1)

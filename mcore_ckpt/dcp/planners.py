@@ -33,7 +33,6 @@ from torch.distributed.tensor import DTensor
 from mcore_ckpt.core.boxes import Box, covers, intersect
 from mcore_ckpt.core.errors import (
     CorruptCheckpointError,
-    DtypeMismatchError,
     KindMismatchError,
     MissingKeyError,
     OptionError,
@@ -43,6 +42,7 @@ from mcore_ckpt.core.errors import (
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.layout.shards import box_sizes, is_main_replica, is_sharded_object, leaves, without_leaves
+from mcore_ckpt.load.dtype_conversions import check_dtype
 from mcore_ckpt.load.flattened import destination
 from mcore_ckpt.save.rank_state import serialize_objects
 
@@ -238,7 +238,7 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         shapes_validation_sharded_tensors: Megatron shards whose global shape must be the stored one (for Megatron's
             sake; all tensors are checked, whether listed or not).
         allow_shape_mismatch_sharded_tensors: shards by key whose global shape may differ: the overlap is loaded.
-        options: `LoadOptions`; `allow_dtype_cast` and `allowed_classes` matter here.
+        options: `LoadOptions`; `on_dtype_mismatch` and `allowed_classes` matter here.
         **default_options: `flatten_state_dict`, `flatten_sharded_tensors`, `allow_partial_load` of DCP's planner.
     """
 
@@ -331,11 +331,7 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
             )
 
     def _check_dtype(self, stored: TensorStorageMetadata, key: str, wanted: torch.dtype) -> None:
-        if stored.properties.dtype != wanted and not self._options.allow_dtype_cast:
-            raise DtypeMismatchError(
-                f"{key}: the checkpoint holds {stored.properties.dtype}, the model expects {wanted};"
-                " LoadOptions(allow_dtype_cast=True) converts"
-            )
+        check_dtype(key, "the checkpoint", stored.properties.dtype, wanted, self._options.on_dtype_mismatch)
 
     def _tensor_items(self, shard: Any) -> list[ReadItem]:
         stored = self._stored_tensor(shard.key)

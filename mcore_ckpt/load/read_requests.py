@@ -19,7 +19,6 @@ import torch
 from mcore_ckpt.core.boxes import Box, covers, intersect, relative
 from mcore_ckpt.core.errors import (
     CorruptCheckpointError,
-    DtypeMismatchError,
     KindMismatchError,
     LoadError,
     MissingKeyError,
@@ -30,6 +29,7 @@ from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, Te
 from mcore_ckpt.format.item_reading import LocatedTensor
 from mcore_ckpt.layout.torch_classes import dtype_name, torch_dtype
 from mcore_ckpt.load._placement import Want, address_of, narrow
+from mcore_ckpt.load.dtype_conversions import DtypeConversions
 from mcore_ckpt.load.stored_items import check_located, chunk_name
 
 __all__ = [
@@ -161,7 +161,7 @@ def stored_dtype(entry: TensorEntry) -> torch.dtype:
     return dtype
 
 
-def wanted_items(requests: Iterable[ReadRequest], index: CheckpointIndex, *, allow_dtype_cast: bool) -> WantedItems:
+def wanted_items(requests: Iterable[ReadRequest], index: CheckpointIndex, conversions: DtypeConversions) -> WantedItems:
     """Find the stored chunks that hold what is requested.
 
     Returns:
@@ -170,26 +170,26 @@ def wanted_items(requests: Iterable[ReadRequest], index: CheckpointIndex, *, all
     Raises:
         MissingKeyError, KindMismatchError: no tensor under that key.
         ShapeMismatchError: the global shape differs, the box does not lie in it, or the destination has another shape.
-        DtypeMismatchError: the dtypes differ and `allow_dtype_cast` is off.
+        DtypeMismatchError: the dtypes differ, and `conversions` refuses.
         CorruptCheckpointError: no stored chunk, or more than one, holds some element of the box that the global tensor
             has.
     """
     wanted: WantedItems = {}
     with collector_paused():
-        _want_all(wanted, requests, index, allow_dtype_cast)
+        _want_all(wanted, requests, index, conversions)
     return wanted
 
 
 def _want_all(
-    wanted: WantedItems, requests: Iterable[ReadRequest], index: CheckpointIndex, allow_dtype_cast: bool
+    wanted: WantedItems, requests: Iterable[ReadRequest], index: CheckpointIndex, conversions: DtypeConversions
 ) -> None:
     lookups: dict[str, _ChunkLookup] = {}
     for request in requests:
         fqn, tensor, offsets, sizes = request[:4]
         entry = index.tensors.get(fqn) or tensor_entry(fqn, index)
         dtype = known_dtype(entry.dtype) or stored_dtype(entry)
-        if tensor.dtype is not dtype and not allow_dtype_cast:
-            raise dtype_mismatch(entry, tensor.dtype, index)
+        if tensor.dtype is not dtype:
+            conversions.note(fqn, dtype, tensor.dtype)
         _check_shape(request, entry, index)
         chunks: Sequence[StoredChunk] = entry.chunks
         if len(chunks) <= _FEW_CHUNKS:
@@ -283,14 +283,6 @@ def want_chunk(
     if item is None:
         item = wanted[key] = WantedItem(entry.fqn, dtype, chunk, math.prod(chunk.sizes) * dtype.itemsize)
     item.wants.append(Want(box, box.sizes == chunk.sizes, tensor, address_of(tensor, dtype)))
-
-
-def dtype_mismatch(entry: TensorEntry, wanted: torch.dtype, index: CheckpointIndex) -> DtypeMismatchError:
-    """The error for a destination of another dtype."""
-    return DtypeMismatchError(
-        f"{entry.fqn}: the checkpoint {index.path} holds {entry.dtype}, the destination is {dtype_name(wanted)};"
-        " LoadOptions(allow_dtype_cast=True) converts"
-    )
 
 
 def _check_shape(request: ReadRequest, entry: TensorEntry, index: CheckpointIndex) -> None:

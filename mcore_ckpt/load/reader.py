@@ -32,13 +32,13 @@ from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._tensor_reads import TensorReads
 from mcore_ckpt.load._whole_items import WholeItems
+from mcore_ckpt.load.dtype_conversions import DtypeConversions
 from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
 from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.load.item_decoding import ItemDecoder
 from mcore_ckpt.load.read_requests import (
     ReadRequest,
     WantedItems,
-    dtype_mismatch,
     missing_key,
     stored_dtype,
     tensor_entry,
@@ -66,6 +66,7 @@ class FileSystemReader(StorageReader):
     Attributes:
         stats: what the reads have cost so far (`ReadStats`).
         options: the options in force.
+        conversions: what loads convert to other dtypes.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class FileSystemReader(StorageReader):
         self._storage = storage_at(self.path)
         self._index: CheckpointIndex | None = None
         self._metadata: Metadata | None = None
+        self.conversions = DtypeConversions(self.options.on_dtype_mismatch, str(self.path))
         self._located = ItemLocations()
         self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
         self._seals = FileSeals(lambda: self.index)
@@ -141,13 +143,13 @@ class FileSystemReader(StorageReader):
 
         Raises:
             MissingKeyError, KindMismatchError, ShapeMismatchError, DtypeMismatchError: the checkpoint does not hold
-                what is asked for; nothing has been read.
+                what is asked for (`LoadOptions.on_dtype_mismatch`); nothing has been read.
             CorruptCheckpointError: stored chunks do not hold all of a box (nothing has been read), or an item is not
                 what the index says.
             ChecksumError: a record's bytes are not those that were written.
         """
-        wanted = wanted_items(requests, self.index, allow_dtype_cast=self.options.allow_dtype_cast)
-        self._read(wanted, whole)
+        with self.conversions.of_one_load():
+            self._read(wanted_items(requests, self.index, self.conversions), whole)
 
     def _read(self, wanted: WantedItems, whole: WholeItems | None = None) -> None:
         files = OpenFiles(self._storage, self.options.page_cache, self._seals)
@@ -247,7 +249,8 @@ class FileSystemReader(StorageReader):
         """Read the items of a plan into what its planner gives as destinations.
 
         Raises:
-            ShapeMismatchError, DtypeMismatchError: a destination has another shape or dtype than what is stored.
+            ShapeMismatchError, DtypeMismatchError: a destination has another shape than what is stored, or another
+                dtype (`LoadOptions.on_dtype_mismatch`).
             CorruptCheckpointError, ChecksumError, UnsafePickleError: stored bytes cannot be right, or not be trusted.
         """
         objects: dict[str, list[ReadItem]] = {}
@@ -261,16 +264,17 @@ class FileSystemReader(StorageReader):
         # A planner may make a buffer for each destination and keep it until the commit (to dequantize from, say): those
         # of a few items at a time must do.
         batch_bytes = None if _destinations_are_in_place(planner) else 2 * self.options.buffer_bytes
-        for batch in self._batches(tensors, batch_bytes):
-            wanted: WantedItems = {}
-            pending: list[tuple[ReadItem, torch.Tensor]] = []
-            for read_item in batch:
-                tensor = planner.resolve_tensor(read_item)
-                self._want(wanted, read_item, tensor)
-                pending.append((read_item, tensor))
-            self._read(wanted)
-            for read_item, tensor in pending:
-                planner.commit_tensor(read_item, tensor)
+        with self.conversions.of_one_load():
+            for batch in self._batches(tensors, batch_bytes):
+                wanted: WantedItems = {}
+                pending: list[tuple[ReadItem, torch.Tensor]] = []
+                for read_item in batch:
+                    tensor = planner.resolve_tensor(read_item)
+                    self._want(wanted, read_item, tensor)
+                    pending.append((read_item, tensor))
+                self._read(wanted)
+                for read_item, tensor in pending:
+                    planner.commit_tensor(read_item, tensor)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -322,8 +326,8 @@ class FileSystemReader(StorageReader):
         place = read_item.storage_index
         entry = tensor_entry(place.fqn, self.index)
         dtype = stored_dtype(entry)
-        if tensor.dtype is not dtype and not self.options.allow_dtype_cast:
-            raise dtype_mismatch(entry, tensor.dtype, self.index)
+        if tensor.dtype is not dtype:
+            self.conversions.note(place.fqn, dtype, tensor.dtype)
         chunk = self._chunk_of(read_item)
         box = Box(tuple(read_item.storage_offsets), tuple(read_item.lengths))
         if tuple(tensor.shape) != box.sizes:

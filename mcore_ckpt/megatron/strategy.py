@@ -328,7 +328,8 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         _, version = self._read_version or (reader.path, ())
         read_before = reader.stats.bytes_read
         try:
-            filled = self._load(reader, sharded_state_dict)
+            with reader.conversions.of_one_load():
+                filled = self._load(reader, sharded_state_dict)
         except LoadError as error:
             if metadata_version(reader.path) != version:
                 raise replaced_error(reader.path, str(error)) from error

@@ -37,7 +37,7 @@ LOAD_VARIABLES: dict[str, tuple[str, Any]] = {
     "window_bytes": ("65536", 65536),
     "buffer_bytes": ("67108864", 67108864),
     "max_gap_bytes": ("0", 0),
-    "allow_dtype_cast": ("yes", True),
+    "on_dtype_mismatch": ("raise", "raise"),
     "allowed_classes": ("numpy.dtype, collections.deque", ("numpy.dtype", "collections.deque")),
     "on_damaged": ("go_back", "go_back"),
     "page_cache": ("on", "on"),

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 from tests.support.gloo_ranks import run_ranks
@@ -38,9 +37,8 @@ def status_bytes(name: str) -> int:
 
 
 def peak_bytes_of_load(rank: int, path: str, kind: str) -> int:
-    options = LoadOptions(allow_dtype_cast=True)
     wanted = destinations(kind)
-    reader = FileSystemReader(path, options=options)
+    reader = FileSystemReader(path)
     # What torch and the interpreter set up on first use is not what is measured.
     small = torch.ones(2, 2, dtype=wanted[0][0].dtype)
     reader.read_items([ReadRequest("small", small, (0, 0), (2, 2))])

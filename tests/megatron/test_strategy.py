@@ -280,13 +280,14 @@ def bad_loads(rank: int, path: Path) -> dict[str, str]:
         "kind": (mcore_ckpt.KindMismatchError, sharded("o/shard_0_1", torch.ones(1), replica_id=rank)),
     }
     messages = {}
+    strict = TorchDistLoadStrategy(options=mcore_ckpt.LoadOptions(on_dtype_mismatch="raise"))
     for name, (expected, leaf) in wrong.items():
         wanted = good()
         # From 0.18 on a load may be of some ranks only, so that each hears of its own errors alone.
         if rank == 0 or not differences().all_ranks_load:
             wanted["a"] = leaf
         with pytest.raises(CheckpointingException) as caught:
-            dist_checkpointing.load(wanted, str(path), TorchDistLoadStrategy(), validate_access_integrity=False)
+            dist_checkpointing.load(wanted, str(path), strict, validate_access_integrity=False)
         assert isinstance(caught.value, expected), (name, caught.value)
         messages[name] = str(caught.value)
     dist.barrier()

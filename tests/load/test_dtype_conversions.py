@@ -1,0 +1,171 @@
+"""A tensor stored in another dtype than its destination's: converted to the bits that `copy_` makes, or refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import mcore_ckpt
+from mcore_ckpt.core.errors import DtypeMismatchError
+from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.load.flattened import read_shards
+from mcore_ckpt.load.read_requests import ReadRequest
+from mcore_ckpt.load.reader import FileSystemReader
+from tests.support.gloo_ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Casting complex values")
+
+REFUSE = LoadOptions(on_dtype_mismatch="raise")
+SHAPES = {"small": (40, 50), "large": (700, 1000), "scalar": ()}
+PAIRS = {
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.bfloat16,
+    torch.float16: torch.float8_e4m3fn,
+    torch.float64: torch.int32,
+    torch.int64: torch.float16,
+    torch.complex64: torch.float32,
+    torch.bool: torch.float32,
+}
+
+
+def state(*dtypes: torch.dtype) -> dict[str, torch.Tensor]:
+    """A tensor of each dtype and shape under `DTYPE.SHAPE`, and one that needs no conversion."""
+    generator = torch.Generator().manual_seed(5)
+    wide = {name: torch.randn(shape, generator=generator, dtype=torch.float64) * 100 for name, shape in SHAPES.items()}
+    found = {f"{dtype}.{name}": tensor.to(dtype) for dtype in dtypes for name, tensor in wide.items()}
+    return {**found, "same": torch.ones(3, dtype=torch.int8)}
+
+
+def save(directory: Path, *dtypes: torch.dtype) -> None:
+    dcp.save(state(*dtypes), storage_writer=FileSystemWriterAsync(directory), no_dist=True)
+
+
+def empty(shape: torch.Size, dtype: torch.dtype, strided: bool) -> torch.Tensor:
+    if not strided:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.zeros(shape[::-1], dtype=dtype).permute(tuple(range(len(shape)))[::-1])
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def by_requests(reader: FileSystemReader, into: dict[str, torch.Tensor]) -> None:
+    reader.read_items([ReadRequest(key, t, (0,) * t.dim(), tuple(t.shape)) for key, t in into.items()])
+
+
+def by_shards(reader: FileSystemReader, into: dict[str, torch.Tensor]) -> None:
+    """As Megatron's strategy, which reads small tensors by the column."""
+
+    def shard(key: str, tensor: torch.Tensor) -> SimpleNamespace:
+        shape = tuple(tensor.shape)
+        return SimpleNamespace(
+            key=key,
+            data=tensor,
+            global_offset=(0,) * len(shape),
+            local_shape=shape,
+            global_shape=shape,
+            prepend_axis_num=0,
+            allow_shape_mismatch=key.endswith("small"),
+            flattened_range=None,
+        )
+
+    read_shards(reader, [shard(*pair) for pair in into.items()])
+
+
+def by_dcp(reader: FileSystemReader, into: dict[str, torch.Tensor]) -> None:
+    dcp.load(into, storage_reader=reader, no_dist=True)
+
+
+def by_planner(reader: FileSystemReader, into: dict[str, torch.Tensor]) -> None:
+    planner = mcore_ckpt.MCoreLoadPlanner(options=reader.options)
+    dcp.load(into, storage_reader=reader, planner=planner, no_dist=True)
+
+
+WAYS = [by_requests, by_shards, by_dcp, by_planner]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strided", [False, True])
+def test_what_arrives_is_what_copy_makes(
+    strided: bool, way: Callable[[FileSystemReader, dict[str, torch.Tensor]], None], tmp_path: Path
+) -> None:
+    save(tmp_path, *PAIRS)
+    saved = state(*PAIRS)
+    wanted = {f"{stored}.{name}": dtype for stored, dtype in PAIRS.items() for name in SHAPES}
+    into = {key: empty(tensor.shape, wanted.get(key, torch.int8), strided) for key, tensor in saved.items()}
+    with pytest.warns(RuntimeWarning, match="converted") as caught:
+        way(FileSystemReader(tmp_path), into)
+    (text,) = [str(one.message) for one in caught if one.category is RuntimeWarning]
+    for part in (f"{3 * len(PAIRS)} tensors", "3 from bfloat16 to float32 (torch.bfloat16.", str(tmp_path)):
+        assert part in text
+    for key, tensor in saved.items():
+        expected = torch.empty(tensor.shape, dtype=into[key].dtype).copy_(tensor)
+        assert bits(into[key]).equal(bits(expected)), key
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_raise_refuses_and_names_the_key(
+    way: Callable[[FileSystemReader, dict[str, torch.Tensor]], None], tmp_path: Path
+) -> None:
+    save(tmp_path, torch.bfloat16)
+    for key, tensor in state(torch.bfloat16).items():
+        reader = FileSystemReader(tmp_path, options=REFUSE)
+        into = {key: torch.zeros(tensor.shape)}
+        message = f"{key}.*{str(tensor.dtype)[6:]}.*float32.*on_dtype_mismatch"
+        with pytest.raises((DtypeMismatchError, dcp.CheckpointException), match=message):
+            way(reader, into)
+        assert reader.stats.reads == 0
+        assert not into[key].any()
+        same = {key: torch.zeros_like(tensor)}
+        way(reader, same)
+        assert same[key].equal(tensor)
+
+
+def test_what_torch_cannot_convert_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    save(tmp_path, torch.float32)
+    reader = FileSystemReader(tmp_path)
+    into = torch.zeros(40, 50, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    with pytest.raises(DtypeMismatchError, match=r"small.*float32.*float4_e2m1fn_x2.*cannot convert"):
+        reader.read_items([ReadRequest("torch.float32.small", into, (0, 0), (40, 50))])
+    assert reader.stats.reads == 0
+
+
+def load_dtensors(rank: int, path: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    shape = SHAPES["large"]
+    into: dict[str, DTensor] = {
+        "torch.bfloat16.large": distribute_tensor(torch.zeros(shape), mesh, [Shard(1)]),
+        "torch.bfloat16.small": distribute_tensor(torch.zeros(SHAPES["small"]), mesh, [Replicate()]),
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dcp.load(into, storage_reader=FileSystemReader(path))
+    for key, tensor in into.items():
+        assert tensor.full_tensor().equal(state(torch.bfloat16)[key].float()), key
+    return [str(one.message) for one in caught if one.category is RuntimeWarning]
+
+
+def save_dtensors(rank: int, path: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = {key: tensor for key, tensor in state(torch.bfloat16).items() if tensor.dim() == 2}
+    dcp.save({key: distribute_tensor(tensor, mesh, [Shard(0)]) for key, tensor in whole.items()}, checkpoint_id=path)
+
+
+def test_dtensors_are_converted_and_rank_0_warns_for_all(tmp_path: Path) -> None:
+    run_ranks(save_dtensors, 2, str(tmp_path))
+    first, second = run_ranks(load_dtensors, 2, str(tmp_path))
+    assert second == []
+    (text,) = first
+    assert "2 tensors are converted" in text
+    assert "2 from bfloat16 to float32" in text
