@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import io
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -28,11 +27,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.tensor import DTensor
 
 from mcore_ckpt.core.boxes import Box, covers, intersect
 from mcore_ckpt.core.errors import (
-    CorruptCheckpointError,
     KindMismatchError,
     MissingKeyError,
     OptionError,
@@ -44,6 +41,7 @@ from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.layout.shards import box_sizes, is_main_replica, is_sharded_object, leaves, without_leaves
 from mcore_ckpt.load.dtype_conversions import check_dtype
 from mcore_ckpt.load.flattened import destination
+from mcore_ckpt.load.read_requests import check_planned, not_held
 from mcore_ckpt.save.rank_state import serialize_objects
 
 __all__ = [
@@ -278,7 +276,8 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         for key, value in self.state_dict.items():
             self._check(key, value)
         items = list(super().create_local_plan().items)
-        self._check_held(items)
+        assert self.metadata is not None
+        check_planned(items, self.state_dict, self.metadata.state_dict_metadata, "the checkpoint", self._flexible)
         for shard in self._shards:
             items += self._object_items(shard) if is_sharded_object(shard) else self._tensor_items(shard)
         return LoadPlan(items)
@@ -298,18 +297,6 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
             hasattr(value, "__create_chunk_list__") or hasattr(value, "local_shards")
         ):
             raise KindMismatchError(f"{key}: the checkpoint holds a tensor, the state dict a {type(value).__name__}")
-
-    def _check_held(self, items: Iterable[ReadItem]) -> None:
-        """DCP plans what it finds: a tensor of which no chunk is stored would stay as it was, without a word."""
-        assert self.metadata is not None
-        planned: Counter[str] = Counter()
-        for item in items:
-            planned[item.storage_index.fqn] += math.prod(item.lengths)
-        for key, value in self.state_dict.items():
-            if isinstance(value, torch.Tensor) and key in self.metadata.state_dict_metadata:
-                local = value.to_local() if isinstance(value, DTensor) else value
-                if planned[key] != local.numel() and key not in self._flexible:
-                    raise _not_held(key, local.numel(), planned[key])
 
     def _missing(self, key: str) -> MissingKeyError:
         assert self.metadata is not None
@@ -346,7 +333,7 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         inside = intersect(Box(tuple(shard.global_offset), tuple(sizes)), Box((0,) * len(stored.size), stored.size))
         wanted, planned = math.prod(inside.sizes) if inside else 0, sum(math.prod(item.lengths) for item in items)
         if planned != wanted:
-            raise _not_held(shard.key, wanted, planned)
+            raise not_held(shard.key, wanted, planned, "the checkpoint")
         return items
 
     def _object_items(self, shard: Any) -> list[ReadItem]:
@@ -397,13 +384,6 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         offset = None if index.offset is None else tuple(index.offset)
         target = self._targets.get((index.fqn, offset)) if offset is not None else None
         return super().lookup_tensor(index) if target is None else target
-
-
-def _not_held(key: str, wanted: int, planned: int) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{key}: {wanted} stored elements are wanted, the stored chunks hold {planned} of them: the save did not finish"
-        " or its index is damaged; load an earlier checkpoint"
-    )
 
 
 def _missing_key_message(key: str, keys: Iterable[str]) -> str:

@@ -54,13 +54,12 @@ from mcore_ckpt.directory.commit import (
     abandon,
     check_files,
     claim_late,
-    metadata_of_rank,
     open_part,
     open_target,
     publish,
     publish_part,
 )
-from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
+from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, metadata_of_rank
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, SealedFile, seal_metadata, shown_id
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
 from mcore_ckpt.storage.resolve import storage_at

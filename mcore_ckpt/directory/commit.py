@@ -54,7 +54,14 @@ from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.directory.claim import Claim, holders, holders_of_parts, is_claim_file, seems_gone
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, MAX_METADATA_BYTES, METADATA_FILE, parse_index
+from mcore_ckpt.format.metadata_read import (
+    COMMON_FILE,
+    CONFIG_FILE,
+    MAX_METADATA_BYTES,
+    METADATA_FILE,
+    metadata_of_rank,
+    parse_index,
+)
 from mcore_ckpt.format.seal import FOOTER_BYTES, SAVE_ID_BYTES, decode_footer, shown_id
 from mcore_ckpt.storage.base import FileVersion, Storage, align_up
 
@@ -70,7 +77,6 @@ __all__ = [
     "give_back",
     "index_files",
     "is_in_force",
-    "metadata_of_rank",
     "open_part",
     "open_target",
     "publish",
@@ -321,11 +327,6 @@ def _is_still_published(storage: Storage) -> bool:
     """
     published = _published.get(storage.location)
     return published is None or storage.version(METADATA_FILE) == published
-
-
-def metadata_of_rank(rank: int) -> str:
-    """Name of the index of a checkpoint that one rank has saved alone."""
-    return f"__{rank}{METADATA_FILE}"
 
 
 def open_part(storage: Storage, rank: int) -> Target:

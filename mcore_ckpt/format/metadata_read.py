@@ -61,6 +61,7 @@ __all__ = [
     "TensorEntryState",
     "encode_config",
     "file_name_problem",
+    "metadata_of_rank",
     "parse_index",
     "read_config",
     "read_index",
@@ -83,12 +84,18 @@ MAX_METADATA_BYTES = 4 * 1024**3
 MAX_CONFIG_BYTES = 1024 * 1024
 
 
-def read_index(path: str | Path, *, strict: bool = True) -> CheckpointIndex:
+def metadata_of_rank(rank: int) -> str:
+    """Name of the index that DCP saves for one rank without collectives."""
+    return f"__{rank}{METADATA_FILE}"
+
+
+def read_index(path: str | Path, *, strict: bool = True, rank: int | None = None) -> CheckpointIndex:
     """Read the index of the checkpoint in directory `path`.
 
     Args:
         path: the checkpoint's directory (`.../iter_0000100`).
         strict: raise for a chunk or object that has no place in any file; otherwise list it in `problems`.
+        rank: read the index of this rank's part, which DCP saved with `use_collectives=False`.
 
     Raises:
         CheckpointNotFoundError: there is no such directory, or it holds no `.metadata`.
@@ -97,13 +104,14 @@ def read_index(path: str | Path, *, strict: bool = True) -> CheckpointIndex:
         OptionError: the path names an object store.
     """
     directory = local_path(path)
-    data = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
-    return parse_index(data, str(directory), strict=strict)
+    name = METADATA_FILE if rank is None else metadata_of_rank(rank)
+    data = read_small_file(directory, name, MAX_METADATA_BYTES)
+    return parse_index(data, str(directory), strict=strict, name=name)
 
 
-def parse_index(data: bytes, where: str, *, strict: bool = True) -> CheckpointIndex:
-    """The index in `data`, the content of a `.metadata` file of the checkpoint `where`. Raises as `read_index`."""
-    file = f"{where}/{METADATA_FILE}"
+def parse_index(data: bytes, where: str, *, strict: bool = True, name: str = METADATA_FILE) -> CheckpointIndex:
+    """The index in `data`, the content of the file `name` of the checkpoint `where`. Raises as `read_index`."""
+    file = f"{where}/{name}"
     with collector_paused():
         data, seal = split_metadata(data, file)  # compares the checksum, before anything is unpickled
         own = None if seal is None else own_index(data, seal.crcs, _DTYPE_NAMES)
@@ -204,10 +212,12 @@ def _not_found(directory: Path, name: str) -> str:
         )
     if (directory / NEMO_WEIGHTS / METADATA_FILE).exists():
         return f"{directory}: holds no {name} itself; NeMo keeps the checkpoint in {directory / NEMO_WEIGHTS}: use that"
-    if any(directory.glob("__*.metadata")):
+    ranks = sorted(int(file.name[2 : -len(METADATA_FILE)]) for file in directory.glob(f"__*[0-9]{METADATA_FILE}"))
+    if ranks:
         return (
-            f"{directory}: holds no {name}, but metadata of single ranks: it was saved without collectives "
-            "(`dcp.save(use_collectives=False)`), which cannot be read as one checkpoint"
+            f"{directory}: holds no {name}, but the checkpoints of {len(ranks)} single ranks ({ranks[0]} to "
+            f"{ranks[-1]}): it was saved by `dcp.save(use_collectives=False)`. Each rank can load only what it saved: "
+            f"use `dcp.load` on {len(ranks)} ranks, under the layout of the save"
         )
     return (
         f"{directory}: holds no {name}, so there is no finished checkpoint in it. The save did not finish, "

@@ -9,12 +9,15 @@ from __future__ import annotations
 import bisect
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.tensor import DTensor
 
 from mcore_ckpt.core.boxes import Box, covers, intersect, relative
 from mcore_ckpt.core.errors import (
@@ -36,7 +39,9 @@ __all__ = [
     "ReadRequest",
     "WantedItem",
     "WantedItems",
+    "check_planned",
     "missing_key",
+    "not_held",
     "only_chunk",
     "stored_dtype",
     "tensor_entry",
@@ -309,6 +314,43 @@ def _check_shape(request: ReadRequest, entry: TensorEntry, index: CheckpointInde
                 f"{fqn}: the box at {list(offsets)} of sizes {list(sizes)} does not lie inside the global shape"
                 f" {list(shape)} that the checkpoint {index.path} holds"
             )
+
+
+def check_planned(
+    items: Iterable[ReadItem],
+    state_dict: Mapping[str, Any],
+    stored: Container[str],
+    where: str,
+    flexible: Container[str] = (),
+) -> None:
+    """Raise `CorruptCheckpointError` unless DCP's read items fill the tensors of a state dict.
+
+    DCP plans the overlaps that it finds, and leaves the rest of a tensor as it was, without a word.
+
+    Args:
+        items: of the plan.
+        state_dict: flat; what is no tensor is not looked at.
+        stored: keys of the checkpoint.
+        where: the checkpoint, for messages.
+        flexible: keys of tensors that need not be filled.
+    """
+    planned: Counter[str] = Counter()
+    for item in items:
+        planned[item.storage_index.fqn] += math.prod(item.lengths)
+    for key, value in state_dict.items():
+        if isinstance(value, torch.Tensor) and key in stored and key not in flexible:
+            local = value.to_local() if isinstance(value, DTensor) else value
+            if planned[key] != local.numel():
+                raise not_held(key, local.numel(), planned[key], where)
+
+
+def not_held(key: str, wanted_elems: int, planned_elems: int, where: str) -> CorruptCheckpointError:
+    """The error for a tensor of which a checkpoint does not hold all that is requested."""
+    return CorruptCheckpointError(
+        f"{key}: {wanted_elems} stored elements are wanted, the chunks in {where} hold {planned_elems} of them: the"
+        " save did not finish or its index is damaged (load an earlier checkpoint), or it holds the part of one rank"
+        " alone (load under the layout of the save)"
+    )
 
 
 class _ChunkLookup:

@@ -39,6 +39,7 @@ from mcore_ckpt.load.item_decoding import ItemDecoder
 from mcore_ckpt.load.read_requests import (
     ReadRequest,
     WantedItems,
+    check_planned,
     missing_key,
     stored_dtype,
     tensor_entry,
@@ -91,6 +92,12 @@ class FileSystemReader(StorageReader):
         """Forget what is known of the checkpoint, and read from another one if `checkpoint_id` names it."""
         if checkpoint_id is not None and str(checkpoint_id):
             self.path = local_path(checkpoint_id)
+        self._forget(None)
+        self.load_id = str(uuid.uuid4())
+
+    def _forget(self, rank: int | None) -> None:
+        """Read the checkpoint of all ranks from now on, or that of one rank."""
+        self._rank = rank
         self._storage = storage_at(self.path)
         self._index: CheckpointIndex | None = None
         self._metadata: Metadata | None = None
@@ -99,7 +106,6 @@ class FileSystemReader(StorageReader):
         self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
         self._seals = FileSeals(lambda: self.index)
         self._decoder = ItemDecoder(self._storage, self.options, self.stats, self._seals, self._extension_registry)
-        self.load_id = str(uuid.uuid4())
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -120,7 +126,7 @@ class FileSystemReader(StorageReader):
             CorruptCheckpointError, UnsafePickleError: `.metadata` cannot be right.
         """
         if self._index is None:
-            index = read_index(self.path)
+            index = read_index(self.path, rank=self._rank)
             check_apart(index)
             self._index = index
         return self._index
@@ -215,7 +221,18 @@ class FileSystemReader(StorageReader):
     # ---------------------------------------------------------------------------------------------- DCP's StorageReader
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """DCP's `Metadata` of the checkpoint; the same object until `reset`."""
+        """DCP's `Metadata` of the checkpoint; the same object until `reset`.
+
+        Args:
+            args: not used.
+            kwargs: `rank`, which DCP gives where there is no `.metadata`: then of what that rank has saved with
+                `use_collectives=False`.
+
+        Raises:
+            CheckpointNotFoundError, CorruptCheckpointError, UnsafePickleError: as `index`.
+        """
+        if kwargs.get("rank") != self._rank:
+            self._forget(kwargs.get("rank"))
         if self._metadata is None:
             from mcore_ckpt.layout.torch_classes import to_dcp_metadata
 
@@ -253,6 +270,8 @@ class FileSystemReader(StorageReader):
                 dtype (`LoadOptions.on_dtype_mismatch`).
             CorruptCheckpointError, ChecksumError, UnsafePickleError: stored bytes cannot be right, or not be trusted.
         """
+        if self._rank is not None and isinstance(planner, DefaultLoadPlanner):
+            check_planned(plan.items, planner.state_dict, self.index.tensors, f"{self.path} of rank {self._rank}")
         objects: dict[str, list[ReadItem]] = {}
         tensors: list[ReadItem] = []
         for read_item in plan.items:
@@ -344,7 +363,7 @@ class FileSystemReader(StorageReader):
             entry = tensor_entry(fqn, self.index)
             # DCP plans the overlaps that it finds: where a chunk is missing, the destination would stay as it was.
             problem = covers(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
-            if problem:
+            if problem and self._rank is None:
                 raise CorruptCheckpointError(
                     f"{fqn}: the stored chunks do not make up the tensor: {problem}. The save of {self.path} did not"
                     " finish or its index is damaged; load an earlier checkpoint"

@@ -11,8 +11,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor, zeros
 
-from mcore_ckpt.core.errors import ChecksumError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, ChecksumError
+from mcore_ckpt.dcp.planners import MCoreLoadPlanner
+from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.gloo_ranks import rank_outcomes, run_ranks
 
@@ -69,3 +72,42 @@ def test_a_damaged_file_fails_every_rank(tmp_path: Path) -> None:
     assert [outcome.ok for outcome in outcomes] == [False, False]
     assert all(ChecksumError.__name__ in outcome.error_text for outcome in outcomes)
     assert all("large" in outcome.error_text and path.name in outcome.error_text for outcome in outcomes)
+
+
+def save_alone(rank: int, path: str, ours: bool) -> None:
+    """Each rank saves a checkpoint of its own: its chunks of DTensors, and what no other rank has."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {fqn: distribute_tensor(global_tensor(fqn), mesh, [Shard(0)]) for fqn in ("large", "vector")}
+    own = {**state, "own": torch.full((5,), float(rank)), "step": 7 + rank}
+    writer = FileSystemWriterAsync(path) if ours else dcp.FileSystemWriter(path)
+    dcp.save(own, storage_writer=writer, use_collectives=False)
+
+
+def load_alone(rank: int, path: str, dim: int, planner: bool) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {fqn: zeros(*SHAPES[fqn], device_mesh=mesh, placements=placements(fqn, dim)) for fqn in ("large", "vector")}
+    own = {**state, "own": torch.zeros(5), "step": 0}
+    reader = FileSystemReader(path)
+    for _ in range(2):  # the second time it knows the index already
+        dcp.load(own, storage_reader=reader, planner=MCoreLoadPlanner() if planner else None)
+        assert own["own"].tolist() == [rank] * 5
+        assert own["step"] == 7 + rank
+        for fqn, tensor in state.items():
+            assert tensor.full_tensor().equal(global_tensor(fqn)), f"rank {rank}: {fqn}"
+
+
+@pytest.mark.skipif(not hasattr(dcp.FileSystemWriter, "_get_metadata_path"), reason="this torch saves with collectives")
+@pytest.mark.parametrize("ours", [False, True])
+def test_ranks_that_saved_without_collectives_load_what_they_saved(ours: bool, tmp_path: Path) -> None:
+    run_ranks(save_alone, 2, str(tmp_path), ours)
+    assert not (tmp_path / ".metadata").exists()
+    for planner in (False, True):
+        run_ranks(load_alone, 2, str(tmp_path), 0, planner)
+        for outcome in rank_outcomes(load_alone, 2, str(tmp_path), 1, planner):
+            assert "large: 384000 stored elements are wanted" in outcome.error_text
+            assert "hold 192000 of them" in outcome.error_text
+    last = rank_outcomes(load_alone, 3, str(tmp_path), 0, False)[2]
+    assert "__2.metadata, but the checkpoints of 2 single ranks (0 to 1)" in last.error_text
+    for look in (open_checkpoint, verify_checkpoint):
+        with pytest.raises(CheckpointNotFoundError, match=r"2 single ranks.*use `dcp.load` on 2 ranks"):
+            look(tmp_path)
