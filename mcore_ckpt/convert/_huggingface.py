@@ -53,7 +53,7 @@ from mcore_ckpt.families.table import Family, Link, Model, Naming, Relation, ext
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry, object_key
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import read_small_file
-from mcore_ckpt.load.checksums import range_crc
+from mcore_ckpt.items.checksums import range_crc
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.payloads import PayloadSource, StoredPayload, StoredPayloads, check_tiled

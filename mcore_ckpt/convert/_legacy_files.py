@@ -26,7 +26,7 @@ from mcore_ckpt.format.crc import crc32, crc32_combine
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.safe_pickle import Opaque, Unavailable
 from mcore_ckpt.format.state_file import FileTensor, StateFile, StateRecord, read_state_file
-from mcore_ckpt.load.stored_items import chunk_name
+from mcore_ckpt.items.checks import chunk_name
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads

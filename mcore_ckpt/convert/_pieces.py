@@ -26,8 +26,8 @@ from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, Option
 from mcore_ckpt.format.crc import crc32, crc32_combine
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.load.checksums import contiguous_around
-from mcore_ckpt.load.stored_items import chunk_name
+from mcore_ckpt.items.checks import chunk_name
+from mcore_ckpt.items.checksums import contiguous_around
 from mcore_ckpt.storage.base import RangeReader
 from mcore_ckpt.tools.dtype_cast import carrier
 from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads

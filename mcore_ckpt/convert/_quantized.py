@@ -17,7 +17,7 @@ import numpy as np
 
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.load.stored_items import chunk_name
+from mcore_ckpt.items.checks import chunk_name
 from mcore_ckpt.tools.dtype_cast import as_numbers
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads, read_box
 

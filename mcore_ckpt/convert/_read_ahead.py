@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Final, TypeVar
 
 from mcore_ckpt.core.threads import start_thread
-from mcore_ckpt.load.fetch import OpenFiles, padded_range
+from mcore_ckpt.items.open_files import OpenFiles, padded_range
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.load.stored_items import chunk_name
+from mcore_ckpt.items.checks import chunk_name
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 

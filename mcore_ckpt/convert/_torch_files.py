@@ -21,7 +21,7 @@ from mcore_ckpt.convert._file_stream import Streams, StreamSink, TargetFile, Wri
 from mcore_ckpt.core.errors import CorruptCheckpointError, SaveError, UnsafePickleError
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.tensor_pickle import DTYPES
-from mcore_ckpt.load.stored_items import chunk_name
+from mcore_ckpt.items.checks import chunk_name
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 from mcore_ckpt.tools.regrid import Sink

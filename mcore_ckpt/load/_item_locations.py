@@ -16,7 +16,7 @@ from mcore_ckpt.core.threads import Crew, Task
 from mcore_ckpt.format.index import StoredItem
 from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
+from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
 from mcore_ckpt.load.read_requests import WantedItem
 from mcore_ckpt.storage.base import RangeReader
 

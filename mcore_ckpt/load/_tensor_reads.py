@@ -34,6 +34,9 @@ from mcore_ckpt.format.item_layout import TensorTemplate, tensor_template
 from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor_in
 from mcore_ckpt.format.seal import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.format.zip_records import NotRangeable
+from mcore_ckpt.items.checksums import BlockSums, RecordSum, checksum_error, contiguous_around, whole_blocks
+from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming, padded_range
+from mcore_ckpt.items.ranges import CHEAP_GAP_BYTES, MAX_WASTE, Extent, Piece, Span, cluster_boxes, coalesce, split_box
 from mcore_ckpt.layout.torch_classes import dtype_name
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._placement import HostBytes, ReadBuffer, Want, alignment_for, memory_at, narrow, place_box
@@ -47,10 +50,7 @@ from mcore_ckpt.load._whole_items import (
     scatter,
     spans_of,
 )
-from mcore_ckpt.load.checksums import BlockSums, RecordSum, checksum_error, contiguous_around, whole_blocks
-from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming, padded_range
 from mcore_ckpt.load.item_decoding import ItemDecoder
-from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES, MAX_WASTE, Extent, Piece, Span, cluster_boxes, coalesce, split_box
 from mcore_ckpt.load.read_requests import WantedItem
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, align_up
 

@@ -27,8 +27,8 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.format.crc import crc32s
 from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, TensorForm
 from mcore_ckpt.format.item_layout import tensor_template
+from mcore_ckpt.items.ranges import CHEAP_GAP_BYTES, Extent, coalesce
 from mcore_ckpt.load._placement import ReadBuffer, Want, address_of, memory_at
-from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES, Extent, coalesce
 from mcore_ckpt.load.read_requests import WantedItem, known_dtype, only_box
 from mcore_ckpt.storage.base import RangeReader
 

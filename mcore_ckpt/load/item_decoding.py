@@ -21,11 +21,11 @@ from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import ObjectEntry, StoredChunk, StoredItem
 from mcore_ckpt.format.safe_pickle import Inflation, load_object, refuse_zip_bomb
 from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
-from mcore_ckpt.load.checksums import check_records, checksum_error
-from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
-from mcore_ckpt.load.file_seals import FileSeals
-from mcore_ckpt.load.ranges import Extent, coalesce
-from mcore_ckpt.load.stored_items import check_proportion, chunk_name, item_name
+from mcore_ckpt.items.checks import check_proportion, chunk_name, item_name
+from mcore_ckpt.items.checksums import check_records, checksum_error
+from mcore_ckpt.items.file_seals import FileSeals
+from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
+from mcore_ckpt.items.ranges import Extent, coalesce
 from mcore_ckpt.storage.base import Storage
 
 __all__ = ["ItemDecoder"]

@@ -30,10 +30,10 @@ from mcore_ckpt.core.errors import (
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_reading import LocatedTensor
+from mcore_ckpt.items.checks import check_located, chunk_name
 from mcore_ckpt.layout.torch_classes import dtype_name, torch_dtype
 from mcore_ckpt.load._placement import Want, address_of, narrow
 from mcore_ckpt.load.dtype_conversions import DtypeConversions
-from mcore_ckpt.load.stored_items import check_located, chunk_name
 
 __all__ = [
     "ReadRequest",

@@ -29,12 +29,13 @@ from mcore_ckpt.core.paths import is_local, local_path
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.safe_pickle import load_object
+from mcore_ckpt.items.checks import check_apart
+from mcore_ckpt.items.file_seals import FileSeals
+from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._tensor_reads import TensorReads
 from mcore_ckpt.load._whole_items import WholeItems
 from mcore_ckpt.load.dtype_conversions import DtypeConversions
-from mcore_ckpt.load.fetch import OpenFiles, ReadStats, naming
-from mcore_ckpt.load.file_seals import FileSeals
 from mcore_ckpt.load.item_decoding import ItemDecoder
 from mcore_ckpt.load.read_requests import (
     ReadRequest,
@@ -46,7 +47,6 @@ from mcore_ckpt.load.read_requests import (
     want_chunk,
     wanted_items,
 )
-from mcore_ckpt.load.stored_items import check_apart
 from mcore_ckpt.storage.resolve import storage_at
 
 __all__ = ["FileSystemReader", "ReadRequest"]

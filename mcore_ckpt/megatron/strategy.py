@@ -26,6 +26,7 @@ from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import coordination_group, interrupts_wait_for_others
 from mcore_ckpt.directory.commit import data_bytes_of_rank
 from mcore_ckpt.directory.remove import remove_tensors
+from mcore_ckpt.items.open_files import ReadStats
 from mcore_ckpt.layout.buckets import TensorSpec
 from mcore_ckpt.layout.shards import (
     is_main_replica,
@@ -36,7 +37,6 @@ from mcore_ckpt.layout.shards import (
     replace_leaves,
 )
 from mcore_ckpt.layout.torch_classes import plans_of_index
-from mcore_ckpt.load.fetch import ReadStats
 from mcore_ckpt.load.flattened import read_shards
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._errors import MegatronErrors

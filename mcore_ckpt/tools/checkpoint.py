@@ -29,7 +29,7 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.load.stored_items import check_apart
+from mcore_ckpt.items.checks import check_apart
 from mcore_ckpt.tools.dtype_cast import as_numbers, carrier
 from mcore_ckpt.tools.inspection import CheckpointSummary, FileRow, checkpoint_directory, file_rows, summarize
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box

@@ -18,8 +18,8 @@ from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, object_key
 from mcore_ckpt.format.safe_pickle import Opaque, read_plain
 from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
-from mcore_ckpt.load.checksums import check_records, checksum_error
-from mcore_ckpt.load.file_seals import FileSeals
+from mcore_ckpt.items.checksums import check_records, checksum_error
+from mcore_ckpt.items.file_seals import FileSeals
 from mcore_ckpt.storage.resolve import storage_at
 
 __all__ = [

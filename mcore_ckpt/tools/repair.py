@@ -31,7 +31,7 @@ from mcore_ckpt.format.metadata_read import (
 )
 from mcore_ckpt.format.seal import FOOTER_BYTES
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.load.file_seals import check_seal, read_table
+from mcore_ckpt.items.file_seals import check_seal, read_table
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory

@@ -37,10 +37,10 @@ from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_F
 from mcore_ckpt.format.safe_pickle import read_tensor_outline
 from mcore_ckpt.format.seal import BLOCK_BYTES
 from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
-from mcore_ckpt.load.checksums import check_records, checksum_error, range_crc
-from mcore_ckpt.load.fetch import OpenFiles, naming
-from mcore_ckpt.load.file_seals import check_seal, items_by_file, read_table, table_problems
-from mcore_ckpt.load.stored_items import check_located, check_proportion, item_name
+from mcore_ckpt.items.checks import check_located, check_proportion, item_name
+from mcore_ckpt.items.checksums import check_records, checksum_error, range_crc
+from mcore_ckpt.items.file_seals import check_seal, items_by_file, read_table, table_problems
+from mcore_ckpt.items.open_files import OpenFiles, naming
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.resolve import storage_at

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box, runs
-from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES, Extent, cluster_boxes, coalesce, split_box
+from mcore_ckpt.items.ranges import CHEAP_GAP_BYTES, Extent, cluster_boxes, coalesce, split_box
 
 
 @st.composite

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES, Extent, Piece, cluster_boxes, coalesce, split_box
+from mcore_ckpt.items.ranges import CHEAP_GAP_BYTES, Extent, Piece, cluster_boxes, coalesce, split_box
 
 MIB = 1024 * 1024
 WINDOW = 8 * MIB

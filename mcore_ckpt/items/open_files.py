@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.options import PageCache
-from mcore_ckpt.load.file_seals import FileSeals
+from mcore_ckpt.items.file_seals import FileSeals
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, Storage, align_up
 
 __all__ = ["OpenFiles", "ReadStats", "naming", "padded_range"]
