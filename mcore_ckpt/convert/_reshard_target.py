@@ -41,8 +41,8 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.directory.claim import Claim, is_claim_file
-from mcore_ckpt.directory.commit import common_file_in_force, with_common_files
 from mcore_ckpt.directory.common_file import bind_common_file, read_common_file
+from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes

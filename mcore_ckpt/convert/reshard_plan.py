@@ -366,7 +366,7 @@ def _seals(target: CheckpointIndex, files: Iterable[str]) -> dict[str, FileSealP
         rows.sort(key=operator.itemgetter(0))
         starts, lengths = [row[0] for row in rows], [row[1] for row in rows]
         keys = [fqn for _, fqn in sorted(objects[file])]
-        seals[file] = seal_plan(file, [row[2] for row in rows], starts, lengths, keys)
+        seals[file] = seal_plan([row[2] for row in rows], starts, lengths, keys)
     return seals
 
 

@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.format.seal import NO_SAVE_ID, SealedFile, shown_id
-from mcore_ckpt.layout.buckets import FILE_SUFFIX, TensorSpec, lay_out_file, place_objects, split_buckets
+from mcore_ckpt.format.file_names import DATA_SUFFIX, with_id
+from mcore_ckpt.format.seal import NO_SAVE_ID, SealedFile
+from mcore_ckpt.layout.buckets import TensorSpec, lay_out_file, place_objects, split_buckets
 from mcore_ckpt.layout.file_image import ImageResult
 from mcore_ckpt.layout.torch_classes import dtype_name
 from mcore_ckpt.storage.resolve import storage_at
@@ -39,23 +40,22 @@ __all__ = [
     "prepare_buckets",
     "save_buckets",
     "send_prefix",
-    "sent_prefix",
     "sums_of",
+    "take_sent_prefix",
     "write_buckets",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class DataFilePrefix:
-    """How a rank's data files are named: `prefix`, a number from `first_file` on, `.distcp`; and the save's id."""
+    """How a rank's data files are named: `prefix`, a number from 0 on, the save's id, `.distcp`."""
 
     prefix: str
-    first_file: int = 0
-    save_id: bytes = NO_SAVE_ID
+    save_id: bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Sent to another rank, it is noted there: see `sent_prefix`."""
-        return _arrived, (self.prefix, self.first_file, self.save_id)
+        """Sent to another rank, it is noted there: see `take_sent_prefix`."""
+        return _arrived, (self.prefix, self.save_id)
 
 
 class _Sent(threading.local):
@@ -65,23 +65,24 @@ class _Sent(threading.local):
 _sent = _Sent()
 
 
-def _arrived(prefix: str, first_file: int, save_id: bytes) -> DataFilePrefix:
-    _sent.prefix = DataFilePrefix(prefix, first_file, save_id)
+def _arrived(prefix: str, save_id: bytes) -> DataFilePrefix:
+    _sent.prefix = DataFilePrefix(prefix, save_id)
     return _sent.prefix
 
 
-def send_prefix(prefix: DataFilePrefix | None) -> None:
-    """What is `sent_prefix` in this thread from now on."""
+def send_prefix(prefix: DataFilePrefix) -> None:
+    """Send a prefix to this thread."""
     _sent.prefix = prefix
 
 
-def sent_prefix() -> DataFilePrefix | None:
-    """The prefix that a coordinator has sent to this thread last.
+def take_sent_prefix() -> DataFilePrefix | None:
+    """The prefix that a coordinator has sent to this thread last, once; None if it has sent none since.
 
     A planner that caches plans puts an earlier save's plan, with that save's prefix, in the place of the one that the
     coordinator sends; so what is in the plan does not tell, only what has arrived.
     """
-    return _sent.prefix
+    prefix, _sent.prefix = _sent.prefix, None
+    return prefix
 
 
 class BucketData(NamedTuple):
@@ -242,8 +243,8 @@ def prepare_buckets(
         keys = [item.index.fqn for item in items]
         chosen = split_buckets(keys, [_item_bytes(item) for item in items], thread_count, separation_hint)
     buckets = []
-    for number, (hint, indices) in enumerate(chosen, start=prefix.first_file):
-        name = f"{hint}{prefix.prefix}{number}{FILE_SUFFIX}"
+    for number, (hint, indices) in enumerate(chosen):
+        name = with_id(f"{hint}{prefix.prefix}{number}{DATA_SUFFIX}", prefix.save_id)
         data = BucketData([], [])
         for index in indices:
             item = items[index]
@@ -281,7 +282,7 @@ def write_buckets(
     """
     if not buckets:
         return []
-    storage = storage_at(Path(buckets[0].path).parent).marked(shown_id(buckets[0].save_id))
+    storage = storage_at(Path(buckets[0].path).parent)
     prepared = [_prepare(bucket, extensions) for bucket in buckets]
     written = write_in_line(storage, [source for source, _ in prepared], options)
     return [

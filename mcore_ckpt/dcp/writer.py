@@ -45,21 +45,14 @@ from mcore_ckpt.dcp.bucket_writer import (
     prepare_buckets,
     save_buckets,
     send_prefix,
-    sent_prefix,
     sums_of,
+    take_sent_prefix,
     write_buckets,
 )
-from mcore_ckpt.directory.commit import (
-    Target,
-    abandon,
-    check_files,
-    claim_late,
-    open_part,
-    open_target,
-    publish,
-    publish_part,
-)
-from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, metadata_of_rank
+from mcore_ckpt.directory.in_force import index_name
+from mcore_ckpt.directory.publish import check_files, publish
+from mcore_ckpt.directory.target import Target, abandon, claim_late, open_target
+from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, SealedFile, seal_metadata, shown_id
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
 from mcore_ckpt.storage.resolve import storage_at
@@ -208,9 +201,6 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         """DCP's note of which save this is."""
         return StorageMeta(checkpoint_id=str(self.path), save_id=shown_id(self._save_id))
 
-    def _metadata_name(self) -> str:
-        return METADATA_FILE if self._alone is None else metadata_of_rank(self._alone)
-
     # -- planning ------------------------------------------------------------------------------------------------
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -223,20 +213,15 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             SaveError: another save holds the directory.
         """
         self._storage.ensure_directory()
-        if self.options.on_existing == "error" and self._storage.exists(self._metadata_name()):
+        if self.options.on_existing == "error" and self._storage.exists(index_name(self._alone)):
             # The first words are DCP's own, which callers look for.
             raise CheckpointExistsError(
-                f"Checkpoint already exists and overwrite=False: {self.path} has {self._metadata_name()}; save into"
+                f"Checkpoint already exists and overwrite=False: {self.path} has {index_name(self._alone)}; save into"
                 ' another directory, or pass overwrite=True (with SaveOptions(on_existing="replace"), the default)'
             )
-        if self._alone is None:
-            if self._is_coordinator:
-                self._open()
-            send_prefix(None)
-            return plan
-        target = self._open()
-        send_prefix(DataFilePrefix(f"__{self._alone}_", target.first_file, self._save_id))
-        return dataclasses.replace(plan, storage_data=sent_prefix())
+        if self._is_coordinator or self._alone is not None:
+            self._open()
+        return plan
 
     def _open(self) -> Target:
         """Claim the directory, or this rank's part of it."""
@@ -245,24 +230,21 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         if earlier is not None:
             earlier.give_up_if_over()
         self._given_up = False
-        if self._alone is None:
-            self._target = open_target(self._storage, self.options)
-        else:
-            self._target = open_part(self._storage, self._alone)
+        self._target = open_target(self._storage, self.options, self._alone)
         self._save_id = self._target.save_id
         self._thread = threading.current_thread()
         _unfinished[place] = self
         return self._target
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator: choose file names that no file has yet, and remember what must be written."""
+        """Coordinator: tell each rank how its files are named, and remember what must be written."""
         # A planner that caches plans sends none where nothing has changed: then the metadata tells.
         cached = not all(getattr(plan, "usable", True) for plan in plans)
         self._planned = None if cached else Counter(item.index for plan in plans for item in plan.items)
-        if self._alone is not None:
-            return plans
-        target = self._target or self._open()
-        prefixes = [DataFilePrefix(f"__{rank}_", target.first_file, self._save_id) for rank in range(len(plans))]
+        if self._target is None:
+            self._open()
+        ranks = range(len(plans)) if self._alone is None else (self._alone,)
+        prefixes = [DataFilePrefix(f"__{rank}_", self._save_id) for rank in ranks]
         send_prefix(prefixes[0])  # without process groups, no plan is sent
         return [dataclasses.replace(plan, storage_data=prefix) for plan, prefix in zip(plans, prefixes, strict=True)]
 
@@ -279,19 +261,11 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         target, self._target, self._planned, self._thread = self._target, None, None, None
         if target is not None:
             self._given_up = True
-            abandon(self._storage, target, others_clean_up=False)
+            abandon(self._storage, target)
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """Without a coordinator: this rank's own files tell which names are free."""
-        send_prefix(self._own_prefix(_world_rank()))
-        return dataclasses.replace(local_plan, storage_data=sent_prefix())
-
-    def _own_prefix(self, rank: int) -> DataFilePrefix:
-        mark = f"__{rank}_"
-        taken = [name.rsplit(mark, 1)[1].removesuffix(".distcp") for name in self._storage.list() if mark in name]
-        return DataFilePrefix(
-            mark, max((int(number) for number in taken if number.isdecimal()), default=-1) + 1, self._save_id
-        )
+        """Without a coordinator: the names of this rank's files carry an id of its own."""
+        return dataclasses.replace(local_plan, storage_data=DataFilePrefix(f"__{_world_rank()}_", self._save_id))
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Sort the plan's items into balanced buckets, objects apart from tensors, and hold on to their data.
@@ -302,12 +276,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self._prepare(plan, planner)
 
     def _prepare(self, plan: SavePlan, planner: SavePlanner) -> None:
-        prefix = plan.storage_data
-        if any(plan is cached for cached in getattr(SavePlanner, "_cached_final_save_plan", {}).values()):
-            # The cached plan says how the files of an earlier save were named.
-            prefix = sent_prefix() or prefix
-        if not isinstance(prefix, DataFilePrefix):
-            prefix = DataFilePrefix(prefix.prefix, save_id=self._save_id)
+        # A plan that a planner has cached says how the files of an earlier save were named.
+        prefix = take_sent_prefix() or DataFilePrefix(plan.storage_data.prefix, self._save_id)
         self.write_buckets = prepare_buckets(
             self.path,
             plan.items,
@@ -467,23 +437,14 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         for place in (result.storage_data for result in written):
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
         check_files(self._storage, ends.items(), at_least=True)
-        target = self._target if self._target is not None else self._target_found_late(written)
-        self._target = target
+        if self._target is None:
+            self._target = claim_late(self._storage, {result.storage_data.relative_path for result in written})
         try:
-            if self._alone is not None:
-                publish_part(self._storage, target, self._alone, content)
-            else:
-                publish(self._storage, target, content, has_common_state=False)
+            publish(self._storage, self._target, content, has_common_state=False)
         except BaseException:
             self._give_up()
             raise
         self._target = self._planned = self._thread = None
-
-    def _target_found_late(self, written: list[WriteResult]) -> Target:
-        """The directory as it is after the writing, when nobody looked at it before."""
-        if self._alone is not None:
-            return open_part(self._storage, self._alone)
-        return claim_late(self._storage, {result.storage_data.relative_path for result in written})
 
     # -- dcp.async_save ------------------------------------------------------------------------------------------
 

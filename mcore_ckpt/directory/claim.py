@@ -6,6 +6,7 @@ A save has an id, and claims the directory before it writes anything else. Its c
     .mcore_ckpt_incomplete.ID             the ticket: who that is (`Owner`); its time of change is the heartbeat
     .mcore_ckpt_incomplete.ID.publish     becomes `.metadata` when the save is published
     .mcore_ckpt_incomplete.ID.common      becomes the common state, where that is written ahead of all else
+    .mcore_ckpt_incomplete.ID.replaced    files of the checkpoint that the save replaces, whose names tell no save
     .mcore_ckpt_incomplete.ID.next        the ticket of who takes over from the save ID, while that goes on
     .mcore_ckpt_incomplete.rank-R         the marker of a save that has a part of the directory: see below
 
@@ -22,7 +23,7 @@ within is taken over from in the same way, so the holder is the end of the chain
 
 **A holder that was only thought to be gone** (it was stopped, or cut off) can do no harm when it goes on: its heartbeat
 finds no ticket, and it can publish neither a common state nor a checkpoint, since what would become those files has
-been deleted. File names are never used twice, see `commit`.
+been deleted. File names are never used twice, see `target`.
 
 **A part of a directory** is what one rank needs that saves a checkpoint of its own there, and knows nothing of the
 others (DCP without collectives). It has a marker of its own, so that several ranks can be at work, and no rank twice.
@@ -43,7 +44,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -53,7 +54,7 @@ from mcore_ckpt.core.threads import interpreter_ends, start_thread
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.storage.base import Storage
 
-__all__ = ["Claim", "Owner", "claimants", "holders", "holders_of_parts", "is_claim_file", "seems_gone"]
+__all__ = ["Claim", "Owner", "claimants", "holders", "is_claim_file", "seems_gone"]
 
 _logger = logging.getLogger(__name__)
 
@@ -74,11 +75,12 @@ _MISSED_S: Final = 0.5
 _ATTEMPTS: Final = 1000
 _RETRY_S: Final = 0.01
 _PREFIX: Final = INCOMPLETE_MARKER + "."
+_NOTE: Final = ".replaced"
 _SAVE_ID: Final = re.compile(r"[0-9a-f]{16}")
 _PART_MARKER: Final = re.compile(re.escape(_PREFIX) + r"rank-(\d{1,9})")
 # How long a save of a part, which has met one of the whole, may take to step back.
 _STEPS_BACK_S: Final = 0.3
-_CLAIM_FILE: Final = re.compile(re.escape(_PREFIX) + r"([0-9a-f]{16})(\.publish|\.common|\.next|\.marker)?$")
+_CLAIM_FILE: Final = re.compile(re.escape(_PREFIX) + r"([0-9a-f]{16})(\.publish|\.common|\.replaced|\.next|\.marker)?$")
 
 # Claims that this process holds, by save id; one that nobody refers to any more is not held.
 _held: weakref.WeakValueDictionary[str, Claim] = weakref.WeakValueDictionary()
@@ -238,12 +240,14 @@ class Claim:
 
     Attributes:
         owner: this process, with the save's id.
+        part: the rank whose part of the directory it is; None for all of it.
         after: those that are gone whom it was taken over from.
     """
 
     def __init__(self, storage: Storage, owner: Owner, after: Iterable[Owner], part: int | None) -> None:
         self.owner = owner
         self.after = tuple(after)
+        self.part = part
         self._life = _Life(storage, _marker(part))
         _held[owner.save_id] = self
         # A claim that is forgotten is let go, in the thread: a device that hangs must not hold up whoever forgets it.
@@ -265,8 +269,7 @@ class Claim:
 
         Args:
             storage: the directory.
-            noted: what the marker is to say besides, in JSON's types; by default, what it says already, and whom it
-                names, among those that are `gone`.
+            noted: what the ticket is to say besides, in JSON's types.
             common_ahead: the common state is going to be written, through `common_ticket`.
             part: the rank whose part it is; None for all of the directory.
 
@@ -274,8 +277,6 @@ class Claim:
             SaveError: another save holds it, or a part of it; the message says whose.
             OSError, LoadError: the directory cannot be read or written.
         """
-        if noted is None:
-            noted = _noted_so_far(holders(storage))
         owner = Owner.here(noted)
         try:
             storage.create(_ticket(owner), owner.encode())
@@ -302,6 +303,28 @@ class Claim:
     def is_held(self) -> bool:
         """Whether this process still has it, as far as it knows without asking the storage."""
         return not self._life.ended.is_set() and self._life.pid == os.getpid()
+
+    def note(self, replaced: Sequence[str]) -> None:
+        """Keep a list of files, for whoever takes over from this save when it has published and not removed them."""
+        if replaced:
+            self.storage.create(_PREFIX + self.owner.save_id + _NOTE, json.dumps(list(replaced)).encode())
+
+    def left_notes(self, names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+        """The lists that saves which are gone have left, with their ids; each is removed when the next is asked for."""
+        for name in names:
+            match = _CLAIM_FILE.match(name)
+            if match is None or match.group(2) != _NOTE or self.is_claimed_by(match.group(1)):
+                continue
+            try:
+                listed = json.loads(_read(self.storage, name) or b"[]")
+            except (ValueError, RecursionError):
+                listed = []
+            yield match.group(1), [each for each in listed if isinstance(each, str)] if isinstance(listed, list) else []
+            self.storage.delete(name)
+
+    def is_claimed_by(self, save: str) -> bool:
+        """Whether a save holds the directory or a part of it, or is about to; asked of its ticket."""
+        return self.storage.version(_PREFIX + save) is not None
 
     def sweep(self, names: Iterable[str]) -> None:
         """Remove what is left of claims of processes that are gone, among these files of the directory."""
@@ -358,15 +381,14 @@ class Claim:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # What a save that is gone has left, the next save is still to find. A tool notes nothing, and leaves nothing.
-        self.release(remove_marker=all(owner.noted == {} for owner in self.after))
+        self.release()
 
-    def release(self, *, remove_marker: bool = True) -> None:
+    def release(self, *, remove_marker: bool = True, keep_note: bool = False) -> None:
         """Let the directory go; again, or after it was lost, that does nothing.
 
         Args:
-            remove_marker: nothing of the save is left in the directory, but what is published. Otherwise the marker
-                stays, and says to the next save where to look for what is left.
+            remove_marker: otherwise the marker stays, and says that there is no complete checkpoint.
+            keep_note: what was noted is still to be removed, by the next save.
 
         Raises:
             SaveError, LoadError: the directory cannot be read or written; it is given up all the same.
@@ -376,7 +398,7 @@ class Claim:
         self._life.released = True
         self._life.ended.set()
         _held.pop(self.owner.save_id, None)
-        _release(self.storage, self.owner, self._life.marker, remove_marker=remove_marker)
+        _release(self.storage, self.owner, self._life.marker, remove_marker=remove_marker, keep_note=keep_note)
 
 
 def holders(storage: Storage) -> list[Owner]:
@@ -385,25 +407,6 @@ def holders(storage: Storage) -> list[Owner]:
     The last may be gone, too: that is for `Claim.take` to find out.
     """
     return _chain(storage, INCOMPLETE_MARKER)
-
-
-def holders_of_parts(storage: Storage, names: Iterable[str]) -> list[Owner]:
-    """As `holders`, of all parts of a directory.
-
-    Args:
-        storage: the directory.
-        names: of its files.
-    """
-    return [owner for name in names if _PART_MARKER.fullmatch(name) for owner in _chain(storage, name)]
-
-
-def _noted_so_far(chain: Sequence[Owner]) -> Mapping[str, Any] | None:
-    noted = next((holder.noted for holder in reversed(chain) if holder.noted is not None), None)
-    if not noted:
-        return noted
-    gone = noted.get("gone")
-    ids = [*(gone if isinstance(gone, list) else ()), *(holder.save_id for holder in chain)]
-    return {**noted, "gone": list(dict.fromkeys(ids))}
 
 
 def _marker(part: int | None) -> str:
@@ -649,7 +652,7 @@ def _renew(owner: Owner, life: _Life) -> None:
             _release(life.storage, owner, life.marker, remove_marker=False)
 
 
-def _release(storage: Storage, owner: Owner, marker: str, *, remove_marker: bool) -> None:
+def _release(storage: Storage, owner: Owner, marker: str, *, remove_marker: bool, keep_note: bool = False) -> None:
     try:
         if remove_marker:
             content = _read(storage, marker)
@@ -660,6 +663,8 @@ def _release(storage: Storage, owner: Owner, marker: str, *, remove_marker: bool
         try:
             storage.delete(_publish_ticket(owner))
             storage.delete(_common_ticket(owner))
+            if not keep_note:
+                storage.delete(_PREFIX + owner.save_id + _NOTE)
         finally:
             storage.delete(_ticket(owner))
 

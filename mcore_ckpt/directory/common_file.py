@@ -15,7 +15,8 @@ from typing import Final
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, SaveError
 from mcore_ckpt.directory.claim import Claim
-from mcore_ckpt.directory.commit import Target, common_file_in_force, with_common_files
+from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
+from mcore_ckpt.directory.target import Target
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,

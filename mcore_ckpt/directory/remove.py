@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.directory.claim import Claim
-from mcore_ckpt.directory.commit import index_files
+from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata

@@ -25,7 +25,7 @@ from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.directory.claim import claimants, seems_gone
-from mcore_ckpt.directory.commit import common_file_in_force, with_common_files
+from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_key
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,

@@ -1,7 +1,7 @@
 """Seals: what ties a data file to the `.metadata` that names it, and both to their save.
 
-A **file seal** stands behind the last item of a data file: a table of what the file holds (its own name; key, dtype,
-box and place of each tensor; key and place of each object) and a footer of fixed size with the id of the save. Its
+A **file seal** stands behind the last item of a data file: a table of what the file holds (key, dtype, box and place of
+each tensor; key and place of each object) and a footer of fixed size with the id of the save. Its
 length follows from the structure alone, so that it is known when the file is laid out; its content is known when the
 snapshot is taken.
 
@@ -57,6 +57,8 @@ SAVE_ID_BYTES: Final = 16
 NO_SAVE_ID: Final = bytes(SAVE_ID_BYTES)
 
 _VERSION: Final = 1
+_FILE_VERSION: Final = 2
+_NAMED_FILE_VERSION: Final = 1  # its table begins with the file's own name
 _FILE_MAGIC: Final = b"\x89mckFILE"
 _METADATA_MAGIC: Final = b"\x89mckSUMS"
 _METADATA_END: Final = b"\x89mckEND\n"
@@ -146,7 +148,6 @@ class TableColumns:
     """What a data file holds, in columns, in the order of the file.
 
     Attributes:
-        file_name: its own.
         dtypes: names of the dtypes that occur.
         keys: of the tensors.
         dtype_codes: for each tensor, which of `dtypes` (4 bytes each).
@@ -156,7 +157,6 @@ class TableColumns:
         object_keys: of the objects; where they lie is told when they are.
     """
 
-    file_name: str
     dtypes: Sequence[str]
     keys: Sequence[str]
     dtype_codes: array[int]
@@ -183,7 +183,7 @@ class FileSealPlan:
     @classmethod
     def of(cls, columns: TableColumns) -> FileSealPlan:
         """Lay out the seal of a file."""
-        names = [_text(name) for name in (columns.file_name, *columns.dtypes, *columns.keys, *columns.object_keys)]
+        names = [_text(name) for name in (*columns.dtypes, *columns.keys, *columns.object_keys)]
         parts = [
             _TABLE_HEAD.pack(len(columns.keys), len(columns.object_keys), len(columns.dtypes)),
             _raw(array("I", map(len, names))),
@@ -218,7 +218,7 @@ class FileSealPlan:
         table = self.packed + _raw(places)
         table_crc = crc32(table)
         footer = _FOOTER.pack(
-            *(_FILE_MAGIC, _VERSION, table_crc, save_id, file_bytes, len(table), self.unpacked_bytes),
+            *(_FILE_MAGIC, _FILE_VERSION, table_crc, save_id, file_bytes, len(table), self.unpacked_bytes),
             *(self.object_count, 0),
         )
         summed = footer[:-4]
@@ -235,6 +235,7 @@ class FileFooter(NamedTuple):
         table_crc32: of the table.
         unpacked_bytes: of the part of the table that is deflated.
         object_count: objects in the table.
+        version: of the table.
     """
 
     save_id: bytes
@@ -243,6 +244,7 @@ class FileFooter(NamedTuple):
     table_crc32: int
     unpacked_bytes: int
     object_count: int
+    version: int = _FILE_VERSION
 
 
 def decode_footer(data: bytes, where: str) -> FileFooter | None:
@@ -259,11 +261,11 @@ def decode_footer(data: bytes, where: str) -> FileFooter | None:
             f"{where}: its seal (the last {FOOTER_BYTES} bytes) does not have the CRC-32 that it states; the file was "
             "damaged after it was written, load another copy or an earlier checkpoint"
         )
-    if version != _VERSION:
+    if version not in (_NAMED_FILE_VERSION, _FILE_VERSION):
         raise CorruptCheckpointError(
-            f"{where}: its seal has version {version}, expected {_VERSION}; it was written by a newer mcore_ckpt"
+            f"{where}: its seal has version {version}, expected {_FILE_VERSION}; it was written by a newer mcore_ckpt"
         )
-    return FileFooter(save_id, file_bytes, table_bytes, table_crc, unpacked, objects)
+    return FileFooter(save_id, file_bytes, table_bytes, table_crc, unpacked, objects, version)
 
 
 class SealedFile(NamedTuple):
@@ -344,11 +346,9 @@ class FileTable:
     """What a data file says that it holds.
 
     Attributes:
-        file_name: its own name in the checkpoint's directory.
         tensors, objects: in the order of the file.
     """
 
-    file_name: str
     tensors: tuple[TableTensor, ...]
     objects: tuple[TableObject, ...]
 
@@ -409,20 +409,20 @@ def decode_table(data: bytes, footer: FileFooter, where: str) -> FileTable:
         raise table.wrong(f"{tensors + objects} items cannot lie in {footer.file_bytes} bytes")
     if objects != footer.object_count:
         raise table.wrong(f"the footer counts {footer.object_count} objects, the table {objects}")
-    lengths = table.column("I", 1 + dtypes + tensors + objects)
+    own_names = int(footer.version == _NAMED_FILE_VERSION)
+    lengths = table.column("I", own_names + dtypes + tensors + objects)
     codes, ndims = table.column("I", tensors), table.column("I", tensors)
     if any(code >= dtypes for code in codes):
         raise table.wrong("a tensor has a dtype that is not in it")
     boxes = table.column("q", 3 * sum(ndims))
     places = table.column("q", 2 * tensors)
-    names = [table.text(nbytes) for nbytes in lengths]
+    names = [table.text(nbytes) for nbytes in lengths][own_names:]
     table.finish()
     object_places = whole.column("Q", 2 * objects)
     whole.finish()
-    dtype_names, keys, object_keys = names[1 : 1 + dtypes], names[1 + dtypes :], names[1 + dtypes + tensors :]
+    dtype_names, keys, object_keys = names[:dtypes], names[dtypes:], names[dtypes + tensors :]
     starts = accumulate((3 * ndim for ndim in ndims), initial=0)
     return FileTable(
-        names[0],
         tuple(
             TableTensor(
                 keys[n],

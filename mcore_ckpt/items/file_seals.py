@@ -68,7 +68,7 @@ class FileSeals:
         with self._lock:
             if self._items is None:
                 self._items = items_by_file(index)
-        for problem in table_problems(self._items.get(name, {}), name, table):
+        for problem in table_problems(self._items.get(name, {}), table):
             raise CorruptCheckpointError(
                 f"{where}: {problem}; .metadata and this file do not belong together: put the files of one save "
                 "together again, or load another checkpoint"
@@ -115,16 +115,13 @@ def _described(index: CheckpointIndex) -> Iterator[tuple[StoredItem, str | _Row]
         yield stored.item, fqn
 
 
-def table_problems(items: dict[tuple[int, int], str | _Row], name: str, table: FileTable) -> Iterator[str]:
+def table_problems(items: dict[tuple[int, int], str | _Row], table: FileTable) -> Iterator[str]:
     """In what an index and a file's table contradict each other; a table may list more than the index names.
 
     Args:
         items: what the index says of the file, by offset and length.
-        name: of the file.
         table: what the file says of itself.
     """
-    if table.file_name != name:
-        yield f"it calls itself {table.file_name!r}"
     stored: dict[tuple[int, int], str | _Row] = {(row.offset, row.length): row.key for row in table.objects}
     stored.update({(row.offset, row.length): _Row(*row[:5]) for row in table.tensors})
     for (offset, length), row in items.items():

@@ -15,11 +15,11 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
-from mcore_ckpt.directory.commit import data_file_name
+from mcore_ckpt.format.file_names import data_file_name, with_id
 from mcore_ckpt.format.index import ObjectEntry, StoredItem
 from mcore_ckpt.format.item_layout import TensorTemplate, place, tensor_template
 from mcore_ckpt.format.seal import BLOCK_BYTES, FileSealPlan, TableColumns, inner_blocks
@@ -27,7 +27,6 @@ from mcore_ckpt.layout.file_image import FileImage
 from mcore_ckpt.layout.plans import LocalPlan, LocalPlanBuilder
 
 __all__ = [
-    "FILE_SUFFIX",
     "BucketLayout",
     "PlacedObjects",
     "RankLayout",
@@ -42,7 +41,6 @@ __all__ = [
     "split_buckets",
 ]
 
-FILE_SUFFIX = ".distcp"
 _PAGE_BYTES = 4096
 _OBJECT_ALIGNMENT_BYTES = 64
 
@@ -52,7 +50,7 @@ class BucketLayout:
     """Where everything lies in one bucket's file. All offsets are bytes from the start of the file.
 
     Attributes:
-        file_name: name inside the checkpoint directory.
+        file_name: name inside the checkpoint directory; the id of a save comes into it by `RankLayout.named`.
         region_bytes: length of the bytes_data region, which starts at 0 and is a multiple of 4096.
         templates: for each tensor, its item without the payload.
         item_offsets: for each tensor, where its item starts.
@@ -62,7 +60,7 @@ class BucketLayout:
         inner_blocks: for each of those, how many block boundaries lie inside it.
     """
 
-    file_name: str
+    file_name: str = field(compare=False)
     region_bytes: int
     templates: tuple[TensorTemplate, ...]
     item_offsets: array[int]
@@ -192,7 +190,7 @@ def lay_out(
         for crc_position in template.crc_positions:
             crc_positions.append(tail + crc_position)
         position = tail + len(template.tail)
-    seal = seal_plan(file_name, specs, item_offsets, [template.item_bytes for template in templates], object_keys)
+    seal = seal_plan(specs, item_offsets, [template.item_bytes for template in templates], object_keys)
     image = FileImage(
         file_name=file_name,
         size_bytes=position + seal.size_bytes,
@@ -213,7 +211,6 @@ def lay_out_file(
 
 
 def seal_plan(
-    file_name: str,
     specs: Sequence[TensorSpec],
     item_offsets: Iterable[int],
     item_bytes: Iterable[int],
@@ -225,7 +222,6 @@ def seal_plan(
     places = chain.from_iterable(zip(item_offsets, item_bytes, strict=True))
     return FileSealPlan.of(
         TableColumns(
-            file_name,
             tuple(dtypes),
             [spec.key for spec in specs],
             array("I", [dtypes[spec.dtype] for spec in specs]),
@@ -251,6 +247,13 @@ class PlacedObjects:
     offsets: tuple[tuple[int, ...], ...]
     entries: tuple[ObjectEntry, ...]
 
+    def named(self, save_id: bytes) -> PlacedObjects:
+        """As they lie in the files of one save."""
+        entries = tuple(
+            replace(entry, item=entry.item._replace(file=with_id(entry.item.file, save_id))) for entry in self.entries
+        )
+        return replace(self, entries=entries)
+
     def places(self, bucket: int) -> list[tuple[int, int]]:
         """Offset and length of each object in the file of that number, in bytes."""
         lengths = [self.entries[index].item.length for index in self.buckets[bucket]]
@@ -263,7 +266,6 @@ class RankLayout:
 
     Attributes:
         specs: the tensors, in the trainer's order; what a later save compares its own with.
-        first_file: number of the first file.
         buckets: the layout of each file.
         members: for each file, the indices of its tensors.
         plan: the same for the coordinator.
@@ -272,7 +274,6 @@ class RankLayout:
     """
 
     specs: tuple[TensorSpec, ...]
-    first_file: int
     buckets: tuple[BucketLayout, ...]
     members: tuple[tuple[int, ...], ...]
     plan: LocalPlan
@@ -283,6 +284,15 @@ class RankLayout:
     def file_bytes(self) -> int:
         """Length of all files together, in bytes."""
         return sum(bucket.image.size_bytes for bucket in self.buckets)
+
+    def named(self, save_id: bytes) -> RankLayout:
+        """The files of one save: a layout is kept from save to save, and a name is used once."""
+        buckets = tuple(
+            replace(bucket, file_name=name, image=replace(bucket.image, file_name=name))
+            for bucket in self.buckets
+            for name in (with_id(bucket.file_name, save_id),)
+        )
+        return replace(self, buckets=buckets)
 
     def place_objects(self, keys: Sequence[str], sizes_bytes: Sequence[int]) -> PlacedObjects | None:
         """Find room for the objects of a save; None if a new layout is needed: for other keys, or larger regions."""
@@ -315,7 +325,6 @@ def lay_out_rank(
     object_bytes: Sequence[int],
     *,
     rank: int,
-    first_file: int,
     thread_count: int,
     separation_hint: str | None = None,
 ) -> RankLayout:
@@ -326,7 +335,6 @@ def lay_out_rank(
         object_keys: keys of its serialized objects.
         object_bytes: their sizes now; each file's region gets some room to grow.
         rank: of the writing process, for the file names.
-        first_file: number of its first file.
         thread_count: files to write, at most.
         separation_hint: prefix of keys that get files of their own.
     """
@@ -337,7 +345,7 @@ def lay_out_rank(
         if prefix not in prefixes:
             chosen.append((prefix, []))
             prefixes.append(prefix)
-    names = [data_file_name(rank, first_file + i, prefix) for i, prefix in enumerate(prefixes)]
+    names = [data_file_name(rank, i, prefix) for i, prefix in enumerate(prefixes)]
     objects_of_file = _spread(object_keys, names, separation_hint)
     builder = LocalPlanBuilder()
     buckets = []
@@ -350,9 +358,7 @@ def lay_out_rank(
         for spec, offset, template in zip(of_file, bucket.item_offsets, bucket.templates, strict=True):
             builder.add(spec.key, spec.dtype, spec.shape, spec.offsets, spec.sizes, offset, template.item_bytes)
     members = tuple(tuple(indices) for _, indices in chosen)
-    return RankLayout(
-        tuple(specs), first_file, tuple(buckets), members, builder.build(), tuple(object_keys), separation_hint
-    )
+    return RankLayout(tuple(specs), tuple(buckets), members, builder.build(), tuple(object_keys), separation_hint)
 
 
 def _prefixes_of_objects(keys: Sequence[str], separation_hint: str | None) -> list[str]:

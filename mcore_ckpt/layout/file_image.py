@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mcore_ckpt.core.errors import SaveError
 
@@ -32,7 +32,7 @@ class FileImage:
             (`array('q')`); the same number for each, and each behind the end of its payload.
     """
 
-    file_name: str
+    file_name: str = field(compare=False)
     size_bytes: int
     payload_offsets: array[int]
     payload_lengths: array[int]

@@ -7,7 +7,6 @@ take no part in comparing or hashing a `MetadataIndex`. Plans become DCP's where
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.core.process import collector_paused
+from mcore_ckpt.format.file_names import data_file_of
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.seal import MetadataSeal, seal_metadata, split_metadata
 from mcore_ckpt.layout.plans import LocalPlan
@@ -182,9 +182,6 @@ def from_dcp_metadata(metadata: Metadata, path: str | Path) -> CheckpointIndex:
     )
 
 
-_DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp$")
-
-
 def local_plans_as_dcp(plans: Sequence[LocalPlan], object_keys: Sequence[Sequence[str]]) -> list[SavePlan]:
     """Every rank's `SavePlan`: its tensors from the columns, and its objects."""
     return [_as_dcp(plan, keys) for plan, keys in zip(plans, object_keys, strict=True)]
@@ -229,8 +226,8 @@ def plans_of_index(index: CheckpointIndex) -> list[SavePlan]:
 
 
 def _rank_of(file: str) -> int:
-    match = _DATA_FILE.search(file)
-    return int(match.group(1)) if match else 0
+    found = data_file_of(file)
+    return 0 if found is None else found.rank
 
 
 @lru_cache(maxsize=256)

@@ -2,7 +2,7 @@
 
 To 0.18 Megatron-Core keeps it in `common.pt`, from 0.19 on in an object `common_state` inside the data files. Either is
 read here, whichever version is installed, and the one that belongs to the `.metadata` in force is taken: a `common.pt`
-may be the rest of an older checkpoint, or be waiting under its pending name (see `commit`).
+may be the rest of an older checkpoint, or be waiting under its pending name (see `in_force`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.ranks import coordination_group
-from mcore_ckpt.directory.commit import common_file_in_force, write_common, write_config
 from mcore_ckpt.directory.common_file import read_common_file
+from mcore_ckpt.directory.in_force import common_file_in_force
+from mcore_ckpt.directory.publish import write_config
+from mcore_ckpt.directory.target import write_common
 from mcore_ckpt.format.index import object_key
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,

@@ -23,7 +23,7 @@ from mcore_ckpt.core.options import LoadOptions, SaveOptions, unknown_variables
 from mcore_ckpt.core.paths import is_local, local_path
 from mcore_ckpt.core.version import __version__
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.directory.commit import give_back
+from mcore_ckpt.directory.target import give_back
 from mcore_ckpt.format.metadata_read import read_config
 from mcore_ckpt.megatron import _async_queue as megatron_queue
 from mcore_ckpt.megatron import common_state

@@ -24,7 +24,7 @@ from mcore_ckpt.core.options import LoadOptions, SaveOptions
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import coordination_group, interrupts_wait_for_others
-from mcore_ckpt.directory.commit import data_bytes_of_rank
+from mcore_ckpt.directory.in_force import data_bytes_of_rank
 from mcore_ckpt.directory.remove import remove_tensors
 from mcore_ckpt.items.open_files import ReadStats
 from mcore_ckpt.layout.buckets import TensorSpec
@@ -56,6 +56,7 @@ from mcore_ckpt.megatron._versions import (
     sharded_tensor_of,
 )
 from mcore_ckpt.save.transaction import SaveRequest, SaveTransaction, Structure, begin_save
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.stage_pool import expect_save, warm_up_stage
 
 __all__ = ["TorchDistLoadStrategy", "TorchDistSaveStrategy", "load_state_dict"]
@@ -419,8 +420,8 @@ def _expect_save(loaded: Path, read_bytes: int) -> None:
     Nobody saves more than all that it has loaded: ranks may hold something else than those that have saved.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    with contextlib.suppress(OSError):
-        written_bytes = data_bytes_of_rank(loaded, rank, ranks)
+    with contextlib.suppress(LoadError):
+        written_bytes = data_bytes_of_rank(storage_at(loaded), rank, ranks)
         if written_bytes is not None:
             expect_save(min(written_bytes, read_bytes))
 

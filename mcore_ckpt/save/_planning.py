@@ -15,6 +15,7 @@ from typing import Any
 from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.ranks import RankGroup
+from mcore_ckpt.format.file_names import with_id
 from mcore_ckpt.format.index import ObjectEntry
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.format.seal import SealedFile
@@ -43,11 +44,12 @@ class Planned:
     tensors: TensorPlans
     encoder: MetadataEncoder | None = None
 
-    @property
-    def files(self) -> list[tuple[str, int]]:
-        """Name and length in bytes of all ranks' files, by name."""
+    def files(self, save_id: bytes) -> list[tuple[str, int]]:
+        """Name and length in bytes of all ranks' files of one save, by name."""
         return sorted(
-            (name, size) for plan in self.plans for name, size in zip(plan.files, plan.file_bytes, strict=True)
+            (with_id(name, save_id), size)
+            for plan in self.plans
+            for name, size in zip(plan.files, plan.file_bytes, strict=True)
         )
 
     @property
@@ -92,7 +94,8 @@ class Planned:
         if len(known) == sum(map(len, sums)):
             object_crcs = [crc for of_rank in sums for crc in sums_of_objects(of_rank)]
             seal = seal_of_save(save_id, known, self.encoder.order, object_crcs, common)
-        return self.encoder.encode(entries, storage_meta=storage_meta, local_plans=local_plans, seal=seal)
+        files = {name: with_id(name, save_id) for plan in self.plans for name in plan.files}
+        return self.encoder.encode(entries, files=files, storage_meta=storage_meta, local_plans=local_plans, seal=seal)
 
 
 @dataclass(slots=True)
@@ -154,13 +157,10 @@ def place_as_before(
     return layout.place_objects(state.object_keys, state.object_bytes)
 
 
-def plan_as_before(
-    structure: Structure, placed: PlacedObjects | None, first_file: int, save_id: bytes
-) -> SavePlan | None:
-    """The plan of the save before, if its files have the numbers that this save's must have."""
-    if placed is None or structure.layout is None or structure.layout.first_file != first_file:
-        return None
-    return SavePlan(structure.layout, placed, structure.planned, save_id, reused=True)
+def plan_as_before(structure: Structure, placed: PlacedObjects, save_id: bytes) -> SavePlan:
+    """The plan of the save before, for the files of another save."""
+    assert structure.layout is not None
+    return SavePlan(structure.layout.named(save_id), placed.named(save_id), structure.planned, save_id, reused=True)
 
 
 def plan_save(
@@ -168,7 +168,6 @@ def plan_save(
     state: RankState,
     group: RankGroup,
     *,
-    first_file: int,
     save_id: bytes,
     thread_count: int,
     separation_hint: str | None,
@@ -179,7 +178,6 @@ def plan_save(
         structure: takes the result, for the next save.
         state: what this rank writes.
         group: the ranks that save; all call this.
-        first_file: number of each rank's first file.
         save_id: of the save.
         thread_count: files of this rank, at most.
         separation_hint: prefix of keys that get files of their own.
@@ -195,7 +193,6 @@ def plan_save(
             state.object_keys,
             state.object_bytes,
             rank=group.rank,
-            first_file=first_file,
             thread_count=thread_count,
             separation_hint=separation_hint,
         )
@@ -206,7 +203,9 @@ def plan_save(
     group.run_on_coordinator("check the plan", partial(_is_good, planned), wrap=SaveError)
     structure.layout, structure.planned = value_of(laid_out), None if planned is None else value_of(planned)
     structure.laid_out_for = (group.rank, group.size, thread_count)
-    return SavePlan(structure.layout, value_of(placed), structure.planned, save_id, reused=False)
+    return SavePlan(
+        structure.layout.named(save_id), value_of(placed).named(save_id), structure.planned, save_id, reused=False
+    )
 
 
 def _place(laid_out: RankLayout | BaseException, state: RankState) -> PlacedObjects:

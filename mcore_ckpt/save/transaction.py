@@ -13,7 +13,6 @@ What fails on one rank alone is carried as a value to the next exchange, where a
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import time
@@ -31,17 +30,10 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import RankGroup, interrupts_wait_for_others, reached_every_rank
 from mcore_ckpt.core.signals import interruptible
-from mcore_ckpt.directory.commit import (
-    Target,
-    abandon,
-    check_files,
-    discard,
-    give_back,
-    is_in_force,
-    open_target,
-    publish,
-)
 from mcore_ckpt.directory.common_file import common_file_of_save
+from mcore_ckpt.directory.in_force import is_in_force
+from mcore_ckpt.directory.publish import check_files, publish
+from mcore_ckpt.directory.target import Target, abandon, discard, give_back, open_target
 from mcore_ckpt.format.index import ObjectEntry
 from mcore_ckpt.format.seal import SealedFile, shown_id
 from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout
@@ -211,34 +203,26 @@ def _plan(
         placed = place_as_before(structure, state, group, thread_count=thread_count, separation_hint=hint)
     step = partial(_prepare, state, placed is not None, directory if group.is_coordinator else None)
     answers = group.run("prepare the save", step, wrap=SaveError)
-    first_file, _, save_id = answers[0]
-    unchanged = all(unchanged for _, unchanged, _ in answers)
-    plan = plan_as_before(structure, placed, first_file, save_id) if unchanged else None
-    return plan or plan_save(
+    _, save_id = answers[0]
+    if placed is not None and all(unchanged for unchanged, _ in answers):
+        return plan_as_before(structure, placed, save_id)
+    return plan_save(
         structure,
         value_of(state),
         group,
-        first_file=first_file,
         save_id=save_id,
         thread_count=request.thread_count,
         separation_hint=request.separation_hint,
     )
 
 
-def _prepare(
-    state: RankState | BaseException, unchanged: bool, directory: SaveDirectory | None
-) -> tuple[int, bool, bytes]:
-    """What a rank tells the others: number of its first file and id of the save (the coordinator), and whether its
-    structure has stayed.
-
-    That number is the coordinator's alone to know, so `_plan` compares it with the structure's on every rank.
-    """
+def _prepare(state: RankState | BaseException, unchanged: bool, directory: SaveDirectory | None) -> tuple[bool, bytes]:
+    """What a rank tells the others: whether its structure has stayed, and the save's id (the coordinator)."""
     value_of(state)
     if directory is None:
-        return -1, unchanged, b""
+        return unchanged, b""
     with interruptible():
-        first_file, save_id = directory.open()
-    return first_file, unchanged, save_id
+        return unchanged, directory.open()
 
 
 def _write(
@@ -251,8 +235,7 @@ def _write(
     started: Callable[[Writing], None],
 ) -> Writing:
     """Write this rank's files now, or start to: of what goes on beside training, `started` hears before all else."""
-    what, options = str(directory.path), request.options
-    storage = directory.storage.marked(shown_id(plan.save_id))
+    what, options, storage = str(directory.path), request.options, directory.storage
     if request.bucket_writer is not None:
         write = partial(request.bucket_writer, directory.path, plan.layout, plan.placed, state, options, plan.save_id)
         return write_now(write, options, what, plan.unencoded)
@@ -293,15 +276,15 @@ class SaveDirectory:
         self.target: Target | None = None
         self._options = options
 
-    def open(self) -> tuple[int, bytes]:
-        """Coordinator: claim the directory; returns the number of each rank's first file, and the save's id.
+    def open(self) -> bytes:
+        """Coordinator: claim the directory; returns the save's id.
 
         Raises:
             SaveError: another save holds it, in this process, another one, or on another host.
             CheckpointExistsError: see `open_target`.
         """
         self.target = open_target(self.storage, self._options)
-        return self.target.first_file, self.target.save_id
+        return self.target.save_id
 
     def common_file(self, *, has_common_state: bool) -> SealedFile | None:
         """Coordinator: the file that holds the common state of this save; None if an object does, or nothing."""
@@ -313,12 +296,12 @@ class SaveDirectory:
         assert self.target is not None
         publish(self.storage, self.target, metadata, has_common_state=has_common_state)
 
-    def abandon(self, *, others_clean_up: bool = True) -> None:
+    def abandon(self) -> None:
         """Put the directory back as it was before; the files of the save have been removed."""
         if self.target is None:
             give_back(self.storage)
         else:
-            abandon(self.storage, self.target, others_clean_up=others_clean_up)
+            abandon(self.storage, self.target)
 
     def release(self) -> None:
         """Let other saves in, which then remove what is left of this one."""
@@ -460,11 +443,10 @@ class SaveTransaction:
         assert gathered is not None
         assert plan.planned is not None
         done = sorted((file.file_name, file.size_bytes) for written in gathered for file in written.files)
-        if plan.planned.files != done:
-            raise SaveError(
-                f"{self._directory.path}: the files planned are {plan.planned.files}, the files written {done}"
-            )
-        check_files(self._directory.storage, plan.planned.files)
+        files = plan.planned.files(plan.save_id)
+        if files != done:
+            raise SaveError(f"{self._directory.path}: the files planned are {files}, the files written {done}")
+        check_files(self._directory.storage, files)
         objects = [written.objects for written in gathered]
         common = any(entry.fqn.startswith("common_state/") for of_rank in objects for entry in of_rank)
         content = plan.planned.metadata(
@@ -491,16 +473,12 @@ class SaveTransaction:
     def _abandon(self) -> None:
         """Remove what this rank wrote of a save that has failed."""
         assert self.plan is not None
-        planned = self.plan.planned
-        files = self.plan.files if planned is None else [name for name, _ in planned.files]
-        if self._publishes and is_in_force(self._directory.storage, files):
+        if self._publishes and is_in_force(self._directory.storage, self.plan.save_id):
             _logger.warning("%s: the save was interrupted, but the checkpoint is published", self._directory.path)
             self._directory.release()
         else:
-            met_others = isinstance(self.call, Writing) and _met_a_file(self.call.failure)
-            discard(self._directory.storage, self.plan.files, self.plan.save_id)
-            # When the coordinator lets the directory go, other ranks may not have cleaned up, or still be writing.
-            self._directory.abandon(others_clean_up=self._group.size == 1 and not met_others)
+            discard(self._directory.storage, self.plan.files)
+            self._directory.abandon()
 
     def _report(self, mine: Written, gathered: list[Written] | None) -> SaveReport:
         """On the coordinator of all ranks, the slowest rank's phases; elsewhere of this rank alone."""
@@ -561,12 +539,3 @@ def _forget_the_parents() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_the_parents)
-
-
-def _met_a_file(error: BaseException | None) -> bool:
-    """Whether a writing failed since a file of a planned name was there: somebody else writes into the directory."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno == errno.EEXIST:
-            return True
-        error = error.__cause__
-    return False

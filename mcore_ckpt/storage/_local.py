@@ -5,15 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.storage import _durable, direct_io
 from mcore_ckpt.storage._durable import save_error
 from mcore_ckpt.storage._local_reader import BouncePool, LocalReader
-from mcore_ckpt.storage._local_writer import MARK, LocalWriter
+from mcore_ckpt.storage._local_writer import LocalWriter
 from mcore_ckpt.storage._regular_files import looked_at, open_error, open_regular
 from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWriter, Storage, check_name
 
@@ -27,31 +26,15 @@ class LocalStorage(Storage):
         root: the directory.
         follow_links: read files through symbolic links in it, too, wherever they lead. Not for checkpoints; for what
             others keep as links (the cache of Hugging Face), in a directory that a person has named.
-
-    Attributes:
-        mark: see `marked`; empty for none.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, follow_links: bool = False) -> None:
         self.root = local_path(root)
         self._follow_links = follow_links
         self._bounce = BouncePool()
-        self.mark = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remade, (self.root, self.mark)  # writer processes get the path; buffers and locks stay here
-
-    def marked(self, mark: str) -> LocalStorage:
-        same = object.__new__(type(self))  # (copying goes by way of `__reduce__`)
-        same.__dict__.update(self.__dict__)
-        same.mark = mark
-        return same
-
-    def mark_of(self, name: str) -> str | None:
-        try:
-            return os.getxattr(self.path(name), MARK, follow_symlinks=False).decode("ascii", "replace")
-        except OSError:
-            return None
+        return LocalStorage, (self.root,)  # writer processes get the path; buffers and locks stay here
 
     def __repr__(self) -> str:
         return f"LocalStorage({str(self.root)!r})"
@@ -68,12 +51,17 @@ class LocalStorage(Storage):
         for error in failed:
             # What was removed meanwhile is not there. Anything else would pass for an empty directory.
             if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-                code = errno.errorcode.get(error.errno or 0, "no errno")
-                raise LoadError(
-                    f"{error.filename or self.root}: cannot be listed: {error.strerror or error} ({code}); check the "
-                    "device and its file system (dmesg)"
-                ) from error
+                raise _cannot_be_listed(error.filename or self.root, error) from error
         return sorted(names)
+
+    def sizes(self) -> dict[str, int]:
+        try:
+            with os.scandir(self.root) as entries:
+                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointNotFoundError(f"{self.root}: no such directory") from error
+        except OSError as error:
+            raise _cannot_be_listed(self.root, error) from error
 
     def exists(self, name: str) -> bool:
         return os.path.isfile(self.path(name))
@@ -127,7 +115,7 @@ class LocalStorage(Storage):
         try:
             if "/" in name:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-            return LocalWriter(path, size_bytes, direct, self.mark)
+            return LocalWriter(path, size_bytes, direct)
         except OSError as error:
             raise save_error("creating the file", path, error) from error
 
@@ -247,5 +235,8 @@ class LocalStorage(Storage):
             raise save_error("syncing the directory that it is in", place, error) from error
 
 
-def _remade(root: Path, mark: str) -> LocalStorage:
-    return LocalStorage(root).marked(mark)
+def _cannot_be_listed(what: object, error: OSError) -> LoadError:
+    code = errno.errorcode.get(error.errno or 0, "no errno")
+    return LoadError(
+        f"{what}: cannot be listed: {error.strerror or error} ({code}); check the device and its file system (dmesg)"
+    )

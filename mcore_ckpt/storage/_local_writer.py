@@ -18,56 +18,17 @@ from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage._durable import FILE_MODE, save_error
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeWriter, align_up
 
-__all__ = ["MARK", "LocalWriter"]
+__all__ = ["LocalWriter"]
 
 # One write-back in flight, and one before it that is waited for: enough to keep the device busy, and all that a
 # buffered save may leave dirty in the page cache.
 _UNSYNCED_WRITES: Final = 2
-# The extended attribute that holds the mark of a file.
-MARK: Final = "user.mcore_ckpt.save"
-
-
-def _create_marked(path: str, mark: str) -> int:
-    """A new file, open for writing, that says from its first moment on which save makes it.
-
-    It is made without a name, marked, and then named: whoever is killed in between leaves nothing. Where the file
-    system has no files without names, it may be there for a moment without the mark; where it keeps no marks, always.
-    """
-    fd = None if mark == "" else _create_nameless(os.path.dirname(path) or ".", mark)
-    if fd is not None:
-        try:
-            # As for an absolute path the descriptor is not needed; with one, Python asks that the link be followed.
-            os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
-        except BaseException as error:
-            os.close(fd)
-            if not isinstance(error, OSError) or error.errno == errno.EEXIST:
-                raise
-        else:
-            return fd
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
-    if mark:
-        with contextlib.suppress(OSError):
-            os.setxattr(fd, MARK, mark.encode("ascii"))
-    return fd
-
-
-def _create_nameless(directory: str, mark: str) -> int | None:
-    try:
-        fd = os.open(directory, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, FILE_MODE)
-    except OSError:
-        return None
-    try:
-        os.setxattr(fd, MARK, mark.encode("ascii"))
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
 
 
 class LocalWriter(RangeWriter):
     """A new file. `finish` is for one thread, after the last `write` has returned."""
 
-    def __init__(self, path: str, size_bytes: int | None, direct: DirectIo, mark: str) -> None:
+    def __init__(self, path: str, size_bytes: int | None, direct: DirectIo) -> None:
         self.name = path
         self.direct = False
         self._insist = direct == "on"
@@ -77,7 +38,7 @@ class LocalWriter(RangeWriter):
         self._unsynced: deque[tuple[int, int]] = deque()
         self._writes_in_progress = 0
         self._aborted = False
-        fd = _create_marked(path, mark)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
         self._fd: int | None = fd
         try:
             if direct != "off":

@@ -227,6 +227,15 @@ class Storage(ABC):
         """
 
     @abstractmethod
+    def sizes(self) -> dict[str, int]:
+        """Length in bytes of each file that lies in the directory itself, by name; see `list`.
+
+        Raises:
+            CheckpointNotFoundError: there is no such directory.
+            LoadError: it cannot be listed.
+        """
+
+    @abstractmethod
     def exists(self, name: str) -> bool:
         """Whether there is a file of that name."""
 
@@ -290,18 +299,6 @@ class Storage(ABC):
         Raises:
             SaveError: it cannot be written.
         """
-
-    def marked(self, mark: str) -> Storage:
-        """The same directory; what `open_writer` creates there bears a mark, from its first moment on, in its inode.
-
-        A mark is for telling one's own files from others', nothing more: file systems may have no place for it, and
-        copies may lack it.
-        """
-        return self
-
-    def mark_of(self, name: str) -> str | None:
-        """The mark of a file; None if it has none, as far as can be seen, or is not there."""
-        return None
 
     @abstractmethod
     def publish(self, name: str, content: bytes, *, through: str | None = None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_ckpt.format.file_names import data_file_of
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.tools.keys import is_optimizer_key, layer_number, model_key
 
@@ -19,7 +20,6 @@ __all__ = [
     "optimizer_layout",
 ]
 
-_DATA_FILE = re.compile(r"(?:^|[^0-9])__(\d+)_(\d+)\.distcp$")
 _STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.[^0-9]")
 _ARGUMENTS = {
     "tp": "tensor_model_parallel_size",
@@ -44,9 +44,9 @@ class ParallelLayout:
 
 
 def data_file_rank(file: str) -> int | None:
-    """The rank that wrote a data file, from its name `__{rank}_{i}.distcp`; None for other names."""
-    found = _DATA_FILE.search(file)
-    return int(found.group(1)) if found else None
+    """The rank that wrote a data file, from its name; None for other names."""
+    found = data_file_of(file)
+    return None if found is None else found.rank
 
 
 def optimizer_layout(index: CheckpointIndex, common: Mapping[str, Any]) -> str | None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.directory.claim import Claim
-from mcore_ckpt.directory.commit import index_files
 from mcore_ckpt.directory.common_file import read_common_file
+from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_reading import locate_tensor, verify_records

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import stat
 import time
 from collections.abc import Iterator
@@ -20,8 +19,9 @@ from pathlib import Path
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, OptionError, SaveError
 from mcore_ckpt.directory.claim import Claim, claimants, is_claim_file
-from mcore_ckpt.directory.commit import index_files
+from mcore_ckpt.directory.in_force import index_files, is_pending
 from mcore_ckpt.directory.run import RunCheckpoint, iteration_directories, look_at, tracked_name
+from mcore_ckpt.format.file_names import DATA_SUFFIX
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, MAX_METADATA_BYTES, METADATA_FILE, parse_index
 from mcore_ckpt.storage.resolve import storage_at
@@ -35,9 +35,7 @@ _REMOVED_INDEX = METADATA_FILE + ".removed"
 _REMOVAL = "removal"
 _CLAIMED = "a save is at work in it, or has died there"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_SIDECARS = (CONFIG_FILE, COMMON_FILE, COMMON_FILE + ".pending", "integrity.json")
-_PENDING_COMMON = re.compile(re.escape(COMMON_FILE) + r"\.\d+(\.[0-9a-f]{16})?\.pending")
-_DATA_SUFFIX = ".distcp"
+_SIDECARS = (CONFIG_FILE, COMMON_FILE, "integrity.json")
 # Stock Megatron-Core and DCP mark no directory that they write to: files newer than the index tell, for so long.
 _RECENT_S = 3600.0
 
@@ -348,13 +346,13 @@ def _own_files(directory: Path, index: CheckpointIndex) -> Iterator[Path]:
     for name in sorted(index_files(index)):
         path = directory / name
         leads_elsewhere = any(parent.is_symlink() for parent in path.parents if directory in parent.parents)
-        if name.endswith(_DATA_SUFFIX) and not leads_elsewhere:
+        if name.endswith(DATA_SUFFIX) and not leads_elsewhere:
             yield path
 
 
 def _sidecars(directory: Path) -> Iterator[Path]:
     for path in sorted(directory.iterdir()):
-        if (path.name in _SIDECARS or _PENDING_COMMON.fullmatch(path.name)) and _is_plain_file(path):
+        if (path.name in _SIDECARS or is_pending(path.name)) and _is_plain_file(path):
             yield path
 
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.threads import in_parallel
-from mcore_ckpt.directory.commit import common_file_in_force, with_common_files
 from mcore_ckpt.directory.common_file import read_common_file
+from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.directory.run import common_state_flaw, is_megatrons, structure_flaws
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
@@ -358,7 +358,7 @@ def _seal_problems(index: CheckpointIndex, storage: Storage) -> Iterator[Problem
             continue
         except LoadError:
             continue  # missing, which has been told
-        for message in () if table is None else table_problems(items[name], name, table):
+        for message in () if table is None else table_problems(items[name], table):
             yield Problem("structure", f"{storage}/{name}: {message}", file=name)
 
 

@@ -22,7 +22,6 @@ import pytest
 
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.directory import claim as claim_module
-from mcore_ckpt.directory import commit
 from mcore_ckpt.directory.claim import Claim, Owner, holders
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, METADATA_FILE
 from mcore_ckpt.storage import _durable
@@ -389,19 +388,6 @@ def test_what_dead_claimants_left_is_swept_and_what_living_ones_have_is_not(tmp_
     claim.sweep(storage.list())
     claim.release()
     assert names(tmp_path) == {f"{INCOMPLETE_MARKER}.{living.save_id}{end}" for end in ("", ".publish")}
-
-
-def test_a_tool_that_takes_over_hands_on_which_saves_have_left_files(tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path)
-    kept: list[Claim] = []
-    noted = {"first_file": 3, "gone": ["0" * 16]}
-    assert exit_code(in_child(lambda: kept.append(Claim.take(storage, noted)))) == 0
-    dead = holders(storage)[-1].save_id
-    with Claim.take(storage):
-        pass
-    target = commit.reserve(storage)
-    assert {dead, "0" * 16} <= target.gone
-    commit.give_back(storage)
 
 
 def test_a_failed_claim_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

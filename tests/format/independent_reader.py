@@ -361,7 +361,7 @@ def read_seal(name: str, content: bytes) -> DataFile | None:
     version, table_crc = struct.unpack_from("<2I", footer, 8)
     length, table_length, inflated, objects, own_crc = struct.unpack_from("<3Q2I", footer, 32)
     need(zlib.crc32(footer[:60]) == own_crc, f"{name}: CRC-32 of the footer")
-    need(version == 1, f"{name}: version {version} of the seal")
+    need(version in (1, 2), f"{name}: version {version} of the seal")
     need(length == len(content), f"{name}: {len(content)} bytes, its footer says {length}")
     need(16 * objects <= table_length <= length - DATA_FOOTER, f"{name}: length of the table")
     table = content[length - DATA_FOOTER - table_length : length - DATA_FOOTER]
@@ -374,24 +374,25 @@ def read_seal(name: str, content: bytes) -> DataFile | None:
         raise CorruptError(f"{name}: table: {error}") from error
     need(inflater.eof and not inflater.unused_data and len(names_and_boxes) == inflated, f"{name}: length of the table")
     spans = [tuple(span) for span in np.frombuffer(table[split:], "<u8").reshape(-1, 2).tolist()]
-    rows = _table_rows(name, length - DATA_FOOTER - table_length, names_and_boxes, spans)
+    rows = _table_rows(name, length - DATA_FOOTER - table_length, names_and_boxes, spans, named=version == 1)
     return DataFile(name, content, footer[16:32], table_crc, rows)
 
 
-def _table_rows(file: str, end: int, table: bytes, objects: list[Span]) -> dict[Span, list[TableRow]]:
+def _table_rows(file: str, end: int, table: bytes, objects: list[Span], named: bool) -> dict[Span, list[TableRow]]:
     cursor = Cursor(table, f"{file}: table")
     n, m, d = cursor.numbers(4, 3)
     need(m == len(objects), f"{file}: number of objects")
-    name_lengths = cursor.numbers(4, 1 + d + n + m)
+    name_lengths = cursor.numbers(4, named + d + n + m)
     dtypes, axes = cursor.numbers(4, n), cursor.numbers(4, n)
     boxes = [tuple(tuple(cursor.numbers(8, count)) for _ in range(3)) for count in axes]
     tensors: list[Span] = [tuple(cursor.numbers(8, 2)) for _ in range(n)]
     names = [_utf8(cursor.take(length)) for length in name_lengths]
     cursor.end()
-    need(names[0] == file, f"{file} says that it is {names[0]!r}")
-    need(all(kind < d for kind in dtypes) and set(names[1 : 1 + d]) <= set(DTYPES), f"{file}: dtype in the table")
-    keys = names[1 + d :]
-    listed = [TableRow(key, names[1 + kind], *box) for key, kind, box in zip(keys, dtypes, boxes, strict=False)]
+    if named:
+        need(names.pop(0) == file, f"{file} says that it is another")
+    need(all(kind < d for kind in dtypes) and set(names[:d]) <= set(DTYPES), f"{file}: dtype in the table")
+    keys = names[d:]
+    listed = [TableRow(key, names[kind], *box) for key, kind, box in zip(keys, dtypes, boxes, strict=False)]
     sizes = [math.prod(row.sizes) * DTYPES[row.dtype].itemsize for row in listed]
     heads = [
         head_length(row.dtype, row.sizes) if size >= LARGE_TENSOR else None

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 import mcore_ckpt
 from tests.format import independent_reader as independent
+from tests.support.local_files import data_file
 
 GOLDEN = sorted(path.parent for path in (Path(__file__).parent / "golden").glob("ours-*/.metadata"))
 ITEM = Path(__file__).parent / "items" / "own-bfloat16-20x30.pt"
@@ -115,8 +116,8 @@ class TestOurs:
     def test_a_file_of_another_save_is_refused(self, tmp_path: Path) -> None:
         for name in ("a", "b"):
             write(tmp_path / name, {"t": torch.arange(5)})
-        (file,) = (tmp_path / "a").glob("*.distcp")
-        shutil.copy(file, tmp_path / "b" / file.name)
+        (file,), (own,) = ((tmp_path / name).glob("*.distcp") for name in ("a", "b"))
+        shutil.copy(file, own)
         with pytest.raises(independent.CorruptError, match="not the file that"):
             independent.read_checkpoint(tmp_path / "b")
 
@@ -129,9 +130,9 @@ class TestOurs:
         read = independent.read_checkpoint(tmp_path)
         assert not read.sealed
         assert {key: array.tolist() for key, array in read.tensors.items()} == {"t": [*range(5)], "u": [*range(5, 10)]}
-        metadata.write_bytes(pickled.replace(b"__0_0.distcp", b"__0_7.distcp"))
-        (tmp_path / "__0_0.distcp").rename(tmp_path / "__0_7.distcp")
-        with pytest.raises(independent.CorruptError, match="says that it is"):
+        write(tmp_path / "other", {"t": torch.arange(5), "v": torch.arange(5) + 5, "o": "x"}, thread_count=1)
+        shutil.copy(data_file(tmp_path / "other"), data_file(tmp_path))
+        with pytest.raises(independent.CorruptError, match="the table of"):
             independent.read_checkpoint(tmp_path)
 
     def test_links_are_refused(self, tmp_path: Path) -> None:

@@ -89,9 +89,8 @@ def test_long_keys_are_no_reason_to_be_slow() -> None:
 
 def test_a_table_is_not_inflated_beyond_what_its_file_can_hold() -> None:
     rows = 500_000
-    names = [b"__0_0.distcp", b"d"]
-    parts = [struct.pack("<III", rows, 0, 1), struct.pack("<II", *map(len, names)), bytes(12 * rows), bytes(16 * rows)]
-    table = b"".join((*parts, *names))
+    parts = [struct.pack("<IIII", rows, 0, 1, 1), bytes(12 * rows), bytes(16 * rows), b"d"]
+    table = b"".join(parts)
     packed = zlib.compress(table, 9)
     end, _ = FileSealPlan(packed, len(table), 0).fill(b"x" * 16, 128 + len(packed) + FOOTER_BYTES, [])
     footer = decode_footer(end[-FOOTER_BYTES:], "file")
@@ -103,7 +102,7 @@ def test_a_table_is_not_inflated_beyond_what_its_file_can_hold() -> None:
 def test_a_table_of_more_items_than_fit_is_refused() -> None:
     numbers = array("Q", range(300))
     columns = TableColumns(
-        "f", ["float32"], ["k"] * 100, array("I", [0] * 100), array("I", [0] * 100), array("Q"), numbers[:200], []
+        ["float32"], ["k"] * 100, array("I", [0] * 100), array("I", [0] * 100), array("Q"), numbers[:200], []
     )
     end, _ = FileSealPlan.of(columns).fill(b"x" * 16, 6399, [])
     footer = decode_footer(end[-FOOTER_BYTES:], "file")
@@ -125,7 +124,7 @@ def test_an_object_is_shown_only_if_it_is_what_was_saved(tmp_path: Path, capsys:
     file.write_bytes(damaged)
     assert main(["cat", str(tmp_path / "a"), "lr"]) == 2
     assert "CRC-32" in capsys.readouterr().err
-    file.write_bytes((tmp_path / "b" / item.file).read_bytes())
+    file.write_bytes((tmp_path / "b" / read_index(tmp_path / "b").objects["lr"].item.file).read_bytes())
     assert main(["cat", str(tmp_path / "a"), "lr"]) == 2
     assert "two saves were mixed" in capsys.readouterr().err
     assert not verify_checkpoint(tmp_path / "a").whole

@@ -52,7 +52,6 @@ tensors = st.builds(
 )
 tables = st.builds(
     FileTable,
-    names,
     st.lists(tensors, max_size=6).map(tuple),
     st.lists(st.builds(TableObject, names, numbers, numbers), max_size=4).map(tuple),
 )
@@ -62,7 +61,6 @@ def sealed(table: FileTable, save_id: bytes = SAVE_ID, file_bytes: int = 10**6) 
     """The seal of a file that holds what `table` lists, and the CRC-32 of its table."""
     dtypes = list(dict.fromkeys(row.dtype for row in table.tensors))
     columns = TableColumns(
-        table.file_name,
         dtypes,
         [row.key for row in table.tensors],
         array("I", [dtypes.index(row.dtype) for row in table.tensors]),
@@ -84,7 +82,6 @@ def read_back(content: bytes) -> tuple[FileFooter, FileTable]:
 
 
 TABLE = FileTable(
-    "__0_0.distcp",
     (
         TableTensor("layer.weight", "bfloat16", (4, 6), (2, 0), (2, 6), 4096, 900),
         TableTensor("step", "int64", (), (), (), 4996, 700),
@@ -105,7 +102,7 @@ def test_a_table_is_read_back(table: FileTable) -> None:
 def test_the_length_of_a_seal_does_not_depend_on_the_save() -> None:
     first, _ = sealed(TABLE)
     moved = TABLE.objects[0]._replace(offset=2**40, length=2**33)
-    second, _ = sealed(FileTable(TABLE.file_name, TABLE.tensors, (moved,)), OTHER_ID, 2**50)
+    second, _ = sealed(FileTable(TABLE.tensors, (moved,)), OTHER_ID, 2**50)
     assert len(first) == len(second)
 
 

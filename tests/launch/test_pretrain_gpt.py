@@ -76,8 +76,8 @@ def test_goes_on_as_if_it_had_never_ended(variant: Variant, launches: Path) -> N
         assert not any("mcore_ckpt" in used for used in by_stock.strategies())
 
     if "MCORE_CKPT_THREAD_COUNT" in variant.options:
-        files = {path.name for path in (our_checkpoints / "iter_0000003").glob("*.distcp")}
-        assert files == {"__0_0.distcp", "__1_0.distcp"}
+        files = sorted(path.name.split(".")[0] for path in (our_checkpoints / "iter_0000003").glob("*.distcp"))
+        assert files == ["__0_0", "__1_0"]
     if variant.keeps_structure:
         saves = [event for event in ours.events[0] if event["event"] == "TorchDistSaveStrategy.async_save"]
         assert all(event["use_cached_ckpt_structure"] for event in saves)

@@ -156,7 +156,7 @@ def spec(key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tupl
 
 
 def plan_of(*specs: TensorSpec, rank: int = 0) -> LocalPlan:
-    return lay_out_rank(specs, [], [], rank=rank, first_file=0, thread_count=2).plan
+    return lay_out_rank(specs, [], [], rank=rank, thread_count=2).plan
 
 
 def test_plans_travel_as_columns_and_make_the_index() -> None:
@@ -191,7 +191,7 @@ def test_zero_axes_and_empty_plans_travel() -> None:
 
 
 def test_objects_that_outgrow_their_region_ask_for_a_new_layout() -> None:
-    layout = lay_out_rank([], ["x/shard_0_1"], [100], rank=0, first_file=0, thread_count=2)
+    layout = lay_out_rank([], ["x/shard_0_1"], [100], rank=0, thread_count=2)
     assert layout.place_objects(["x/shard_0_1"], [4000]) is not None
     assert layout.place_objects(["x/shard_0_1"], [5000]) is None
-    assert lay_out_rank([], [], [], rank=0, first_file=0, thread_count=2).place_objects(["x"], [1]) is None
+    assert lay_out_rank([], [], [], rank=0, thread_count=2).place_objects(["x"], [1]) is None

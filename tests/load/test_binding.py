@@ -22,10 +22,10 @@ from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.local_files import data_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-FILES = ["__0_0.distcp", "__0_1.distcp"]
 SHAPE = (600, 1000)  # 2.4 MB: more than two blocks
 
 
@@ -40,7 +40,8 @@ def save(directory: Path, seed: int) -> Path:
     writer = FileSystemWriterAsync(directory, options=SaveOptions(thread_count=2))
     dcp.save(state, storage_writer=writer, no_dist=True)
     index = read_index(directory)
-    assert sorted(file for key in "ab" for file in {chunk.item.file for chunk in index.tensors[key].chunks}) == FILES
+    files = [chunk.item.file for key in "ab" for chunk in index.tensors[key].chunks]
+    assert sorted(files) == sorted(file.name for file in (data_file(directory), data_file(directory, 0, 1)))
     return directory
 
 
@@ -61,23 +62,25 @@ def b(saves: tuple[Path, Path]) -> Path:
 
 
 def swap(a: Path, b: Path) -> None:
-    first, second = (a / name for name in FILES)
+    first, second = data_file(a), data_file(a, 0, 1)
     content = first.read_bytes()
     shutil.copy(second, first)
     second.write_bytes(content)
 
 
 def take_data(a: Path, b: Path) -> None:
-    for name in FILES:
-        shutil.copy(b / name, a / name)
+    for number in (0, 1):
+        shutil.copy(data_file(b, 0, number), data_file(a, 0, number))
 
 
 def take_metadata(a: Path, b: Path) -> None:
     shutil.copy(b / ".metadata", a / ".metadata")
+    for number in (0, 1):
+        data_file(a, 0, number).rename(a / data_file(b, 0, number).name)
 
 
 def take_one_file(a: Path, b: Path) -> None:
-    shutil.copy(b / FILES[1], a / FILES[1])
+    shutil.copy(data_file(b, 0, 1), data_file(a, 0, 1))
 
 
 def unseal_and_swap(a: Path, b: Path) -> None:
@@ -100,17 +103,17 @@ def unseal_and_point_elsewhere(a: Path, b: Path) -> None:
 
 
 def cut(a: Path, b: Path) -> None:
-    (a / FILES[0]).write_bytes((a / FILES[0]).read_bytes()[:-1])
+    data_file(a).write_bytes(data_file(a).read_bytes()[:-1])
 
 
 def lengthen(a: Path, b: Path) -> None:
-    (a / FILES[0]).write_bytes((a / FILES[0]).read_bytes() + bytes(64))
+    data_file(a).write_bytes(data_file(a).read_bytes() + bytes(64))
 
 
 def replace_by_other_bytes(a: Path, b: Path) -> None:
-    content = bytearray((a / FILES[0]).read_bytes())
+    content = bytearray(data_file(a).read_bytes())
     content[-64:] = bytes(64)
-    (a / FILES[0]).write_bytes(content)
+    data_file(a).write_bytes(content)
 
 
 ATTACKS = [
@@ -173,7 +176,8 @@ def test_verify_says_what_does_not_belong_together(a: Path, b: Path, attack: Cal
     attack(a, b)
     report = verify_checkpoint(a)
     assert not report.whole
-    assert any(name in problem.message for problem in report.problems for name in FILES)
+    named = (".metadata", data_file(a).name, data_file(a, 0, 1).name)
+    assert any(name in problem.message for problem in report.problems for name in named)
 
 
 def test_the_refusal_names_file_and_both_saves(a: Path, b: Path) -> None:
@@ -183,7 +187,7 @@ def test_the_refusal_names_file_and_both_saves(a: Path, b: Path) -> None:
     take_one_file(a, b)
     with pytest.raises(CorruptCheckpointError) as caught:
         by_reader(a)
-    for part in (str(a / FILES[1]), shown_id(mine.save_id), shown_id(theirs.save_id)):
+    for part in (str(data_file(a, 0, 1)), shown_id(mine.save_id), shown_id(theirs.save_id)):
         assert part in str(caught.value)
 
 
@@ -195,15 +199,16 @@ def test_an_object_of_another_save_is_refused(a: Path, b: Path) -> None:
 
 def test_a_part_of_a_file_of_another_save_is_refused(a: Path, b: Path) -> None:
     """The end of the file is this save's, the items are those of the save before: a write that was lost."""
-    for name in FILES:
-        mine, theirs = (a / name).read_bytes(), (b / name).read_bytes()
-        (a / name).write_bytes(theirs[: len(theirs) // 2] + mine[len(mine) // 2 :])
+    pairs = [(data_file(a, 0, number), data_file(b, 0, number)) for number in (0, 1)]
+    for file, other in pairs:
+        mine, theirs = file.read_bytes(), other.read_bytes()
+        file.write_bytes(theirs[: len(theirs) // 2] + mine[len(mine) // 2 :])
     with pytest.raises(CorruptCheckpointError):
         by_reader(a)
-    for name in FILES:
+    for file, other in pairs:
         seal = 2000  # the seals are shorter
-        mine, theirs = (a / name).read_bytes(), (b / name).read_bytes()
-        (a / name).write_bytes(theirs[:-seal] + mine[-seal:])
+        mine, theirs = file.read_bytes(), other.read_bytes()
+        file.write_bytes(theirs[:-seal] + mine[-seal:])
     with pytest.raises(LoadError):
         by_reader(a)
     assert not verify_checkpoint(a).whole
@@ -254,12 +259,13 @@ def test_the_end_of_a_file_is_mended_from_a_copy(
     assert not repair_checkpoint(verify_checkpoint(a), b).whole  # another save has nothing to give
     report = repair_checkpoint(verify_checkpoint(a), saves[0])
     assert report.whole
-    assert report.repaired == (FILES[0],)
-    assert (a / FILES[0]).read_bytes() == (saves[0] / FILES[0]).read_bytes()
+    assert report.repaired == (data_file(a).name,)
+    assert data_file(a).read_bytes() == data_file(saves[0]).read_bytes()
 
 
 def test_a_missing_file_is_not_replaced_by_one_of_another_save(a: Path, b: Path, saves: tuple[Path, Path]) -> None:
-    (a / FILES[0]).unlink()
+    lost = data_file(a)
+    lost.unlink()
     assert not repair_checkpoint(verify_checkpoint(a), b).whole
-    assert not (a / FILES[0]).exists()
+    assert not lost.exists()
     assert repair_checkpoint(verify_checkpoint(a), saves[0]).whole

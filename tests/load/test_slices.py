@@ -96,7 +96,7 @@ def test_a_flipped_bit_inside_a_slice_is_noticed(checkpoint: Path, part: Part, s
     wanted = whole[a : a + rows, b : b + columns]
     assert torch.equal(load(checkpoint, part.key, part.box, options, strided=strided), wanted)
     flip(checkpoint, part.key, part.element)
-    with pytest.raises(ChecksumError, match=r"the bytes \[\d+, \d+\) of __0_\d.distcp have CRC-32"):
+    with pytest.raises(ChecksumError, match=r"the bytes \[\d+, \d+\) of __0_\d\S*\.distcp have CRC-32"):
         load(checkpoint, part.key, part.box, options, strided=strided)
     with open_checkpoint(checkpoint) as opened, pytest.raises(ChecksumError, match="of its elements have CRC-32"):
         opened[part.key][a : a + rows, b : b + columns]

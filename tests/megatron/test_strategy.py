@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mcore_ckpt import SaveError, SaveOptions
 from mcore_ckpt.megatron._versions import differences
 from tests.support.gloo_ranks import run_ranks
+from tests.support.local_files import data_file
 from tests.support.models import ModelShape, Parallel, build_training
 
 Saving = dict[str, Any]
@@ -291,7 +292,7 @@ def bad_loads(rank: int, path: Path) -> dict[str, str]:
         assert isinstance(caught.value, expected), (name, caught.value)
         messages[name] = str(caught.value)
     dist.barrier()
-    victim = path / "__0_0.distcp"
+    victim = data_file(path)
     if rank == 0:
         os.truncate(victim, victim.stat().st_size - 200)
     dist.barrier()
@@ -310,7 +311,7 @@ def test_bad_input_is_named_on_every_rank(tmp_path: Path) -> None:
         assert "bfloat16" in messages["dtype"]
         assert "aa" in messages["key"]
         assert "object" in messages["kind"]
-        assert "__0_0.distcp" in messages["truncated"]
+        assert "__0_0." in messages["truncated"]
 
 
 def duplicated(rank: int, path: Path) -> str:

@@ -14,7 +14,7 @@ from torch.distributed import checkpoint as dcp
 
 from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.directory import commit
+from mcore_ckpt.directory import publish
 from mcore_ckpt.layout.plans import TensorPlans
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
 from mcore_ckpt.save._planning import Planned
@@ -257,7 +257,7 @@ def test_what_interrupts_a_save_that_is_published_does_not_take_it_apart(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "_tidy_up", interrupted)
+        patch.setattr(publish, "_tidy_up", interrupted)
         with pytest.raises(KeyboardInterrupt):
             saver.save(ones(2), tmp_path)
     assert torch.equal(loaded(tmp_path), torch.ones(1000) * 2)

@@ -33,9 +33,6 @@ def _save_before_committing(rank: int, directory: str, in_flight: int) -> None:
     for number in range(6):
         path = Path(directory) / str(number)
         path.mkdir(parents=True, exist_ok=True)
-        # Directories that hold files of an earlier save get other file names, which is another layout.
-        for filled in range(number % 3):
-            (path / f"__0_{filled}.distcp").touch()
         state = _state(rank, number)
         queue.schedule_async_request(strategy.async_save(state, path))
         for shard in state.values():

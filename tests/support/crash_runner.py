@@ -30,23 +30,14 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from torch.distributed.checkpoint import CheckpointException
 
 import mcore_ckpt
-import mcore_ckpt.dcp.bucket_writer
-import mcore_ckpt.dcp.writer
-import mcore_ckpt.megatron.common_state
-import mcore_ckpt.save.transaction
 from mcore_ckpt import AsyncCallsQueue, FileSystemReader, FileSystemWriterAsync, SaveOptions, TorchDistSaveStrategy
 from mcore_ckpt.core.errors import CheckpointError
+from mcore_ckpt.storage import resolve
 from mcore_ckpt.storage._local import LocalStorage
 from tests.support.faulty_storage import Faults, FaultyStorage, How
 from tests.support.seeded_state import sharded_state_dict, tensors
 
 OPTIONS = SaveOptions(window_bytes=64 * 1024, thread_count=2, progress=False)
-_MODULES = (
-    mcore_ckpt.dcp.bucket_writer,
-    mcore_ckpt.megatron.common_state,
-    mcore_ckpt.save.transaction,
-    mcore_ckpt.dcp.writer,
-)
 _SAVED, _REFUSED = 0, 3
 _ABSENT, _BROKEN = 100, 101  # exit codes of a look; below them, the seed that was found
 
@@ -178,8 +169,7 @@ def attempt(scenario: Scenario, seed: int, directory: Path, faults: Faults | Non
 
     def work() -> int:
         if faults is not None:
-            for module in _MODULES:
-                module.LocalStorage = lambda root: FaultyStorage(LocalStorage(root), faults)  # type: ignore[attr-defined]
+            resolve.LocalStorage = lambda root, **given: FaultyStorage(LocalStorage(root, **given), faults)  # type: ignore[attr-defined, assignment]
         try:
             scenario.save(seed, directory)
         except (CheckpointError, CheckpointException) as error:  # DCP wraps what ranks raise in one of its own
@@ -223,7 +213,7 @@ def look(scenario: Scenario, directory: Path) -> int:
 
 def litter(directory: Path) -> set[str]:
     """Files that do not belong to the checkpoint in the directory."""
-    from mcore_ckpt.directory.commit import index_files
+    from mcore_ckpt.directory.in_force import index_files
     from mcore_ckpt.format.metadata_read import read_index
 
     own = {".metadata", "metadata.json", "common.pt", *index_files(read_index(directory))}

@@ -109,6 +109,9 @@ class FaultyStorage(Storage):
     def list(self) -> list[str]:
         return self.inner.list()
 
+    def sizes(self) -> dict[str, int]:
+        return self.inner.sizes()
+
     def exists(self, name: str) -> bool:
         return self.inner.exists(name)
 
@@ -128,12 +131,6 @@ class FaultyStorage(Storage):
     def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
         self.faults.before("overwrite", name, len(content))
         return self.inner.overwrite(name, offset, content, is_end=is_end)
-
-    def marked(self, mark: str) -> FaultyStorage:
-        return FaultyStorage(self.inner.marked(mark), self.faults)
-
-    def mark_of(self, name: str) -> str | None:
-        return self.inner.mark_of(name)
 
     def publish(self, name: str, content: bytes, *, through: str | None = None) -> None:
         self.faults.before("publish", name, len(content))

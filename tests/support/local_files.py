@@ -25,6 +25,12 @@ def random_bytes(count: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(count)
 
 
+def data_file(directory: Path, rank: int = 0, number: int = 0) -> Path:
+    """A data file of a checkpoint that holds one save, whoever has named it."""
+    (found,) = directory.glob(f"__{rank}_{number}.*distcp")
+    return found
+
+
 def open_fds() -> set[str]:
     return {f"{fd}->{os.readlink(f'/proc/self/fd/{fd}')}" for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
 

@@ -20,8 +20,8 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.directory.claim import Claim
-from mcore_ckpt.directory.commit import open_target
 from mcore_ckpt.directory.run import checkpoints_of_run
+from mcore_ckpt.directory.target import open_target
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.storage._local import LocalStorage

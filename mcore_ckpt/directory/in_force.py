@@ -1,0 +1,210 @@
+"""Which checkpoint a directory holds: what its indexes name, and which file is the common state of the one in force.
+
+Whether there is an index, and which, is asked of the file itself: the listing of a network file system may lag behind.
+Beside `.metadata`, the index of a checkpoint of all ranks, there may be one for each rank that has saved a checkpoint
+of its own (DCP without collectives): `__<rank>.metadata`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
+from mcore_ckpt.format.file_names import data_file_of, id_in_names
+from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.format.metadata_read import (
+    COMMON_FILE,
+    MAX_METADATA_BYTES,
+    METADATA_FILE,
+    metadata_of_rank,
+    parse_index,
+)
+from mcore_ckpt.storage.base import FileVersion, Storage, align_up
+
+__all__ = [
+    "InForce",
+    "common_file_in_force",
+    "data_bytes_of_rank",
+    "index_files",
+    "index_name",
+    "is_in_force",
+    "is_pending",
+    "look",
+    "pending_name",
+    "saves_of",
+    "with_common_files",
+]
+
+_logger = logging.getLogger(__name__)
+
+_COMMON_STATE_KEY = "common_state/"
+_INDEX_OF_RANK = re.compile(r"__\d+" + re.escape(METADATA_FILE))
+# With the number that format 1 had in it.
+_PENDING = re.compile(re.escape(COMMON_FILE) + r"(?:\.\d+)?\.(?P<id>[0-9a-f]{16})\.pending")
+
+
+def index_name(rank: int | None) -> str:
+    """Name of the index of a checkpoint that one rank has saved alone; for None, of one that all ranks have saved."""
+    return METADATA_FILE if rank is None else metadata_of_rank(rank)
+
+
+def index_files(index: CheckpointIndex) -> set[str]:
+    """Names of the data files that a checkpoint consists of."""
+    files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
+    files.update(entry.item.file for entry in index.objects.values())
+    return files
+
+
+@dataclass(frozen=True, slots=True)
+class InForce:
+    """What a directory holds.
+
+    Attributes:
+        names: of its files.
+        version: which index of that rank, or of all, there is; None if there is none.
+        index: what that says; None if it cannot be read.
+        others: data files that the other indexes name; None if one of them cannot be read.
+    """
+
+    names: tuple[str, ...]
+    version: FileVersion | None
+    index: CheckpointIndex | None
+    others: frozenset[str] | None
+
+    @property
+    def replaced(self) -> set[str]:
+        """Data files that only this index needs, as far as that is known."""
+        if self.index is None or self.others is None:
+            return set()
+        return index_files(self.index) - self.others
+
+    @property
+    def needed(self) -> set[str] | None:
+        """Data files that some index names; None if nobody knows."""
+        if self.others is None or (self.version is not None and self.index is None):
+            return None
+        return (set() if self.index is None else index_files(self.index)) | self.others
+
+
+def look(storage: Storage, rank: int | None = None, ranks: Iterable[int] = ()) -> InForce:
+    """What a directory holds.
+
+    Args:
+        storage: the directory.
+        rank: whose own index is meant; None for that of all ranks.
+        ranks: of whose indexes the listing is not believed that there are none.
+    """
+    own = index_name(rank)
+    version = storage.version(own)
+    index = None if version is None else _read(storage, own)
+    names = storage.list()
+    others: frozenset[str] | None = frozenset()
+    asked = {METADATA_FILE, *map(index_name, ranks), *filter(_INDEX_OF_RANK.fullmatch, names)} - {own}
+    for name in sorted(asked):
+        if storage.version(name) is None:
+            continue
+        other = _read(storage, name)
+        others = None if other is None or others is None else others | index_files(other)
+    return InForce(tuple(names), version, index, others)
+
+
+def _read(storage: Storage, name: str) -> CheckpointIndex | None:
+    """An index; None, and a warning, if it cannot be read."""
+    try:
+        return parse_index(_content(storage, name), f"{storage}/{name}")
+    except CheckpointNotFoundError:
+        return None
+    except LoadError as error:
+        _logger.warning("%s: %s cannot be read, so that no file that it may name is removed: %s", storage, name, error)
+        return None
+
+
+def _content(storage: Storage, name: str) -> bytes:
+    """The content of an index, if it is not too large for one; raises as `Storage.read`."""
+    with storage.open_reader(name) as reader:
+        if reader.size_bytes > MAX_METADATA_BYTES:
+            raise CorruptCheckpointError(
+                f"{storage}/{name}: expected at most {MAX_METADATA_BYTES} bytes, the file has {reader.size_bytes}"
+            )
+        return reader.read(0, reader.size_bytes)
+
+
+def is_in_force(storage: Storage, save_id: bytes) -> bool:
+    """Whether the `.metadata` in force names files of that save, or cannot be read so that nobody knows.
+
+    A coordinator that is interrupted right after it has published reports a failure; data files must stay then.
+    """
+    try:
+        content = _content(storage, METADATA_FILE) if storage.exists(METADATA_FILE) else b""
+    except (LoadError, OSError):
+        return True
+    return id_in_names(save_id).encode() in content
+
+
+def pending_name(save: str) -> str:
+    """Where the common state of a save that replaces a checkpoint waits for being published."""
+    return f"{COMMON_FILE}.{save}.pending"
+
+
+def is_pending(name: str) -> bool:
+    """Whether a file is a common state that waits, or has waited, for being published."""
+    return name == f"{COMMON_FILE}.pending" or _PENDING.fullmatch(name) is not None
+
+
+def saves_of(index: CheckpointIndex) -> set[str]:
+    """Ids, as names show them, of the save that has made a checkpoint: of its seal, and of its files."""
+    items = (chunk.item for entry in index.tensors.values() for chunk in entry.chunks)
+    first = next(items, None) or next((entry.item for entry in index.objects.values()), None)
+    named = None if first is None else data_file_of(first.file)
+    saves = {id_in_names(index.seal.save_id)} if index.seal is not None else set()
+    return saves | ({named.save} if named is not None and named.save is not None else set())
+
+
+def common_file_in_force(names: Iterable[str], index: CheckpointIndex) -> str | None:
+    """Which file holds the common state of the checkpoint that `.metadata` describes; None if none does.
+
+    A crash right after the publish can leave the new common state under its pending name, which says of which save it
+    is.
+    """
+    if any(key.startswith(_COMMON_STATE_KEY) for key in index.objects):
+        return None
+    names = list(names)
+    pending = [(name, match["id"]) for name in names if (match := _PENDING.fullmatch(name))]
+    saves = saves_of(index) if pending else set()
+    in_force = next((name for name, save in pending if save in saves), None)
+    return in_force or (COMMON_FILE if COMMON_FILE in names else None)
+
+
+def with_common_files(storage: Storage, names: Iterable[str], index: CheckpointIndex) -> list[str]:
+    """What a listing has named, set right for the files that the common state of this index may be in.
+
+    These are asked for by their names: the listing of a network file system may lag behind.
+
+    Args:
+        storage: the checkpoint's directory.
+        names: of its files, as they were listed.
+        index: of the checkpoint.
+
+    Raises:
+        LoadError: the file system cannot say.
+    """
+    asked = {COMMON_FILE, *map(pending_name, saves_of(index))}
+    there = [name for name in sorted(asked) if storage.version(name) is not None]
+    return [name for name in names if name not in asked] + there
+
+
+def data_bytes_of_rank(storage: Storage, rank: int, ranks: int) -> int | None:
+    """How much one rank has written of a checkpoint, in whole pages; None if more or fewer ranks have saved it.
+
+    By the names and lengths of the files: a guess that is right where nothing is left of other saves.
+
+    Raises:
+        LoadError: the directory cannot be read.
+    """
+    files = [(found.rank, size) for name, size in storage.sizes().items() if (found := data_file_of(name))]
+    if max((of for of, _ in files), default=0) + 1 != ranks:
+        return None
+    return sum(align_up(size) for of, size in files if of == rank)

@@ -1,0 +1,231 @@
+"""Making a new checkpoint the one that a directory holds, at one moment; `target.py` tells what goes before and after.
+
+`metadata.json` and the common state are put beside it here, too: never over those of another save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import platform
+import time
+from collections.abc import Iterable
+
+from mcore_ckpt.core.errors import LoadError, SaveError
+from mcore_ckpt.core.threads import in_parallel
+from mcore_ckpt.directory._leftovers import sweep
+from mcore_ckpt.directory.claim import Claim, holders, seems_gone
+from mcore_ckpt.directory.in_force import index_name, look
+from mcore_ckpt.directory.target import Target, refuse_lost, take_reserved
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE
+from mcore_ckpt.storage.base import FileVersion, Storage
+
+__all__ = ["check_files", "publish", "settle", "write_config"]
+
+_logger = logging.getLogger(__name__)
+
+_INTEGRITY_FILE = "integrity.json"
+# How long a file that another host has written may take to be seen on this one, and how often it is looked for.
+_FILES_APPEAR_WITHIN_S = 10.0
+_FIRST_PERIOD_S = 0.05
+_LOOKERS = 16
+_RENAMES = 5
+
+# The `.metadata` that this process has published last, by location.
+_published: dict[str, FileVersion] = {}
+
+
+def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_state: bool) -> None:
+    """Make the new checkpoint the one that the directory holds. All data files must be durable.
+
+    Args:
+        storage: the checkpoint's directory.
+        target: what `open_target` found.
+        metadata: the new `.metadata`.
+        has_common_state: the common state is an object in the data files (megatron-core 0.19 and later), so that a
+            `common.pt` of an older version must go: readers would prefer it.
+
+    Raises:
+        SaveError: it cannot be written, or the directory has been taken over; nothing is published.
+    """
+    part = target.claim.part
+    storage.sync_directory()
+    if not target.replaces:
+        storage.sync_parents()  # whoever has made the directory
+    target.claim.check()
+    try:
+        storage.publish(index_name(part), metadata, through=target.claim.publish_ticket)
+    except SaveError:
+        if not target.claim.is_still_held():
+            target.claim.check()  # says better what has happened, if the directory was lost between the two
+        raise
+    with contextlib.suppress(LoadError):
+        if part is None and (published := storage.version(METADATA_FILE)) is not None:
+            _published[storage.location] = published
+    try:
+        if part is None:
+            _settle_common(storage, target, has_common_state)
+        _tidy_up(storage, target)
+    except Exception as error:  # noqa: BLE001  (whatever it is, the checkpoint must not pass for a failed one)
+        # The new checkpoint is whole and in force; what is left over is mended by the next save into the directory.
+        _logger.warning("%s: the checkpoint is published, but not everything old could be removed: %s", storage, error)
+        with contextlib.suppress(SaveError, LoadError, OSError):
+            target.claim.release(keep_note=True)
+
+
+def _settle_common(storage: Storage, target: Target, has_common_state: bool) -> None:
+    # The common state first, before anything else is even looked at: until that is done, stock readers, which know of
+    # no pending name, see the old one beside the new `.metadata`.
+    pending = target.pending_common
+    if has_common_state:
+        # Left by an older version, or by a save of it that was killed; readers of 0.19 would prefer it.
+        storage.delete(COMMON_FILE)
+        storage.delete(pending)
+    elif storage.version(pending) is not None:
+        _rename_for_sure(storage, pending, COMMON_FILE)
+    # Megatron sums up the files after the save: what is there now are the sums of another checkpoint.
+    storage.delete(_INTEGRITY_FILE)
+
+
+def _tidy_up(storage: Storage, target: Target) -> None:
+    for name in target.old_files:
+        storage.delete(name)
+    if target.claim.after:
+        # Written since the directory was claimed, by processes of a save that was taken for gone.
+        sweep(storage, target.claim, look(storage, target.claim.part))
+    target.claim.release()
+    storage.sync_directory()
+
+
+def _rename_for_sure(storage: Storage, source: str, name: str) -> None:
+    """Rename; an error of a moment must not leave stock readers the old common state beside the new `.metadata`."""
+    for _ in range(_RENAMES - 1):
+        try:
+            storage.rename(source, name)
+            return
+        except SaveError as error:
+            _logger.warning("%s: %s; it is tried again", storage, error)
+            time.sleep(_FIRST_PERIOD_S)
+    storage.rename(source, name)
+
+
+def check_files(storage: Storage, planned: Iterable[tuple[str, int]], *, at_least: bool = False) -> None:
+    """Raise `SaveError` unless every planned file is there, at its size, as this process sees it.
+
+    What the ranks say of their own files does not tell whether they all write to one place.
+
+    Args:
+        storage: the checkpoint's directory.
+        planned: names, and lengths in bytes.
+        at_least: the files may be longer.
+    """
+
+    def look_for(name: str) -> None:
+        found[name] = _size(storage, name)
+
+    def is_there(size: int | None, wanted: int) -> bool:
+        return size is not None and (size >= wanted if at_least else size == wanted)
+
+    left = dict(planned)
+    until_s = time.monotonic() + _FILES_APPEAR_WITHIN_S
+    period_s = _FIRST_PERIOD_S
+    found: dict[str, int | None] = {}
+    while left:
+        in_parallel(left, look_for, _LOOKERS if len(left) > _LOOKERS else 1)
+        left = {name: size for name, size in left.items() if not is_there(found[name], size)}
+        if not left or time.monotonic() >= until_s:
+            break
+        # A network file system may show what another host has written a little later.
+        time.sleep(period_s)
+        period_s *= 2
+        storage.list()
+    if left:
+        name, size = min(left.items())
+        seen = found[name]
+        raise SaveError(
+            f"{storage}: {len(left)} of the files that the ranks have written cannot be seen by the coordinator, on "
+            f"host {platform.node()}, as they were written: {name} was planned with {size} bytes, "
+            + ("and is not there" if seen is None else f"and has {seen}")
+            + ". Is this directory not shared between the hosts, but on a disk of each one's own? All ranks must save "
+            "to one directory, on a file system that all hosts share. Nothing was published"
+        )
+
+
+def _size(storage: Storage, name: str) -> int | None:
+    version = storage.version(name)
+    return None if version is None else version.size_bytes
+
+
+def settle(storage: Storage, config: bytes | None = None) -> None:
+    """The checkpoint that the directory was reserved for has been saved by other means than `open_target`.
+
+    Its common state takes its place, and the directory is let go.
+
+    Args:
+        storage: the checkpoint's directory.
+        config: what `metadata.json` is to hold; None leaves that alone.
+
+    Raises:
+        SaveError: it cannot be written.
+    """
+    target = take_reserved(storage)
+    if target is not None:
+        if not target.claim.is_ours():
+            refuse_lost(storage, target)
+        if target.replaces and storage.version(target.pending_common) is not None:
+            storage.rename(target.pending_common, COMMON_FILE)
+        if config is not None and not _has_config(storage, config):
+            storage.publish(CONFIG_FILE, config, through=target.claim.publish_ticket)
+        sweep(storage, target.claim, look(storage))
+        target.claim.release()
+
+
+def write_config(storage: Storage, content: bytes) -> bool:
+    """Write `metadata.json` of the checkpoint that this process has published last, or has had somebody publish.
+
+    Megatron does so last of all, when the directory has been let go: another save may have it by then, and this process
+    may have been held up for as long as you like. So a file that is there is replaced by way of a claim only, and
+    where there is none, one is made that replaces nothing: whoever holds the directory then has the last word.
+
+    Returns:
+        Whether the file says what it should. If not, another save has published since, or is about to.
+
+    Raises:
+        SaveError: it cannot be written.
+    """
+    settle(storage, content)  # a strategy that is not ours saved beside the common state
+    if _has_config(storage, content):
+        return True
+    if not _is_still_published(storage):
+        return False
+    if storage.publish_new(CONFIG_FILE, content) or _has_config(storage, content):
+        return True
+    try:
+        claim = Claim.take(storage)
+    except SaveError:
+        now = holders(storage)
+        if now and not seems_gone(storage, now[-1]):
+            return False
+        raise
+    with claim:
+        if not _is_still_published(storage):
+            return False
+        storage.publish(CONFIG_FILE, content, through=claim.publish_ticket)
+    return True
+
+
+def _has_config(storage: Storage, content: bytes) -> bool:
+    return (
+        storage.exists(CONFIG_FILE)
+        and storage.size(CONFIG_FILE) == len(content)
+        and storage.read(CONFIG_FILE, 0, len(content)) == content
+    )
+
+
+def _is_still_published(storage: Storage) -> bool:
+    """Whether the checkpoint that this process has published last is still the one that the directory holds.
+
+    True also if it has published none there: somebody else has, for this process.
+    """
+    published = _published.get(storage.location)
+    return published is None or storage.version(METADATA_FILE) == published

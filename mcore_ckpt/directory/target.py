@@ -1,0 +1,241 @@
+"""The directory of a save: claimed, looked at, rid of what is left of other saves; or given up again.
+
+What a directory passes through, from here to `publish`, so that it never holds a mix; a crash between any two steps
+leaves either the old checkpoint whole or the new one whole:
+
+1. `open_target` (or, ahead of it, `reserve`): the directory is claimed (`claim.py`), what it holds is looked at, and
+   what earlier saves have left is finished or undone. The names of all new data files carry the id of the claim, so no
+   name is ever used twice. Files of the old checkpoint whose names carry none are noted beside the claim.
+2. The ranks write and fsync their data files. If a checkpoint is being replaced, the new common state lies beside the
+   old one as `common.pt.<id>.pending`.
+3. `publish`: the coordinator sees every file that was planned, at its size. The new `.metadata` replaces the old one by
+   a rename, which fails if the directory has been taken over by another save meanwhile. This is the moment the
+   new checkpoint exists.
+4. The pending common state takes its place, the files that only the old `.metadata` named are removed, and the
+   directory is let go. A crash before the end of this step is mended by the next save; a reader meanwhile looks up
+   which common state is in force with `common_file_in_force`.
+
+A rank that saves a checkpoint of its own (DCP without collectives) does the same with its part of the directory, whose
+index is `__<rank>.metadata`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NoReturn
+
+from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
+from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.directory._leftovers import finish_earlier
+from mcore_ckpt.directory.claim import Claim
+from mcore_ckpt.directory.in_force import look, pending_name
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.file_names import data_file_of
+from mcore_ckpt.format.metadata_read import COMMON_FILE
+from mcore_ckpt.format.seal import SAVE_ID_BYTES
+from mcore_ckpt.storage.base import FileVersion, Storage
+
+__all__ = [
+    "Target",
+    "abandon",
+    "claim_late",
+    "discard",
+    "give_back",
+    "open_target",
+    "refuse_lost",
+    "reserve",
+    "take_reserved",
+    "write_common",
+]
+
+_logger = logging.getLogger(__name__)
+
+_CLAIM_ID_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The directory of a save, as its coordinator found it.
+
+    Attributes:
+        claim: by which the directory, or a rank's part of it, belongs to this save.
+        replaces: there is a checkpoint that is being replaced.
+        old_files: files that only the checkpoint being replaced needs.
+        common: the common state that was written ahead of all else, as it was then; None if none was.
+        common_sum: length in bytes and CRC-32 of that.
+        nonce: 8 bytes.
+    """
+
+    claim: Claim
+    replaces: bool
+    old_files: tuple[str, ...]
+    common: FileVersion | None = None
+    common_sum: tuple[int, int] | None = None
+    nonce: bytes = field(default_factory=partial(secrets.token_bytes, SAVE_ID_BYTES - _CLAIM_ID_BYTES))
+
+    @property
+    def save_id(self) -> bytes:
+        """Of what is saved, for its seals and, its first half, the names of its files; 16 bytes.
+
+        It begins with the claim's id. Claims meet in one directory only, saves anywhere: hence eight random bytes more.
+        """
+        return bytes.fromhex(self.claim.owner.save_id) + self.nonce
+
+    @property
+    def pending_common(self) -> str:
+        """Name under which the new common state waits for being published."""
+        return pending_name(self.claim.owner.save_id)
+
+    @property
+    def common_file(self) -> str:
+        """Where the new common state is to be written: one that is in force must not be touched."""
+        return self.pending_common if self.replaces else COMMON_FILE
+
+
+# Directories that were claimed for a save that has yet to come, by location.
+_reserved: dict[str, Target] = {}
+
+
+def open_target(storage: Storage, options: SaveOptions, rank: int | None = None) -> Target:
+    """Claim the directory of a save, and look at it; the coordinator calls this once.
+
+    Args:
+        storage: the directory.
+        options: see `SaveOptions.on_existing`.
+        rank: that saves a checkpoint of its own; None for one of all ranks.
+
+    Raises:
+        CheckpointExistsError: there is a checkpoint and `on_existing="error"`.
+        SaveError: another save holds the directory, or it cannot be made or written.
+    """
+    target = take_reserved(storage) if rank is None else None
+    if target is None or not target.claim.is_held:
+        target = _claim(storage, rank)
+    elif not target.claim.is_ours():
+        # Claimed anew, it would be published beside a common state of somebody else.
+        refuse_lost(storage, target)
+    if target.replaces and options.on_existing == "error":
+        abandon(storage, target)
+        raise CheckpointExistsError(
+            f'{storage}: there is a checkpoint already and on_existing="error"; choose another directory,'
+            ' or on_existing="replace"'
+        )
+    return target
+
+
+def _claim(storage: Storage, rank: int | None = None, *, common_ahead: bool = False) -> Target:
+    storage.ensure_directory()
+    claim = Claim.take(storage, common_ahead=common_ahead, part=rank)
+    try:
+        seen = look(storage, rank)
+        finish_earlier(storage, claim, seen)
+        old_files = tuple(sorted(seen.replaced))
+        claim.note([name for name in old_files if not _tells_its_save(name)])
+        return Target(claim, seen.version is not None, old_files)
+    except BaseException:
+        claim.release(remove_marker=not claim.after)
+        raise
+
+
+def _tells_its_save(name: str) -> bool:
+    found = data_file_of(name)
+    return found is not None and found.save is not None
+
+
+def claim_late(storage: Storage, written: Collection[str]) -> Target:
+    """Claim a directory into which these data files were written before anybody had claimed it.
+
+    Raises:
+        SaveError: another save holds the directory.
+    """
+    claim = Claim.take(storage)
+    try:
+        seen = look(storage)
+        return Target(claim, seen.version is not None, tuple(sorted(seen.replaced - set(written))))
+    except BaseException:
+        claim.release(remove_marker=not claim.after)
+        raise
+
+
+def reserve(storage: Storage) -> Target:
+    """Claim the directory for a save that is going to `open_target`, so that something can be written ahead of it.
+
+    Raises:
+        SaveError: another save holds the directory, or it cannot be made or written.
+    """
+    give_back(storage)
+    target = _claim(storage, common_ahead=True)
+    _reserved[storage.location] = target
+    return target
+
+
+def take_reserved(storage: Storage) -> Target | None:
+    """What `reserve` has claimed, once; None if nothing is."""
+    return _reserved.pop(storage.location, None)
+
+
+def give_back(storage: Storage) -> None:
+    """The save that the directory was reserved for does not come; nothing of it stays."""
+    target = take_reserved(storage)
+    if target is not None:
+        abandon(storage, target)
+
+
+def write_common(storage: Storage, content: bytes) -> None:
+    """`reserve` the directory, and write the common state of the save that is going to `open_target`.
+
+    Raises:
+        SaveError: another save holds the directory, or has taken it over meanwhile, or it cannot be made or written.
+    """
+    target = reserve(storage)
+    try:
+        storage.publish(target.common_file, content, through=target.claim.common_ticket)
+        written, told = storage.version(target.common_file), (len(content), crc32(content))
+        _reserved[storage.location] = replace(target, common=written, common_sum=told)
+        target.claim.check()
+    except BaseException as error:
+        if isinstance(error, SaveError) and not target.claim.is_ours():
+            refuse_lost(storage, take_reserved(storage) or target)
+        give_back(storage)
+        raise
+
+
+def refuse_lost(storage: Storage, target: Target) -> NoReturn:
+    """Raise `SaveError`, saying who has taken the directory over, and leave nothing there."""
+    try:
+        target.claim.check()
+        raise SaveError(f"{storage}: this save lost the directory for a moment; save again")
+    finally:
+        abandon(storage, target)
+
+
+def abandon(storage: Storage, target: Target) -> None:
+    """Coordinator: put the directory back as it was before `open_target`, and let it go.
+
+    Where there is no checkpoint the marker stays, and says that what lies there is not one. What other ranks have not
+    removed, or are still writing, the next save finds by the id in its name.
+    """
+    try:
+        storage.delete(target.pending_common)
+        ours = target.common is not None and not target.replaces and target.claim.is_ours()
+        if ours and storage.version(COMMON_FILE) == target.common:
+            storage.delete(COMMON_FILE)
+    except (SaveError, LoadError, OSError) as error:
+        _logger.warning("%s: could not clean up after a failed save: %s", storage, error)
+    try:
+        target.claim.release(remove_marker=target.replaces)
+    except (SaveError, LoadError, OSError) as error:
+        _logger.warning("%s: could not clean up after a failed save: %s", storage, error)
+
+
+def discard(storage: Storage, files: Iterable[str]) -> None:
+    """Remove the data files that a failed save has written, as far as that is still possible."""
+    try:
+        for name in files:
+            storage.delete(name)
+    except (SaveError, OSError) as error:
+        _logger.warning("%s: could not remove the files of a failed save: %s", storage, error)
