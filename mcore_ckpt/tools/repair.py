@@ -212,14 +212,14 @@ def _take_index(damaged: _Damaged, copy: Path, progress: bool | None) -> VerifyR
     index = parse_index(content, str(damaged.path), strict=False)
     report = verify_index(index, progress=progress)
     wrong = sum(problem.kind in ("item", "structure") for problem in report.problems)
-    files = {name for name in index_files(index) if damaged.storage.version(name) is not None}
-    strangers = {problem.file for problem in report.problems if problem.kind == "file"} & files
-    if len(strangers) * 2 > len(files):
-        wrong = 2 * report.items + 1
-    if wrong * 2 > report.items:
+    named = index_files(index)
+    there = {name for name in named if damaged.storage.version(name) is not None}
+    own = there - {problem.file for problem in report.problems if problem.kind == "file"}
+    if ((len(own) * 2 < len(there) or not there) and named) or wrong * 2 > report.items:
         raise CorruptCheckpointError(
-            f"{copy}: its index does not describe the files of {damaged.path}: {wrong} items are not where it says. "
-            "Take a copy under the same sharding; nothing was changed"
+            f"{copy}: its index does not describe the files of {damaged.path}: {len(own)} of the {len(named)} files "
+            f"that it names are there as it says, {wrong} items are not. Take a copy of this very save; nothing was "
+            "changed"
         )
     damaged.publish_index(content)
     return report

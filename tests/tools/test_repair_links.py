@@ -15,6 +15,7 @@ from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.local_files import data_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -61,8 +62,9 @@ def test_a_data_file_that_is_a_link_is_not_mended(
     tmp_path: Path, outside: Path, writer: Callable[[Path], object]
 ) -> None:
     damaged, copy = make(tmp_path, writer)
-    (damaged / FILE).unlink()
-    (damaged / FILE).symlink_to(outside)
+    file = data_file(damaged)
+    file.unlink()
+    file.symlink_to(outside)
     assert not repair_checkpoint(verify_checkpoint(damaged), copy).whole
     assert outside.read_bytes() == PRECIOUS
 
