@@ -197,9 +197,14 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self._is_coordinator = is_coordinator
         self._alone = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
 
+    @property
+    def save_id(self) -> str:
+        """The id of the save that this writer makes, or has made last, as the checkpoint's metadata shows it."""
+        return shown_id(self._save_id)
+
     def storage_meta(self) -> StorageMeta:
         """DCP's note of which save this is."""
-        return StorageMeta(checkpoint_id=str(self.path), save_id=shown_id(self._save_id))
+        return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
 
     # -- planning ------------------------------------------------------------------------------------------------
 

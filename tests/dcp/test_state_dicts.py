@@ -1,0 +1,286 @@
+"""What people hand to torch.distributed.checkpoint beside plain tensors, and what DCP's own tests ask of its storage.
+
+Each case is saved and read by ours, saved by ours and read by stock, and the other way round: sharded tensors of the
+older kind, FSDP models with their optimizers, objects with a state of their own, parts of a checkpoint, files of
+`torch.save`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import format_utils
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+from mcore_ckpt import FileSystemReader, FileSystemWriterAsync
+from tests.support.gloo_ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is (disabled|unavailable)",
+    "ignore:.*TypedStorage is deprecated",
+    "ignore:Detected an existing checkpoint",
+)
+Make = Callable[..., Any]
+SIDES: dict[str, tuple[Make, Make]] = {
+    "ours": (FileSystemWriterAsync, FileSystemReader),
+    "read by stock": (FileSystemWriterAsync, dcp.FileSystemReader),
+    "written by stock": (dcp.FileSystemWriter, FileSystemReader),
+}
+sides = pytest.mark.parametrize("side", list(SIDES))
+
+
+# --- legacy sharded tensors
+
+
+def sharding_specs() -> list[Any]:
+    """Of a tensor of shape [10, 6] on two ranks."""
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
+
+    def rows(*parts: tuple[int, int, int]) -> Any:
+        return EnumerableShardingSpec(
+            [
+                ShardMetadata(shard_offsets=[a, 0], shard_sizes=[b - a, 6], placement=f"rank:{r}/cpu")
+                for a, b, r in parts
+            ]
+        )
+
+    return [
+        ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"]),
+        ChunkShardingSpec(dim=1, placements=["rank:0/cpu", "rank:1/cpu"]),
+        ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu", "rank:1/cpu", "rank:0/cpu"]),
+        rows((0, 2, 0), (2, 3, 1), (3, 6, 0), (6, 9, 1), (9, 10, 0)),
+        rows((0, 8, 1), (8, 10, 0)),
+    ]
+
+
+def sharded(spec: Any, values: torch.Tensor) -> Any:
+    from torch.distributed._shard import sharded_tensor
+
+    made = sharded_tensor.zeros(spec, *values.shape)
+    for shard in made.local_shards():
+        shard.tensor.copy_(part_of(values, shard))
+    return made
+
+
+def part_of(values: torch.Tensor, shard: Any) -> torch.Tensor:
+    (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+    return values[row : row + rows, column : column + columns]
+
+
+def reshard_sharded_tensors(rank: int, root: str) -> None:
+    values = torch.arange(60.0).view(10, 6)
+    for saved, spec in enumerate(sharding_specs()):
+        state = {"sharded": sharded(spec, values), "plain": values + 100, "note": [saved], "text": "as it is"}
+        for name, (write, read) in SIDES.items():
+            path = f"{root}/{saved} {name}"
+            dcp.save(state, storage_writer=write(path))
+            for target in sharding_specs():
+                # Each is loaded as what the other was saved as, too.
+                loaded = {
+                    "sharded": sharded(target, torch.zeros(10, 6)),
+                    "plain": torch.zeros(10, 6),
+                    "note": [0],
+                    "text": "",
+                }
+                exchanged = {"sharded": torch.zeros(10, 6), "plain": sharded(target, torch.zeros(10, 6))}
+                dcp.load(loaded, storage_reader=read(path))
+                dcp.load(exchanged, storage_reader=read(path))
+                for shard in loaded["sharded"].local_shards():
+                    assert shard.tensor.equal(part_of(values, shard)), (path, target)
+                for shard in exchanged["plain"].local_shards():  # type: ignore[attr-defined]
+                    assert shard.tensor.equal(part_of(values + 100, shard)), (path, target)
+                assert loaded["plain"].equal(values + 100)
+                assert exchanged["sharded"].equal(values)
+                assert (loaded["note"], loaded["text"]) == ([saved], "as it is")
+
+
+def test_sharded_tensors_of_the_older_kind_reshard(tmp_path: Path) -> None:
+    run_ranks(reshard_sharded_tensors, 2, str(tmp_path), deadline_s=200)
+
+
+# --- models and optimizers
+
+
+def a_model() -> torch.nn.Module:
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(9, 14), torch.nn.LayerNorm(14), torch.nn.ReLU(), torch.nn.Linear(14, 5))
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """The same batch on every rank, so that a model on one rank trains as one on two does."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 9, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def fsdp(model: torch.nn.Module) -> torch.nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model[0], mesh=mesh)  # type: ignore[index]
+    return fully_shard(model, mesh=mesh)
+
+
+def train_and_save(rank: int, root: str) -> list[float]:
+    model = fsdp(a_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    train(model, optimizer, range(3))
+    weights, states = get_state_dict(model, optimizer)
+    for name, (write, _) in SIDES.items():
+        dcp.save({"model": weights, "optim": states, "epoch": 3}, storage_writer=write(f"{root}/{name}"))
+    return train(model, optimizer, range(3, 6))
+
+
+def load_and_train(rank: int, root: str) -> dict[str, list[float]]:
+    losses = {}
+    for name, (_, read) in SIDES.items():
+        torch.manual_seed(0)
+        model = a_model()
+        torch.nn.init.zeros_(model[0].weight)  # type: ignore[index, arg-type]
+        model = fsdp(model) if dist.get_world_size() > 1 else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        weights, states = get_state_dict(model, optimizer)
+        state = {"model": weights, "optim": states, "epoch": 0}
+        dcp.load(state, storage_reader=read(f"{root}/{name}"))
+        assert state["model"] is weights, "filled in place"
+        assert state["epoch"] == 3
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        losses[name] = train(model, optimizer, range(3, 6))
+    return losses
+
+
+def test_a_model_under_fsdp_trains_on_as_if_it_had_never_ended(tmp_path: Path) -> None:
+    """With its optimizer; on the ranks that saved it, on others, and on one without FSDP."""
+    expected = run_ranks(train_and_save, 2, str(tmp_path), deadline_s=200)[0]
+    for ranks in (2, 3, 1):
+        for losses in run_ranks(load_and_train, ranks, str(tmp_path), deadline_s=200):
+            assert losses == {name: pytest.approx(expected, rel=1e-6) for name in SIDES}, ranks
+
+
+# --- one process
+
+
+class Counter:
+    """Has a state of its own, as data loaders and schedulers have."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.history, self.loads = count, torch.full((3,), float(count)), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "history": self.history, "raw": b"\x00\xff", "deep": {"list": [1, {"x": 2}]}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert (state["raw"], state["deep"]) == (b"\x00\xff", {"list": [1, {"x": 2}]})
+        self.count, self.history, self.loads = state["count"], state["history"], self.loads + 1
+
+
+@sides
+def test_objects_with_a_state_of_their_own_take_it_over(tmp_path: Path, side: str) -> None:
+    write, read = SIDES[side]
+    dcp.save({"counter": Counter(5), "plain": {"w": torch.ones(2), "n": [1]}}, storage_writer=write(tmp_path))
+    counter, plain = Counter(0), {"w": torch.zeros(2), "n": [0]}
+    state = {"counter": counter, "plain": plain}
+    weight = plain["w"]
+    dcp.load(state, storage_reader=read(tmp_path))
+    assert state["counter"] is counter
+    assert (counter.count, counter.history.tolist(), counter.loads) == (5, [5.0] * 3, 1)
+    assert state["plain"]["w"] is weight  # type: ignore[index]
+    assert weight.tolist() == [1, 1]  # type: ignore[attr-defined]
+    assert state["plain"]["n"] == [1]  # type: ignore[index]
+
+
+@sides
+def test_parts_of_a_checkpoint_are_loaded_by_key(tmp_path: Path, side: str) -> None:
+    write, read = SIDES[side]
+    model = {"a": torch.arange(6.0).view(2, 3), "b": {"c": torch.ones(4, dtype=torch.bfloat16)}}
+    dcp.save({"model": model, "optimizer": {"state": {"a": torch.ones(2)}, "lr": 0.5}}, storage_writer=write(tmp_path))
+    found = _load_state_dict_from_keys("model", storage_reader=read(tmp_path))
+    assert found["model"]["a"].equal(model["a"])
+    assert found["model"]["b"]["c"].equal(model["b"]["c"])
+    assert found["model"]["b"]["c"].dtype is torch.bfloat16
+    assert "optimizer" not in found
+    assert _load_state_dict_from_keys(storage_reader=read(tmp_path))["optimizer"]["lr"] == 0.5
+
+    more = {"model": {"a": torch.zeros(2, 3), "new": torch.full((2,), 9.0)}}
+    dcp.load(more, storage_reader=read(tmp_path), planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    assert more["model"]["a"].equal(model["a"])
+    assert more["model"]["new"].tolist() == [9, 9]
+    with pytest.raises(dcp.CheckpointException, match=r"model\.new"):
+        dcp.load(more, storage_reader=read(tmp_path))
+    with pytest.raises(dcp.CheckpointException, match=r"(?i)size mismatch.*model\.a|model\.a.*(?i:size mismatch)"):
+        dcp.load({"model": {"a": torch.zeros(3, 3)}}, storage_reader=read(tmp_path))
+
+
+def test_files_of_torch_save_go_both_ways(tmp_path: Path) -> None:
+    """By DCP's own utilities, for which a checkpoint of ours is one of its own."""
+    state = {"model": {"w": torch.randn(5, 4), "h": torch.randn(3).half()}, "step": 4, "names": ["a", "b"]}
+    dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path / "ours"))
+    format_utils.dcp_to_torch_save(tmp_path / "ours", tmp_path / "file.pt")
+    found = torch.load(tmp_path / "file.pt", weights_only=True)
+    assert found["model"]["w"].equal(state["model"]["w"])  # type: ignore[index]
+    assert (found["step"], found["names"]) == (4, ["a", "b"])
+    format_utils.torch_save_to_dcp(tmp_path / "file.pt", tmp_path / "dcp")
+    loaded = {"model": {"w": torch.zeros(5, 4), "h": torch.zeros(3).half()}, "step": 0, "names": [""]}
+    dcp.load(loaded, storage_reader=FileSystemReader(tmp_path / "dcp"))
+    assert loaded["model"]["h"].equal(state["model"]["h"])  # type: ignore[index]
+    assert (loaded["step"], loaded["names"]) == (4, ["a", "b"])
+
+
+@sides
+def test_the_metadata_says_what_is_stored_and_which_save_and_load_it_is(tmp_path: Path, side: str) -> None:
+    write, read = SIDES[side]
+    writer, reader = write(tmp_path), read(tmp_path)
+    dcp.save({"w": torch.ones(4, 2), "blob": io.BytesIO(b"epoch 4"), "none": None}, storage_writer=writer)
+    metadata = reader.read_metadata()
+    assert metadata.state_dict_metadata["w"].size == (4, 2)
+    assert metadata.state_dict_metadata["w"].properties.dtype is torch.float32
+    assert isinstance(metadata.state_dict_metadata["blob"], dcp.metadata.BytesStorageMetadata)
+    meta = metadata.storage_meta
+    assert (str(meta.checkpoint_id), meta.save_id, meta.load_id) == (str(tmp_path), writer.save_id, reader.load_id)
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_dcp_saves_asynchronously_in_a_thread_and_in_a_process(
+    tmp_path: Path, kind: str, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setitem(os.environ, name, value)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        writer = FileSystemWriterAsync(tmp_path / "0", cache_staged_state_dict=cached)
+        state = {"w": torch.zeros(50, 30), "step": [0]}
+        for step in range(2):
+            state["w"].fill_(step)  # type: ignore[attr-defined]
+            state["step"][0] = step
+            writer.reset(tmp_path / str(step))
+            saving = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType(kind))
+            state["w"].fill_(-1)  # type: ignore[attr-defined]
+            saving.result()  # type: ignore[union-attr]
+            loaded = {"w": torch.full((50, 30), 9.0), "step": [9]}
+            dcp.load(loaded, storage_reader=FileSystemReader(tmp_path / str(step)))
+            assert loaded["w"].unique().tolist() == [step]  # type: ignore[attr-defined]
+            assert loaded["step"] == [step]
+    finally:
+        dist.destroy_process_group()
