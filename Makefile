@@ -80,10 +80,11 @@ format: $(INSTALLED)  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED)  ## ours, stock Megatron, stock DCP and the raw device side by side
+bench: $(INSTALLED)  ## saves and loads next to Megatron-Core, DCP, torch_checkpointing and the raw device; writes the tables of the docs
+	scripts/bench_baselines.sh
 	$(BIN)/python scripts/bench.py $(ARGS)
 
-bench-tools: $(INSTALLED)  ## reshard, verify, diff, import, export and inspect beside coreutils
+bench-tools: $(INSTALLED)  ## reshard, verify, diff, import, export and inspect next to coreutils; writes the table of docs/tools.md
 	$(BIN)/python scripts/bench_tools.py $(ARGS)
 
 clean:  ## remove what was built; keeps .venv

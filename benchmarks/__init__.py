@@ -1,1 +1,1 @@
-"""Side-by-side benchmarks: this package, stock megatron-core, stock DCP and the raw device, on the same state."""
+"""Benchmarks in one run: this package, Megatron-Core, DCP, torch_checkpointing, the raw device; the same state."""

@@ -27,8 +27,9 @@ from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, align_up
 from mcore_ckpt.storage.direct_io import address, aligned_buffer, copy_bytes
 
-__all__ = ["BARE", "BARE_SMALL", "Bare", "BareLoop"]
+__all__ = ["BARE", "Bare", "BareLoop"]
 
+_THREADS = 4
 _PIECE_BYTES = 8 * 1024 * 1024
 _SLICE_BYTES = 1024 * 1024
 _ROWS_BYTES = 512 * 1024
@@ -53,14 +54,12 @@ class _Place(NamedTuple):
 
 
 class Bare(Adapter):
-    """Reads by a number of bare threads; of checkpoints that this package wrote, of float32 in rows or columns."""
-
-    threads = 1
+    """Reads by bare threads; of checkpoints that this package wrote, of float32 in rows or columns."""
 
     def __init__(self) -> None:
         self._places: list[_Place] = []
         self._cold = False
-        self._buffers = [aligned_buffer(_PIECE_BYTES + 2 * ALIGNMENT_BYTES) for _ in range(self.threads)]
+        self._buffers = [aligned_buffer(_PIECE_BYTES + 2 * ALIGNMENT_BYTES) for _ in range(_THREADS)]
 
     def look(self, state: list[Shard], path: Path, cold: bool) -> None:
         self._cold = cold
@@ -212,13 +211,4 @@ def _read(fd: int, view: memoryview, offset: int) -> None:
         raise OSError(f"nothing to read at {offset}")
 
 
-class _Bare2(Bare):
-    threads = 2
-
-
-class _Bare4(Bare):
-    threads = 4
-
-
-BARE: dict[str, type[Adapter]] = {f"bare threads, {cls.threads}": cls for cls in (Bare, _Bare2, _Bare4)}
-BARE_SMALL: dict[str, type[Adapter]] = {"bare loop": BareLoop}
+BARE: dict[str, type[Adapter]] = {"bare": Bare, "bare loop": BareLoop}

@@ -1,13 +1,15 @@
-"""From a GPU into the stage, beside a plain copy of the same bytes into pinned memory."""
+"""From a GPU into the staging buffer, next to a plain copy of the same bytes into pinned memory.
+
+python -m benchmarks.device [GB]      one process, on a machine with a GPU; prints GB/s of each, round by round
+"""
 
 from __future__ import annotations
 
+import sys
 import time
-from pathlib import Path
 
 import torch
 
-from benchmarks.rounds import Samples, note
 from mcore_ckpt.layout.buckets import TensorSpec, lay_out
 from mcore_ckpt.writing.stage_pool import Stage
 from mcore_ckpt.writing.staging import BucketSource
@@ -17,7 +19,7 @@ __all__ = ["device_to_stage"]
 _ROWS, _COLUMNS = 2048, 4096
 
 
-def device_to_stage(rank: int, base: Path, size_bytes: int, rounds: int) -> Samples:
+def device_to_stage(size_bytes: int, rounds: int) -> dict[str, list[float]]:
     """GB/s of both, in turns; the first of each left out; the staged bytes are compared with the tensors.
 
     Raises:
@@ -36,7 +38,7 @@ def device_to_stage(rank: int, base: Path, size_bytes: int, rounds: int) -> Samp
     view = stage.reserve(image.size_bytes)
     stage.pin()
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    samples: Samples = {}
+    samples: dict[str, list[float]] = {"plain pinned copy": [], "staging buffer": []}
     for turn in range(rounds + 1):
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -48,9 +50,14 @@ def device_to_stage(rank: int, base: Path, size_bytes: int, rounds: int) -> Samp
         source.fill_stage(view, laid_out=turn > 0)
         stage_s = time.perf_counter() - started
         if turn:
-            note(samples, "device to host GB/s", "plain pinned copy", nbytes / 1e9 / plain_s)
-            note(samples, "device to host GB/s", "stage", nbytes / 1e9 / stage_s)
+            samples["plain pinned copy"].append(nbytes / 1e9 / plain_s)
+            samples["staging buffer"].append(nbytes / 1e9 / stage_s)
     for target, start, length in zip(pinned, image.payload_offsets, image.payload_lengths, strict=True):
         if view[start : start + length] != target.view(-1).view(torch.uint8).numpy().data:
-            raise AssertionError("the stage does not hold the tensors' bytes")
+            raise AssertionError("the staging buffer does not hold the tensors' bytes")
     return samples
+
+
+if __name__ == "__main__":
+    for name, values in device_to_stage(int(float(sys.argv[1] if sys.argv[1:] else 1) * 1e9), 5).items():
+        sys.stdout.write(f"{name}: {', '.join(f'{value:.1f}' for value in values)} GB/s\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,22 @@ import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
-__all__ = ["Cost", "drop_page_cache", "peak_extra_bytes", "slowest", "timed", "total", "warm_page_cache"]
+__all__ = [
+    "Cost",
+    "cpu_s",
+    "fresh",
+    "peak_extra_bytes",
+    "settle",
+    "slowest",
+    "timed",
+    "total",
+    "warm_page_cache",
+]
 
 Cost = dict[str, float]
+_PIECE_BYTES = 8 * 1024 * 1024
+_SETTLED_S = 0.4
+_SETTLE_WITHIN_S = 40.0
 
 
 def slowest(seconds: float) -> float:
@@ -31,47 +45,51 @@ def total(value: float) -> float:
     return float(tensor)
 
 
-def _cpu_s() -> float:
+def cpu_s() -> float:
     """CPU seconds of this process, of its children that live, and of those that it has waited for."""
-    me = psutil.Process()
-    times = me.cpu_times()
-    spent = times.user + times.system + times.children_user + times.children_system
-    for child in me.children(recursive=True):
+    ended = os.times()
+    return time.process_time() + ended.children_user + ended.children_system + _children_cpu_s()
+
+
+def _children_cpu_s() -> float:
+    spent = 0.0
+    for child in psutil.Process().children(recursive=True):
         try:
             own = child.cpu_times()
-            spent += own.user + own.system + own.children_user + own.children_system
         except psutil.NoSuchProcess:
             continue
+        spent += own.user + own.system + own.children_user + own.children_system
     return float(spent)
 
 
-def _device_bytes() -> float:
-    """Bytes that this process has had read from devices, read-ahead included."""
-    return float(psutil.Process().io_counters().read_bytes)
+def settle() -> None:
+    """Wait until this process's children are idle: a worker process that imports its modules is not measured."""
+    until_s = time.monotonic() + _SETTLE_WITHIN_S
+    before = -1.0
+    while (now := _children_cpu_s()) > before and time.monotonic() < until_s:
+        before = now
+        time.sleep(_SETTLED_S)
+    dist.barrier()
 
 
 def timed(work: Callable[[], Any]) -> Cost:
-    """Run `work` on all ranks at once: seconds until the slowest is done; CPU seconds and bytes from devices of all."""
+    """Run `work` on all ranks at once: seconds of the slowest; CPU seconds, and bytes read from devices, of all."""
+    cpu_before, bytes_before = cpu_s(), psutil.Process().io_counters().read_bytes
     dist.barrier()
-    cpu_before, bytes_before = _cpu_s(), _device_bytes()
     started = time.perf_counter()
     work()
     took_s = time.perf_counter() - started
-    cpu_s, device_bytes = _cpu_s() - cpu_before, _device_bytes() - bytes_before
-    return {"s": slowest(took_s), "cpu_s": total(cpu_s), "device_bytes": total(device_bytes)}
+    spent_s, device_bytes = cpu_s() - cpu_before, psutil.Process().io_counters().read_bytes - bytes_before
+    return {"s": slowest(took_s), "cpu s": total(spent_s), "device bytes": total(device_bytes)}
 
 
-def drop_page_cache(path: Path) -> None:
-    """Drop a checkpoint's files from the page cache; one rank does it. The files are synced, so all pages can go."""
-    dist.barrier()
+def fresh(path: Path) -> Path:
+    """An empty directory, made by rank 0."""
     if dist.get_rank() == 0:
-        os.sync()
-        for file in path.rglob("*"):
-            if file.is_file():
-                fd = os.open(file, os.O_RDONLY)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(fd)
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
     dist.barrier()
+    return path
 
 
 def warm_page_cache(path: Path) -> None:
@@ -80,7 +98,7 @@ def warm_page_cache(path: Path) -> None:
         for file in path.rglob("*"):
             if file.is_file():
                 with file.open("rb") as stream:
-                    while stream.read(8 * 1024 * 1024):
+                    while stream.read(_PIECE_BYTES):
                         pass
     dist.barrier()
 

@@ -8,13 +8,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
-__all__ = ["Shard", "StateKind", "build", "check", "fill", "kinds"]
+__all__ = ["Shard", "State", "StateKind", "build", "check", "fill", "holds", "kinds"]
 
 _MIB = 1024 * 1024
 
 
 class Shard(NamedTuple):
-    """One rank's box of a global tensor; shapes and offsets in elements."""
+    """One rank's slice of a global tensor; shapes and offsets in elements."""
 
     key: str
     tensor: torch.Tensor
@@ -44,18 +44,37 @@ class StateKind:
 
 
 def kinds(size_bytes: int) -> dict[str, StateKind]:
-    """The families that are measured: a few large tensors, and many of 4 to 64 KB."""
+    """The families that are measured: a few large tensors, and, for each GB of these, 20,000 of 4 to 64 KB."""
     count = max(1, size_bytes // (16 * _MIB))
     large = tuple((f"decoder.layers.{i}.mlp.weight", 2048, 2048) for i in range(count))
     chance = random.Random(20)  # the same sizes in every run
     small = tuple(
-        (f"decoder.layers.{i // 50}.part{i % 50}.weight", 8, chance.randrange(128, 2048 + 1)) for i in range(20_000)
+        (f"decoder.layers.{i // 50}.part{i % 50}.weight", 8, chance.randrange(128, 2048 + 1))
+        for i in range(size_bytes // 50_000)
     )
     return {
         "dense": StateKind("dense", large),
         "rows": StateKind("rows", large, axis=1),
         "small": StateKind("small", small),
     }
+
+
+class State(NamedTuple):
+    """A state dict that is measured.
+
+    Attributes:
+        kind: name of the family.
+        size_bytes: of the large tensors, all ranks together.
+        prefix: only keys that begin with it.
+    """
+
+    kind: str
+    size_bytes: int
+    prefix: str = ""
+
+    def shards(self, world: int, rank: int) -> list[Shard]:
+        """Those of one rank, allocated and touched, values not set."""
+        return build(kinds(self.size_bytes)[self.kind], world, rank, self.prefix)
 
 
 def build(kind: StateKind, world: int, rank: int, only: str = "") -> list[Shard]:
@@ -95,8 +114,13 @@ def fill(shards: list[Shard], step: int = 0) -> None:
         shard.tensor.view(torch.int32).copy_(_expected(shard, step))
 
 
+def holds(shard: Shard, step: int = 0) -> bool:
+    """Whether every bit is what `fill` sets."""
+    return torch.equal(shard.tensor.view(torch.int32), _expected(shard, step))
+
+
 def check(shards: list[Shard], step: int = 0) -> None:
     """Raise unless every bit is what `fill` sets."""
     for shard in shards:
-        if not torch.equal(shard.tensor.view(torch.int32), _expected(shard, step)):
+        if not holds(shard, step):
             raise AssertionError(f"{shard.key} at {shard.offsets}: the loaded values are not those that were saved")

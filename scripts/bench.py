@@ -1,176 +1,152 @@
-"""Measure saves and loads side by side: this package, stock megatron-core, stock DCP, and the raw device.
+"""Measure saves and loads next to Megatron-Core, DCP, torch_checkpointing and the raw device, in one run.
 
-    make bench                                  everything, about 20 minutes on two cores
-    make bench ARGS="--only small --rounds 3"   part of it
-    make bench ARGS="--only small --loads --add"  part of that, added to what earlier parts have left in `--out`
-    make bench ARGS="--only floors"             what loads and saves cost at least, by bare loops
-    make bench ARGS="--only floors --kinds async first"   a part of that
-    make bench ARGS="--only device"             a GPU's memory into the stage, beside a plain pinned copy
+    make bench                                       everything: the tables in README.md and docs come out of it
+    make bench ARGS="--only small"                   a part of it, put into what is there from the same commit
+    make bench ARGS="--against 65e37f1"              the package of that commit takes its turns in every row, too
+    make bench ARGS="--only dense --gb 0.1 --rounds 1 --out build/bench.json"      a try, which changes no table
+    python scripts/bench.py --tables                 the tables again, out of docs/benchmark.json
+    python scripts/bench.py --show targets against   tables that are in no page
 
-Results go to `--out` (JSON, a table in Markdown, a plot). Only ratios travel between machines.
+Baselines that need Python 3.12 (Megatron-Core 0.19, nvidia-resiliency-ext, torch_checkpointing) run under
+`--python312`, which `make bench` makes where there is such a Python. What is not installed is named as not run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import async_saves, device, report, scenarios, snapshots  # noqa: E402  (found by the line above)
-from benchmarks.bare import BARE, BARE_SMALL  # noqa: E402
-from benchmarks.rounds import Samples  # noqa: E402
-from tests.support.gloo_ranks import run_ranks  # noqa: E402
+from benchmarks import results, tables  # noqa: E402  (found by the line above)
+from benchmarks.groups import Interpreter, package_of  # noqa: E402
+from benchmarks.parts import PARTS, Contender, Run  # noqa: E402
 
-_EVERYBODY = ("raw", "mcore_ckpt", "megatron", "dcp")
-_WRITERS = ("mcore_ckpt", "megatron", "dcp")
-_ASYNC = ("mcore_ckpt", "mcore_ckpt replanned", "megatron", "dcp")
-_PART = "a fifth of the tensors of 4 ranks' files"  # layers 1 and 10 to 19 of 59
-_DEADLINE_S = 1800.0
-_COMPARED = ("dense", "first", "small", "reshard", "async")
-_ASYNC_KINDS = ("dense", "small")
-_FLOOR_KINDS = ("dense", "rows", "small", "save", "async", "first")
+_PYTHON312 = ROOT / ".venv312" / "bin" / "python"
 
 
-def _pairs() -> list[tuple[str, str]]:
-    same = [(name, name) for name in _WRITERS]
-    # Ours also reads what the others wrote; raw reads as many bytes from the same place.
-    return [("raw", "mcore_ckpt"), *same, ("mcore_ckpt", "megatron"), ("mcore_ckpt", "dcp")]
+class _Interpreters:
+    """Started when first asked for; ended together."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._started: dict[tuple[Any, ...], Interpreter] = {}
+
+    def __call__(self, python: Path, path: tuple[Path, ...], *, megatron: bool = True) -> Interpreter:
+        key = (python, path, megatron)
+        if key not in self._started:
+            self._started[key] = Interpreter(python, path, megatron=megatron)
+            self._stack.callback(self._started[key].close)
+        return self._started[key]
 
 
-def _floors(ranks: Callable[..., Samples], size: int, rounds: int, kinds: Sequence[str]) -> dict[str, Samples]:
-    """Loads and saves beside what they cost at least."""
-    results: dict[str, Samples] = {}
-    pairs = [*((name, "mcore_ckpt") for name in ("raw", *BARE, "mcore_ckpt")), ("megatron", "megatron")]
-    for kind, loading in (
-        ("dense", ((2, ""), (1, ""), (1, "decoder.layers.1"), (1, "decoder.layers.1."))),
-        ("rows", ((8, ""),)),
-    ):
-        if kind not in kinds:
-            continue
-        ranks(4, scenarios.write_once, kind, size, ("mcore_ckpt", "megatron"))
-        for count, prefix in loading:
-            part = {"": "", "decoder.layers.1": ", a fifth of the tensors", "decoder.layers.1.": ", one tensor"}[prefix]
-            work = f"floors: {kind}, 4 -> {count}{part}"
-            results[work] = ranks(count, scenarios.loads, kind, size, pairs, rounds, prefix)
-    if "small" in kinds:
-        pairs = [(name, "mcore_ckpt") for name in ("raw", *BARE_SMALL, "mcore_ckpt")]
-        for count in (1, 2):
-            ranks(count, scenarios.write_once, "small", size, ("mcore_ckpt", "megatron"))
-            work = f"floors: small, {count} -> {count}"
-            results[work] = ranks(count, scenarios.loads, "small", size, pairs, rounds)
-            # Once is enough of what takes ten times as long.
-            _merge(results[work], ranks(count, scenarios.loads, "small", size, [("megatron", "megatron")], 1))
-    if "save" in kinds:
-        results["floors: save, dense, 2 ranks"] = ranks(2, snapshots.save_cpu, "dense", size, rounds)
-    for kind in _ASYNC_KINDS if "async" in kinds else ():
-        results[f"floors: async, {kind}, 2 ranks"] = ranks(2, snapshots.async_phases, kind, size, rounds)
-    if "first" in kinds:
-        first: Samples = {}
-        ranks(2, scenarios.write_once, "dense", size, ("mcore_ckpt",))
-        for _ in range(max(1, rounds // 2)):
-            for shown_by in ("", "a load", "optimizers"):
-                _merge(first, ranks(2, snapshots.first_phases, "dense", size, shown_by))
-            _merge(first, ranks(2, snapshots.first_loads, "dense", size))
-        results["floors: first, dense, 2 ranks"] = first
-    return results
+def _contenders(
+    arguments: argparse.Namespace, interpreters: _Interpreters, folder: Path
+) -> tuple[list[Contender], dict[str, str]]:
+    """Who takes part; and who does not, with the reason."""
+    pythons: list[tuple[Path, tuple[Path, ...]]] = [(Path(sys.executable), (ROOT,))]
+    not_run = {}
+    if arguments.python312.exists():
+        baselines = arguments.baselines or arguments.python312.parent.parent / "baselines"
+        pythons.append((arguments.python312, (baselines, ROOT)))
+    else:
+        for name in ("Megatron-Core 0.19.2", "nvidia-resiliency-ext", "torch_checkpointing"):
+            not_run[name] = f"there is no {arguments.python312}; `make bench` makes it where there is a Python 3.12"
+    main = interpreters(*pythons[0])
+    found = [
+        Contender("raw device", "raw", interpreters(*pythons[0], megatron=False), "mcore_ckpt", True),
+        Contender("lower bound", "bare", main, "mcore_ckpt", True),
+        Contender("lower bound", "bare loop", main, "mcore_ckpt", True),
+        Contender("mcore_ckpt", "mcore_ckpt", main, own=True),
+        Contender("mcore_ckpt, page_cache off", "off", main, "mcore_ckpt", True),
+        Contender("mcore_ckpt, replanned", "replanned", main, own=True),
+    ]
+    if arguments.against:
+        old = interpreters(pythons[0][0], (package_of(arguments.against, ROOT, folder / "against"), ROOT))
+        found.append(Contender(f"mcore_ckpt {arguments.against[:7]}", "mcore_ckpt", old, own=True, role="against"))
+    for python, path in pythons:
+        interpreter, plain = interpreters(python, path), interpreters(python, path, megatron=False)
+        versions = interpreter.versions
+        last = python == pythons[-1][0]
+        if interpreter is not main:
+            found.append(Contender(f"mcore_ckpt, {_short(versions)}", "mcore_ckpt", interpreter, own=True))
+        if core := versions["megatron-core"]:
+            found.append(Contender(f"Megatron-Core {core}", "megatron", interpreter))
+            found.append(Contender(f"Megatron-Core {core}, constant structure", "megatron constant", interpreter))
+        if last and (nvrx := versions["nvidia-resiliency-ext"]) and core:
+            found.append(Contender(f"Megatron-Core {core}, nvrx {nvrx}", "nvrx", interpreter))
+            found.append(
+                Contender(f"Megatron-Core {core}, nvrx {nvrx}, constant structure", "nvrx constant", interpreter)
+            )
+        if last and (meta := versions["torch-checkpointing"]):
+            found.append(Contender(f"torch_checkpointing {meta}", "torch_checkpointing", plain))
+        if last:
+            found.append(Contender(f"DCP of torch {versions['torch']}", "dcp", plain))
+        for name in ("nvidia-resiliency-ext", "torch-checkpointing") if last and len(pythons) > 1 else ():
+            if not versions[name]:
+                not_run[name] = f"not installed for {python}; see CONTRIBUTING.md"
+    return found, not_run
 
 
-def _run(arguments: argparse.Namespace, base: Path) -> dict[str, Samples]:
-    size, rounds = int(arguments.gb * 1e9), arguments.rounds
-    results: dict[str, Samples] = {}
-
-    def wanted(name: str) -> bool:
-        return name in (arguments.only or _COMPARED)
-
-    def ranks(count: int, work: Callable[..., Any], *rest: object) -> Samples:
-        values: list[Samples] = run_ranks(work, count, base, *rest, deadline_s=_DEADLINE_S)
-        return values[0]
-
-    def saves_and_loads(kind: str) -> Samples:
-        samples: Samples = {}
-        if arguments.saves:
-            names = (*_EVERYBODY, "mcore_ckpt replanned") if kind == "small" else _EVERYBODY
-            chosen = [name for name in names if name == "raw" or name in (arguments.adapters or names)]
-            samples |= ranks(2, scenarios.saves, kind, size, chosen, rounds)
-        if arguments.loads:
-            pairs = [pair for pair in _pairs() if not {*pair} - {"raw", *(arguments.adapters or _WRITERS)}]
-            samples |= ranks(2, _write_and_load, kind, size, pairs, rounds)
-        return samples
-
-    if wanted("dense"):
-        results["dense, 2 ranks"] = saves_and_loads("dense")
-    if wanted("first"):
-        first: Samples = {}
-        for name in _WRITERS:
-            for _ in range(max(1, rounds // 2)):
-                for measured in (scenarios.first_save, scenarios.first_load):
-                    _merge(first, ranks(2, measured, "dense", size, name))
-        results["dense, first save and load of a process"] = first
-    if wanted("small"):
-        results["20,000 tensors of 4-64 KB, 2 ranks"] = saves_and_loads("small")
-    if wanted("reshard"):
-        ranks(4, scenarios.write_once, "dense", size, _WRITERS)
-        results["resharding, 4 -> 1"] = ranks(1, scenarios.loads, "dense", size, _pairs(), rounds)
-        for work, prefix in (("one tensor of 4 ranks' files", "decoder.layers.1."), (_PART, "decoder.layers.1")):
-            results[work] = ranks(1, scenarios.loads, "dense", size, _pairs(), rounds, prefix)
-        ranks(4, scenarios.write_once, "rows", size, _WRITERS)
-        results["resharding along rows, 4 -> 8"] = ranks(8, scenarios.loads, "rows", size, _pairs(), rounds)
-    if wanted("async"):
-        for kind in [kind for kind in _ASYNC_KINDS if kind in (arguments.kinds or _ASYNC_KINDS)]:
-            names = [name for name in _ASYNC if not arguments.adapters or name in arguments.adapters]
-            work = f"async, {kind}, 2 ranks"
-            results[work] = ranks(2, async_saves.async_saves, kind, size, names, rounds)
-            for name, warm_up in [(name, False) for name in _WRITERS if name in names] + [("mcore_ckpt", True)]:
-                for _ in range(max(1, rounds // 3)):
-                    first_async = ranks(2, async_saves.first_async_save, kind, size, name, warm_up)
-                    _merge(results[work], first_async)
-    if wanted("floors"):
-        results |= _floors(ranks, size, rounds, arguments.kinds or _FLOOR_KINDS)
-    if wanted("device"):
-        results["from a GPU"] = ranks(1, device.device_to_stage, size, rounds)
-    return results
-
-
-def _merge(into: Samples, more: Samples) -> None:
-    for figure, by_name in more.items():
-        for name, values in by_name.items():
-            into.setdefault(figure, {}).setdefault(name, []).extend(values)
-
-
-def _write_and_load(rank: int, base: Path, kind: str, size: int, pairs: list[tuple[str, str]], rounds: int) -> Samples:
-    scenarios.write_once(rank, base, kind, size, sorted({writer for _, writer in pairs}))
-    return scenarios.loads(rank, base, kind, size, pairs, rounds)
+def _short(versions: dict[str, str | None]) -> str:
+    return f"Python {'.'.join((versions['python'] or '').split('.')[:2])}"
 
 
 def main() -> int:
     """Parse arguments, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.0, help="size of the dense state, in 1e9 bytes (default: 1)")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each (default: 5)")
-    parser.add_argument("--only", nargs="*", choices=(*_COMPARED, "floors", "device"), default=[])
-    parser.add_argument("--saves", action="store_true", help="saves only (of dense and small)")
-    parser.add_argument("--loads", action="store_true", help="loads only (of dense and small)")
-    parser.add_argument("--add", action="store_true", help="keep what earlier runs have left in --out beside this one")
-    parser.add_argument("--adapters", nargs="*", choices=_ASYNC, default=[], help="of those, but for first and reshard")
-    parser.add_argument("--kinds", nargs="*", choices=_FLOOR_KINDS, default=[], help="of async and floors")
-    parser.add_argument("--dir", type=Path, default=None, help="where to write; the file system that is measured")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="where results go")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default: 5)")
+    parser.add_argument("--baseline-rounds", type=int, default=3, help="those with baselines (default: 3)")
+    parser.add_argument("--slow-s", type=float, default=8.0, help="what takes longer is measured once (default: 8)")
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=[], help="parts to measure (default: all)")
+    parser.add_argument("--against", default="", metavar="COMMIT", help="measure the package of this commit, too")
+    parser.add_argument("--python312", type=Path, default=_PYTHON312, help="for baselines that need Python 3.12")
+    parser.add_argument("--baselines", type=Path, help="packages for it (default: the folder of that name in its venv)")
+    parser.add_argument("--dir", type=Path, default=ROOT, help="where to write; the file system that is measured")
+    parser.add_argument("--out", type=Path, default=results.FILE, help="results (default: docs/benchmark.json)")
+    parser.add_argument("--note", default="", help="to stand with the tables")
+    parser.add_argument("--tables", action="store_true", help="only write the tables again")
+    parser.add_argument("--show", nargs="*", choices=tables.NAMES, default=[], help="only print these tables")
     arguments = parser.parse_args()
-    if not arguments.saves and not arguments.loads:
-        arguments.saves = arguments.loads = True
-    base = Path(tempfile.mkdtemp(prefix="mcore_ckpt_bench_", dir=arguments.dir or ROOT))
+    for name in arguments.show:
+        sys.stdout.write(f"{tables.one(json.loads(arguments.out.read_text()), name)}\n")
+    if arguments.tables:
+        tables.write(ROOT)
+    if arguments.show or arguments.tables:
+        return 0
+    measurement = results.Measurement(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is written is removed
+    base = Path(tempfile.mkdtemp(prefix="mcore_ckpt_bench_", dir=arguments.dir))
     try:
-        results = _run(arguments, base)
+        with ExitStack() as stack:
+            contenders, not_run = _contenders(arguments, _Interpreters(stack), base)
+            measurement.results["not run"] = not_run
+            measurement.results["contenders"] |= {
+                one.label: {"adapter": one.role or one.adapter, **one.interpreter.versions} for one in contenders
+            }
+            run = Run(
+                contenders, base, int(arguments.gb * 1e9), arguments.rounds, arguments.baseline_rounds, arguments.slow_s
+            )
+            for name in arguments.only or PARTS:
+                samples = run.part(name)
+                failed = [f"{label} ({why})" for label, why in run.failed.get(name, {}).items()]
+                measurement.put(name, samples, failed=failed, baseline_rounds=arguments.baseline_rounds)
+                for work in samples:
+                    shutil.rmtree(base / work, ignore_errors=True)
     finally:
         shutil.rmtree(base, ignore_errors=True)
-    report.write(results, arguments.out, add=arguments.add)
+    sys.stdout.write(tables.everything(measurement.results))
+    if arguments.out == results.FILE:
+        tables.write(ROOT)
     return 0
 
 

@@ -1,13 +1,13 @@
-"""Measure the commands beside coreutils on the same files: reshard, verify, diff, import, export, inspect.
+"""Measure the commands next to coreutils on the same files: reshard, verify, diff, import, export, inspect.
 
-    make bench-tools                          a checkpoint of 4 GB and a model of 4 GB, three rounds, some minutes
-    make bench-tools ARGS="--gb 1 --rounds 1"
+    make bench-tools                          a checkpoint of 4 GB and a model of 4 GB, three rounds
+    make bench-tools ARGS="--gb 1 --rounds 1 --out build/bench.json"        a try, which changes no table
     make bench-tools ARGS="--only import,export"
+    make bench-tools ARGS="--against 65e37f1"      the commands of that commit take their turns, too
 
-Pages are dropped from the page cache before each. Printed are medians, their ratio to the coreutils of the same round's
-work (the median of the rounds' ratios), CPU seconds, and the most resident memory that the command took. Only ratios
-travel between machines. The model is Llama's in shape, in one safetensors file; what is exported is a checkpoint of 4
-ranks that was made of it, and what comes of that is compared with the model.
+Pages are dropped from the page cache before each. Results go into docs/benchmark.json, and the tables of docs/tools.md
+come out of it. The model is Llama's in shape, in one safetensors file; what is exported is a checkpoint of 4 ranks that
+was made of it, and what comes of that is compared with the model.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import json
 import math
 import os
 import shutil
-import statistics
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,9 +30,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.scenarios import write_once  # noqa: E402  (found by the line above)
-from mcore_ckpt.commands._shell import table  # noqa: E402
-from tests.support.gloo_ranks import run_ranks  # noqa: E402
+from benchmarks import results, tables  # noqa: E402  (found by the line above)
+from benchmarks.groups import Group, Interpreter, package_of  # noqa: E402
+from benchmarks.machine import drop_page_cache  # noqa: E402
+from benchmarks.state import State  # noqa: E402
 
 _RANKS = 4
 _COMMAND = [sys.executable, "-m", "mcore_ckpt"]
@@ -67,20 +67,12 @@ _LAYER = {
 }
 
 
-class Cost(NamedTuple):
-    """What a command took: seconds, of all cores, and MB of resident memory at most."""
-
-    seconds: float
-    cpu_s: float
-    mb: float
-
-
 class Work(NamedTuple):
-    """One thing to measure: a command, what it is held against, and what has to be gone before it starts."""
+    """One thing to measure: a command, what it is compared with, and what has to be gone before it starts."""
 
     name: str
     command: list[str]
-    beside: str = ""
+    compared_with: str = ""
     removed: tuple[Path, ...] = ()
     then_sync: bool = False
 
@@ -88,7 +80,6 @@ class Work(NamedTuple):
 def _works(source: Path, many: Path, model: Path, of_model: Path, place: Path) -> list[Work]:
     copy, target, exported = place / "copy", place / "target", place / "exported"
     partial = target.with_name("target.partial")
-    files = sorted(map(str, source.glob("*.distcp")))
 
     def reshard(tp: int, *more: str) -> list[str]:
         return [*_COMMAND, "reshard", str(source), str(target), "--tp", str(tp), "--pp", "1", *more]
@@ -101,7 +92,7 @@ def _works(source: Path, many: Path, model: Path, of_model: Path, place: Path) -
             for note, more in ((", --no-verify", ("--no-verify",)), ("", ()))
             for tp in (1, 2)
         ),
-        Work("cat", ["cat", *files]),
+        Work("cat", ["sh", "-c", f"cat {source}/*.distcp"]),
         Work("verify", [*_COMMAND, "verify", str(source)], "cat"),
         Work("cat of both", ["sh", "-c", f"cat {source}/*.distcp {target}/*.distcp"]),
         Work("diff, TP 4 and 2", [*_COMMAND, "diff", str(source), str(target)], "cat of both"),
@@ -125,14 +116,6 @@ def _works(source: Path, many: Path, model: Path, of_model: Path, place: Path) -
         Work("inspect, 20,000 tensors", [*_COMMAND, "inspect", str(many)]),
         Work("--help", [*_COMMAND, "--help"]),
     ]
-
-
-def _drop_page_cache(*folders: Path) -> None:
-    os.sync()
-    for file in (file for folder in folders for file in folder.rglob("*") if file.is_file()):
-        fd = os.open(file, os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
 
 
 def _write_model(folder: Path, nbytes: int) -> None:
@@ -187,10 +170,10 @@ def _same_model(one: Path, other: Path) -> bool:
     )
 
 
-def _timed(work: Work, folders: Callable[[], list[Path]], environment: dict[str, str]) -> Cost:
+def _timed(work: Work, base: Path, environment: dict[str, str]) -> dict[str, float]:
     for path in work.removed:
         shutil.rmtree(path, ignore_errors=True)
-    _drop_page_cache(*folders())
+    drop_page_cache(base)
     watch = [sys.executable, "-c", _WATCH, *work.command]
     done = subprocess.run(watch, stdout=subprocess.PIPE, text=True, env=environment, check=False)
     if done.returncode != 0:
@@ -199,15 +182,23 @@ def _timed(work: Work, folders: Callable[[], list[Path]], environment: dict[str,
     started = time.perf_counter()
     if work.then_sync:
         os.sync()
-    return Cost(seconds + time.perf_counter() - started, cpu_s, mb)
+    return {"s": seconds + time.perf_counter() - started, "cpu s": cpu_s, "MB": mb}
 
 
-def _compiled(cache: Path) -> dict[str, str]:
-    """An environment in which this package is compiled already, as it is where it has been installed."""
-    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(cache), "PYTHONPATH": str(ROOT)}
+def _environment(package: Path, cache: Path) -> dict[str, str]:
+    """An environment in which a package is compiled already, as it is where it has been installed."""
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(cache), "PYTHONPATH": str(package)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    subprocess.run([sys.executable, "-m", "compileall", "-q", str(ROOT / "mcore_ckpt")], env=environment, check=True)
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(package / "mcore_ckpt")], env=environment, check=True)
     return environment
+
+
+def _checkpoint(path: Path, state: State, world: int) -> None:
+    interpreter = Interpreter(Path(sys.executable), (ROOT,))
+    group = Group(interpreter, "mcore_ckpt", world)
+    group.call("save", path, state)
+    group.close()
+    interpreter.close()
 
 
 def main() -> int:
@@ -217,51 +208,52 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds of each (default: 3)")
     parser.add_argument("--dir", type=Path, default=ROOT, help="where to write; the file system that is measured")
     parser.add_argument("--only", default="", help="words of the works' names, with commas between them")
+    parser.add_argument("--against", default="", metavar="COMMIT", help="measure the commands of this commit, too")
+    parser.add_argument("--out", type=Path, default=results.FILE, help="results (default: docs/benchmark.json)")
+    parser.add_argument("--note", default="", help="to stand with the tables")
     arguments = parser.parse_args()
+    measurement = results.Measurement(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is written is removed
     base = Path(tempfile.mkdtemp(prefix="mcore_ckpt_bench_", dir=arguments.dir))
     size_bytes = int(arguments.gb * 1e9)
     try:
-        environment = _compiled(base / "compiled")
-        model, of_model = base / "model", base / "of_model"
-        works = _works(base / "dense" / "mcore_ckpt", base / "small" / "mcore_ckpt", model, of_model, base)
+        environments = {"": _environment(ROOT, base / "compiled")}
+        if arguments.against:
+            old = package_of(arguments.against, ROOT, base / "against")
+            environments[f", {arguments.against[:7]}"] = _environment(old, base / "compiled")
+        environment = environments[""]
+        source, many, model, of_model = (base / name for name in ("dense", "small", "model", "of_model"))
+        works = _works(source, many, model, of_model, base)
         chosen = [work for work in works if any(word in work.name for word in arguments.only.split(","))]
-        works = [work for work in works if work in chosen or work.name in {one.beside for one in chosen}]
+        works = [work for work in works if work in chosen or work.name in {one.compared_with for one in chosen}]
         needed = " ".join(word for work in works for word in work.command)
-        if f"{base / 'dense'}" in needed:
-            run_ranks(write_once, _RANKS, base / "dense", "dense", size_bytes, ["mcore_ckpt"], deadline_s=900)
-        if f"{base / 'small'}" in needed:
-            run_ranks(write_once, 1, base / "small", "small", 0, ["mcore_ckpt"], deadline_s=900)
+        if str(source) in needed:
+            _checkpoint(source, State("dense", size_bytes), _RANKS)
+        if str(many) in needed:
+            _checkpoint(many, State("small", 10**9), 1)
         if str(model) in needed or str(of_model) in needed:
             _write_model(model, size_bytes)
             making = [*_COMMAND, "import", str(model), str(of_model), "--from", "hf", "--tp", str(_RANKS), "--quiet"]
             subprocess.run(making, env=environment, stdout=subprocess.DEVNULL, check=True)
-        costs: dict[str, list[Cost]] = {work.name: [] for work in works}
-        for _ in range(arguments.rounds):
+        samples: dict[str, dict[str, list[float]]] = {}
+        for turn in range(arguments.rounds):
             for work in works:
-                costs[work.name].append(_timed(work, lambda: [base], environment))
-        if "export to hf" in costs and not _same_model(
-            model / "model.safetensors", base / "exported/model.safetensors"
-        ):
+                for suffix, variables in environments.items():
+                    if suffix and work.command[: len(_COMMAND)] != _COMMAND:
+                        continue
+                    for figure, value in _timed(work, base, variables).items():
+                        samples.setdefault(figure, {}).setdefault(work.name + suffix, []).append(value)
+            sys.stderr.write(f"tools: round {turn + 1} of {arguments.rounds}\n")
+        exported = base / "exported" / "model.safetensors"
+        if exported.exists() and not _same_model(model / "model.safetensors", exported):
             raise SystemExit("what was exported is not the model that was imported")
     finally:
         shutil.rmtree(base, ignore_errors=True)
-    rows = []
-    for work in works:
-        seconds = [cost.seconds for cost in costs[work.name]]
-        others = costs[work.beside] if work.beside else []
-        ratios = [own / other.seconds for own, other in zip(seconds, others, strict=False)]
-        rows.append(
-            (
-                work.name,
-                f"{statistics.median(seconds):.2f}",
-                f"{min(seconds):.2f} - {max(seconds):.2f}",
-                f"{statistics.median(ratios):.2f}" if ratios else "",
-                work.beside,
-                f"{statistics.median(cost.cpu_s for cost in costs[work.name]):.1f}",
-                f"{max(cost.mb for cost in costs[work.name]):.0f}",
-            )
-        )
-    print(table(("work", "median s", "min - max", "ratio", "to", "CPU s", "MB"), rows, right=(1, 2, 3, 5, 6)))
+    compared = {work.name + suffix: work.compared_with for work in works for suffix in environments}
+    measurement.put("tools", {"tools": samples}, compared_with=compared)
+    sys.stdout.write(tables.everything(measurement.results | {"samples": {"tools": samples}}))
+    if arguments.out == results.FILE:
+        tables.write(ROOT)
     return 0
 
 

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -114,19 +114,21 @@ def rank_outcomes(
     deadline_s: float = _DEFAULT_DEADLINE_S,
     grace_s: float = _DEFAULT_GRACE_S,
     environment: Mapping[str, str] | None = None,
+    preload: Sequence[str] = (),
     **kwargs: Any,
 ) -> list[RankOutcome]:
     """As `run_ranks`, for tests of failures: returns every rank's outcome instead of raising.
 
     Args:
         grace_s: seconds that the other ranks get after the first failure before they are killed.
+        preload: modules that the server of this process, which the first call starts, imports in addition.
     """
     from torch.distributed import TCPStore
 
     # The store lives here, on a port that the system chose, so that no rank's death takes it down.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload([*_PRELOAD, *preload])
     variables = {**os.environ, **(environment or {})}
     payload = pickle.dumps((function, args, kwargs))
     with tempfile.TemporaryDirectory(prefix="gloo-ranks-") as stack_dir:

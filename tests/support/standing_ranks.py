@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
@@ -96,12 +96,15 @@ class StandingRanks:
 
 
 @contextmanager
-def standing_ranks(world_size: int, *, environment: Mapping[str, str] | None = None) -> Iterator[StandingRanks]:
+def standing_ranks(
+    world_size: int, *, environment: Mapping[str, str] | None = None, preload: Sequence[str] = ()
+) -> Iterator[StandingRanks]:
     """Start ranks for the block.
 
     Args:
         world_size: how many.
         environment: variables to set on top of the caller's.
+        preload: as for `rank_outcomes`.
 
     Raises:
         OSError: they do not start in time.
@@ -113,7 +116,7 @@ def standing_ranks(world_size: int, *, environment: Mapping[str, str] | None = N
             thread = threading.Thread(
                 target=rank_outcomes,
                 args=(_serve, world_size, str(listener.address), key, scratch),
-                kwargs={"deadline_s": _STAY_FOR_S, "environment": environment},
+                kwargs={"deadline_s": _STAY_FOR_S, "environment": environment, "preload": preload},
                 daemon=True,
             )
             thread.start()

@@ -1,0 +1,97 @@
+"""The results: one JSON file, of one commit, to which each part adds its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe_machine
+
+__all__ = ["FILE", "Measurement", "Results"]
+
+# What the file holds: "commit", "machine", "note", "contenders" (label -> adapter, versions), "not run" (name -> why),
+# "parts" (part -> date, rounds and the like), "samples" (work -> figure -> label -> one value for each round).
+Results = dict[str, Any]
+
+_ROOT = Path(__file__).resolve().parent.parent
+FILE = _ROOT / "docs" / "benchmark.json"
+_CODE = ("mcore_ckpt", "benchmarks", "scripts/bench.py", "scripts/bench_tools.py")
+
+
+class Measurement:
+    """Results while they come in.
+
+    Attributes:
+        results: of this commit, those of earlier runs among them.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        """Begin.
+
+        Args:
+            arguments: of the command line: `out`, `dir`, `note`, `gb`, `rounds`.
+        """
+        self._arguments = arguments
+        commit = _commit_of_code()
+        found: Results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+        if found.get("commit", commit) != commit:
+            sys.stderr.write(f"{arguments.out} is of {found['commit']}, this is {commit}: its figures are left out\n")
+            found = {}
+        empty: Results = {"contenders": {}, "not run": {}, "parts": {}, "samples": {}}
+        about = {"commit": commit, "machine": describe_machine(arguments.dir), "note": arguments.note}
+        self.results: Results = empty | found | about
+        self._begin()
+
+    def put(self, part: str, samples: Mapping[str, Any], **more: Any) -> None:
+        """Put in what has been measured since the last part, in place of an earlier part of that name; write all."""
+        self.results["parts"][part] = {
+            "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
+            "took s": round(time.monotonic() - self._started_s),
+            "load average": f"{self._load_average:.1f} to {os.getloadavg()[0]:.1f}",
+            "gb": self._arguments.gb,
+            "rounds": self._arguments.rounds,
+            "failed": [],
+            **more,
+        }
+        for work, by_figure in samples.items():
+            self.results["samples"][work] = {
+                figure: {label: [float(f"{value:.4g}") for value in values] for label, values in by_label.items()}
+                for figure, by_label in by_figure.items()
+            }
+        out = self._arguments.out
+        out.parent.mkdir(parents=True, exist_ok=True)
+        pending = out.with_name(out.name + ".new")
+        pending.write_text(_text(self.results) + "\n")
+        pending.replace(out)
+        sys.stderr.write(f"{part}: {self.results['parts'][part]['took s']} s\n")
+        self._begin()
+
+    def _begin(self) -> None:
+        self._started_s, self._load_average = time.monotonic(), os.getloadavg()[0]
+
+
+def _commit_of_code() -> str:
+    """The last commit that changed the package or its benchmarks, with a mark if there are changes since."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", *args], cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+    changed = git("--no-optional-locks", "status", "--porcelain", "--", *_CODE)
+    return git("log", "-1", "--format=%h", "--", *_CODE) + (" with changes" if changed else "")
+
+
+def _text(value: Any, depth: int = 0) -> str:
+    """JSON with a row's samples on one line."""
+    if not isinstance(value, dict) or not value:
+        return json.dumps(value)
+    indent = " " * (depth + 1)
+    inner = ",\n".join(f"{indent}{json.dumps(key)}: {_text(one, depth + 1)}" for key, one in value.items())
+    return "{\n" + inner + "\n" + indent[1:] + "}"

@@ -1,0 +1,396 @@
+"""Tables in README.md and docs out of docs/benchmark.json, between `<!-- benchmark: NAME -->` and `<!-- end -->`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+from benchmarks.results import FILE, Results
+
+__all__ = ["NAMES", "changed", "everything", "one", "write"]
+
+_BLOCK: Final = re.compile(r"(?<=<!-- benchmark: )([\w ]+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+class _Row(NamedTuple):
+    """A figure of all contenders.
+
+    Attributes:
+        work: as in the results.
+        figure: of the work.
+        name: in the table.
+        at_top: in README, too.
+        variant: of a contender, at the end of its label.
+    """
+
+    work: str
+    figure: str
+    name: str
+    at_top: bool = False
+    variant: str = ""
+
+    @property
+    def cpu(self) -> str:
+        """The figure of its CPU seconds."""
+        return f"{self.figure.removesuffix('s')}cpu s"
+
+
+_ROWS: Final = (
+    _Row("dense", "save s", "large tensors: save", True),
+    _Row("dense", "cold s", "large tensors: load, cold", True),
+    _Row("dense", "second s", "large tensors: load, second", True),
+    _Row("dense", "warm s", "large tensors: load, warm", True),
+    _Row("4 to 2", "cold s", "4 ranks' files into 2 ranks, cold", True),
+    _Row("4 to 2", "second s", "4 ranks' files into 2 ranks, second"),
+    _Row("4 to 1", "cold s", "4 ranks' files into 1 rank, cold", True),
+    _Row("4 to 1", "second s", "4 ranks' files into 1 rank, second"),
+    _Row("a fifth", "cold s", "a fifth of the tensors of 4 ranks' files into 1 rank, cold"),
+    _Row("a fifth", "second s", "a fifth of the tensors of 4 ranks' files into 1 rank, second"),
+    _Row("slices", "cold s", "slices of 4 ranks' files into 8 ranks, cold", True),
+    _Row("slices", "second s", "slices of 4 ranks' files into 8 ranks, second"),
+    _Row("small", "save s", "small tensors: save", True),
+    _Row("small", "save s", "small tensors: save, constant structure", True, ", constant structure"),
+    _Row("small", "save s", "small tensors: save, new structure", False, ", replanned"),
+    _Row("small", "cold s", "small tensors: load, cold", True),
+    _Row("small", "second s", "small tensors: load, second"),
+    _Row("small", "warm s", "small tensors: load, warm", True),
+    _Row("scarce", "cold s", "load, cold, in a control group without memory for the page cache"),
+    _Row("first", "save s", "first save of a process", True),
+    _Row("first", "load cold s", "first load of a process, cold", True),
+)
+_ASYNC: Final = (
+    _Row("async dense", "blocking s", "async save, large tensors: training waits", True),
+    _Row("async dense", "durable s", "async save, large tensors: durable after", True),
+    _Row("async dense", "next pass / normal", "async save, large tensors: next pass over memory, times a normal one"),
+    _Row("async dense", "cpu s", "async save, large tensors: CPU seconds"),
+    _Row("first", "async blocking s", "first async save of a process: training waits", True),
+    _Row("first", "async first / later", "first async save of a process, times a later one"),
+    _Row("async small", "blocking s", "async save, small tensors: training waits", True),
+    _Row("async small", "durable s", "async save, small tensors: durable after"),
+    _Row("async small", "cpu s", "async save, small tensors: CPU seconds"),
+)
+_LANDING: Final = tuple(
+    row
+    for row in _ROWS
+    if (row.work, row.figure)
+    in {("dense", "save s"), ("dense", "cold s"), ("4 to 1", "cold s"), ("small", "save s"), ("first", "save s")}
+)
+_BASELINES: Final = ("megatron", "megatron constant", "nvrx", "nvrx constant", "torch_checkpointing", "dcp")
+# Name, work, figure, what it is divided by, and what the ratio may be.
+_TARGETS: Final = (
+    *(
+        (f"{work}: first load, default / page_cache off", work, "cold s", "off", 1.05)
+        for work in ("dense", "4 to 2", "4 to 1", "a fifth", "slices", "small", "scarce")
+    ),
+    *(
+        (f"{work}: load, cold / Megatron-Core", work, "cold s", "megatron", 0.7)
+        for work in ("dense", "4 to 2", "4 to 1", "slices")
+    ),
+    *(
+        (f"{work}: load, second / Megatron-Core", work, "second s", "megatron", 1.2)
+        for work in ("dense", "4 to 2", "4 to 1", "slices")
+    ),
+    ("dense: load, warm / Megatron-Core", "dense", "warm s", "megatron", 0.55),
+)
+_PHASES: Final = ("walk", "plan", "stage", "new stage", "dispatch", "call", "writer", "commit")
+_NOT_ISOLATED: Final = "†"
+_ONCE: Final = "‡"
+_FOOTNOTES: Final = {
+    _NOT_ISOLATED: (
+        "The checkpoint holds what was written to the tensors after the call: CPU tensors are not copied there. "
+        "That is no gain, and is compared with nothing."
+    ),
+    _ONCE: "Measured once, since it takes long.",
+}
+
+
+class _Read:
+    """Results, as the tables ask for them."""
+
+    def __init__(self, results: Results) -> None:
+        self.results = results
+        self.parts: dict[str, dict[str, Any]] = results["parts"]
+        self.contenders: dict[str, dict[str, str]] = results["contenders"]
+        self.main = self.labels("mcore_ckpt")[0]
+
+    def labels(self, *adapters: str) -> list[str]:
+        """Labels of these adapters, in the order of the adapters."""
+        return [label for adapter in adapters for label, one in self.contenders.items() if one["adapter"] == adapter]
+
+    def values(self, work: str, figure: str, label: str) -> list[float]:
+        """Samples; none where it was not measured."""
+        found: list[float] = self.results["samples"].get(work, {}).get(figure, {}).get(label, [])
+        return found
+
+    def isolated(self, work: str, label: str) -> bool:
+        """Whether asynchronous saves held the state at the call; true of what is none."""
+        return all(self.values(work if work != "first" else "async dense", "isolated", label))
+
+    def own(self, label: str) -> str:
+        """This package under the interpreter of a label."""
+        python = self.contenders[label]["python"]
+        return next(one for one in self.labels("mcore_ckpt") if self.contenders[one]["python"] == python)
+
+    def ratio(self, work: str, figure: str, label: str, to: str) -> str:
+        """Median, least and most of the rounds' ratios."""
+        pairs = zip(self.values(work, figure, label), self.values(work, figure, to), strict=False)
+        ratios = [value / other for value, other in pairs if other]
+        if not ratios or ("async" in work + figure and not self.isolated(work, to)):
+            return ""
+        return f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+
+    def variant(self, row: _Row, label: str) -> str:
+        """The label that has the row's variant. This package itself keeps the plan of a constant structure."""
+        if not row.variant or (row.variant == ", constant structure" and label in self.labels("mcore_ckpt")):
+            return label
+        return label + row.variant
+
+    def cell(self, work: str, figure: str, label: str) -> str:
+        """A median, with marks."""
+        values = self.values(work, figure, label)
+        if not values:
+            return ""
+        asynchronous = "async" in work + figure and not self.isolated(work, label)
+        most = max(map(len, self.results["samples"][work][figure].values()))
+        marks = (_NOT_ISOLATED if asynchronous else "") + (_ONCE if len(values) == 1 < most else "")
+        return _number(median(values)) + marks
+
+    def rows(self, rows: Sequence[_Row], labels: Sequence[str], *, cpu: bool = False) -> str:
+        """A table of cells."""
+        cells = [
+            (
+                row.name,
+                *(self.cell(row.work, row.cpu if cpu else row.figure, self.variant(row, label)) for label in labels),
+            )
+            for row in rows
+        ]
+        return _markdown(("CPU seconds" if cpu else "seconds", *labels), cells)
+
+
+def _number(value: float) -> str:
+    digits = 0 if value >= 20 else 1 if value >= 5 else 2 if value >= 0.1 else 3
+    return f"{value:.{digits}f}"
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{_number(median(values))} ({_number(min(values))}-{_number(max(values))})"
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table, without rows and columns that are empty, and the footnotes of its marks."""
+    used = [column for column in range(len(head)) if column == 0 or any(row[column] for row in rows)]
+    lines = [[head[column] for column in used], ["---", *("---:" for _ in used[1:])]]
+    lines += [[row[column] for column in used] for row in rows if any(row[1:])]
+    text = "".join(f"|{'|'.join(line)}|\n" for line in lines)
+    return text + "".join(f"\n{mark} {note}\n" for mark, note in _FOOTNOTES.items() if mark in text)
+
+
+def _title(read: _Read) -> str:
+    """Of a table: on what, how often, and what not."""
+    machine, part = read.results["machine"], read.parts["dense"]
+    torches = dict.fromkeys(read.contenders[label]["torch"] for label in read.labels("mcore_ckpt"))
+    note = f" **{read.results['note']}**" if read.results["note"] else ""
+    return (
+        f"CPU tensors, 2 ranks unless the row says otherwise; {machine['cores']} cores ({machine['cpu']}), "
+        f"{machine['memory GB']} GB, {machine['file system']}, Linux {machine['kernel']}, "
+        f"torch {' and '.join(torches)}; commit {read.results['commit']}. "
+        f"Large: {part['gb']:g} GB in tensors of 16 MiB; small: {20_000 * part['gb']:,.0f} of 4 to 64 KB. "
+        "Cold: page cache dropped; second: right after the cold one; warm: files in the page cache. "
+        f"Seconds, medians of {part['rounds']} rounds ({part['baseline_rounds']} with baselines), less is better. "
+        f"**Nothing has been measured on a GPU.**{note}\n\n"
+    )
+
+
+def _summary(read: _Read) -> str:
+    """The table at the top of README, the best of each row in bold."""
+    baselines, nvrx = read.labels("megatron", "torch_checkpointing", "dcp"), read.labels("nvrx")
+    newest = read.labels("megatron")[-1:]
+    cells = []
+    for row in (row for row in (*_ROWS, *_ASYNC) if row.at_top):
+        by_nvrx = nvrx and read.values(row.work, row.figure, nvrx[0])
+        labels = [read.main, *(nvrx[0] if by_nvrx and [one] == newest else one for one in baselines)]
+        labels = [read.variant(row, label) for label in labels]
+        texts = {label: read.cell(row.work, row.figure, label) for label in labels}
+        medians = {
+            label: median(read.values(row.work, row.figure, label))
+            for label, text in texts.items()
+            if text and _NOT_ISOLATED not in text
+        }
+        best = min(medians, key=lambda label: medians[label], default="")
+        cells.append(
+            (
+                row.name,
+                read.cell(row.work, row.figure, "raw device"),
+                *(f"**{text}**" if label == best else text for label, text in texts.items()),
+            )
+        )
+    heads = [f"{one} (async: nvrx)" if nvrx and [one] == newest else one for one in baselines]
+    return _title(read) + _markdown(("seconds", "raw device", read.main, *heads), cells)
+
+
+def _asynchronous(read: _Read) -> str:
+    labels = [read.main, f"{read.main}, warm_up()", *read.labels("replanned"), *read.labels("mcore_ckpt")[1:]]
+    labels += read.labels(*_BASELINES)
+    works = ("async dense", "async small")
+    rows = [
+        (
+            label,
+            *(read.cell(row.work, row.figure, label) for row in _ASYNC),
+            "" if not any(read.values(work, "isolated", label) for work in works) else
+            "yes" if all(read.isolated(work, label) for work in works) else "no",
+        )
+        for label in labels
+    ]  # fmt: skip
+    return _title(read) + _markdown(("", *(row.name for row in _ASYNC), "isolated"), rows)
+
+
+def _ratios(read: _Read) -> str:
+    labels = read.labels(*_BASELINES)
+    rows = [
+        (row.name, *(read.ratio(row.work, row.figure, read.own(label), label) for label in labels))
+        for row in (*_ROWS, *_ASYNC)
+        if "/" not in row.figure and not row.variant
+    ]
+    return _markdown(("mcore_ckpt / baseline", *labels), rows)
+
+
+def _targets(read: _Read) -> str:
+    rows = []
+    for name, work, figure, to, target in _TARGETS:
+        for other in read.labels(to):
+            own, version = (read.main, "") if to == "off" else (read.own(other), " " + other.split()[-1])
+            cpu = _Row(work, figure, "").cpu
+            ratios = (read.ratio(work, one, own, other) for one in (figure, cpu))
+            rows.append((name + version, str(target), *ratios))
+    return _markdown(("ratio", "at most", "seconds", "CPU seconds"), [row for row in rows if row[2]])
+
+
+def _against(read: _Read) -> str:
+    label = next(iter(read.labels("against")), "")
+    rows = [
+        (row.name, *(read.ratio(row.work, figure, read.main, label) for figure in (row.figure, row.cpu)))
+        for row in (*_ROWS, *_ASYNC)
+        if not row.variant and "/" not in row.figure
+    ]
+    return _markdown((f"mcore_ckpt / {label}", "seconds", "CPU seconds"), rows)
+
+
+def _bounds(read: _Read) -> str:
+    labels = ("raw device", "lower bound", read.main)
+    rows = [
+        (
+            row.name,
+            *(read.cell(row.work, figure, label) for figure in (row.figure, row.cpu) for label in labels),
+            read.ratio(row.work, row.figure, read.main, "lower bound"),
+        )
+        for row in _ROWS
+        if read.values(row.work, row.figure, "lower bound") and not row.variant
+    ]
+    heads = (f"{label}, {unit}" for unit in ("s", "CPU s") for label in labels)
+    return _markdown(("", *heads, "mcore_ckpt / lower bound"), rows)
+
+
+def _phases(read: _Read) -> str:
+    columns = [
+        (work, label)
+        for work in ("phases dense", "phases small")
+        for label in ("lower bound", "mcore_ckpt", "mcore_ckpt replanned")
+    ]
+    rows = [(phase, *(read.cell(work, f"{phase} s", label) for work, label in columns)) for phase in _PHASES]
+    return _markdown(("seconds", *(f"{label}, {work.removeprefix('phases ')}" for work, label in columns)), rows)
+
+
+def _machine(read: _Read) -> str:
+    figures = dict.fromkeys(figure.rpartition(", ")[0] for figure in read.results["samples"].get("machine", {}))
+    rows = [
+        (figure, *(_spread(read.values("machine", f"{figure}, {unit} per GB", "")) for unit in ("s", "cpu s")))
+        for figure in figures
+    ]
+    return _markdown(("per GB", "seconds", "CPU seconds"), rows)
+
+
+def _tools(read: _Read) -> str:
+    about = read.parts.get("tools", {})
+    compared = about.get("compared_with", {})
+    rows = []
+    for label, values in read.results["samples"].get("tools", {}).get("s", {}).items():
+        other = compared.get(label, "")
+        ratio = read.ratio("tools", "s", label, other) if other else ""
+        others = (read.cell("tools", figure, label) for figure in ("cpu s", "MB"))
+        rows.append((label, _spread(values), ratio, other, *others))
+    title = f"A checkpoint and a model of {about['gb']} GB each, {about['rounds']} rounds.\n\n" if about else ""
+    return title + _markdown(("command", "seconds", "ratio", "to", "CPU seconds", "MB"), rows)
+
+
+def _about(read: _Read) -> str:
+    lines = [f"{name}: {value}" for name, value in read.results["machine"].items()]
+    lines += [f"not run: {name} ({why})" for name, why in read.results["not run"].items()]
+    for name, part in read.parts.items():
+        facts = ", ".join(f"{fact} {part[fact]}" for fact in ("date", "took s", "gb", "rounds", "load average"))
+        lines.append(f"{name}: {facts}")
+        lines += [f"{name}, failed: {failed}" for failed in part["failed"]]
+    for label in read.labels("mcore_ckpt"):
+        versions = (f"{name} {version}" for name, version in read.contenders[label].items() if version)
+        lines.append(f"{label}: {', '.join(list(versions)[1:])}")
+    return "".join(f"- {line}\n" for line in lines)
+
+
+_COLUMNS: Final = ("raw", "mcore_ckpt", "megatron", "torch_checkpointing", "dcp")
+_TABLES: Final[dict[str, Callable[[_Read], str]]] = {
+    "summary": _summary,
+    "landing": lambda read: read.rows(_LANDING, [read.main, *read.labels("megatron")]),
+    "saves and loads": lambda read: _title(read) + read.rows(_ROWS, read.labels(*_COLUMNS)),
+    "cpu": lambda read: read.rows([row for row in _ROWS if row.at_top], read.labels(*_COLUMNS), cpu=True),
+    "ratios": _ratios,
+    "async": _asynchronous,
+    "targets": _targets,
+    "against": _against,
+    "bounds": _bounds,
+    "phases": _phases,
+    "machine": _machine,
+    "tools": _tools,
+    "about": _about,
+}
+
+
+NAMES: Final = tuple(_TABLES)
+
+
+def one(results: Results, name: str) -> str:
+    """A table of `NAMES`."""
+    return _TABLES[name](_Read(results))
+
+
+def _pages(root: Path) -> Iterator[tuple[Path, str, str]]:
+    """Each page with tables: as it is, and as the results have it."""
+    read = _Read(json.loads((root / FILE.relative_to(FILE.parent.parent)).read_text()))
+    for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        text = page.read_text()
+        yield page, text, _BLOCK.sub(lambda found: found[1] + found[2] + _TABLES[found[1]](read), text)
+
+
+def write(root: Path) -> None:
+    """Write the tables of all pages again."""
+    for page, text, new in _pages(root):
+        if new != text:
+            page.write_text(new)
+
+
+def changed(root: Path) -> list[str]:
+    """Pages whose tables are not those of the results."""
+    return [page.name for page, text, new in _pages(root) if new != text]
+
+
+def everything(results: Results) -> str:
+    """All figures, for a terminal."""
+    lines = [
+        f"{work:14}{figure:42}{label:44}{_spread(values):>24}, {len(values)}"
+        for work, by_figure in results["samples"].items()
+        for figure, by_label in by_figure.items()
+        for label, values in by_label.items()
+    ]
+    return "\n".join(lines) + "\n"
