@@ -101,10 +101,9 @@ def test_dtensors_reshard(tmp_path: Path) -> None:
         for costs in run_ranks(load_all, world_size, str(tmp_path), layouts, deadline_s=200):
             assert len(costs) >= 18
             for name, (bytes_read, bytes_needed) in costs.items():
-                # Where there are no sums of parts, no more is read than is wanted, but for short gaps.
-                saved, _, writer = name.partition(" -> ")[0].partition(" by ")
-                if writer == "stock" and saved in flat and world_size < 4:
-                    assert bytes_read <= 1.6 * bytes_needed + 64 * 1024, name
+                # Rows are read and nothing else, where no sums of blocks are to be compared.
+                if "by stock" in name and not name.endswith("-> columns") and world_size < 4:
+                    assert bytes_read <= 1.4 * bytes_needed + 64 * 1024, name
 
 
 def test_a_damaged_file_fails_every_rank(tmp_path: Path) -> None:
