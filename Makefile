@@ -6,6 +6,10 @@ VENV ?= .venv
 PYTHON ?=
 INSTALLED := $(VENV)/installed.stamp
 BIN := $(VENV)/bin
+# What is installed beside torch: `dev` is all, `test` what the tests that need torch alone need.
+EXTRA ?= dev
+# Of this file alone: the environment is made for it, and a constraint of the machine's is made for another.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
 # Many tests wait for ranks, disks and deadlines more than they compute: SIDE_BY_SIDE="-n 2" runs two at a time.
 SIDE_BY_SIDE ?=
@@ -26,9 +30,8 @@ venv: $(INSTALLED)  ## make .venv with everything that CI uses
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { python="$(PYTHON)"; python="$${python:-$$(scripts/find_python.sh 3.11 3.12 3.10)}" \
 	    && echo "making $(VENV) with $$python" && "$$python" -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt megatron-core
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet torch
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRA)]'
 	@touch $@
 
 demo: $(INSTALLED)  ## a Megatron model trained, saved and loaded under other layouts, compared bit for bit
@@ -62,7 +65,7 @@ site: $(VENV)/docs.stamp  ## the site below build/site, strictly
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m mkdocs build --quiet
 
 $(VENV)/docs.stamp: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@
 
 dist: $(INSTALLED)  ## wheel and sdist; the wheel in empty environments, with torch alone and with [megatron]: minutes

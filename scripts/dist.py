@@ -11,6 +11,7 @@ one with the wheel and what it requires (torch), one with `[megatron]`. In each,
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def try_out(wheel: Path, kind: str, work: Path) -> None:
     venv.create(environment, with_pip=True, clear=True)
     python = environment / "bin" / "python"
     wanted = str(wheel) + ("[megatron]" if kind == "megatron" else "")
-    run([str(python), "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt"), wanted])
+    run([str(python), "-m", "pip", "install", "--quiet", wanted])
     elsewhere = work / f"elsewhere-{kind}"
     elsewhere.mkdir(exist_ok=True)
     for name in ("scripts/installed.py", "README.md"):
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["torch", "megatron"], help="one of the two environments")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="make the environments there, and leave them")
     arguments = parser.parse_args()
+    os.environ["PIP_CONSTRAINT"] = str(ROOT / "constraints.txt")
     wheel = build()
     with tempfile.TemporaryDirectory(prefix="mcore-ckpt-dist-") as temporary:
         work = (arguments.keep or Path(temporary)).resolve()

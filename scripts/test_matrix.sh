@@ -51,7 +51,7 @@ prepare() { # PYTHON_VERSION VENV MEGATRON_VERSION...
         folder_of[$version]=$venv/megatron-core/$version
         python_of[$version]=$venv/bin/python
         if [ ! -d "${folder_of[$version]}/megatron" ]; then
-            "$venv/bin/python" -m pip install --quiet --no-deps --target "${folder_of[$version]}" \
+            PIP_CONSTRAINT="" "$venv/bin/python" -m pip install --quiet --no-deps --target "${folder_of[$version]}" \
                 "megatron-core==$version"
         fi
         present+=("$version")

@@ -11,6 +11,7 @@ from tests.conftest import NOT_QUICK
 from tests.support.shown_launches import shown_launches
 
 ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "mcore_ckpt" / "launch.py"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").iterdir())
 
@@ -36,6 +37,20 @@ def test_what_ci_runs_can_be_made() -> None:
     made = re.findall(r"^ *make ([\w-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     assert {"test", "test-long", "lint", "site"} <= set(made) <= targets()
     assert "run: make dist" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+
+
+def test_ci_runs_the_oldest_and_the_newest_versions() -> None:
+    """What pyproject.toml allows is what the leg with the oldest Python installs."""
+    allowed = dict(re.findall(r'"(torch|numpy)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()))
+    pinned = re.findall(r"^(torch|numpy)==([\d.]+); python_version (\S+ \S+)$", CONSTRAINTS, re.MULTILINE)
+    oldest = {name: version for name, version, python in pinned if python == '< "3.11"'}
+    assert {name: version.split(".")[:2] for name, version in oldest.items()} == {
+        name: version.split(".") for name, version in allowed.items()
+    }
+    legs = re.findall(r"^ *leg (3\.\d+) ", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert legs == ["3.12", "3.10"]
+    newest = {name: version for name, version, python in pinned if python == '>= "3.12"'}
+    assert f"torch {newest['torch']}" in (ROOT / "README.md").read_text()
 
 
 def test_each_target_says_what_it_does() -> None:
