@@ -35,6 +35,7 @@ PUBLIC = [
     "MCoreLoadPlanner",
     "MCoreSavePlanner",
     "MissingKeyError",
+    "NewerFormatError",
     "OptionError",
     "PlanError",
     "PruneReport",

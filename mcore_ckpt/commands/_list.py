@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, human_age, one_line, table
+from mcore_ckpt.commands._shell import DIFFERS, DONE, FAILED, Outcome, human_age, one_line, table
 from mcore_ckpt.core.console import human_bytes
 
 __all__ = ["add_arguments", "run"]
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         found = listed.checkpoint
         layout = str(listed.layout) if listed.layout else "-"
         age_s = None if found.saved_at_s is None else max(0.0, now_s - found.saved_at_s)
-        state = "whole" if found.whole else "NOT WHOLE"
+        state = "whole" if found.whole else "NOT WHOLE" if found.problems else "WRITTEN BY SOMETHING NEWER"
         if found.claimed:
             state += ", left by a save that is gone" if found.abandoned else ", being written"
         rows.append(
@@ -40,13 +40,14 @@ def run(arguments: argparse.Namespace) -> Outcome:
                 "<- tracker" if found.tracked else "",
             )
         )
-        notes += [one_line(f"{found.name}: {found.problems[0]}")] if found.problems else []
+        notes += [one_line(f"{found.name}: {reason}") for reason in (*found.problems[:1], found.newer) if reason]
         documents.append(
             {
                 "name": found.name,
                 "iteration": found.iteration,
                 "whole": found.whole,
                 "problems": found.problems,
+                "newer": found.newer,
                 "size_bytes": found.size_bytes,
                 "saved_at_s": found.saved_at_s,
                 "layout": listed.layout,
@@ -67,6 +68,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
         "tracker_problem": report.tracker_problem,
         "checkpoints": documents,
     }
-    damaged = [listed for listed in report.checkpoints if not listed.checkpoint.whole and not listed.checkpoint.claimed]
-    sound = not damaged and report.tracker_problem is None
-    return Outcome(document, "\n".join(lines), DONE if sound else DIFFERS)
+    newer = [listed.checkpoint for listed in report.checkpoints if listed.checkpoint.newer]
+    damaged = any(listed.checkpoint.problems and not listed.checkpoint.claimed for listed in report.checkpoints)
+    if damaged or (report.tracker_problem and not any(found.tracked for found in newer)):
+        return Outcome(document, "\n".join(lines), DIFFERS)
+    return Outcome(document, "\n".join(lines), FAILED if newer else DONE)

@@ -15,6 +15,7 @@
         |-- ShapeMismatchError      global shape stored and wanted differ
         |-- DtypeMismatchError      dtype stored and wanted differ
         |-- KindMismatchError       an object where a tensor is wanted, or the other way round
+        |-- NewerFormatError        written by a newer torch, Megatron-Core or mcore_ckpt than this one reads; no damage
         `-- CorruptCheckpointError  what lies on the disk cannot be right
             |-- ChecksumError       the CRC-32 stored with a record is not that of its bytes
             `-- UnsafePickleError   a pickle names something outside the allow-list
@@ -35,6 +36,7 @@ __all__ = [
     "KindMismatchError",
     "LoadError",
     "MissingKeyError",
+    "NewerFormatError",
     "OptionError",
     "PlanError",
     "SaveError",
@@ -109,6 +111,10 @@ class DtypeMismatchError(LoadError):
 
 class KindMismatchError(LoadError):
     """An object is stored where a tensor is wanted, or the other way round."""
+
+
+class NewerFormatError(LoadError):
+    """Something newer wrote the checkpoint; this version cannot read it. Nothing says that it is damaged."""
 
 
 class CorruptCheckpointError(LoadError):

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -25,7 +24,7 @@ from mcore_ckpt.format.file_names import DATA_SUFFIX, with_id
 from mcore_ckpt.format.seal import NO_SAVE_ID, SealedFile
 from mcore_ckpt.layout.buckets import TensorSpec, lay_out_file, place_objects, split_buckets
 from mcore_ckpt.layout.file_image import ImageResult
-from mcore_ckpt.layout.torch_classes import dtype_name
+from mcore_ckpt.layout.torch_classes import dtype_name, storage_info
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.staging import BucketSource, check_memory, write_in_line
 
@@ -325,11 +324,11 @@ def _prepare(bucket: WriteBucket, extensions: Sequence[Any]) -> tuple[BucketSour
     layout = lay_out_file(name, [_spec(item, tensor) for item, tensor in tensor_data], blob_keys, sizes)
     offsets = place_objects(sizes)
     results = [
-        WriteResult(item.index, len(blob), _StorageInfo(bucket.storage_key, offset, len(blob), descriptors))
+        WriteResult(item.index, len(blob), storage_info(bucket.storage_key, offset, len(blob), descriptors))
         for (item, blob), offset in zip(blobs, offsets, strict=True)
     ]
     for (item, _), template, offset in zip(tensor_data, layout.templates, layout.item_offsets, strict=True):
-        info = _StorageInfo(bucket.storage_key, offset, template.item_bytes)
+        info = storage_info(bucket.storage_key, offset, template.item_bytes)
         results.append(WriteResult(item.index, template.item_bytes, info))
     tensors = [_plain(tensor) for _, tensor in tensor_data]
     return BucketSource(layout, tensors, [blob for _, blob in blobs], offsets, bucket.save_id), results

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-import pickle
 import secrets
 import threading
 import weakref
@@ -55,6 +54,7 @@ from mcore_ckpt.directory.target import Target, abandon, claim_late, open_target
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, SealedFile, seal_metadata, shown_id
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
+from mcore_ckpt.layout.torch_classes import pickled_metadata, storage_meta
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.staging import check_memory
 
@@ -204,7 +204,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
     def storage_meta(self) -> StorageMeta:
         """DCP's note of which save this is."""
-        return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
+        return storage_meta({"checkpoint_id": str(self.path), "save_id": self.save_id})
 
     # -- planning ------------------------------------------------------------------------------------------------
 
@@ -432,7 +432,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         metadata.version = _DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for result in written}
         metadata.storage_meta = self.storage_meta()
-        content = pickle.dumps(metadata)
+        content = pickled_metadata(metadata)
         seal = _seal(self._save_id, written)
         if seal is not None and self._target is not None and self._target.common_sum is not None:
             seal = dataclasses.replace(seal, files={**seal.files, **_common_file(self._target)})

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mcore_ckpt.core.boxes import Box, covers
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, NewerFormatError
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.directory.claim import claimants, seems_gone
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
@@ -77,6 +77,7 @@ class RunCheckpoint:
         path: its directory.
         iteration: None for `release`.
         problems: why it is not whole, the first of them.
+        newer: why this version cannot read it, where something newer has written it; no damage.
         size_bytes: of the files in it.
         saved_at_s: when `.metadata` was published, in seconds since 1970; None without one.
         tracked: the tracker file names it.
@@ -92,6 +93,7 @@ class RunCheckpoint:
     tracked: bool
     claimed: bool
     abandoned: bool = False
+    newer: str | None = None
 
     @property
     def name(self) -> str:
@@ -101,7 +103,7 @@ class RunCheckpoint:
     @property
     def whole(self) -> bool:
         """Nothing is missing, as far as its structure tells."""
-        return not self.problems
+        return not self.problems and self.newer is None
 
 
 def iteration_of(name: str) -> int | None:
@@ -183,11 +185,14 @@ def look_at(directory: Path, *, tracked: str | None = None) -> tuple[RunCheckpoi
     index: CheckpointIndex | None = None
     saved_at_s = None
     sizes: dict[str, int] = {}
+    newer = None
     try:
         sizes = _sizes(directory)
         index = read_index(directory, strict=False)
         saved_at_s = (directory / METADATA_FILE).stat().st_mtime
         found = list(itertools.islice(_problems(directory, index, sizes), _MAX_PROBLEMS))
+    except NewerFormatError as error:
+        found, newer = [], " ".join(str(error).split())
     except (LoadError, OSError) as error:
         found = [" ".join(str(error).split())]
     checkpoint = RunCheckpoint(
@@ -199,6 +204,7 @@ def look_at(directory: Path, *, tracked: str | None = None) -> tuple[RunCheckpoi
         tracked=directory.name == tracked,
         claimed=is_claimed(directory),
         abandoned=_is_abandoned(directory),
+        newer=newer,
     )
     return checkpoint, index
 

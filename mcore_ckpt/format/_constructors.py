@@ -17,6 +17,7 @@ import io
 import math
 import pathlib
 import re
+import signal
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
@@ -118,6 +119,8 @@ class ObjectRules:
         full_name = f"{module}.{name}"
         if full_name in _BUILTIN_MAKERS:
             return _BUILTIN_MAKERS[full_name]
+        if module == "signal" and name in signal.Signals.__members__:  # Python 3.10 pickles signals by their names
+            return signal.Signals[name], None
         if full_name in ALLOWED_OBJECT_CLASSES:
             return self._allowed_class(full_name)
         if module.startswith("torch"):

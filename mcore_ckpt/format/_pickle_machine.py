@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple, Protocol, cast
 
-from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, UnsafePickleError
+from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, NewerFormatError, UnsafePickleError
 
 __all__ = [
     "MAX_AXES",
@@ -30,6 +30,7 @@ __all__ = [
     "MAX_SIZE",
     "Budget",
     "Maker",
+    "NotUnderstoodError",
     "PickleRun",
     "Rules",
     "WrongArgumentsError",
@@ -166,6 +167,10 @@ class WrongArgumentsError(Exception):
     """Raised by a constructor for arguments that nothing that was saved has; the message says which."""
 
 
+class NotUnderstoodError(Exception):
+    """Raised for what only a newer writer can have written; the message says what it is, and what was expected."""
+
+
 class Rules(Protocol):
     """What names and references in a pickle stand for."""
 
@@ -203,7 +208,11 @@ def inert_maker(cls: type) -> Maker:
         setter = getattr(instance, "__setstate__", None)
         if setter is not None:
             setter(state)
+        elif type(state) is list:  # of a frozen dataclass with slots: the values alone
+            raise NotUnderstoodError(f"a {cls.__name__} of {len(state)} values; expected its attributes by name")
         else:
+            if type(state) is tuple and len(state) == 2 and state[0] is None:  # of a dataclass with slots
+                state = state[1]
             budget.charge(len(state))
             if type(state) is not dict or not all(type(name) is str for name in state):
                 raise WrongArgumentsError(f"expected the attributes of a {cls.__name__}")
@@ -256,6 +265,7 @@ class PickleRun:
 
         Raises:
             UnsafePickleError: it names what no rule allows, or passes a limit.
+            NewerFormatError: something newer wrote it.
             CorruptCheckpointError: it is no pickle, or ends too soon.
             OptionError: a rule cannot be followed.
         """
@@ -270,6 +280,11 @@ class PickleRun:
             raise UnsafePickleError(
                 f"{self._where}: the pickle makes something that nobody saves, at byte {self.position}: {error}. The "
                 "file is damaged or was made to do harm; do not load it."
+            ) from error
+        except NotUnderstoodError as error:
+            raise NewerFormatError(
+                f"{self._where}: written by a newer torch, Megatron-Core or mcore_ckpt: {error}. Nothing shows that "
+                "the file is damaged. Load it with a newer mcore_ckpt, or save it once more with an older torch."
             ) from error
         # Damaged bytes fail in any way that a stack machine and constructors can.
         except Exception as error:

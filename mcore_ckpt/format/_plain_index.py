@@ -33,8 +33,9 @@ _MAX_ITEMS = 255
 _MAX_INT_BYTES = 8
 # Longer texts, as keys of a dict, take long to compare with one that is the same.
 _MAX_TEXT_BYTES = 4096
-# The items of a tuple are looked for in so many stretches of opcodes before it, of at most 200 opcodes each.
+# The items of a tuple are looked for in so many stretches of opcodes before it, of at most so many opcodes each.
 _STRETCHES = 3
+_STRETCH_OPCODES = 200
 
 
 def _lengths(stop: int, suffix: bytes = b"") -> bytes:
@@ -60,6 +61,7 @@ def _stretch(puts: bool, high_byte: int, higher_byte: int) -> re.Pattern[bytes]:
         b"text": b"(?:\x8c(?:%b)|X(?:%b))" % (_lengths(128), _lengths(128, b"\0\0\0")),
         b"name": b"(?:\x8c(?:%b))" % _lengths(40),
     }
+    part[b"ints"] = b"(?:%(small)b(?:\x85|%(small)b(?:\x86|%(small)b\x87))|\\((?:%(small)b){0,64}t)" % part
     opcodes = (
         # The most frequent first, in forms that begin with one byte: what does not is left out by that alone.
         b"h[^\x94]",
@@ -69,16 +71,19 @@ def _stretch(puts: bool, high_byte: int, higher_byte: int) -> re.Pattern[bytes]:
         b"[}\\]]%(m)b\\(?",
         b"u(?:b%(mp)b|\\()?",
         # A shape, or a tuple of ints that something is called with.
-        b"(?:%(small)b(?:\x85|%(small)b(?:\x86|%(small)b\x87))|\\((?:%(small)b){0,64}t)%(m)b(?:(?:\x85%(m)b)?R%(m)b)?",
+        b"%(ints)b%(m)b(?:(?:\x85%(m)b)?R%(m)b)?",
         b"%(int)b",
         b"\\)(?:\x81%(m)b|(?:\x85%(m)b)?R%(m)b)?",
         b"%(text)b(?:%(m)b\x85%(m)bR%(m)b|%(mp)b)",
         b"\x93%(mp)b",
         b"e\\(?|[aN\x88\x89]|s(?!b)|G[^\x94]{8}",
-        # The state of a tensor's properties, whose stand-in takes no tuples in it.
-        b"\\((?:%(get)b|[\x88\x89N]|(?:%(small)b|%(name)b%(m)b)(?:\x85%(m)bR%(m)b)?|\x93%(m)b){1,24}t%(m)bb%(mp)b",
+        # The state of a tensor's properties, whose stand-in takes no tuple in it but one of ints behind the rest.
+        (
+            b"\\((?:%(get)b|[\x88\x89N]|%(name)b%(m)b|(?:%(small)b|%(name)b%(m)b)\x85%(m)bR%(m)b|\x93%(m)b){1,24}"
+            b"(?:\\)|%(ints)b%(m)b)?t%(m)bb%(mp)b"
+        ),
     )
-    return re.compile(b"(?:%b){1,200}" % (b"|".join(opcodes) % part), re.DOTALL)
+    return re.compile(b"(?:%b){1,%d}" % (b"|".join(opcodes) % part, _STRETCH_OPCODES), re.DOTALL)
 
 
 # Bytes of the argument of each opcode that a stretch may consist of; those with a length before them are negative.
@@ -121,15 +126,16 @@ class _Look:
         while True:
             found = match(data, at)
             if found is not None:
-                stop = found.end()
-                self._memoized += data.count(b"\x94", at, stop)
-                starts.append(at)
-                at = stop
+                start, at = at, found.end()
+                self._memoized += data.count(b"\x94", start, at)
+                starts.append(start)
                 if len(starts) > 2 * _STRETCHES:
                     del starts[:-_STRETCHES]
             opcode = data[at]
             if opcode == 0x2E:  # STOP
                 return True
+            if opcode == _MARK and found is not None and at - start >= _STRETCH_OPCODES:
+                continue  # the stretch may have ended here because it was long enough
             if opcode == _MARK or 0x85 <= opcode <= 0x87:
                 at = self._tuple(at)
                 if not at:

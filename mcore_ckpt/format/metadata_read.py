@@ -24,6 +24,7 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointErr
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format._own_index import OwnIndex, own_index
+from mcore_ckpt.format._pickle_machine import NotUnderstoodError
 from mcore_ckpt.format.index import (
     CheckpointIndex,
     ObjectEntry,
@@ -295,11 +296,13 @@ class StorageMetaState(metaclass=_Sealed):
     checkpoint_id: Any = None
     save_id: Any = None
     load_id: Any = None
-    modules: Any = ()
+    modules: Any = None
 
 
 class PropertiesState(metaclass=_Sealed):
-    """`TensorProperties`: pickled as (dtype, layout, requires_grad, memory format, pin_memory)."""
+    """`TensorProperties`: pickled as (dtype, layout, requires_grad, memory format, pin_memory), and since torch 2.15
+    its strides (a tuple, or None). What a later torch appends is read over if it is plain.
+    """
 
     dtype: Any = None
     layout: Any = None
@@ -310,8 +313,18 @@ class PropertiesState(metaclass=_Sealed):
             self.dtype, self.layout = state.get("dtype"), state.get("layout")
             self.requires_grad = state.get("requires_grad", False)
         else:
-            _refuse_nested(state)
-            self.dtype, self.layout, self.requires_grad, _memory_format, _pin_memory = state
+            self.dtype, self.layout, self.requires_grad, _memory_format, _pin_memory = first = state[:5]
+            _refuse_nested(first)
+            for value in state[5:]:
+                if type(value) is tuple:
+                    known = _INTS.issuperset(map(type, value)) and len(value) <= _MAX_DIMENSIONS
+                else:
+                    known = type(value) in _PLAIN
+                if not known:
+                    raise NotUnderstoodError(
+                        f"tensor properties of {len(state)} values, one of them a {type(value).__name__} that is not "
+                        "plain; expected 5, or 6 with the strides"
+                    )
 
 
 class PathState(metaclass=_Sealed):
@@ -358,6 +371,10 @@ class _Slice(metaclass=_Sealed):
         return slice(*bounds)
 
 
+_INTS = frozenset((int,))
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
 def _refuse_nested(state: Any) -> None:
     # `_plain_index` lets such states pass because they are looked at here.
     if type(state) is tuple and tuple in map(type, state):
@@ -366,7 +383,7 @@ def _refuse_nested(state: Any) -> None:
 
 # Every dtype that torch has had since 2.1, in its spelling.
 DTYPE_NAMES = (
-    *("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32"),
+    *("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32", "bcomplex32"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
     *("qint8", "quint8", "qint32", "quint4x2", "quint2x4"),
@@ -649,7 +666,8 @@ class _IndexBuilder:
         if type(value) is not StorageMetaState:
             return None
         fields = {name: getattr(value, name) for name in ("checkpoint_id", "save_id", "load_id", "modules")}
-        return {name: self._plain(part, f"storage_meta.{name}") for name, part in fields.items()}
+        plain = {name: self._plain(part, f"storage_meta.{name}") for name, part in fields.items()}
+        return {**plain, "modules": plain["modules"] or []}  # came with torch 2.7
 
     def _plain(self, value: Any, what: str) -> Any:
         """`value` with stand-ins turned into plain values; containers, numbers, strings and paths only.

@@ -62,14 +62,16 @@ class _Memo:
         return memo_get(self.count - 1)
 
 
-def _pickled(value: Any, memo: _Memo) -> bytes:
-    """Any picklable value, in one piece that continues the memo.
+def _pickled(value: Any, memo: _Memo, dispatch_table: Mapping[type, Any] | None = None) -> bytes:
+    """Any picklable value, in one piece that continues the memo; `dispatch_table` as for `pickle.Pickler`.
 
     The C pickler numbers by the size of its memo, so one that is filled with `memo.count` placeholders goes on from
     there. Protocol 3 has no frames, which must not be nested into ours; its opcodes are legal in a protocol 4 stream.
     """
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, protocol=3)
+    if dispatch_table is not None:
+        pickler.dispatch_table = dispatch_table
     placeholders = [object() for _ in range(memo.count)]
     pickler.memo = {number: (number, placeholder) for number, placeholder in enumerate(placeholders)}
     pickler.dump(value)
@@ -112,6 +114,7 @@ class MetadataEncoder:
         files: Mapping[str, str] | None = None,
         storage_meta: Mapping[str, Any] | None = None,
         local_plans: Sequence[Any] | None = None,
+        dispatch_table: Mapping[type, Any] | None = None,
         seal: MetadataSeal | None = None,
     ) -> bytes:
         """The content of `.metadata`.
@@ -121,6 +124,7 @@ class MetadataEncoder:
             files: new names for files of the tensors; names that are not in it stay.
             storage_meta: fields of DCP's `StorageMeta` (`checkpoint_id`, `save_id`, `load_id`, `modules`).
             local_plans: every rank's `SavePlan`, for stock Megatron's reuse of a loaded checkpoint's plan.
+            dispatch_table: how these are pickled, as for `pickle.Pickler`.
             seal: what follows the pickle; its items in the order of the tensors' chunks, then of the objects.
         """
         memo = _Memo()
@@ -145,7 +149,7 @@ class MetadataEncoder:
             # Readers skip the plans by this key, so it is written as the pickler would: memoized, and last.
             parts.append(text("all_local_plans") + b"\x94")
             memo.next()
-            parts.append(_pickled(list(local_plans), memo))
+            parts.append(_pickled(list(local_plans), memo, dispatch_table))
         parts.append(b"ub.")
         body = b"".join(parts)
         content = b"\x80\x04" + _PACK_FRAME(b"\x95", len(body)) + body
@@ -256,7 +260,6 @@ def encode_metadata(
     index: CheckpointIndex,
     *,
     storage_meta: Mapping[str, Any] | None = None,
-    local_plans: Sequence[Any] | None = None,
 ) -> bytes:
     """The content of `.metadata` for `index`, in one go; `storage_meta` replaces the index's own.
 
@@ -265,7 +268,7 @@ def encode_metadata(
     """
     meta = index.storage_meta if storage_meta is None else storage_meta
     encoder = MetadataEncoder(index)
-    return encoder.encode(index.objects, storage_meta=meta, local_plans=local_plans, seal=_seal_of(index))
+    return encoder.encode(index.objects, storage_meta=meta, seal=_seal_of(index))
 
 
 def _seal_of(index: CheckpointIndex) -> MetadataSeal | None:

@@ -16,8 +16,11 @@ from __future__ import annotations
 
 import io
 import logging
+import operator
 import pickle
 import pickletools
+import re
+import signal
 import threading
 import zipfile
 from collections import OrderedDict
@@ -38,6 +41,7 @@ from mcore_ckpt.format._constructors import ALLOWED_OBJECT_CLASSES, ObjectRules,
 from mcore_ckpt.format._pickle_machine import (
     Budget,
     Maker,
+    NotUnderstoodError,
     PickleRun,
     WrongArgumentsError,
     checked_size,
@@ -85,11 +89,15 @@ class _Table:
         try:
             return self._allowed[module, name]
         except KeyError:
-            raise UnsafePickleError(
-                f"{self._where}: the pickle asks for {module:.200}.{name:.200}, which is not among the classes that a "
-                "checkpoint index may hold. Nothing was imported or run. The file is damaged, was tampered with, or "
-                "was written by something other than Megatron-Core, torch.distributed.checkpoint or this package."
-            ) from None
+            pass
+        if _is_newer(module, name, self._allowed):
+            known = sorted({name for home, name in self._allowed if home == module}) or ["another module"]
+            raise NotUnderstoodError(f"it names {module:.200}.{name:.200}; expected {', '.join(known)}")
+        raise UnsafePickleError(
+            f"{self._where}: the pickle asks for {module:.200}.{name:.200}, which is not among the classes that a "
+            "checkpoint index may hold. Nothing was imported or run. The file is damaged, was tampered with, or "
+            "was written by something other than Megatron-Core, torch.distributed.checkpoint or this package."
+        )
 
     def referred(self, reference: Any) -> NoReturn:
         shown = repr(reference)[:80] if type(reference) in (str, int) else type(reference).__name__
@@ -97,6 +105,26 @@ class _Table:
             f"{self._where}: the pickle asks for an external object (persistent id {shown}); an index has none. "
             "The file is damaged or is not a checkpoint index."
         )
+
+
+# Where classes of an index come from, and how dtypes are called.
+_HOMES = re.compile(r"(torch\.distributed\.(checkpoint|tensor|_shard)|megatron\.core\.dist_checkpointing)\b[\w.]*")
+_CLASS = re.compile(r"_*[A-Z]\w*", re.ASCII)
+_DTYPE = re.compile(r"[a-z]*(complex|float|int|bits)\d\w*", re.ASCII)
+
+
+def _is_newer(module: str, name: str, known: Iterable[tuple[str, str]]) -> bool:
+    """Whether a name that is not known is one that a later torch or Megatron-Core may write.
+
+    One that differs from a known name in one character is a damaged one.
+    """
+    if not (_DTYPE.fullmatch(name) if module == "torch" else _HOMES.fullmatch(module) and _CLASS.fullmatch(name)):
+        return False
+    return not any(_differ_in_one(f"{module}.{name}", ".".join(other)) for other in known)
+
+
+def _differ_in_one(text: str, other: str) -> bool:
+    return len(text) == len(other) and sum(map(operator.ne, text, other)) == 1
 
 
 def _table_size(budget: Budget, values: Any = ()) -> Any:
@@ -143,6 +171,7 @@ def loads(data: bytes, allowed: Mapping[tuple[str, str], Any], where: str) -> An
 
     Raises:
         UnsafePickleError: the pickle names something else, or an external object, or passes a limit.
+        NewerFormatError: it names what a later torch or Megatron-Core may write, or sets states in forms not known.
         CorruptCheckpointError: the bytes are no pickle, are truncated, or build something that cannot be.
     """
     table = _Table(allowed, where)
@@ -153,11 +182,8 @@ def loads(data: bytes, allowed: Mapping[tuple[str, str], Any], where: str) -> An
     except UnsafePickleError:
         raise
     # What passes `plainly_built` and is damaged still fails in any way that building objects can.
-    except Exception as error:
-        raise CorruptCheckpointError(
-            f"{where}: not a readable pickle of {len(data)} bytes ({type(error).__name__}: {error!s:.200}). The file "
-            "is truncated or damaged; restore it from another copy, or load an earlier checkpoint."
-        ) from error
+    except Exception:  # noqa: BLE001  (the other machine says what it is)
+        return unpickle(data, table, where)
 
 
 class Opaque:
@@ -201,6 +227,8 @@ class _Opaques:
 
     def named(self, module: str, name: str) -> tuple[Any, Maker | None]:
         full_name = f"{module}.{name}"
+        if module == "signal" and name in signal.Signals.__members__:  # Python 3.10 pickles signals by their names
+            return self.named(module, "Signals")[0](signal.Signals[name].value), None
         if full_name not in self._known:
             stand_in = type("StandIn", (Opaque,), {"name": full_name})
             self._known[full_name] = stand_in, inert_maker(stand_in)

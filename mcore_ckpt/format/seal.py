@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
-from mcore_ckpt.core.errors import CorruptCheckpointError
+from mcore_ckpt.core.errors import CorruptCheckpointError, NewerFormatError
 from mcore_ckpt.format.crc import crc32
 
 __all__ = [
@@ -117,6 +117,13 @@ class RunningSum:
             self.crc32 = crc32(view[at : at + taken], self.crc32)
             self._nbytes += taken
             at += taken
+
+
+def _newer(where: str, version: int, expected: int) -> NewerFormatError:
+    return NewerFormatError(
+        f"{where}: written by a newer mcore_ckpt: its seal has version {version}, expected {expected}. Nothing shows "
+        "that the file is damaged; load it with a newer mcore_ckpt"
+    )
 
 
 def _column(code: str, data: bytes | memoryview = b"") -> array[int]:
@@ -262,9 +269,7 @@ def decode_footer(data: bytes, where: str) -> FileFooter | None:
             "damaged after it was written, load another copy or an earlier checkpoint"
         )
     if version not in (_NAMED_FILE_VERSION, _FILE_VERSION):
-        raise CorruptCheckpointError(
-            f"{where}: its seal has version {version}, expected {_FILE_VERSION}; it was written by a newer mcore_ckpt"
-        )
+        raise _newer(where, version, _FILE_VERSION)
     return FileFooter(save_id, file_bytes, table_bytes, table_crc, unpacked, objects, version)
 
 
@@ -542,9 +547,7 @@ def _decode_seal(data: bytes, where: str) -> MetadataSeal:
     if magic != _METADATA_MAGIC:
         raise _damaged(where, "its seal does not begin where its end says")
     if version != _VERSION:
-        raise CorruptCheckpointError(
-            f"{where}: its seal has version {version}, expected {_VERSION}; it was written by a newer mcore_ckpt"
-        )
+        raise _newer(where, version, _VERSION)
     if _HEAD.size + 32 * file_count + name_bytes + 4 * items + 12 * block_items + 4 * blocks != len(data):
         raise _damaged(where, "its seal has not the length that its columns take")
     at = _HEAD.size

@@ -69,6 +69,7 @@ DTYPES: Mapping[str, DtypeEntry] = MappingProxyType(
         "complex64": DtypeEntry(8, "ComplexFloatStorage"),
         "complex128": DtypeEntry(16, "ComplexDoubleStorage"),
         "complex32": DtypeEntry(4, None),
+        "bcomplex32": DtypeEntry(4, None),
         "uint16": DtypeEntry(2, None),
         "uint32": DtypeEntry(4, None),
         "uint64": DtypeEntry(8, None),

@@ -3,18 +3,25 @@
 Nothing that DCP reads is lost either way: index hints are the positions of the chunks, as stock writers set them, and
 take no part in comparing or hashing a `MetadataIndex`. Plans become DCP's where stock Megatron is to reuse them
 (`all_local_plans` of `.metadata`).
+
+Versions of torch differ in the fields of these classes. What one of them lacks is set all the same, and not read there;
+what is written is what the oldest one reads.
 """
 
 from __future__ import annotations
 
+import copyreg
+import io
+import pickle
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
@@ -28,13 +35,53 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 __all__ = [
+    "dcp_dispatch_table",
     "dtype_name",
     "from_dcp_metadata",
     "local_plans_as_dcp",
+    "pickled_metadata",
     "plans_of_index",
+    "storage_info",
+    "storage_meta",
     "to_dcp_metadata",
     "torch_dtype",
 ]
+
+# What torch <= 2.14 reads of a pickled TensorProperties; 2.15 appends the strides, and reads five values as well.
+_PROPERTIES = 5
+
+
+def storage_info(file: str, offset: int, length: int, transforms: Sequence[str] | None = None) -> _StorageInfo:
+    """DCP's note of where an item lies."""
+    info = _StorageInfo(file, offset, length)
+    if transforms:  # no argument of torch 2.6, which knows no transforms; later ones pickle no None
+        info.transform_descriptors = list(transforms)
+    return info
+
+
+def storage_meta(fields: Mapping[str, Any]) -> StorageMeta:
+    """DCP's note of which save this is; where the installed torch lacks a field (`modules` in 2.6), nobody reads it."""
+    meta = StorageMeta()
+    vars(meta).update(fields)
+    return meta
+
+
+def dcp_dispatch_table() -> dict[type, Callable[[Any], Any]]:
+    """How classes of DCP are pickled, so that older versions of torch read them, too; as for `pickle.Pickler`."""
+    return {**copyreg.dispatch_table, TensorProperties: _reduced_properties}
+
+
+def _reduced_properties(properties: Any) -> tuple[Any, ...]:
+    return copyreg.__newobj__, (TensorProperties,), properties.__getstate__()[:_PROPERTIES]  # type: ignore[attr-defined]
+
+
+def pickled_metadata(metadata: Metadata) -> bytes:
+    """`metadata` as DCP pickles it, in a form that older versions of torch read, too."""
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream)
+    pickler.dispatch_table = dcp_dispatch_table()
+    pickler.dump(metadata)
+    return stream.getvalue()
 
 
 @collector_paused()
@@ -44,22 +91,10 @@ def to_dcp_metadata(index: CheckpointIndex) -> Metadata:
     Raises:
         CorruptCheckpointError: the installed torch has not one of the dtypes.
     """
-    import torch
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
     def info(item: StoredItem) -> _StorageInfo:
-        if item.transforms:
-            return _StorageInfo(item.file, item.offset, item.length, list(item.transforms))
-        return _StorageInfo(item.file, item.offset, item.length)
+        return storage_info(item.file, item.offset, item.length, item.transforms)
 
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -88,7 +123,7 @@ def to_dcp_metadata(index: CheckpointIndex) -> Metadata:
         entries,
         planner_data=index.planner_data,
         storage_data=places,
-        storage_meta=StorageMeta() if meta is None else StorageMeta(**meta),
+        storage_meta=storage_meta(meta or {}),
     )
     # Neither is a field of every torch's Metadata; where it is not, it is an attribute that nobody reads.
     metadata.version = index.version
@@ -166,7 +201,7 @@ def from_dcp_metadata(metadata: Metadata, path: str | Path) -> CheckpointIndex:
             "checkpoint_id": checkpoint_id,
             "save_id": meta.save_id,
             "load_id": meta.load_id,
-            "modules": list(meta.modules),
+            "modules": list(getattr(meta, "modules", ())),
         }
     return CheckpointIndex(
         str(path),

@@ -27,6 +27,7 @@ from mcore_ckpt.core.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     LoadError,
+    NewerFormatError,
     OptionError,
     UnsafePickleError,
 )
@@ -176,7 +177,7 @@ def _raise_replaced(directory: Path, outcome: Any) -> None:
 def _damage(outcome: Any) -> str | None:
     """What an outcome says of the checkpoint; None if it was read, or failed for a reason that is not the checkpoint's.
 
-    A class outside the allow-list is no damage: an older checkpoint would have it, too.
+    A class outside the allow-list is no damage: an older checkpoint would have it, too. Nor is a newer format.
     """
     if isinstance(outcome, UnsafePickleError) or not isinstance(
         outcome, CorruptCheckpointError | CheckpointNotFoundError
@@ -208,7 +209,7 @@ def _problem(directory: Path, options: LoadOptions) -> str | None:
             return f"{directory}: there is no metadata.json"
         load_common(directory, options)
     except (LoadError, OSError) as error:
-        return None if isinstance(error, UnsafePickleError) else str(error)
+        return None if isinstance(error, UnsafePickleError | NewerFormatError) else str(error)
     return None
 
 

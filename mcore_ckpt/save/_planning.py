@@ -24,7 +24,7 @@ from mcore_ckpt.layout.plan_check import check_plans
 from mcore_ckpt.layout.plans import LocalPlan, TensorPlans
 from mcore_ckpt.layout.shards import noted_shapes
 from mcore_ckpt.layout.sums import FileSums, seal_of_save, sums_of_objects
-from mcore_ckpt.layout.torch_classes import local_plans_as_dcp
+from mcore_ckpt.layout.torch_classes import dcp_dispatch_table, local_plans_as_dcp
 from mcore_ckpt.save.rank_state import NOTHING, Described, RankState
 
 __all__ = ["Planned", "SavePlan", "Structure", "place_as_before", "plan_as_before", "plan_save"]
@@ -95,7 +95,14 @@ class Planned:
             object_crcs = [crc for of_rank in sums for crc in sums_of_objects(of_rank)]
             seal = seal_of_save(save_id, known, self.encoder.order, object_crcs, common)
         files = {name: with_id(name, save_id) for plan in self.plans for name in plan.files}
-        return self.encoder.encode(entries, files=files, storage_meta=storage_meta, local_plans=local_plans, seal=seal)
+        return self.encoder.encode(
+            entries,
+            files=files,
+            storage_meta=storage_meta,
+            local_plans=local_plans,
+            dispatch_table=dcp_dispatch_table() if plans else None,
+            seal=seal,
+        )
 
 
 @dataclass(slots=True)

@@ -116,6 +116,8 @@ def as_numbers(content: memoryview, dtype: str) -> np.ndarray[Any, Any] | None:
         return np.frombuffer(content, direct)
     if dtype == "bfloat16":
         return (np.frombuffer(content, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype == "bcomplex32":
+        return (np.frombuffer(content, np.uint16).astype(np.uint32) << 16).view(np.complex64)
     if dtype == "complex32":
         return np.frombuffer(content, np.float16).astype(np.float32).view(np.complex64)
     values = _float8_values(dtype)

@@ -119,6 +119,8 @@ def list_run(run: str | os.PathLike[str]) -> RunReport:
     named = next((listed.checkpoint for listed in found if listed.checkpoint.tracked), None)
     if tracked is not None and named is None:
         problem = f"it names {tracked}, which is not there"
+    elif named is not None and named.newer:
+        problem = f"it names {tracked}, which this version cannot read: {named.newer}"
     elif named is not None and not named.whole:
         problem = f"it names {tracked}, which is not whole: {named.problems[0]}"
     return RunReport(str(run), tracked, problem, tuple(found))

@@ -149,6 +149,7 @@ def verify_checkpoint(
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint. Whatever else is wrong is in the report.
+        NewerFormatError: something newer wrote its index, so that nothing can be said of it.
         LoadError: it is replaced by others again and again.
     """
     started = time.monotonic()

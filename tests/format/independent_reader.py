@@ -40,7 +40,8 @@ STORAGE_CLASSES = {
 }
 _BYTES = "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 bits8"
 _BYTES += " bits1x8 bits2x4 bits4x2"
-RAW_DTYPES = {"bfloat16": "uint16", "bits16": "uint16", "complex32": "uint32"} | dict.fromkeys(_BYTES.split(), "uint8")
+RAW_DTYPES = {"bfloat16": "uint16", "bits16": "uint16", "complex32": "uint32", "bcomplex32": "uint32"}
+RAW_DTYPES |= dict.fromkeys(_BYTES.split(), "uint8")
 DTYPES = {
     name: np.dtype(RAW_DTYPES.get(name, name)).newbyteorder("<")
     for name in [*STORAGE_CLASSES, *RAW_DTYPES, "uint16", "uint32", "uint64"]

@@ -115,10 +115,10 @@ OBJECTS = {
 class TestObjects:
     @pytest.mark.parametrize("pickled", OBJECTS.values(), ids=OBJECTS)
     def test_refused(self, pickled: bytes) -> None:
-        started = time.monotonic()
+        started = time.process_time()
         with pytest.raises(CorruptCheckpointError):
             load_object(container(b"\x80\x02" + pickled))
-        assert time.monotonic() - started < 20
+        assert time.process_time() - started < 20
 
     @pytest.mark.parametrize("pickled", [DEEP_KEY, WIDE_KEY], ids=["deep", "wide"])
     def test_keys_that_take_long_to_hash(self, pickled: bytes) -> None:
@@ -333,10 +333,10 @@ class TestIndex:
         ids=["deep", "wide", "chain", "memoized", "lists", "axes", "copies", "slices"],
     )  # fmt: skip
     def test_refused(self, planner_data: bytes) -> None:
-        started = time.monotonic()
+        started = time.process_time()
         with pytest.raises(CorruptCheckpointError):
             parse_index(index_of(planner_data), "/ckpt")
-        assert time.monotonic() - started < 20
+        assert time.process_time() - started < 20
 
     def test_the_machine_in_c_gets_none_of_these(self) -> None:
         for tuples in (b")" + b"\x85" * 100, b"K\x01\x85\x85", b")\x940)2\x86", b"h\x00h\x00\x81", b"h\x00h\x01b"):
@@ -363,10 +363,10 @@ class TestTensorPickles:
             b"\x80\x02" + name("torch._utils._rebuild_tensor_v2") + b"((" + text("storage") + name("torch.FloatStorage")
             + text("0") + text("cpu") + b"K\x01tQK\x00" + sizes + sizes + b"\x89" + name("collections.OrderedDict") + b")RtR."  # noqa: E501
         )  # fmt: skip
-        started = time.monotonic()
+        started = time.process_time()
         with pytest.raises((MalformedPickleError, NotPlainTensorError)):
             read_tensor_pickle(pickled)
-        assert time.monotonic() - started < 2
+        assert time.process_time() - started < 2
 
 
 class TestToLookAt:
@@ -378,14 +378,21 @@ class TestToLookAt:
         nested: Any = ["x" * 10_000] * 1000
         for _ in range(3):
             nested = [nested] * 1000
-        started = time.monotonic()
+        started = time.process_time()
         plain(nested)
-        assert time.monotonic() - started < 20
+        assert time.process_time() - started < 20
 
     def test_classes_are_named_and_nothing_is_called(self) -> None:
         value = read_plain(saved({"args": Namespace(a=1), "kinds": [torch.float32, signal.SIGTERM]}), "common.pt")
         assert isinstance(value["args"], Opaque)
         assert plain(value) == {"args": {"a": 1}, "kinds": ["torch.float32", "<signal.Signals 15>"]}
+
+    def test_signals_as_python_3_10_pickles_them(self) -> None:
+        content = container(b"\x80\x02" + name("signal.SIGTERM") + name("signal.SIGINT") + b"\x86.")
+        assert load_object(content) == (signal.SIGTERM, signal.SIGINT)
+        assert plain(read_plain(content, "common.pt")) == ["<signal.Signals 15>", "<signal.Signals 2>"]
+        with pytest.raises(UnsafePickleError):
+            load_object(container(b"\x80\x02" + name("signal.raise_signal") + b"."))
 
 
 class TestDamagedRecords:

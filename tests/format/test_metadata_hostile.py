@@ -266,7 +266,8 @@ def an_index(**changes: Any) -> bytes:
     chunk = ChunkStorageMetadata(field["offsets"], field["sizes"])
     chunks = field.get("chunks", [chunk])
     entry = field.get("entry", TensorStorageMetadata(field.get("properties", properties), field["shape"], chunks))
-    info = _StorageInfo(field["file"], field["offset"], field["length"], field["transforms"])
+    info = _StorageInfo(field["file"], field["offset"], field["length"])
+    info.transform_descriptors = field["transforms"]
     places = field.get("places", {field["key"]: field.get("info", info)})
     return pickle.dumps(Metadata(field.get("entries", {field["fqn"]: entry}), storage_data=places))
 

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 
-from mcore_ckpt import CorruptCheckpointError, OptionError
+from mcore_ckpt import CorruptCheckpointError, NewerFormatError, OptionError
+from mcore_ckpt.format.seal import split_metadata
 from mcore_ckpt.megatron._versions import differences
 from tests.megatron.trap_ranks import check, installed, made, state
 from tests.support.gloo_ranks import run_ranks
@@ -144,9 +145,23 @@ def test_all_that_is_loaded_is_of_the_newest_checkpoint_that_is_whole(tmp_path: 
 
 
 def several(rank: int, run: Path) -> list[Any]:
-    """Two in a row are damaged; training goes on from the first and saves the third again; then all are damaged."""
+    """Something newer has written the third, which is no damage. Two in a row are damaged; training goes on from the
+    first and saves the third again; then all are damaged.
+    """
     train(rank, run, 3)
+    index = directory_of(run, 3) / ".metadata"
+    content = index.read_bytes()
+    dist.barrier()
     if rank == 0:
+        pickled, _ = split_metadata(content, "x")
+        index.write_bytes(pickled.replace(b"TensorProperties", b"TensorLayoutInfo"))
+    dist.barrier()
+    for use in (lambda: resume(run), lambda: installed().load(state(0), str(directory_of(run, 3)))):
+        with pytest.raises(NewerFormatError, match=r"metadata\.TensorLayoutInfo"):
+            use()
+    dist.barrier()
+    if rank == 0:
+        index.write_bytes(content)
         flip_payload(directory_of(run, 3))
         flip_payload(directory_of(run, 2))
     dist.barrier()

@@ -22,6 +22,7 @@ from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, KindMi
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.tools.checkpoint import open_checkpoint
+from mcore_ckpt.tools.dtype_cast import as_numbers
 from tests.support.model_like import model_tensors, write_model
 from tests.support.stored_layouts import StoredTensor, flip_byte, tilings, write_checkpoint
 
@@ -136,6 +137,13 @@ def test_dtypes_without_numpy(tmp_path: Path) -> None:
             assert ckpt[key].torch().dtype == tensor.dtype
             expected = tensor.float() if tensor.dtype.itemsize < 4 and tensor.dtype.is_floating_point else tensor
             assert np.array_equal(np.asarray(ckpt[key]), expected.numpy())
+
+
+def test_complex_numbers_of_two_bfloat16() -> None:
+    content = torch.tensor([1.0, -2.5, 3.0, 0.0]).bfloat16().view(torch.uint8).numpy().tobytes()
+    numbers = as_numbers(memoryview(content), "bcomplex32")
+    assert numbers is not None
+    assert numbers.tolist() == [1 - 2.5j, 3 + 0j]
 
 
 def _whole(tensor: torch.Tensor) -> Any:
