@@ -41,7 +41,7 @@ def test_a_flipped_bit_of_an_object(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_an_object_in_the_file_of_another_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = save(tmp_path / "one", "sunshine", ours=True), save(tmp_path / "two", "moonbeam", ours=True)
     item = read_index(one).objects["thing.text"].item
-    shutil.copy(two / item.file, one / item.file)
+    shutil.copy(two / read_index(two).objects["thing.text"].item.file, one / item.file)
     assert main(["cat", str(one), "thing.text"]) == 2
     shown = capsys.readouterr()
     assert item.file in shown.err
