@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.tools.diff import DiffReport, diff_checkpoints
     from mcore_ckpt.tools.inspection import CheckpointSummary, summarize_checkpoint
     from mcore_ckpt.tools.repair import repair_checkpoint
-    from mcore_ckpt.tools.run import PruneReport, RunReport, list_run, prune_run
+    from mcore_ckpt.tools.retention import PruneReport, RunReport, list_run, prune_run
     from mcore_ckpt.tools.verify import VerifyReport, verify_checkpoint
 
 from mcore_ckpt.core.version import __version__
@@ -53,9 +53,9 @@ _HOME = {
     "LazyTensor": "tools.checkpoint",
     "MCoreLoadPlanner": "dcp.planners",
     "MCoreSavePlanner": "dcp.planners",
-    "PruneReport": "tools.run",
+    "PruneReport": "tools.retention",
     "ReshardReport": "convert.reshard",
-    "RunReport": "tools.run",
+    "RunReport": "tools.retention",
     "TorchDistLoadStrategy": "megatron.strategy",
     "TorchDistSaveStrategy": "megatron.strategy",
     "VerifyReport": "tools.verify",
@@ -69,10 +69,10 @@ _HOME = {
     "import_legacy": "convert.exchange",
     "import_megatron": "convert.exchange",
     "install": "megatron.install",
-    "list_run": "tools.run",
+    "list_run": "tools.retention",
     "load_sharded_optimizer_state": "megatron.optimizer_state",
     "open_checkpoint": "tools.checkpoint",
-    "prune_run": "tools.run",
+    "prune_run": "tools.retention",
     "register_strategy": "megatron.registry",
     "repair_checkpoint": "tools.repair",
     "reshard_checkpoint": "convert.reshard",

@@ -579,7 +579,7 @@ def _write_rank(draft: _Draft, rank: _Rank, payloads: PiecePayloads, folder: Pat
         contents[f"{rank.folder}/{OPTIMIZER_FILE}"] = flat
     for name, content in contents.items():
         _write_file(folder / name, content, payloads)
-    storage_at(folder / rank.folder).sync_directory()
+    storage_at(folder / rank.folder).sync()
     return list(contents)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from mcore_ckpt.convert._reshard_copy import JOURNAL_FILE, Journal
 from mcore_ckpt.convert._reshard_target import EXPORT_FOLDER, appear, claim_partial
 from mcore_ckpt.core.errors import CheckpointError, OptionError, SaveError
-from mcore_ckpt.directory.claim import Claim, is_claim_file
+from mcore_ckpt.directory.lock import DirectoryLock, is_lock_file
 from mcore_ckpt.storage.resolve import storage_at
 
 __all__ = ["new_directory"]
@@ -65,7 +65,7 @@ def new_directory(target: Path, fingerprint: str | None = None) -> Iterator[tupl
                         kept = bool(journal.done)
                         raise
                 storage_at(folder).delete(JOURNAL_FILE)
-            storage_at(folder).sync_directory()
+            storage_at(folder).sync()
             claim.check()
             appear(folder, target)
         except SaveError:
@@ -102,7 +102,7 @@ def _clear(partial: Path, own: str, gone: Collection[str]) -> None:
     Raises:
         OptionError: there is something else.
     """
-    names = [path.name for path in partial.iterdir() if not is_claim_file(path.name) and path.name != own]
+    names = [path.name for path in partial.iterdir() if not is_lock_file(path.name) and path.name != own]
     foreign = [name for name in names if not _is_left_over(partial / name, gone)]
     for number, name in enumerate(set(names) - set(foreign)):
         # In one step, so that whoever has made it finds either all of it or nothing.
@@ -123,7 +123,7 @@ def _is_left_over(path: Path, gone: Collection[str]) -> bool:
     return path.name.partition(".")[0] in gone or (path / JOURNAL_FILE).is_file() or not any(path.iterdir())
 
 
-def _let_go(claim: Claim, partial: Path) -> None:
+def _let_go(claim: DirectoryLock, partial: Path) -> None:
     """Nothing is left that the next run would have to find by the claim's marker."""
     with contextlib.suppress(SaveError, OSError):
         claim.release()

@@ -564,6 +564,7 @@ def copy_file_bytes(source: Storage, name: str, start: int, target: TargetFile, 
 
 def _copy_file_bytes(source: Storage, name: str, start: int, target: TargetFile, at: int, nbytes: int) -> None:
     fd = source.open_descriptor(name)
+    assert fd is not None  # the files are local ones
     try:
         done = 0
         while done < nbytes:

@@ -40,9 +40,9 @@ from mcore_ckpt.core.errors import (
     SaveError,
 )
 from mcore_ckpt.core.threads import in_parallel
-from mcore_ckpt.directory.claim import Claim, is_claim_file
 from mcore_ckpt.directory.common_file import bind_common_file, read_common_file
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
+from mcore_ckpt.directory.lock import DirectoryLock, is_lock_file
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
@@ -168,7 +168,7 @@ def build_target(
 
 
 @contextmanager
-def claim_partial(target: Path) -> Iterator[Claim]:
+def claim_partial(target: Path) -> Iterator[DirectoryLock]:
     """Make the temporary directory of a target, and claim it, so that nobody else makes that target meanwhile.
 
     Raises:
@@ -181,7 +181,7 @@ def claim_partial(target: Path) -> Iterator[Claim]:
     except OSError as error:
         raise SaveError(f"{partial}: the directory cannot be made: {error.strerror}") from error
     try:
-        claim = Claim.take(storage_at(partial))
+        claim = DirectoryLock.take(storage_at(partial))
     except SaveError:
         _refuse_existing(target)  # who has held the directory has given it that name
         raise
@@ -195,7 +195,7 @@ def _build(
     plan: ReshardPlan,
     target: Path,
     options: BuildOptions,
-    claim: Claim,
+    claim: DirectoryLock,
     *,
     carry: Callable[[Path], None],
     progress: bool | None,
@@ -293,7 +293,7 @@ def _empty(partial: Path) -> None:
     for path in partial.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif not is_claim_file(path.name):
+        elif not is_lock_file(path.name):
             path.unlink()
 
 
@@ -496,7 +496,7 @@ def sidecar_files(index: CheckpointIndex) -> list[str]:
                 for entry in entries:
                     name = f"{folder}/{entry.name}" if folder else entry.name
                     if not folder and (
-                        name in left_out or is_claim_file(name) or name.endswith((".pending", ".tmp", ".distcp"))
+                        name in left_out or is_lock_file(name) or name.endswith((".pending", ".tmp", ".distcp"))
                     ):
                         continue
                     if entry.is_file(follow_symlinks=False):
@@ -558,11 +558,10 @@ def _carry_file(source: Path, name: str, target: Path) -> None:
         raise SaveError(f"{source / name}: cannot be copied to {target}: {error.strerror or error}") from error
 
 
-def _publish(claim: Claim, partial: Path, target: Path, content: bytes) -> None:
+def _publish(claim: DirectoryLock, partial: Path, target: Path, content: bytes) -> None:
     storage = storage_at(partial)
-    storage.sync_directory()
-    claim.check()
-    storage.publish(METADATA_FILE, content, through=claim.publish_ticket)
+    storage.sync()
+    claim.publish(METADATA_FILE, content)
     storage.delete(JOURNAL_FILE)
     if not claim.is_still_held():
         claim.check()  # raises: whoever has taken over is at work there
@@ -579,4 +578,4 @@ def appear(partial: Path, target: Path) -> None:
         partial.replace(target)
     except OSError as error:
         raise SaveError(f"{partial}: complete, but cannot be renamed to {target}: {error.strerror}") from error
-    storage_at(target.parent).sync_directory()
+    storage_at(target.parent).sync()

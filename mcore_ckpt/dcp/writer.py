@@ -50,7 +50,7 @@ from mcore_ckpt.dcp.bucket_writer import (
 )
 from mcore_ckpt.directory.in_force import index_name
 from mcore_ckpt.directory.publish import check_files, publish
-from mcore_ckpt.directory.target import Target, abandon, claim_late, open_target
+from mcore_ckpt.directory.target import Target, abandon, lock_late, open_target
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, SealedFile, seal_metadata, shown_id
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
@@ -91,7 +91,7 @@ def compare_items(planned: Counter[MetadataIndex], written: Counter[MetadataInde
 
 _DCP_VERSION = "1.0.0"
 
-# The writers of this process that have claimed a directory last, or a rank's part of it, by location and rank.
+# The writers of this process that have locked a directory last, or a rank's part of it, by location and rank.
 _unfinished: weakref.WeakValueDictionary[tuple[str, int | None], FileSystemWriterAsync] = weakref.WeakValueDictionary()
 
 
@@ -209,15 +209,15 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     # -- planning ------------------------------------------------------------------------------------------------
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Claim the directory, before anything is written; refuse if there is a checkpoint that may not be replaced.
+        """Lock the directory, before anything is written; refuse if there is a checkpoint that may not be replaced.
 
-        The coordinator does so for all ranks. One that saves alone claims its own part.
+        The coordinator does so for all ranks. One that saves alone locks its own part.
 
         Raises:
             CheckpointExistsError: see `overwrite`.
             SaveError: another save holds the directory.
         """
-        self._storage.ensure_directory()
+        self._storage.ensure()
         if self.options.on_existing == "error" and self._storage.exists(index_name(self._alone)):
             # The first words are DCP's own, which callers look for.
             raise CheckpointExistsError(
@@ -229,7 +229,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         return plan
 
     def _open(self) -> Target:
-        """Claim the directory, or this rank's part of it."""
+        """Lock the directory, or this rank's part of it."""
         place = (self._storage.location, self._alone)
         earlier = _unfinished.get(place)
         if earlier is not None:
@@ -443,7 +443,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
         check_files(self._storage, ends.items(), at_least=True)
         if self._target is None:
-            self._target = claim_late(self._storage, {result.storage_data.relative_path for result in written})
+            self._target = lock_late(self._storage, {result.storage_data.relative_path for result in written})
         try:
             publish(self._storage, self._target, content, has_common_state=False)
         except BaseException:

@@ -1,15 +1,15 @@
 """What saves that are gone have left in a directory, taken up by the next save that has it.
 
 Other programs keep files in the same directory. So only these are ever removed: data files whose name carries the id of
-a save that nothing in the directory stands for any more, neither an index nor a claim; and those that a save has
+a save that nothing in the directory stands for any more, neither an index nor a lock; and those that a save has
 noted, before it published, to be only of the checkpoint that it replaces. If an index is there and cannot be read,
 nothing is removed.
 """
 
 from __future__ import annotations
 
-from mcore_ckpt.directory.claim import Claim
 from mcore_ckpt.directory.in_force import InForce, common_file_in_force, index_name, is_pending, look, saves_of
+from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.format.file_names import data_file_of
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.storage.base import Storage
@@ -17,55 +17,55 @@ from mcore_ckpt.storage.base import Storage
 __all__ = ["finish_earlier", "sweep"]
 
 
-def finish_earlier(storage: Storage, claim: Claim, seen: InForce) -> None:
+def finish_earlier(storage: Storage, lock: DirectoryLock, seen: InForce) -> None:
     """Finish what saves that are gone have published, and undo what they have not; nothing that an index needs goes.
 
     Args:
         storage: the directory.
-        claim: of it, or of a rank's part of it.
+        lock: of it, or of a rank's part of it.
         seen: what it holds.
     """
     needed = seen.needed
     if needed is None:
         return
-    if claim.part is None:
+    if lock.part is None:
         in_force = None if seen.index is None else common_file_in_force(seen.names, seen.index)
         # A listing that lags behind may still name what has been renamed since.
         if in_force not in (None, COMMON_FILE) and storage.version(in_force) is not None:
-            storage.rename(in_force, COMMON_FILE)
+            storage.move(in_force, COMMON_FILE)
         for name in filter(is_pending, seen.names):
             storage.delete(name)
     published = set() if seen.index is None else saves_of(seen.index)
-    for save, replaced in claim.left_notes(seen.names):
+    for save, replaced in lock.left_notes(seen.names):
         for name in replaced if save in published else ():
             if name not in needed:
                 storage.delete(name)
-    claim.sweep(seen.names)
-    sweep(storage, claim, seen)
+    lock.sweep(seen.names)
+    sweep(storage, lock, seen)
 
 
-def sweep(storage: Storage, claim: Claim, seen: InForce) -> None:
+def sweep(storage: Storage, lock: DirectoryLock, seen: InForce) -> None:
     """Remove data files of saves that are gone, which no index names.
 
     Args:
         storage: the directory.
-        claim: of it, or of a rank's part of it.
+        lock: of it, or of a rank's part of it.
         seen: what it holds.
     """
     files = {name: found for name in seen.names if "/" not in name and (found := data_file_of(name)) is not None}
-    own = claim.owner.save_id
+    own = lock.owner.save_id
     left = {
         name: found
         for name, found in files.items()
-        if found.save not in (None, own) and claim.part in (None, found.rank)
+        if found.save not in (None, own) and lock.part in (None, found.rank)
     }
     # A listing that lags behind may not show the index of a rank that has saved alone.
-    hidden = {found.rank for found in left.values() if index_name(found.rank) not in seen.names} - {claim.part}
+    hidden = {found.rank for found in left.values() if index_name(found.rank) not in seen.names} - {lock.part}
     hidden = {rank for rank in hidden if storage.version(index_name(rank)) is not None}
-    needed = (look(storage, claim.part, hidden) if hidden else seen).needed
+    needed = (look(storage, lock.part, hidden) if hidden else seen).needed
     if needed is None:
         return
-    gone = {found.save for found in left.values() if found.save is not None and not claim.is_claimed_by(found.save)}
+    gone = {found.save for found in left.values() if found.save is not None and not lock.is_locked_by(found.save)}
     for name, found in left.items():
         if found.save in gone and name not in needed:
             storage.delete(name)

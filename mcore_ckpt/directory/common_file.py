@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, SaveError
-from mcore_ckpt.directory.claim import Claim
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
+from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.directory.target import Target
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.metadata_read import (
@@ -131,7 +131,7 @@ def accept_common_file(path: Path) -> str | None:
         SaveError: a save holds the directory, or it cannot be written.
     """
     storage = storage_at(path)
-    with Claim.take(storage) as claim:
+    with DirectoryLock.take(storage) as lock:
         content = read_small_file(path, METADATA_FILE, MAX_METADATA_BYTES)
         pickled, seal = split_metadata(content, f"{path}/{METADATA_FILE}")
         if seal is None:
@@ -145,11 +145,5 @@ def accept_common_file(path: Path) -> str | None:
             raise CheckpointNotFoundError(f"{path}: holds no file of a common state ({COMMON_FILE}) to accept")
         if seal.files.get(COMMON_FILE) == found:
             return None
-        claim.check()
-        try:
-            sealed = seal_metadata(pickled, replace(seal, files={**seal.files, COMMON_FILE: found}))
-            storage.publish(METADATA_FILE, sealed, through=claim.publish_ticket)
-        except SaveError:
-            claim.check()  # says better what has happened, if the directory was lost between the two
-            raise
+        lock.publish(METADATA_FILE, seal_metadata(pickled, replace(seal, files={**seal.files, COMMON_FILE: found})))
         return name

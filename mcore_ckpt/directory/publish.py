@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.directory._leftovers import sweep
-from mcore_ckpt.directory.claim import Claim, holders, seems_gone
 from mcore_ckpt.directory.in_force import index_name, look
+from mcore_ckpt.directory.lock import DirectoryLock, holders, seems_gone
 from mcore_ckpt.directory.target import Target, refuse_lost, take_reserved
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE
 from mcore_ckpt.storage.base import FileVersion, Storage
@@ -48,17 +48,11 @@ def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_sta
     Raises:
         SaveError: it cannot be written, or the directory has been taken over; nothing is published.
     """
-    part = target.claim.part
-    storage.sync_directory()
+    part = target.lock.part
+    storage.sync()
     if not target.replaces:
-        storage.sync_parents()  # whoever has made the directory
-    target.claim.check()
-    try:
-        storage.publish(index_name(part), metadata, through=target.claim.publish_ticket)
-    except SaveError:
-        if not target.claim.is_still_held():
-            target.claim.check()  # says better what has happened, if the directory was lost between the two
-        raise
+        storage.sync(parents=True)  # whoever has made the directory
+    target.lock.publish(index_name(part), metadata)
     with contextlib.suppress(LoadError):
         if part is None and (published := storage.version(METADATA_FILE)) is not None:
             _published[storage.location] = published
@@ -70,7 +64,7 @@ def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_sta
         # The new checkpoint is whole and in force; what is left over is mended by the next save into the directory.
         _logger.warning("%s: the checkpoint is published, but not everything old could be removed: %s", storage, error)
         with contextlib.suppress(SaveError, LoadError, OSError):
-            target.claim.release(keep_note=True)
+            target.lock.release(keep_note=True)
 
 
 def _settle_common(storage: Storage, target: Target, has_common_state: bool) -> None:
@@ -90,23 +84,23 @@ def _settle_common(storage: Storage, target: Target, has_common_state: bool) -> 
 def _tidy_up(storage: Storage, target: Target) -> None:
     for name in target.old_files:
         storage.delete(name)
-    if target.claim.after:
-        # Written since the directory was claimed, by processes of a save that was taken for gone.
-        sweep(storage, target.claim, look(storage, target.claim.part))
-    target.claim.release()
-    storage.sync_directory()
+    if target.lock.after:
+        # Written since the directory was locked, by processes of a save that was taken for gone.
+        sweep(storage, target.lock, look(storage, target.lock.part))
+    target.lock.release()
+    storage.sync()
 
 
 def _rename_for_sure(storage: Storage, source: str, name: str) -> None:
     """Rename; an error of a moment must not leave stock readers the old common state beside the new `.metadata`."""
     for _ in range(_RENAMES - 1):
         try:
-            storage.rename(source, name)
+            storage.move(source, name)
             return
         except SaveError as error:
             _logger.warning("%s: %s; it is tried again", storage, error)
             time.sleep(_FIRST_PERIOD_S)
-    storage.rename(source, name)
+    storage.move(source, name)
 
 
 def check_files(storage: Storage, planned: Iterable[tuple[str, int]], *, at_least: bool = False) -> None:
@@ -170,21 +164,21 @@ def settle(storage: Storage, config: bytes | None = None) -> None:
     """
     target = take_reserved(storage)
     if target is not None:
-        if not target.claim.is_ours():
+        if not target.lock.is_still_held():
             refuse_lost(storage, target)
         if target.replaces and storage.version(target.pending_common) is not None:
-            storage.rename(target.pending_common, COMMON_FILE)
+            storage.move(target.pending_common, COMMON_FILE)
         if config is not None and not _has_config(storage, config):
-            storage.publish(CONFIG_FILE, config, through=target.claim.publish_ticket)
-        sweep(storage, target.claim, look(storage))
-        target.claim.release()
+            target.lock.publish(CONFIG_FILE, config)
+        sweep(storage, target.lock, look(storage))
+        target.lock.release()
 
 
 def write_config(storage: Storage, content: bytes) -> bool:
     """Write `metadata.json` of the checkpoint that this process has published last, or has had somebody publish.
 
     Megatron does so last of all, when the directory has been let go: another save may have it by then, and this process
-    may have been held up for as long as you like. So a file that is there is replaced by way of a claim only, and
+    may have been held up for as long as you like. So a file that is there is replaced by way of a lock only, and
     where there is none, one is made that replaces nothing: whoever holds the directory then has the last word.
 
     Returns:
@@ -201,16 +195,16 @@ def write_config(storage: Storage, content: bytes) -> bool:
     if storage.publish_new(CONFIG_FILE, content) or _has_config(storage, content):
         return True
     try:
-        claim = Claim.take(storage)
+        lock = DirectoryLock.take(storage)
     except SaveError:
         now = holders(storage)
         if now and not seems_gone(storage, now[-1]):
             return False
         raise
-    with claim:
+    with lock:
         if not _is_still_published(storage):
             return False
-        storage.publish(CONFIG_FILE, content, through=claim.publish_ticket)
+        lock.publish(CONFIG_FILE, content)
     return True
 
 

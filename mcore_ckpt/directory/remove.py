@@ -6,9 +6,8 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from mcore_ckpt.core.errors import SaveError
-from mcore_ckpt.directory.claim import Claim
 from mcore_ckpt.directory.in_force import index_files
+from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
@@ -38,11 +37,11 @@ def remove_tensors(path: Path, key_prefix: str) -> list[str]:
         SaveError: the directory cannot be written, or a save holds it, or has taken it over meanwhile.
     """
     storage = storage_at(path)
-    with Claim.take(storage) as claim:
-        return _remove(storage, claim, read_index(path), key_prefix)
+    with DirectoryLock.take(storage) as lock:
+        return _remove(storage, lock, read_index(path), key_prefix)
 
 
-def _remove(storage: Storage, claim: Claim, index: CheckpointIndex, key_prefix: str) -> list[str]:
+def _remove(storage: Storage, lock: DirectoryLock, index: CheckpointIndex, key_prefix: str) -> list[str]:
     tensors = {key: entry for key, entry in index.tensors.items() if not key.startswith(key_prefix)}
     objects = {key: entry for key, entry in index.objects.items() if not key.startswith(key_prefix)}
     if not key_prefix or len(tensors) + len(objects) == len(index.tensors) + len(index.objects):
@@ -52,18 +51,13 @@ def _remove(storage: Storage, claim: Claim, index: CheckpointIndex, key_prefix: 
     if isinstance(planner_data, dict):
         planner_data = {key: value for key, value in planner_data.items() if not str(key).startswith(key_prefix)}
     kept = replace(index, tensors=tensors, objects=objects, planner_data=planner_data)
-    claim.check()
-    try:
-        storage.publish(METADATA_FILE, encode_metadata(kept), through=claim.publish_ticket)
-    except SaveError:
-        claim.check()  # says better what has happened, if the directory was lost between the two
-        raise
+    lock.publish(METADATA_FILE, encode_metadata(kept))
     emptied = sorted(index_files(index) - index_files(kept))
-    if not claim.is_still_held():
+    if not lock.is_still_held():
         # Published, and taken over since: whoever holds the directory may be looking at these files.
         _logger.warning("%s: the keys are removed, but files that nothing lies in stay: %s", storage, emptied)
         return []
     for name in emptied:
         storage.delete(name)
-    storage.sync_directory()
+    storage.sync()
     return emptied

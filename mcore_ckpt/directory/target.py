@@ -1,18 +1,18 @@
-"""The directory of a save: claimed, looked at, rid of what is left of other saves; or given up again.
+"""The directory of a save: locked, looked at, rid of what is left of other saves; or given up again.
 
 What a directory passes through, from here to `publish`, so that it never holds a mix; a crash between any two steps
 leaves either the old checkpoint whole or the new one whole:
 
-1. `open_target` (or, ahead of it, `reserve`): the directory is claimed (`claim.py`), what it holds is looked at, and
-   what earlier saves have left is finished or undone. The names of all new data files carry the id of the claim, so no
-   name is ever used twice. Files of the old checkpoint whose names carry none are noted beside the claim.
+1. `open_target` (or, ahead of it, `reserve`): the directory is locked (`lock.py`), what it holds is looked at, and
+   what earlier saves have left is finished or undone. The names of all new data files carry the id of the lock, so no
+   name is ever used twice. Files of the old checkpoint whose names carry none are noted next to the lock.
 2. The ranks write and fsync their data files. If a checkpoint is being replaced, the new common state lies beside the
    old one as `common.pt.<id>.pending`.
 3. `publish`: the coordinator sees every file that was planned, at its size. The new `.metadata` replaces the old one by
    a rename, which fails if the directory has been taken over by another save meanwhile. This is the moment the
    new checkpoint exists.
 4. The pending common state takes its place, the files that only the old `.metadata` named are removed, and the
-   directory is let go. A crash before the end of this step is mended by the next save; a reader meanwhile looks up
+   lock is released. A crash before the end of this step is repaired by the next save; a reader meanwhile looks up
    which common state is in force with `common_file_in_force`.
 
 A rank that saves a checkpoint of its own (DCP without collectives) does the same with its part of the directory, whose
@@ -31,8 +31,8 @@ from typing import NoReturn
 from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.directory._leftovers import finish_earlier
-from mcore_ckpt.directory.claim import Claim
 from mcore_ckpt.directory.in_force import look, pending_name
+from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.file_names import data_file_of
 from mcore_ckpt.format.metadata_read import COMMON_FILE
@@ -42,9 +42,9 @@ from mcore_ckpt.storage.base import FileVersion, Storage
 __all__ = [
     "Target",
     "abandon",
-    "claim_late",
     "discard",
     "give_back",
+    "lock_late",
     "open_target",
     "refuse_lost",
     "reserve",
@@ -54,7 +54,7 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 
-_CLAIM_ID_BYTES = 8
+_LOCK_ID_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Target:
     """The directory of a save, as its coordinator found it.
 
     Attributes:
-        claim: by which the directory, or a rank's part of it, belongs to this save.
+        lock: by which the directory, or a rank's part of it, belongs to this save.
         replaces: there is a checkpoint that is being replaced.
         old_files: files that only the checkpoint being replaced needs.
         common: the common state that was written ahead of all else, as it was then; None if none was.
@@ -70,25 +70,25 @@ class Target:
         nonce: 8 bytes.
     """
 
-    claim: Claim
+    lock: DirectoryLock
     replaces: bool
     old_files: tuple[str, ...]
     common: FileVersion | None = None
     common_sum: tuple[int, int] | None = None
-    nonce: bytes = field(default_factory=partial(secrets.token_bytes, SAVE_ID_BYTES - _CLAIM_ID_BYTES))
+    nonce: bytes = field(default_factory=partial(secrets.token_bytes, SAVE_ID_BYTES - _LOCK_ID_BYTES))
 
     @property
     def save_id(self) -> bytes:
         """Of what is saved, for its seals and, its first half, the names of its files; 16 bytes.
 
-        It begins with the claim's id. Claims meet in one directory only, saves anywhere: hence eight random bytes more.
+        It begins with the lock's id. Locks meet in one directory only, saves anywhere: hence eight random bytes more.
         """
-        return bytes.fromhex(self.claim.owner.save_id) + self.nonce
+        return bytes.fromhex(self.lock.owner.save_id) + self.nonce
 
     @property
     def pending_common(self) -> str:
         """Name under which the new common state waits for being published."""
-        return pending_name(self.claim.owner.save_id)
+        return pending_name(self.lock.owner.save_id)
 
     @property
     def common_file(self) -> str:
@@ -96,12 +96,12 @@ class Target:
         return self.pending_common if self.replaces else COMMON_FILE
 
 
-# Directories that were claimed for a save that has yet to come, by location.
+# Directories that were locked for a save that has yet to come, by location.
 _reserved: dict[str, Target] = {}
 
 
 def open_target(storage: Storage, options: SaveOptions, rank: int | None = None) -> Target:
-    """Claim the directory of a save, and look at it; the coordinator calls this once.
+    """Lock the directory of a save, and look at it; the coordinator calls this once.
 
     Args:
         storage: the directory.
@@ -113,10 +113,10 @@ def open_target(storage: Storage, options: SaveOptions, rank: int | None = None)
         SaveError: another save holds the directory, or it cannot be made or written.
     """
     target = take_reserved(storage) if rank is None else None
-    if target is None or not target.claim.is_held:
-        target = _claim(storage, rank)
-    elif not target.claim.is_ours():
-        # Claimed anew, it would be published beside a common state of somebody else.
+    if target is None or not target.lock.is_held:
+        target = _locked(storage, rank)
+    elif not target.lock.is_still_held():
+        # Locked again, it would be published next to the common state of another save.
         refuse_lost(storage, target)
     if target.replaces and options.on_existing == "error":
         abandon(storage, target)
@@ -127,17 +127,17 @@ def open_target(storage: Storage, options: SaveOptions, rank: int | None = None)
     return target
 
 
-def _claim(storage: Storage, rank: int | None = None, *, common_ahead: bool = False) -> Target:
-    storage.ensure_directory()
-    claim = Claim.take(storage, common_ahead=common_ahead, part=rank)
+def _locked(storage: Storage, rank: int | None = None, *, common_ahead: bool = False) -> Target:
+    storage.ensure()
+    lock = DirectoryLock.take(storage, common_ahead=common_ahead, part=rank)
     try:
         seen = look(storage, rank)
-        finish_earlier(storage, claim, seen)
+        finish_earlier(storage, lock, seen)
         old_files = tuple(sorted(seen.replaced))
-        claim.note([name for name in old_files if not _tells_its_save(name)])
-        return Target(claim, seen.version is not None, old_files)
+        lock.note([name for name in old_files if not _tells_its_save(name)])
+        return Target(lock, seen.version is not None, old_files)
     except BaseException:
-        claim.release(remove_marker=not claim.after)
+        lock.release(remove_marker=not lock.after)
         raise
 
 
@@ -146,35 +146,35 @@ def _tells_its_save(name: str) -> bool:
     return found is not None and found.save is not None
 
 
-def claim_late(storage: Storage, written: Collection[str]) -> Target:
-    """Claim a directory into which these data files were written before anybody had claimed it.
+def lock_late(storage: Storage, written: Collection[str]) -> Target:
+    """Lock a directory into which these data files were written before any save had locked it.
 
     Raises:
         SaveError: another save holds the directory.
     """
-    claim = Claim.take(storage)
+    lock = DirectoryLock.take(storage)
     try:
         seen = look(storage)
-        return Target(claim, seen.version is not None, tuple(sorted(seen.replaced - set(written))))
+        return Target(lock, seen.version is not None, tuple(sorted(seen.replaced - set(written))))
     except BaseException:
-        claim.release(remove_marker=not claim.after)
+        lock.release(remove_marker=not lock.after)
         raise
 
 
 def reserve(storage: Storage) -> Target:
-    """Claim the directory for a save that is going to `open_target`, so that something can be written ahead of it.
+    """Lock the directory for a save that is going to `open_target`, so that something can be written ahead of it.
 
     Raises:
         SaveError: another save holds the directory, or it cannot be made or written.
     """
     give_back(storage)
-    target = _claim(storage, common_ahead=True)
+    target = _locked(storage, common_ahead=True)
     _reserved[storage.location] = target
     return target
 
 
 def take_reserved(storage: Storage) -> Target | None:
-    """What `reserve` has claimed, once; None if nothing is."""
+    """What `reserve` has locked, once; None if nothing is."""
     return _reserved.pop(storage.location, None)
 
 
@@ -193,12 +193,12 @@ def write_common(storage: Storage, content: bytes) -> None:
     """
     target = reserve(storage)
     try:
-        storage.publish(target.common_file, content, through=target.claim.common_ticket)
+        target.lock.publish(target.common_file, content, common=True)
         written, told = storage.version(target.common_file), (len(content), crc32(content))
         _reserved[storage.location] = replace(target, common=written, common_sum=told)
-        target.claim.check()
+        target.lock.check()
     except BaseException as error:
-        if isinstance(error, SaveError) and not target.claim.is_ours():
+        if isinstance(error, SaveError) and not target.lock.is_still_held():
             refuse_lost(storage, take_reserved(storage) or target)
         give_back(storage)
         raise
@@ -207,7 +207,7 @@ def write_common(storage: Storage, content: bytes) -> None:
 def refuse_lost(storage: Storage, target: Target) -> NoReturn:
     """Raise `SaveError`, saying who has taken the directory over, and leave nothing there."""
     try:
-        target.claim.check()
+        target.lock.check()
         raise SaveError(f"{storage}: this save lost the directory for a moment; save again")
     finally:
         abandon(storage, target)
@@ -221,13 +221,13 @@ def abandon(storage: Storage, target: Target) -> None:
     """
     try:
         storage.delete(target.pending_common)
-        ours = target.common is not None and not target.replaces and target.claim.is_ours()
+        ours = target.common is not None and not target.replaces and target.lock.is_still_held()
         if ours and storage.version(COMMON_FILE) == target.common:
             storage.delete(COMMON_FILE)
     except (SaveError, LoadError, OSError) as error:
         _logger.warning("%s: could not clean up after a failed save: %s", storage, error)
     try:
-        target.claim.release(remove_marker=target.replaces)
+        target.lock.release(remove_marker=target.replaces)
     except (SaveError, LoadError, OSError) as error:
         _logger.warning("%s: could not clean up after a failed save: %s", storage, error)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +21,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, cast
 
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format._own_index import OwnIndex, own_index
@@ -83,6 +84,7 @@ INCOMPLETE_MARKER = ".mcore_ckpt_incomplete"
 # The index of 1,024 ranks with 1,000 items each, plans included, is 0.43 GB; ten times that is no index any more.
 MAX_METADATA_BYTES = 4 * 1024**3
 MAX_CONFIG_BYTES = 1024 * 1024
+_METADATA_OF_RANK = re.compile(r"__(\d+)" + re.escape(METADATA_FILE))
 
 
 def metadata_of_rank(rank: int) -> str:
@@ -199,21 +201,22 @@ def read_small_file(directory: Path, name: str, max_bytes: int, *, follow_links:
 
 def _not_found(directory: Path, name: str) -> str:
     """What is wrong with `directory`, and which directory may have been meant."""
-    if not directory.exists():
-        return f"{directory}: there is no such directory; check the path of the checkpoint"
-    if not directory.is_dir():
-        return f"{directory}: is a file; a checkpoint is a directory that holds {METADATA_FILE}"
-    if (directory / INCOMPLETE_MARKER).exists():
+    storage = storage_at(directory)
+    try:
+        names, folders = storage.sizes(), storage.folders()
+    except LoadError as error:
+        return f"{error}; check the path of the checkpoint"
+    if INCOMPLETE_MARKER in names:
         return f"{directory}: holds no {name}: a save into it was interrupted. Load an earlier checkpoint."
-    iterations = sorted(child.name for child in directory.glob("iter_*") if (child / METADATA_FILE).exists())
+    iterations = [n for n in folders if n.startswith("iter_") and storage.exists(f"{n}/{METADATA_FILE}")]
     if iterations:
         return (
             f"{directory}: holds no {name} itself, but checkpoints of {len(iterations)} iterations; "
             f"give one of them, for example {directory / iterations[-1]}"
         )
-    if (directory / NEMO_WEIGHTS / METADATA_FILE).exists():
+    if storage.exists(f"{NEMO_WEIGHTS}/{METADATA_FILE}"):
         return f"{directory}: holds no {name} itself; NeMo keeps the checkpoint in {directory / NEMO_WEIGHTS}: use that"
-    ranks = sorted(int(file.name[2 : -len(METADATA_FILE)]) for file in directory.glob(f"__*[0-9]{METADATA_FILE}"))
+    ranks = sorted(int(found[1]) for n in names if (found := _METADATA_OF_RANK.fullmatch(n)))
     if ranks:
         return (
             f"{directory}: holds no {name}, but the checkpoints of {len(ranks)} single ranks ({ranks[0]} to "

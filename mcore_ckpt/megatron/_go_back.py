@@ -35,7 +35,7 @@ from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
-from mcore_ckpt.directory.run import is_megatrons, iteration_directories, iteration_of, look_at
+from mcore_ckpt.directory.iterations import is_megatrons, iteration_directories, iteration_of, look_at
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, read_config, read_index
 from mcore_ckpt.megatron._errors import MegatronErrors, is_first_rank
 from mcore_ckpt.megatron._one_save import metadata_version, one_load

@@ -1,7 +1,7 @@
 """One save of all ranks: a sharded state dict comes in, a published checkpoint goes out, or none at all.
 
     state      each rank's main replicas, as specifications (`rank_state.py`)
-    directory  claimed and opened by the coordinator
+    directory  locked and opened by the coordinator
     plan       layout of every file, checked by the coordinator; or that of the save before (`_planning.py`)
     writing    in line, or from a snapshot by another process (`_async_save.py`)
     commit     every rank's results are compared with its plan; the coordinator publishes `.metadata`; or all raise
@@ -262,7 +262,7 @@ def _interrupted(interrupt: BaseException, request: SaveRequest, directory: Save
 
 
 class SaveDirectory:
-    """The directory of one save, as one rank sees it: claimed and opened, then published or abandoned.
+    """The directory of one save, as one rank sees it: locked and opened, then published or abandoned.
 
     Attributes:
         path: absolute, since the trainer may change its working directory before the commit.
@@ -277,7 +277,7 @@ class SaveDirectory:
         self._options = options
 
     def open(self) -> bytes:
-        """Coordinator: claim the directory; returns the save's id.
+        """Coordinator: lock the directory; returns the save's id.
 
         Raises:
             SaveError: another save holds it, in this process, another one, or on another host.
@@ -307,7 +307,7 @@ class SaveDirectory:
         """Let other saves in, which then remove what is left of this one."""
         if self.target is not None:
             with contextlib.suppress(SaveError, LoadError, OSError):
-                self.target.claim.release(remove_marker=False)
+                self.target.lock.release(remove_marker=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +413,7 @@ class SaveTransaction:
         assert isinstance(self.call, Writing)
         result = self.call.results()
         if self._directory.target is not None:
-            self._directory.target.claim.check()
+            self._directory.target.lock.check()
         files = []
         for bucket, written in zip(plan.layout.buckets, result.files, strict=True):
             found = self._directory.storage.version(bucket.file_name)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
@@ -13,7 +15,7 @@ from mcore_ckpt.storage import _durable, direct_io
 from mcore_ckpt.storage._durable import save_error
 from mcore_ckpt.storage._local_reader import BouncePool, LocalReader
 from mcore_ckpt.storage._local_writer import LocalWriter
-from mcore_ckpt.storage._regular_files import looked_at, open_error, open_regular
+from mcore_ckpt.storage._regular_files import open_error, open_regular
 from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWriter, Storage, check_name
 
 __all__ = ["LocalStorage"]
@@ -43,37 +45,41 @@ class LocalStorage(Storage):
         return os.path.join(self.root, check_name(name))
 
     def list(self) -> list[str]:
-        failed: list[OSError] = []
-        names = []
-        for directory, _, files in os.walk(self.root, onerror=failed.append):
-            relative = os.path.relpath(directory, self.root)
-            names += files if relative == "." else [f"{relative}/{file}" for file in files]
-        for error in failed:
-            # What was removed meanwhile is not there. Anything else would pass for an empty directory.
-            if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-                raise _cannot_be_listed(error.filename or self.root, error) from error
-        return sorted(names)
+        try:
+            return sorted(self._listed(lambda entry: None if entry.is_dir() else 0))
+        except CheckpointNotFoundError:
+            return []
 
     def sizes(self) -> dict[str, int]:
+        return self._listed(lambda entry: entry.stat().st_size if entry.is_file() else None)
+
+    def folders(self) -> Sequence[str]:
+        return sorted(self._listed(lambda entry: 0 if entry.is_dir() else None))
+
+    def _listed(self, of: Callable[[os.DirEntry[str]], int | None]) -> dict[str, int]:
+        """What `of` says of each entry, by name; None leaves one out."""
+        found: dict[str, int] = {}
         try:
             with os.scandir(self.root) as entries:
-                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-        except (FileNotFoundError, NotADirectoryError) as error:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                        value = of(entry)
+                        if value is not None:
+                            found[entry.name] = value
+        except NotADirectoryError as error:
+            raise CheckpointNotFoundError(f"{self.root}: is a file, and a directory is expected") from error
+        except FileNotFoundError as error:
             raise CheckpointNotFoundError(f"{self.root}: no such directory") from error
         except OSError as error:
-            raise _cannot_be_listed(self.root, error) from error
+            # Anything else would pass for an empty directory.
+            code = errno.errorcode.get(error.errno or 0, "no errno")
+            raise LoadError(
+                f"{self.root}: cannot be listed: {error.strerror or error} ({code}); check the device and its file "
+                "system (dmesg)"
+            ) from error
+        return found
 
-    def exists(self, name: str) -> bool:
-        return os.path.isfile(self.path(name))
-
-    def size(self, name: str) -> int:
-        try:
-            with looked_at(self.root, name, self._follow_links) as (_, _, status):
-                return status.st_size
-        except OSError as error:
-            raise open_error(self.path(name), error) from error
-
-    def open_descriptor(self, name: str) -> int:
+    def open_descriptor(self, name: str) -> int | None:
         return open_regular(self.root, name, follow_links=self._follow_links)
 
     def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
@@ -140,14 +146,14 @@ class LocalStorage(Storage):
         except OSError as error:
             raise save_error("creating the file", path, error) from error
 
-    def link(self, source: str, name: str) -> bool:
+    def lock(self, name: str, lease: str) -> bool:
         path = self.path(name)
         try:
-            return _durable.link(self.path(source), path)
+            return _durable.link(self.path(lease), path)
         except OSError as error:
-            raise save_error(f"giving {source} this name", path, error) from error
+            raise save_error(f"giving {lease} this name", path, error) from error
 
-    def touch(self, name: str) -> bool:
+    def renew(self, name: str) -> bool:
         path = self.path(name)
         try:
             os.utime(path)
@@ -184,14 +190,14 @@ class LocalStorage(Storage):
     def location(self) -> str:
         return os.path.realpath(self.root)
 
-    def rename(self, source: str, destination: str) -> None:
+    def move(self, source: str, name: str) -> None:
         try:
-            _durable.rename(self._own(source), self._own(destination))
+            _durable.rename(self._own(source), self._own(name))
         except OSError as error:
-            raise save_error(f"renaming it to {destination}", self.path(source), error) from error
+            raise save_error(f"renaming it to {name}", self.path(source), error) from error
 
-    def rename_new(self, source: str, destination: str) -> bool:
-        path = self._own(destination)
+    def move_new(self, source: str, name: str) -> bool:
+        path = self._own(name)
         try:
             done = _durable.rename_new(self._own(source), path)
             if done:
@@ -210,33 +216,31 @@ class LocalStorage(Storage):
         except OSError as error:
             raise save_error("deleting it", path, error) from error
 
-    def ensure_directory(self) -> None:
+    def ensure(self) -> None:
         try:
             _durable.make_directories(os.path.abspath(self.root))
         except OSError as error:
             raise save_error("making the directory", str(self.root), error) from error
 
-    def sync_directory(self) -> None:
-        try:
-            _durable.sync_directory(str(self.root))
-        except OSError as error:
-            raise save_error("syncing the directory", str(self.root), error) from error
-
-    def sync_parents(self) -> None:
+    def sync(self, *, parents: bool = False) -> None:
         place = os.path.realpath(self.root)
         try:
+            _durable.sync_directory(place)
             device = os.stat(place).st_dev
-            while (parent := os.path.dirname(place)) != place and os.stat(parent).st_dev == device:
+            while parents and (parent := os.path.dirname(place)) != place and os.stat(parent).st_dev == device:
                 _durable.sync_directory(parent)
                 place = parent
-        except PermissionError:
-            pass  # a directory that this user may not read was not made by this user
         except OSError as error:
-            raise save_error("syncing the directory that it is in", place, error) from error
+            if parents and isinstance(error, PermissionError):
+                return  # a directory that this user may not read was not made by this user
+            raise save_error("syncing the directory", place, error) from error
 
-
-def _cannot_be_listed(what: object, error: OSError) -> LoadError:
-    code = errno.errorcode.get(error.errno or 0, "no errno")
-    return LoadError(
-        f"{what}: cannot be listed: {error.strerror or error} ({code}); check the device and its file system (dmesg)"
-    )
+    def remove(self) -> bool:
+        try:
+            os.rmdir(self.root)
+            _durable.sync_directory(os.path.dirname(os.path.abspath(self.root)))
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                return False
+            raise save_error("removing the directory", str(self.root), error) from error
+        return True

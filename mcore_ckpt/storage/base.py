@@ -1,12 +1,17 @@
 """What every storage back-end promises.
 
-A `Storage` is one directory of a checkpoint (or whatever a back-end has instead). Names in it are relative, separated
+A `Storage` is one directory of a checkpoint, or whatever a back-end has instead. Names in it are relative, separated
 by `/`, and checked by `check_name`, since many of them come from a `.metadata` file that nobody vouches for.
 
-Bytes go in by two doors. Data files are written through a `RangeWriter`: at any offset, from several threads, and not
-durable before `finish`. Small files that make other files valid (`.metadata` above all) go through `publish`: whole,
-atomically and durably, or not at all. The two make a commit protocol: finish the data files, `sync_directory`,
-publish.
+Bytes go in by two doors. Data files are written through a `RangeWriter`: at any offset, from several threads, under a
+name that no file has or had, and not durable before `finish`. Small files that make other files valid (`.metadata`
+above all) go through `publish`: complete, atomically and durably, or not at all. The two make a commit protocol: finish
+the data files, `sync`, `publish`.
+
+What a back-end needs is little: ranged reads, writing a new file, creating a small file unless there is one, replacing
+and copying small files atomically, listing, deleting. A local one has links, renames and fsync for that; an object
+store has conditional puts and copies on the server. Nothing here asks for a link, for an append, or for the rename of a
+large file.
 
 Errors of the operating system leave as `SaveError` (writes) or `LoadError` (reads) that name file, byte range and
 errno, with the `OSError` as cause. A file that ends early is a `CorruptCheckpointError`.
@@ -15,7 +20,7 @@ errno, with the `OSError` as cause. A file that ends early is a `CorruptCheckpoi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Literal, NamedTuple
@@ -215,9 +220,20 @@ class RangeWriter(ABC):
 class Storage(ABC):
     """One directory of files. All names are relative to it."""
 
+    @property
+    @abstractmethod
+    def location(self) -> str:
+        """Where the directory is; the same for all storages of this directory in this process."""
+
+    @abstractmethod
+    def path(self, name: str) -> str:
+        """A file as messages name it."""
+
+    # Looking and reading
+
     @abstractmethod
     def list(self) -> list[str]:
-        """Names of all files, in subdirectories too, sorted; empty when there is no such directory.
+        """Names of the files in the directory itself, sorted; empty when there is no such directory.
 
         A network file system may list what is gone, and leave out what is new: ask for a file by its name before
         anything is deleted for being missing here.
@@ -228,7 +244,7 @@ class Storage(ABC):
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:
-        """Length in bytes of each file that lies in the directory itself, by name; see `list`.
+        """As `list`, with the length of each file in bytes.
 
         Raises:
             CheckpointNotFoundError: there is no such directory.
@@ -236,16 +252,25 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def exists(self, name: str) -> bool:
-        """Whether there is a file of that name."""
+    def folders(self) -> Sequence[str]:
+        """Names of the directories in this one, links to some among them; raises as `sizes`."""
 
     @abstractmethod
+    def version(self, name: str) -> FileVersion | None:
+        """What tells a file from another of the same name, asked of the file itself, not of a listing; None: no file.
+
+        Raises:
+            LoadError: if it cannot be asked.
+        """
+
+    def exists(self, name: str) -> bool:
+        """Whether there is a file of that name; raises as `version`."""
+        return self.version(name) is not None
+
     def size(self, name: str) -> int:
         """Length of a file in bytes. Raises as `open_reader` does."""
-
-    @abstractmethod
-    def path(self, name: str) -> str:
-        """A file as messages name it."""
+        with self.open_reader(name, direct="off") as reader:
+            return reader.size_bytes
 
     @abstractmethod
     def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
@@ -258,8 +283,31 @@ class Storage(ABC):
 
         Raises:
             CheckpointNotFoundError: if there is no such file.
+            CorruptCheckpointError: if it is no regular file inside the directory.
             LoadError: if it cannot be opened.
         """
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """Exactly the bytes `[offset, offset + length)` of a file, by default to its end.
+
+        Raises:
+            CheckpointNotFoundError: if there is no such file.
+            CorruptCheckpointError: if the file ends early.
+            LoadError: if it cannot be read.
+        """
+        with self.open_reader(name) as reader:
+            return reader.read(offset, reader.size_bytes - offset if length is None else length)
+
+    def open_descriptor(self, name: str) -> int | None:
+        """A descriptor of a file, for the kernel to copy from, which the caller closes; None if there can be none.
+
+        Raises:
+            CorruptCheckpointError: it is no regular file.
+            OSError: it cannot be opened.
+        """
+        return None
+
+    # Data files
 
     @abstractmethod
     def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
@@ -272,15 +320,6 @@ class Storage(ABC):
 
         Raises:
             SaveError: if the file exists, cannot be made, or its space cannot be reserved.
-        """
-
-    @abstractmethod
-    def open_descriptor(self, name: str) -> int:
-        """A descriptor of a file, for reading by the kernel alone; the caller closes it.
-
-        Raises:
-            CorruptCheckpointError: it is no regular file.
-            OSError: it cannot be opened.
         """
 
     @abstractmethod
@@ -300,17 +339,18 @@ class Storage(ABC):
             SaveError: it cannot be written.
         """
 
+    # Small files
+
     @abstractmethod
     def publish(self, name: str, content: bytes, *, through: str | None = None) -> None:
         """Make `name` hold `content`, replacing what it held, atomically and durably.
 
-        Whenever the machine stops, the name holds all of the old or all of the new content. Every file finished and
-        renamed in this directory before the call is durable after it.
+        Whenever the machine stops, the name holds all of the old or all of the new content.
 
         Args:
             name: of the file.
             content: what it is to hold.
-            through: a file that `create` has made, which becomes `name`. Whoever deletes it has prevented this call for
+            through: a file that `create` has made, which this uses up. Whoever deletes it has prevented this call for
                 ever, however far it has come: the right to publish can be taken away.
 
         Raises:
@@ -330,17 +370,18 @@ class Storage(ABC):
 
     @abstractmethod
     def create(self, name: str, content: bytes) -> None:
-        """Make a small new file. Its content is durable on return; its name is after `sync_directory`.
+        """Make a small new file. Its content is durable on return; its name is after `sync`.
 
         Raises:
             SaveError: it exists, or cannot be made.
         """
 
     @abstractmethod
-    def link(self, source: str, name: str) -> bool:
-        """Give a file a second name, unless that is taken: of all who try at once, on whatever host, one succeeds.
+    def lock(self, name: str, lease: str) -> bool:
+        """Make `name` hold what the small file `lease` holds, unless the name is taken: of all who try at once, on
+        whatever host, one succeeds.
 
-        Where the file system has no hard links, `name` becomes a new file, which others may see before its content.
+        Where the file system has no hard links, others may see `name` before its content.
 
         Returns:
             False if the name is taken.
@@ -350,37 +391,24 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def touch(self, name: str) -> bool:
-        """Set a file's time of change to now, on the file system's clock. False if there is no such file.
+    def renew(self, name: str) -> bool:
+        """Set a file's time of change to now, on the storage's clock. False if there is no such file.
 
         Raises:
             SaveError: if that fails.
         """
 
     @abstractmethod
-    def version(self, name: str) -> FileVersion | None:
-        """What tells a file from another of the same name, asked of the file itself, not of a listing; None: no file.
+    def move(self, source: str, name: str) -> None:
+        """Make `name` hold what the small file `source` holds, atomically, and delete that; durable after `sync`.
 
         Raises:
-            LoadError: if it cannot be asked.
+            SaveError: the old content, if any, is still there.
         """
 
-    @property
     @abstractmethod
-    def location(self) -> str:
-        """Where the directory is; the same for all storages of this directory in this process."""
-
-    @abstractmethod
-    def sync_parents(self) -> None:
-        """Make the directory's own name durable, and the names above it. Raises `SaveError`."""
-
-    @abstractmethod
-    def rename(self, source: str, destination: str) -> None:
-        """Give a file another name, replacing what is there; durable after `sync_directory`. Raises `SaveError`."""
-
-    @abstractmethod
-    def rename_new(self, source: str, destination: str) -> bool:
-        """As `rename`, unless there is a file of that name already; durable on return.
+    def move_new(self, source: str, name: str) -> bool:
+        """As `move`, of a file of any size, unless there is a file of that name already; durable on return.
 
         Returns:
             False if the name is taken; `source` is still there then.
@@ -393,21 +421,20 @@ class Storage(ABC):
     def delete(self, name: str, missing_ok: bool = True) -> None:
         """Remove a file. Raises `SaveError`."""
 
+    # The directory
+
     @abstractmethod
-    def ensure_directory(self) -> None:
+    def ensure(self) -> None:
         """Make the directory, and those above it, durably, if there is none. Raises `SaveError`."""
 
     @abstractmethod
-    def sync_directory(self) -> None:
-        """Make all names durable that were created, renamed or deleted. Raises `SaveError`."""
+    def sync(self, *, parents: bool = False) -> None:
+        """Make all names durable that were created, moved or deleted here. Raises `SaveError`.
 
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        """Exactly the bytes `[offset, offset + length)` of a file, by default to its end.
-
-        Raises:
-            CheckpointNotFoundError: if there is no such file.
-            CorruptCheckpointError: if the file ends early.
-            LoadError: if it cannot be read.
+        Args:
+            parents: the directory's own name, too, and those above it.
         """
-        with self.open_reader(name) as reader:
-            return reader.read(offset, reader.size_bytes - offset if length is None else length)
+
+    @abstractmethod
+    def remove(self) -> bool:
+        """Remove the directory, durably; False if something is in it, or it is gone already. Raises `SaveError`."""

@@ -5,10 +5,10 @@ Each `*_rows` function gives one view, as plain rows for a table, for JSON, or f
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
-import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -186,10 +186,11 @@ def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
     Of a directory that NeMo has made, the one within it that holds the tensors.
     """
     directory = local_path(path)
-    if not (directory / METADATA_FILE).exists() and (directory / NEMO_WEIGHTS / METADATA_FILE).exists():
+    if storage_at(directory).exists(METADATA_FILE):
+        return directory
+    if storage_at(directory / NEMO_WEIGHTS).exists(METADATA_FILE):
         return directory / NEMO_WEIGHTS
-    tracker = directory / TRACKER_FILE
-    if not (directory / METADATA_FILE).exists() and tracker.is_file():
+    if storage_at(directory, follow_links=True).exists(TRACKER_FILE):
         text = read_small_file(directory, TRACKER_FILE, MAX_TRACKER_BYTES, follow_links=True).decode(errors="replace")
         text = text.strip()
         name = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() and len(text) < 20 else text
@@ -204,11 +205,6 @@ def index_version(directory: Path) -> FileVersion | None:
     Raises:
         LoadError: that cannot be asked.
     """
-    try:
-        if not stat.S_ISREG(os.lstat(directory / METADATA_FILE).st_mode):  # a pipe must not be opened
-            return None
-    except OSError:
-        return None
     return storage_at(directory).version(METADATA_FILE)
 
 
@@ -313,9 +309,10 @@ def file_rows(index: CheckpointIndex) -> list[FileRow]:
     for entry in index.objects.values():
         objects.setdefault(entry.item.file, _FileTally()).add(entry.item)
     rows = []
+    sizes = _sizes(index.path, {*tensors, *objects})
     for file in sorted({*tensors, *objects}, key=_file_order):
         tensor_data, bytes_data = tensors.get(file, _FileTally()), objects.get(file, _FileTally())
-        size_bytes = _size_bytes(Path(index.path) / file)
+        size_bytes = sizes.get(file)
         unused = None if size_bytes is None else size_bytes - tensor_data.nbytes - bytes_data.nbytes
         rows.append(
             FileRow(
@@ -343,11 +340,14 @@ def rank_balance(rows: Iterable[FileRow]) -> dict[int, int]:
     return dict(sorted(per_rank.items()))
 
 
-def _size_bytes(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
+def _sizes(path: str | Path, files: Iterable[str]) -> dict[str, int]:
+    """Length of each of these files that is there."""
+    storage = storage_at(path)
+    found: dict[str, int] = {}
+    for file in files:
+        with contextlib.suppress(LoadError):
+            found[file] = storage.size(file)
+    return found
 
 
 def _groups(index: CheckpointIndex) -> tuple[GroupRow, ...]:
@@ -429,7 +429,7 @@ def summarize(index: CheckpointIndex) -> CheckpointSummary:
         backend=None if config is None else f"{config.backend} {config.version}",
         iteration=iteration if isinstance(iteration, int) else None,
         save_id=None if index.seal is None else shown_id(index.seal.save_id),
-        metadata_bytes=_size_bytes(directory / METADATA_FILE) or 0,
+        metadata_bytes=_sizes(directory, (METADATA_FILE,)).get(METADATA_FILE, 0),
         file_bytes=sum(row.size_bytes or 0 for row in files),
         files=len(files),
         ranks=len(per_rank),

@@ -8,7 +8,6 @@ Tensors and other objects come out as `Opaque`. To load the state for use, take 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
@@ -63,13 +62,11 @@ class StoredState(NamedTuple):
 
 def stored_common_state(index: CheckpointIndex) -> StoredState | None:
     """The common state of a checkpoint; None if it has none. Raises as `read_plain_state`."""
-    directory = Path(index.path)
-    names = [path.name for path in directory.iterdir() if path.is_file()]
-    names = with_common_files(storage_at(directory), names, index)
-    file = common_file_in_force(names, index)
-    if file is not None and (directory / file).is_file():
-        where = str(directory / file)
-        content = read_common_file(storage_at(directory), file, index.seal)
+    storage = storage_at(index.path)
+    file = common_file_in_force(with_common_files(storage, storage.list(), index), index)
+    if file is not None:
+        where = storage.path(file)
+        content = read_common_file(storage, file, index.seal)
         _check_records(content, where)
         return StoredState(where, content)
     entry = index.objects.get(_COMMON_OBJECT)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
-from mcore_ckpt.directory.claim import Claim
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import index_files
+from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_reading import locate_tensor, verify_records
@@ -63,53 +63,44 @@ def repair_checkpoint(
             describe the files that are to be mended.
         SaveError: a save, or another repair, holds the damaged checkpoint's directory, or it cannot be written.
     """
-    with Claim.take(storage_at(report.path), common_ahead=True) as claim:
-        return _repair(report, _Damaged(Path(report.path), claim), checkpoint_directory(other), progress)
+    with DirectoryLock.take(storage_at(report.path), common_ahead=True) as lock:
+        return _repair(report, _Damaged(Path(report.path), lock), checkpoint_directory(other), progress)
 
 
 class _Damaged:
-    """The checkpoint that is being mended. All that is written there is written here, by leave of the claim.
+    """The checkpoint that is being mended. All that is written there is written here, as long as the lock is held.
 
-    What stands for the whole checkpoint (`.metadata`, the common state) is replaced through the claim's tickets, which
-    whoever takes the directory over takes away. A file that is missing gets its name only if nobody has made one
+    What stands for the whole checkpoint (`.metadata`, the common state) is published through the lock, which another
+    process may take over. A file that is missing gets its name only if nobody has made one
     meanwhile. And a data file that is written to in place is one of the damaged checkpoint: no other save uses its
     name.
 
     Args:
         path: the checkpoint's directory.
-        claim: of it.
+        lock: of it.
     """
 
-    def __init__(self, path: Path, claim: Claim) -> None:
+    def __init__(self, path: Path, lock: DirectoryLock) -> None:
         self.path = path
         self.storage = storage_at(path)
-        self._claim = claim
+        self._lock = lock
 
     def check_held(self) -> None:
         """Raise `SaveError` if the directory is somebody else's by now."""
-        if not self._claim.is_still_held():
-            self._claim.check()
+        self._lock.check()
 
     def publish_index(self, content: bytes) -> None:
         """Put an index in force; once."""
-        self._publish(METADATA_FILE, content, self._claim.publish_ticket)
+        self._lock.publish(METADATA_FILE, content)
 
     def publish_common(self, name: str, content: bytes) -> bool:
         """Put a common state in force; False if that was done before."""
         self.check_held()
-        if self.storage.version(self._claim.common_ticket) is None:
+        if self._lock.has_published_common():
             self.check_held()
             return False
-        self._publish(name, content, self._claim.common_ticket)
+        self._lock.publish(name, content, common=True)
         return True
-
-    def _publish(self, name: str, content: bytes, ticket: str) -> None:
-        self.check_held()
-        try:
-            self.storage.publish(name, content, through=ticket)
-        except SaveError:
-            self.check_held()  # says better what has happened, if the directory was lost between the two
-            raise
 
     def put_file(self, name: str, content: RangeReader) -> bool:
         """Make a file that is missing, whole and durable or not at all; False if there is one by now."""
@@ -120,7 +111,7 @@ class _Damaged:
             # By a repair that was killed, or was thought to be: it cannot give its file the name any more.
             if left.startswith(begins) and left.endswith("repair"):
                 self.storage.delete(left)
-        temporary = f"{begins}{self._claim.owner.save_id}.repair"
+        temporary = f"{begins}{self._lock.owner.save_id}.repair"
         writing = self.storage.open_writer(temporary)
         try:
             for at in range(0, content.size_bytes, _WINDOW_BYTES):
@@ -128,7 +119,7 @@ class _Damaged:
                 writing.write(at, memoryview(piece))
             writing.finish(content.size_bytes)
             self.check_held()
-            if self.storage.rename_new(temporary, name):
+            if self.storage.move_new(temporary, name):
                 return True
         except SaveError:
             writing.abort()

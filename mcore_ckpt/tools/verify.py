@@ -28,7 +28,7 @@ from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadEr
 from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
-from mcore_ckpt.directory.run import common_state_flaw, is_megatrons, structure_flaws
+from mcore_ckpt.directory.iterations import common_state_flaw, is_megatrons, structure_flaws
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
@@ -178,13 +178,14 @@ def verify_index(index: CheckpointIndex, *, workers: int = 2, progress: bool | N
     """As `verify_checkpoint`, of an index that need not be the one in force: the files are those in its path."""
     started, directory = time.monotonic(), Path(index.path)
     problems = [Problem("index", text, file=METADATA_FILE) for text in index.problems]
-    megatron, flaw = is_megatrons(directory, index, [path.name for path in directory.iterdir()])
+    storage = storage_at(directory)
+    names = storage.list()
+    megatron, flaw = is_megatrons(directory, index, names)
     if flaw:
         problems.append(Problem("index", flaw, file=CONFIG_FILE))
     problems += [Problem("structure", flaw.message, fqn=flaw.key) for flaw in structure_flaws(index, megatron=megatron)]
 
-    storage = storage_at(directory)
-    common, common_problems = _common_state(directory, index, storage, megatron)
+    common, common_problems = _common_state(directory, index, storage, names, megatron)
     readable, file_problems = _items_in_files(index, storage, common)
     problems += common_problems + file_problems
     problems += _seal_problems(index, storage)
@@ -287,10 +288,10 @@ def _windows(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, ...],
 
 
 def _common_state(
-    directory: Path, index: CheckpointIndex, storage: Storage, megatron: bool
+    directory: Path, index: CheckpointIndex, storage: Storage, names: Sequence[str], megatron: bool
 ) -> tuple[list[ItemCheck], list[Problem]]:
     """The file of the common state, an archive like any item, whose checksums nobody else compares either."""
-    names = with_common_files(storage, [path.name for path in directory.iterdir()], index)
+    names = with_common_files(storage, names, index)
     file = common_file_in_force(names, index)
     if file is not None:
         try:

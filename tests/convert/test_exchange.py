@@ -33,7 +33,7 @@ from mcore_ckpt.core.errors import (
     SaveError,
     UnsafePickleError,
 )
-from mcore_ckpt.directory.claim import Claim, Owner, is_claim_file
+from mcore_ckpt.directory.lock import DirectoryLock, Owner, is_lock_file
 from mcore_ckpt.format.index import StoredChunk, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.storage._local import LocalStorage
@@ -482,7 +482,7 @@ class TestInterruptedExport:
             patched.setattr(StoredPayloads, "locate", locate)
             export_checkpoint(checkpoint, target, max_shard_bytes=limit)
         assert not target.with_name(f"{target.name}.partial").exists()
-        assert not any(is_claim_file(name) or "journal" in name for name in names_in(target))
+        assert not any(is_lock_file(name) or "journal" in name for name in names_in(target))
         found: dict[str, torch.Tensor] = {}
         for path in target.glob("*.safetensors"):
             found |= read_by_definition(path)
@@ -571,7 +571,7 @@ class TestTwoAtOnce:
         with pytest.raises((SaveError, CheckpointExistsError)):
             MAKERS[kind](checkpoint, tmp_path / "t")
         assert contents(tmp_path / "t") == made[0]
-        assert not any(is_claim_file(name) for name in made[0])  # type: ignore[attr-defined]
+        assert not any(is_lock_file(name) for name in made[0])  # type: ignore[attr-defined]
 
     def test_one_that_was_taken_for_gone_gives_no_name_to_what_the_other_one_has_begun(
         self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -615,7 +615,7 @@ class TestTwoAtOnce:
 
     def test_what_a_killed_export_has_left_goes(self, checkpoint: Path, tmp_path: Path) -> None:
         (tmp_path / "t.partial").mkdir()
-        claim = Claim.take(LocalStorage(tmp_path / "t.partial"))
+        claim = DirectoryLock.take(LocalStorage(tmp_path / "t.partial"))
         for name in (claim.owner.save_id, f"{claim.owner.save_id}.gone0"):
             (tmp_path / "t.partial" / name).mkdir()
             (tmp_path / "t.partial" / name / "model-00001-of-00002.safetensors").write_bytes(b"half")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from mcore_ckpt import CheckpointExistsError, SaveError, SaveOptions
-from mcore_ckpt.directory import claim, remove
+from mcore_ckpt.directory import lock, remove
 from mcore_ckpt.directory import target as target_module
-from mcore_ckpt.directory.claim import Owner
 from mcore_ckpt.directory.in_force import common_file_in_force
+from mcore_ckpt.directory.lock import Owner
 from mcore_ckpt.directory.publish import publish, settle
 from mcore_ckpt.directory.target import Target, abandon, discard, give_back, open_target, reserve, write_common
 from mcore_ckpt.format.file_names import data_file_name, with_id
@@ -155,7 +155,7 @@ def test_what_others_have_made_stays_whatever_its_name(replaces: bool, tmp_path:
     for name in others:
         (tmp_path / name).write_bytes(b"by others")
     parent = os.getppid()
-    living = replace(Owner.here(), save_id=OTHER_SAVE, pid=parent, started=claim._start_of(parent) or "")
+    living = replace(Owner.here(), save_id=OTHER_SAVE, pid=parent, started=lock._start_of(parent) or "")
     LocalStorage(tmp_path).create(f"{INCOMPLETE_MARKER}.{OTHER_SAVE}", living.encode())
     for _ in range(2):
         last = save(tmp_path)
@@ -227,14 +227,14 @@ def test_files_of_a_checkpoint_of_one_rank_are_no_remains_of_a_failed_save(
 
 def test_an_error_of_a_moment_does_not_leave_stock_a_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, b"one")
-    rename, errors = LocalStorage.rename, [SaveError("for a test")]
+    move, errors = LocalStorage.move, [SaveError("for a test")]
 
-    def fails_once(storage: LocalStorage, source: str, destination: str) -> None:
-        if destination == COMMON_FILE and errors:
+    def fails_once(storage: LocalStorage, source: str, name: str) -> None:
+        if name == COMMON_FILE and errors:
             raise errors.pop()
-        rename(storage, source, destination)
+        move(storage, source, name)
 
-    monkeypatch.setattr(LocalStorage, "rename", fails_once)
+    monkeypatch.setattr(LocalStorage, "move", fails_once)
     save(tmp_path, b"two")
     assert (tmp_path / COMMON_FILE).read_bytes() == b"two"
     assert not errors
@@ -350,9 +350,8 @@ def test_a_new_common_state_follows_the_new_metadata_at_once(in_data_files: bool
     faults = Faults()
     storage: Any = FaultyStorage(LocalStorage(tmp_path), faults)
     storage.list = lambda: faults.before("list", "") or LocalStorage(tmp_path).list()
-    inner = LocalStorage(tmp_path)
     if not in_data_files:
-        inner.publish(reserve(inner).common_file, b"two")
+        LocalStorage(tmp_path).publish(reserve(storage).common_file, b"two")
     target = open_target(storage, OPTIONS)
     name = file_of(target)
     (tmp_path / name).write_bytes(b"data")
@@ -361,9 +360,9 @@ def test_a_new_common_state_follows_the_new_metadata_at_once(in_data_files: bool
     publish(storage, target, content, has_common_state=in_data_files)
     done = [(operation, name) for operation, name, _ in faults.operations]
     published = next(number for number, (_, name) in enumerate(done) if name.startswith(METADATA_FILE))
-    pending = target.pending_common.replace(target.claim.owner.save_id, "ID")
+    pending = target.pending_common.replace(target.lock.owner.save_id, "ID")
     renamed = f"{pending} -> {COMMON_FILE}"
-    assert done[published + 1] == (("delete", COMMON_FILE) if in_data_files else ("rename", renamed))
+    assert done[published + 1] == (("delete", COMMON_FILE) if in_data_files else ("move", renamed))
 
 
 def test_what_a_foreign_strategy_saves_beside_a_common_state_is_settled(tmp_path: Path) -> None:
@@ -441,7 +440,7 @@ def test_a_listing_that_still_names_a_common_state_that_was_renamed_harms_nothin
     (tmp_path / name).write_bytes(b"data")
     (tmp_path / COMMON_FILE).write_bytes(b"two")
     storage.publish(METADATA_FILE, sealed(name, earlier.save_id))
-    earlier.claim.release()
+    earlier.lock.release()
     listed = LocalStorage.list
     monkeypatch.setattr(LocalStorage, "list", lambda self: [*listed(self), earlier.common_file])
     assert common_file_in_force(storage.list(), read_index(tmp_path)) == earlier.common_file

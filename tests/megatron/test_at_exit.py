@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, SaveOptions
-from mcore_ckpt.directory.claim import LEASE_S, Claim, holders
+from mcore_ckpt.directory.lock import LEASE_S, DirectoryLock, holders
 from mcore_ckpt.storage._local import LocalStorage
 from tests.megatron.trap_ranks import check, installed, state
 from tests.support.forked import in_child
@@ -74,7 +74,7 @@ def test_saves_and_loads_need_no_threads_at_the_end_of_the_interpreter(tmp_path:
 def test_a_claim_that_has_no_thread_is_renewed_when_it_is_asked_for(tmp_path: Path) -> None:
     def at_the_end() -> None:
         end_the_interpreter()
-        with Claim.take(LocalStorage(tmp_path)) as claim:
+        with DirectoryLock.take(LocalStorage(tmp_path)) as claim:
             assert holders(LocalStorage(tmp_path))[-1].lease_s > LEASE_S  # who cannot see the process waits for longer
             ticket = tmp_path / f".mcore_ckpt_incomplete.{claim.owner.save_id}"
             os.utime(ticket, (0, 0))

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from mcore_ckpt.core.errors import CheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.directory import claim, publish
+from mcore_ckpt.directory import lock, publish
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, INCOMPLETE_MARKER, METADATA_FILE
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron import common_state
@@ -351,11 +351,11 @@ def test_a_job_that_runs_is_not_robbed_by_one_that_was_started_beside_it(tmp_pat
 
 
 def _be_cut_off(tmp_path: Path, ending: str, told: int) -> None:
-    """A job on another host that is stopped after its files are written, and goes on when its claim is lost."""
-    claim.platform = SimpleNamespace(node=lambda: "another-host")  # type: ignore[assignment]
-    claim.BEAT_S, claim.LEASE_S = 3600.0, 0.3  # type: ignore[misc]
-    real = claim.Owner.encode
-    claim.Owner.encode = lambda self: real(self).replace(b'"beat_s": 3600.0', b'"beat_s": 0.05')  # type: ignore[method-assign]
+    """A job on another host that is stopped after its files are written, and goes on when its lock is lost."""
+    lock.platform = SimpleNamespace(node=lambda: "another-host")  # type: ignore[assignment]
+    lock.BEAT_S, lock.LEASE_S = 3600.0, 0.3  # type: ignore[misc]
+    real = lock.Owner.encode
+    lock.Owner.encode = lambda self: real(self).replace(b'"beat_s": 3600.0', b'"beat_s": 0.05')  # type: ignore[method-assign]
     queue = AsyncCallsQueue()
     request = strategy().async_save(state(1), tmp_path)
     queue.schedule_async_request(request)
@@ -456,7 +456,7 @@ def test_a_config_is_written_beside_the_checkpoint_and_nothing_else(tmp_path: Pa
 def test_a_config_is_not_replaced_while_another_save_is_at_work(tmp_path: Path) -> None:
     (tmp_path / CONFIG_FILE).write_text('{"sharded_backend": "of the job before"}')
     strategy().save(state(1), tmp_path)
-    with claim.Claim.take(LocalStorage(tmp_path)):
+    with lock.DirectoryLock.take(LocalStorage(tmp_path)):
         common_state.save_config(Config("new"), tmp_path)
     assert json.loads((tmp_path / CONFIG_FILE).read_text()) == {"sharded_backend": "of the job before"}
     common_state.save_config(Config("new"), tmp_path)
@@ -512,7 +512,7 @@ def state_of_rank(value: float) -> dict[str, Any]:
 
 
 def test_every_rank_hears_who_holds_the_directory(tmp_path: Path) -> None:
-    held = claim.Claim.take(LocalStorage(tmp_path))
+    held = lock.DirectoryLock.take(LocalStorage(tmp_path))
     texts = run_ranks(_refused, 2, str(tmp_path))
     held.release()
     for text in texts:
@@ -701,7 +701,7 @@ def test_saves_of_single_ranks_share_a_directory_and_are_kept_apart_from_others(
     strategy().save(state(5), path)
     assert loaded_alone(path, 0, tmp_path / "0") == 20
     assert loaded(path) == 5
-    held = claim.Claim.take(LocalStorage(path))
+    held = lock.DirectoryLock.take(LocalStorage(path))
     assert refused_in_child(lambda: save_alone(path, 2, 1))
     held.release()
     assert {name for name in names(path) if name.startswith(INCOMPLETE_MARKER)} == set()

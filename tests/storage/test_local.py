@@ -330,7 +330,7 @@ def test_a_read_only_directory_is_named(tmp_path: Path) -> None:
 def test_a_file_in_the_way_of_the_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(SaveError, match=r"file/sub: making the directory failed.*ENOTDIR"):
-        LocalStorage(tmp_path / "file" / "sub").ensure_directory()
+        LocalStorage(tmp_path / "file" / "sub").ensure()
     with pytest.raises(CheckpointNotFoundError):
         LocalStorage(tmp_path / "file").read("x")
 
@@ -339,10 +339,6 @@ def test_reading_a_directory_is_a_load_error(local: LocalStorage, tmp_path: Path
     (tmp_path / "sub").mkdir()
     with pytest.raises(LoadError, match="it is a directory"):
         local.read("sub", 0, 1)
-
-
-def test_a_missing_directory_lists_nothing(tmp_path: Path) -> None:
-    assert LocalStorage(tmp_path / "nowhere").list() == []
 
 
 def test_readers_leave_no_descriptor_and_no_buffer(local: LocalStorage, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,15 +57,33 @@ class StorageConformance(ABC):
     def test_lists_all_files_and_their_sizes(self, storage: Storage, directory: Path) -> None:
         assert storage.list() == []
         self.put(directory, "b", b"12")
-        self.put(directory, "a/nested", b"123")
-        assert storage.list() == ["a/nested", "b"]
+        self.put(directory, "a", b"123")
+        self.put(directory, "below/nested", b"1")
+        assert storage.list() == ["a", "b"]
+        assert storage.sizes() == {"a": 3, "b": 2}
+        assert storage.folders() == ["below"]
         assert storage.exists("b")
         assert not storage.exists("c")
-        assert storage.size("a/nested") == 3
+        assert storage.size("below/nested") == 1
 
-    def test_a_directory_is_not_a_file(self, storage: Storage, directory: Path) -> None:
-        (directory / "sub").mkdir()
-        assert not storage.exists("sub")
+    def test_a_directory_that_is_not_there_holds_nothing(self, directory: Path) -> None:
+        storage = self.make(directory)
+        assert storage.list() == []
+        assert storage.version("file") is None
+        for listed in (storage.sizes, storage.folders):
+            with pytest.raises(CheckpointNotFoundError, match="no such directory"):
+                listed()
+
+    def test_a_version_tells_files_of_one_name_apart(self, storage: Storage) -> None:
+        storage.publish("file", b"one")
+        first = storage.version("file")
+        assert first is not None
+        assert first.size_bytes == 3
+        assert storage.version("file") == first
+        storage.publish("file", b"two")
+        assert storage.version("file") != first
+        storage.delete("file")
+        assert storage.version("file") is None
 
     @pytest.mark.parametrize("direct", ["auto", "on", "off"])
     def test_reads_exactly_the_range_that_is_asked_for(
@@ -224,11 +243,79 @@ class StorageConformance(ABC):
         assert self.get(directory, ".metadata") == b"new and longer"
         assert self.names(directory) == [".metadata"]
 
-    def test_rename_and_delete(self, storage: Storage, directory: Path) -> None:
+    def test_the_right_to_publish_can_be_taken_away(self, storage: Storage, directory: Path) -> None:
+        storage.publish(".metadata", b"old")
+        storage.create("token", b"")
+        storage.delete("token")
+        with pytest.raises(SaveError, match=r"\.metadata: publishing it failed"):
+            storage.publish(".metadata", b"new", through="token")
+        assert self.get(directory, ".metadata") == b"old"
+        storage.create("token", b"")
+        storage.publish(".metadata", b"new", through="token")
+        assert self.get(directory, ".metadata") == b"new"
+        assert self.names(directory) == [".metadata"], "it is used up"
+
+    def test_a_name_that_is_taken_is_left_as_it_is(self, storage: Storage, directory: Path) -> None:
+        storage.create("lease", b"mine")
+        self.put(directory, "taken", b"of others")
+        assert not storage.publish_new("taken", b"mine")
+        assert not storage.lock("taken", "lease")
+        assert not storage.move_new("lease", "taken")
+        with pytest.raises(SaveError, match="EEXIST"):
+            storage.create("taken", b"mine")
+        assert self.get(directory, "taken") == b"of others"
+        assert storage.publish_new("new", b"mine")
+        assert storage.lock("locked", "lease")
+        assert storage.move_new("lease", "moved")
+        names = ["locked", "moved", "new"]
+        assert [self.get(directory, name) for name in names] == [b"mine"] * 3
+        assert self.names(directory) == sorted([*names, "taken"])
+
+    def test_of_all_who_lock_at_once_one_succeeds(self, storage: Storage, directory: Path) -> None:
+        leases = [f"lease-{number}" for number in range(8)]
+        for lease in leases:
+            storage.create(lease, lease.encode())
+        for attempt in range(10):
+            gate, won, name = threading.Barrier(len(leases)), list[str](), f"locked-{attempt}"
+
+            def work(lease: str, gate: threading.Barrier = gate, won: list[str] = won, name: str = name) -> None:
+                gate.wait()
+                if storage.lock(name, lease):
+                    won.append(lease)
+
+            threads = [threading.Thread(target=work, args=(lease,)) for lease in leases]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert [self.get(directory, name)] == [lease.encode() for lease in won]
+
+    def test_a_lease_is_renewed_as_long_as_it_is_there(self, storage: Storage) -> None:
+        storage.create("lease", b"mine")
+        before = storage.version("lease")
+        assert before is not None
+        time.sleep(0.02)  # clocks of file systems tick a hundred times a second
+        assert storage.renew("lease")
+        after = storage.version("lease")
+        assert after is not None
+        assert after.modified_ns > before.modified_ns
+        storage.delete("lease")
+        assert not storage.renew("lease")
+        assert storage.version("lease") is None
+
+    def test_bytes_are_changed_in_place(self, storage: Storage, directory: Path) -> None:
+        self.put(directory, "file", b"0123456789")
+        assert storage.overwrite("file", 2, b"xx")
+        assert self.get(directory, "file") == b"01xx456789"
+        assert storage.overwrite("file", 3, b"end", is_end=True)
+        assert self.get(directory, "file") == b"01xend"
+        assert not storage.overwrite("missing", 0, b"x")
+
+    def test_move_and_delete(self, storage: Storage, directory: Path) -> None:
         self.put(directory, "a", b"a")
         self.put(directory, "b", b"b")
-        storage.rename("a", "b")
-        storage.sync_directory()
+        storage.move("a", "b")
+        storage.sync()
         assert self.get(directory, "b") == b"a"
         storage.delete("b", missing_ok=False)
         storage.delete("b")
@@ -236,7 +323,19 @@ class StorageConformance(ABC):
         with pytest.raises(SaveError, match="ENOENT"):
             storage.delete("b", missing_ok=False)
         with pytest.raises(SaveError, match="a: renaming it to c failed"):
-            storage.rename("a", "c")
+            storage.move("a", "c")
+
+    def test_a_directory_is_made_and_removed_when_it_is_empty(self, directory: Path) -> None:
+        storage = self.make(directory / "of" / "a" / "run")
+        storage.ensure()
+        storage.ensure()
+        storage.sync(parents=True)
+        storage.publish("file", b"x")
+        assert not storage.remove()
+        storage.delete("file")
+        assert storage.remove()
+        assert not storage.remove()
+        assert storage.list() == []
 
     # Names
 
@@ -246,7 +345,7 @@ class StorageConformance(ABC):
         for call in calls:
             with pytest.raises(CorruptCheckpointError, match="inside the checkpoint"):
                 call(name)
-        for call in (lambda: storage.publish(name, b""), lambda: storage.rename(name, "a")):
+        for call in (lambda: storage.publish(name, b""), lambda: storage.move(name, "a")):
             with pytest.raises(CorruptCheckpointError, match="inside the checkpoint"):
                 call()
 
@@ -299,7 +398,7 @@ def test_faults_strike_at_the_operation_they_are_set_to(tmp_path: Path) -> None:
         writer = storage.open_writer("file", size_bytes=4096)
         writer.write(0, aligned(b"x" * 4096))
         writer.finish(4096)
-        storage.sync_directory()
+        storage.sync()
         storage.publish(".metadata", b"m")
 
     record = Faults()
@@ -309,7 +408,7 @@ def test_faults_strike_at_the_operation_they_are_set_to(tmp_path: Path) -> None:
         "open_writer",
         "write",
         "finish",
-        "sync_directory",
+        "sync",
         "publish",
     ]
     for k in range(len(record.operations)):

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
@@ -103,6 +103,10 @@ class FaultyStorage(Storage):
     def __repr__(self) -> str:
         return f"FaultyStorage({self.inner!r})"
 
+    @property
+    def location(self) -> str:
+        return self.inner.location
+
     def path(self, name: str) -> str:
         return self.inner.path(name)
 
@@ -112,75 +116,68 @@ class FaultyStorage(Storage):
     def sizes(self) -> dict[str, int]:
         return self.inner.sizes()
 
-    def exists(self, name: str) -> bool:
-        return self.inner.exists(name)
+    def folders(self) -> Sequence[str]:
+        return self.inner.folders()
 
-    def size(self, name: str) -> int:
-        return self.inner.size(name)
+    def version(self, name: str) -> FileVersion | None:
+        return self.inner.version(name)
 
     def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
         return self.inner.open_reader(name, direct=direct)
 
-    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
-        self.faults.before("open_writer", name, size_bytes or 0)
-        return _FaultyWriter(self.inner.open_writer(name, size_bytes=size_bytes, direct=direct), name, self.faults)
-
-    def open_descriptor(self, name: str) -> int:
+    def open_descriptor(self, name: str) -> int | None:
         return self.inner.open_descriptor(name)
+
+    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+        self.faults.before("open_writer", _without_id(name), size_bytes or 0)
+        return _FaultyWriter(self.inner.open_writer(name, size_bytes=size_bytes, direct=direct), name, self.faults)
 
     def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
         self.faults.before("overwrite", name, len(content))
         return self.inner.overwrite(name, offset, content, is_end=is_end)
 
     def publish(self, name: str, content: bytes, *, through: str | None = None) -> None:
-        self.faults.before("publish", name, len(content))
+        self.faults.before("publish", _without_id(name), len(content))
         self.inner.publish(name, content, through=through)
 
     def publish_new(self, name: str, content: bytes) -> bool:
-        self.faults.before("publish", name, len(content))
+        self.faults.before("publish", _without_id(name), len(content))
         return self.inner.publish_new(name, content)
 
     def create(self, name: str, content: bytes) -> None:
         self.faults.before("create", _without_id(name), len(content))
         self.inner.create(name, content)
 
-    def link(self, source: str, name: str) -> bool:
-        self.faults.before("link", f"{_without_id(source)} -> {_without_id(name)}")
-        return self.inner.link(source, name)
+    def lock(self, name: str, lease: str) -> bool:
+        self.faults.before("lock", _without_id(name))
+        return self.inner.lock(name, lease)
 
-    def touch(self, name: str) -> bool:
-        return self.inner.touch(name)  # comes whenever its time has come, so that it has no place in the order
+    def renew(self, name: str) -> bool:
+        return self.inner.renew(name)  # comes whenever its time has come, so that it has no place in the order
 
-    def version(self, name: str) -> FileVersion | None:
-        return self.inner.version(name)
+    def move(self, source: str, name: str) -> None:
+        self.faults.before("move", f"{_without_id(source)} -> {_without_id(name)}")
+        self.inner.move(source, name)
 
-    @property
-    def location(self) -> str:
-        return self.inner.location
-
-    def rename(self, source: str, destination: str) -> None:
-        self.faults.before("rename", f"{_without_id(source)} -> {_without_id(destination)}")
-        self.inner.rename(source, destination)
-
-    def rename_new(self, source: str, destination: str) -> bool:
-        self.faults.before("rename", f"{_without_id(source)} -> {_without_id(destination)}")
-        return self.inner.rename_new(source, destination)
+    def move_new(self, source: str, name: str) -> bool:
+        self.faults.before("move", f"{_without_id(source)} -> {_without_id(name)}")
+        return self.inner.move_new(source, name)
 
     def delete(self, name: str, missing_ok: bool = True) -> None:
         self.faults.before("delete", _without_id(name))
         self.inner.delete(name, missing_ok)
 
-    def ensure_directory(self) -> None:
-        self.faults.before("ensure_directory", "")
-        self.inner.ensure_directory()
+    def ensure(self) -> None:
+        self.faults.before("ensure", "")
+        self.inner.ensure()
 
-    def sync_directory(self) -> None:
-        self.faults.before("sync_directory", "")
-        self.inner.sync_directory()
+    def sync(self, *, parents: bool = False) -> None:
+        self.faults.before("sync", "")
+        self.inner.sync(parents=parents)
 
-    def sync_parents(self) -> None:
-        self.faults.before("sync_parents", "")
-        self.inner.sync_parents()
+    def remove(self) -> bool:
+        self.faults.before("remove", "")
+        return self.inner.remove()
 
 
 class _FaultyWriter(RangeWriter):
@@ -188,7 +185,7 @@ class _FaultyWriter(RangeWriter):
         self.name = inner.name
         self.direct = inner.direct
         self._inner = inner
-        self._file_name = file_name
+        self._file_name = _without_id(file_name)
         self._faults = faults
 
     def write(self, offset: int, view: memoryview) -> None:

@@ -71,14 +71,14 @@ def test_a_data_file_that_is_a_link_is_not_mended(
 
 def test_nothing_is_written_or_removed_behind_a_link_to_a_folder(tmp_path: Path, outside: Path) -> None:
     storage = LocalStorage(tmp_path / "checkpoint")
-    storage.ensure_directory()
+    storage.ensure()
     (tmp_path / "checkpoint" / "folder").symlink_to(outside.parent)
     name = f"folder/{outside.name}"
     for change in (
         lambda: storage.delete(name),
         lambda: storage.publish(name, b""),
         lambda: storage.create("folder/new", b""),
-        lambda: storage.rename(name, "stolen"),
+        lambda: storage.move(name, "stolen"),
         lambda: storage.open_writer("folder/new"),
     ):
         with pytest.raises(SaveError, match="behind the symbolic link"):

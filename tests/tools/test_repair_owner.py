@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, SaveError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.directory.claim import Claim, Owner, is_claim_file
+from mcore_ckpt.directory.lock import DirectoryLock, Owner, is_lock_file
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.reader import FileSystemReader
@@ -53,7 +53,7 @@ def value_of(path: Path) -> float:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if not is_claim_file(path.name)}
+    return {path.name: path.read_bytes() for path in directory.iterdir() if not is_lock_file(path.name)}
 
 
 def damage_index(directory: Path) -> None:
@@ -153,8 +153,8 @@ def test_a_repair_that_was_taken_for_gone_changes_nothing_of_the_save_after_it(
 def test_what_a_killed_repair_has_left_goes(checkpoint: Path, copy: Path) -> None:
     (checkpoint / MISSING).unlink()
     (checkpoint / f".{MISSING}.0123456789abcdef.repair").write_bytes(b"half")
-    kept: list[Claim] = []
-    in_child(lambda: kept.append(Claim.take(LocalStorage(checkpoint), common_ahead=True)))  # and dies
+    kept: list[DirectoryLock] = []
+    in_child(lambda: kept.append(DirectoryLock.take(LocalStorage(checkpoint), common_ahead=True)))  # and dies
     assert list(checkpoint.glob(f"{INCOMPLETE_MARKER}*"))
     report = repair_checkpoint(verify_checkpoint(checkpoint), copy)
     assert report.whole

@@ -19,13 +19,12 @@ import torch
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.directory.claim import Claim
-from mcore_ckpt.directory.run import checkpoints_of_run
+from mcore_ckpt.directory.lock import DirectoryLock, is_lock_file
 from mcore_ckpt.directory.target import open_target
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.storage._local import LocalStorage
-from mcore_ckpt.tools.run import PruneReport, prune_run
+from mcore_ckpt.tools.retention import PruneReport, list_run, prune_run
 from tests.support.model_like import write_model
 
 ITERATIONS = (100, 200, 300, 400, 500)
@@ -55,7 +54,8 @@ def run(checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def left(run: Path) -> list[int]:
-    return [checkpoint.iteration for checkpoint in checkpoints_of_run(run) if checkpoint.whole and checkpoint.iteration]
+    found = (listed.checkpoint for listed in list_run(run).checkpoints)
+    return [checkpoint.iteration for checkpoint in found if checkpoint.whole and checkpoint.iteration]
 
 
 def going(report: PruneReport) -> list[int | None]:
@@ -211,18 +211,19 @@ def test_a_removal_that_is_interrupted_looks_like_no_checkpoint_and_is_finished(
     run: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     """Stopped after each of its steps: no listing, load or verify takes what is left for a checkpoint."""
-    original = Path.unlink
+    original = LocalStorage.delete
     count = 0
 
-    def unlink(self: Path, missing_ok: bool = False) -> None:
+    def delete(self: LocalStorage, name: str, missing_ok: bool = True) -> None:
         nonlocal count
-        if count == after:
-            raise OSError(5, "Input/output error", str(self))
-        count += 1
-        original(self, missing_ok=missing_ok)
+        if not is_lock_file(name):
+            if count == after:
+                raise SaveError(f"{name}: Input/output error")
+            count += 1
+        original(self, name, missing_ok)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", unlink)
+        patched.setattr(LocalStorage, "delete", delete)
         with pytest.raises(SaveError, match="no checkpoint any more"):
             prune_run(run, keep_last=4, remove=True)
     half = run / name_of(100)
@@ -238,11 +239,15 @@ def test_a_removal_that_is_interrupted_looks_like_no_checkpoint_and_is_finished(
 
 
 def test_a_save_into_what_was_half_removed_is_left_alone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Path, missing_ok: bool = False) -> None:
-        raise OSError(5, "Input/output error", str(self))
+    original = LocalStorage.delete
+
+    def fail(self: LocalStorage, name: str, missing_ok: bool = True) -> None:
+        if not is_lock_file(name):
+            raise SaveError(f"{name}: Input/output error")
+        original(self, name, missing_ok)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", fail)
+        patched.setattr(LocalStorage, "delete", fail)
         with pytest.raises(SaveError):
             prune_run(run, keep_last=4, remove=True)
     time.sleep(0.05)
@@ -259,18 +264,18 @@ def test_a_save_into_what_was_half_removed_is_left_alone(run: Path, monkeypatch:
 
 def test_a_save_cannot_begin_where_a_checkpoint_is_being_removed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused in the middle of a removal; afterwards it finds an empty place, and nothing removes its files."""
-    original = Path.unlink
+    original = LocalStorage.delete
     refused = []
 
-    def unlink(self: Path, missing_ok: bool = False) -> None:
-        if self.suffix == ".distcp" and self.parent.name == name_of(100):
+    def delete(self: LocalStorage, name: str, missing_ok: bool = True) -> None:
+        if name.endswith(".distcp") and self.root.name == name_of(100):
             with pytest.raises(SaveError, match="save"):
                 open_target(LocalStorage(run / name_of(100)), SaveOptions())
-            refused.append(self.name)
-        original(self, missing_ok=missing_ok)
+            refused.append(name)
+        original(self, name, missing_ok)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", unlink)
+        patched.setattr(LocalStorage, "delete", delete)
         prune_run(run, keep_last=4, remove=True)
     assert refused
     assert not (run / name_of(100)).exists()
@@ -280,9 +285,9 @@ def test_a_checkpoint_that_a_save_has_claimed_or_published_since_it_was_chosen_s
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Claimed while prune looked at it; or published again, and let go of."""
-    take = Claim.take
+    take = DirectoryLock.take
 
-    def after_a_save(storage: LocalStorage, noted: Any = None) -> Claim:
+    def after_a_save(storage: LocalStorage, noted: Any = None) -> DirectoryLock:
         if storage.root.name == name_of(200):
             (storage.root / ".metadata").write_bytes((storage.root / ".metadata").read_bytes())
             os.utime(storage.root / ".metadata", (0, 0))
@@ -290,8 +295,8 @@ def test_a_checkpoint_that_a_save_has_claimed_or_published_since_it_was_chosen_s
             claims.append(take(storage))
         return take(storage, noted)
 
-    claims: list[Claim] = []
-    monkeypatch.setattr(Claim, "take", after_a_save)
+    claims: list[DirectoryLock] = []
+    monkeypatch.setattr(DirectoryLock, "take", after_a_save)
     before = everything(run / name_of(200)).keys()
     report = prune_run(run, keep_last=2, remove=True)
     claims[0].release()
@@ -306,16 +311,17 @@ def test_a_checkpoint_that_a_save_has_claimed_or_published_since_it_was_chosen_s
 def test_a_removal_that_was_killed_is_finished(run: Path, after: int) -> None:
     """Its claim stays behind: before it has removed anything, or in the middle."""
     killed = f"""
-import os, pathlib
-from mcore_ckpt.tools.run import prune_run
-unlink, count = pathlib.Path.unlink, 0
-def dying(self, missing_ok=False):
+import os
+from mcore_ckpt.storage._local import LocalStorage
+from mcore_ckpt.tools.retention import prune_run
+delete, count = LocalStorage.delete, 0
+def dying(self, name, missing_ok=True):
     global count
     if count == {after}:
         os._exit(9)
     count += 1
-    unlink(self, missing_ok=missing_ok)
-pathlib.Path.unlink = dying
+    delete(self, name, missing_ok)
+LocalStorage.delete = dying
 prune_run({str(run)!r}, keep_last=4, remove=True)
 """
     assert subprocess.run([sys.executable, "-c", killed], timeout=60, check=False).returncode == 9
@@ -341,13 +347,13 @@ def test_a_full_file_system_does_not_keep_prune_from_making_room(run: Path, monk
 
 def test_a_list_tells_a_save_at_work_from_one_that_is_gone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One at work; one that has failed and left its marker; one whose process has died; one elsewhere, then silent."""
-    at_work = Claim.take(LocalStorage(run / name_of(100)))
-    Claim.take(LocalStorage(run / name_of(200))).release(remove_marker=False)
+    at_work = DirectoryLock.take(LocalStorage(run / name_of(100)))
+    DirectoryLock.take(LocalStorage(run / name_of(200))).release(remove_marker=False)
     died = f"""
 import os
-from mcore_ckpt.directory.claim import Claim
+from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.storage._local import LocalStorage
-claim = Claim.take(LocalStorage({str(run / name_of(300))!r}))
+claim = DirectoryLock.take(LocalStorage({str(run / name_of(300))!r}))
 os._exit(0)
 """
     subprocess.run([sys.executable, "-c", died], timeout=60, check=True)

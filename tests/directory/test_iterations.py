@@ -10,10 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
-from mcore_ckpt.directory.run import checkpoints_of_run, iteration_of, tracked_name
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
+from mcore_ckpt.directory.iterations import RunCheckpoint, iteration_directories, iteration_of, look_at, tracked_name
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config
 from tests.support.model_like import write_model
+
+
+def checkpoints_of_run(run: Path) -> list[RunCheckpoint]:
+    try:
+        tracked = tracked_name(run)
+    except LoadError:
+        tracked = None
+    return [look_at(directory, tracked=tracked)[0] for directory in iteration_directories(run)]
 
 
 def write_iteration(run: Path, name: str) -> Path:
@@ -38,7 +46,7 @@ def test_checkpoints_by_iteration_and_what_the_tracker_names(tmp_path: Path) -> 
         assert checkpoint.whole, checkpoint.problems
         assert not checkpoint.claimed
         assert checkpoint.size_bytes == sum(path.stat().st_size for path in checkpoint.path.iterdir())
-        assert checkpoint.saved_at_s == (checkpoint.path / ".metadata").stat().st_mtime
+        assert checkpoint.saved_at_s == (checkpoint.path / ".metadata").stat().st_mtime_ns / 1e9
 
 
 @pytest.mark.parametrize(

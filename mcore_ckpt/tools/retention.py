@@ -1,9 +1,9 @@
-"""A run at a glance, and letting go of its old checkpoints.
+"""A run at a glance, and removing its old checkpoints.
 
 What is removed is only ever what the index of a checkpoint names, with the files that every checkpoint has; whatever
 else lies in its directory stays. `.metadata` goes first, under another name: so nothing half removed passes for a
-checkpoint, and a removal that was interrupted can be finished. The directory is claimed for the whole removal, so that
-no save begins in it meanwhile; the claim's note tells a removal that has died from a save that has.
+checkpoint, and a removal that was interrupted can be finished. The directory is locked for the whole removal, so that
+no save begins in it meanwhile; the note of the lock tells a removal that has died from a save that has.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, OptionError, SaveError
-from mcore_ckpt.directory.claim import Claim, claimants, is_claim_file
 from mcore_ckpt.directory.in_force import index_files, is_pending
-from mcore_ckpt.directory.run import RunCheckpoint, iteration_directories, look_at, tracked_name
+from mcore_ckpt.directory.iterations import RunCheckpoint, iteration_directories, look_at, tracked_name
+from mcore_ckpt.directory.lock import DirectoryLock, contenders, is_lock_file
 from mcore_ckpt.format.file_names import DATA_SUFFIX
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, MAX_METADATA_BYTES, METADATA_FILE, parse_index
+from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.parallel_layout import ParallelLayout, layout_of_chunks
 
@@ -31,13 +31,13 @@ __all__ = ["Fate", "ListedCheckpoint", "PruneReport", "RunReport", "list_run", "
 
 # What `.metadata` is called while what it names is being removed.
 _REMOVED_INDEX = METADATA_FILE + ".removed"
-# What the note of a claim says whose directory is being removed.
+# What the note of a lock says whose directory is being removed.
 _REMOVAL = "removal"
-_CLAIMED = "a save is at work in it, or has died there"
+_LOCKED = "a save is at work in it, or has died there"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SIDECARS = (CONFIG_FILE, COMMON_FILE, "integrity.json")
 # Stock Megatron-Core and DCP mark no directory that they write to: files newer than the index tell, for so long.
-_RECENT_S = 3600.0
+_RECENT_NS = 3600 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def list_run(run: str | os.PathLike[str]) -> RunReport:
 def prune_run(
     run: str | os.PathLike[str], *, keep_last: int, keep_every: int | None = None, remove: bool = False
 ) -> PruneReport:
-    """Decide which checkpoints of a run can go, and with `remove` let them go.
+    """Decide which checkpoints of a run can go, and with `remove` remove them.
 
     Never goes: `release`; what the tracker file names; the newest `keep_last` that are whole, and whatever is newer
     than the oldest of these; a directory that a save has marked, or in which files have just been written; a directory
@@ -145,7 +145,7 @@ def prune_run(
         CheckpointNotFoundError: there is no such directory, or no checkpoint of any kind in it.
         CorruptCheckpointError, LoadError: it cannot be listed, or the tracker file names nothing.
         OptionError: `keep_last` or `keep_every` is below 1.
-        SaveError: something could not be removed; the same call goes on with it.
+        SaveError: something could not be removed; the same call resumes.
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:
@@ -161,9 +161,15 @@ def prune_run(
         if reason is not None:
             fates.append(Fate(checkpoint, True, reason))
         elif remove:
-            fates.append(_let_go(checkpoint, Path(run)))
+            fates.append(_remove(checkpoint, run))
         else:
-            fates.append(Fate(checkpoint, False, "a removal was interrupted" if _half_removed(checkpoint) else "old"))
+            fates.append(
+                Fate(
+                    checkpoint,
+                    False,
+                    "a removal was interrupted" if _half_removed(storage_at(checkpoint.path)) else "old",
+                )
+            )
     return PruneReport(str(run), remove, tuple(fates))
 
 
@@ -184,9 +190,9 @@ def _reason_to_keep(
         return "the tracker file names it"
     if checkpoint.path.is_symlink():
         return "its directory is a link"
-    if checkpoint.claimed and not _is_of_removals(checkpoint.path):
-        return _CLAIMED
-    if _half_removed(checkpoint):
+    if checkpoint.claimed and not _is_of_removals(storage_at(checkpoint.path)):
+        return _LOCKED
+    if _half_removed(storage_at(checkpoint.path)):
         return None
     if oldest_kept is None:
         return f"there are no {keep_last} whole checkpoints" if keep_last > 1 else "no checkpoint is whole"
@@ -197,182 +203,122 @@ def _reason_to_keep(
     return None
 
 
-def _half_removed(checkpoint: RunCheckpoint) -> bool:
+def _half_removed(storage: Storage) -> bool:
     """Whether an earlier removal was interrupted here, and no checkpoint has been written into the directory since."""
-    return (checkpoint.path / _REMOVED_INDEX).is_file() and not (checkpoint.path / METADATA_FILE).exists()
+    return storage.exists(_REMOVED_INDEX) and not storage.exists(METADATA_FILE)
 
 
 def _reason_to_wait(checkpoint: RunCheckpoint) -> str | None:
     """Why a checkpoint that could go must not go now; None if nothing stands against it."""
-    directory = checkpoint.path
-    index_path, index = _index_to_remove(directory)
-    if index is None:
-        return "no index says which of its files are the checkpoint's"
+    storage = storage_at(checkpoint.path)
     try:
-        # A rename changes nothing but the time of the last change: before it, no file was removed.
-        status = index_path.stat()
-        limit_s = status.st_ctime if _half_removed(checkpoint) else max(status.st_mtime, time.time() - _RECENT_S)
-        newest_s = max((path.stat().st_mtime for path in _own_files(directory, index) if path.exists()), default=0.0)
-    except OSError as error:
-        return f"its files cannot be looked at: {error.strerror or error}"
-    return "its files are newer than its index: a save may be at work" if newest_s > limit_s else None
+        name, index = _index_to_remove(storage)
+        if index is None:
+            return "no index says which of its files are the checkpoint's"
+        versions = [storage.version(file) for file in _own_files(index)]
+        newest_ns = max((version.modified_ns for version in versions if version is not None), default=0)
+        of_index = storage.version(name)
+        limit_ns = 0 if of_index is None else of_index.modified_ns
+        if name == METADATA_FILE:
+            limit_ns = max(limit_ns, time.time_ns() - _RECENT_NS)
+    except LoadError as error:
+        return f"its files cannot be looked at: {error}"
+    return "its files are newer than its index: a save may be at work" if newest_ns > limit_ns else None
 
 
-def _is_of_removals(directory: Path) -> bool:
-    """Whether nobody has claimed a directory but removals, of which none is known to go on; also if nobody has."""
-    storage = storage_at(directory)
+def _is_of_removals(storage: Storage) -> bool:
+    """Whether no save has locked a directory but removals, of which none is known to be at work; also if none has."""
     try:
-        found = claimants(storage, [path.name for path in directory.iterdir()])
-    except (LoadError, OSError):
+        found = contenders(storage, storage.list())
+    except LoadError:
         return False
     return all((owner.noted or {}).get(_REMOVAL) is True and owner.process_state() != "alive" for owner in found)
 
 
-def _let_go(checkpoint: RunCheckpoint, run: Path) -> Fate:
+def _remove(checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> Fate:
     """Remove a checkpoint, unless it has come into use meanwhile."""
-    directory = checkpoint.path
-    if not _is_of_removals(directory):
-        return Fate(checkpoint, True, _CLAIMED)
+    storage = storage_at(checkpoint.path)
+    if not _is_of_removals(storage):
+        return Fate(checkpoint, True, _LOCKED)
     try:
-        claim = _claim(checkpoint, run)
+        lock = _locked(storage, checkpoint, run)
     except (SaveError, LoadError) as error:
-        if not _is_of_removals(directory):
-            return Fate(checkpoint, True, _CLAIMED)
-        raise SaveError(f"{directory}: cannot be claimed, and so not removed: {error}") from error
-    save_before = any((owner.noted or {}).get(_REMOVAL) is not True for owner in claim.after)
+        if not _is_of_removals(storage):
+            return Fate(checkpoint, True, _LOCKED)
+        raise SaveError(f"{checkpoint.path}: cannot be locked, and so not removed: {error}") from error
+    save_before = any((owner.noted or {}).get(_REMOVAL) is not True for owner in lock.after)
     try:
-        reason = _CLAIMED if save_before else _reason_now(checkpoint, run)
+        reason = _LOCKED if save_before else _reason_now(storage, checkpoint, run)
         if reason is not None:
             return Fate(checkpoint, True, reason)
-        claim.sweep([path.name for path in directory.iterdir()])
-        for path in _being_removed(directory):
-            claim.check()
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        raise _cannot_be_removed(directory, error) from error
+        lock.sweep(storage.list())
+        for name in _being_removed(storage):
+            lock.check()
+            storage.delete(name)
+    except (SaveError, LoadError) as error:
+        raise SaveError(
+            f"{checkpoint.path}: cannot be removed: {error}. What is left of it is no checkpoint any more, the same "
+            "command resumes its removal"
+        ) from error
     finally:
         # What a save that is gone has left, the next save is still to find.
         with contextlib.suppress(SaveError, LoadError, OSError):
-            claim.release(remove_marker=not save_before)
-    # From here on a save may claim it again: then it is not empty.
-    left = _remove_directory(directory)
-    return Fate(checkpoint, False, "removed" if not left else "removed, but for files that are not its own", left)
+            lock.release(remove_marker=not save_before)
+    # From here on a save may lock it again: then it is not empty.
+    if storage.remove():
+        return Fate(checkpoint, False, "removed")
+    left = sorted(name for name in (*storage.list(), *storage.folders()) if not is_lock_file(name))
+    return Fate(checkpoint, False, "removed, but for files that are not its own", tuple(left))
 
 
-def _claim(checkpoint: RunCheckpoint, run: Path) -> Claim:
-    """Claim the directory of a checkpoint that is to go; where no space is left for that, its first file makes room."""
-    storage = storage_at(checkpoint.path)
+def _locked(storage: Storage, checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> DirectoryLock:
+    """Lock the directory of a checkpoint that is to go; where no space is left for that, its first file makes room."""
     try:
-        return Claim.take(storage, {_REMOVAL: True})
+        return DirectoryLock.take(storage, {_REMOVAL: True})
     except SaveError as error:
         cause = error.__cause__
-        if not isinstance(cause, OSError) or cause.errno not in _FULL or _reason_now(checkpoint, run) is not None:
+        if not isinstance(cause, OSError) or cause.errno not in _FULL or _reason_now(storage, checkpoint, run):
             raise
-    try:
-        next(_being_removed(checkpoint.path)).unlink(missing_ok=True)
-    except OSError as error:
-        raise _cannot_be_removed(checkpoint.path, error) from error
-    return Claim.take(storage, {_REMOVAL: True})
+    storage.delete(next(_being_removed(storage)))
+    return DirectoryLock.take(storage, {_REMOVAL: True})
 
 
-def _cannot_be_removed(directory: Path, error: OSError) -> SaveError:
-    return SaveError(
-        f"{directory}: cannot be removed: {error.strerror or error} ({error.filename}); what is left of it is no "
-        "checkpoint any more, the same command goes on with it"
-    )
-
-
-def _reason_now(checkpoint: RunCheckpoint, run: Path) -> str | None:
-    """Why a checkpoint must stay as it is now that it is claimed; None if it is as it was when it was chosen."""
+def _reason_now(storage: Storage, checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> str | None:
+    """Why a checkpoint must stay as it is now that it is locked; None if it is as it was when it was chosen."""
     if tracked_name(run) == checkpoint.name:
         return "the tracker file names it"
-    published = checkpoint.path / METADATA_FILE
+    published = storage.version(METADATA_FILE)
     # After a removal has begun there is none, until a save publishes one.
-    if published.exists() and published.stat().st_mtime != checkpoint.saved_at_s:
+    if published is not None and published.modified_ns / 1e9 != checkpoint.saved_at_s:
         return "it has been saved anew"
     return _reason_to_wait(checkpoint)
 
 
-def _being_removed(directory: Path) -> Iterator[Path]:
-    """What a checkpoint consists of, its index last of all; from the first on, it is no checkpoint any more.
-
-    Raises:
-        OSError: its index cannot be read or renamed.
-    """
-    index_path, index = _index_to_remove(directory)
-    removed_index = directory / _REMOVED_INDEX
+def _being_removed(storage: Storage) -> Iterator[str]:
+    """What a checkpoint consists of, its index last of all; from the first on, it is no checkpoint any more."""
+    name, index = _index_to_remove(storage)
     if index is None:
-        raise OSError(0, "its index has changed", str(index_path))
-    if index_path != removed_index:
-        index_path.replace(removed_index)
-        storage_at(directory).sync_directory()
-    folders: set[Path] = set()
-    for path in _own_files(directory, index):
-        yield path
-        folders.update(parent for parent in path.parents if directory in parent.parents)
-    for folder in sorted(folders, key=lambda folder: len(folder.parts), reverse=True):
-        _remove_if_empty(folder)
-    yield from _sidecars(directory)
-    yield removed_index
+        raise SaveError(f"{storage.path(name)}: its index has changed")
+    if name == METADATA_FILE:
+        storage.renew(METADATA_FILE)  # a file that is newer from now on is not of this checkpoint
+        storage.move(METADATA_FILE, _REMOVED_INDEX)
+        storage.sync()
+    yield from _own_files(index)
+    yield from (name for name in storage.sizes() if name in _SIDECARS or is_pending(name))
+    yield _REMOVED_INDEX
 
 
-def _remove_directory(directory: Path) -> tuple[str, ...]:
-    """Remove a directory if it is empty; returns the names of what else lies there, but for claims."""
-    if _remove_if_empty(directory):
-        storage_at(directory.parent).sync_directory()
-        return ()
-    try:
-        return tuple(sorted(path.name for path in directory.iterdir() if not is_claim_file(path.name)))
-    except FileNotFoundError:
-        return ()
-
-
-def _index_to_remove(directory: Path) -> tuple[Path, CheckpointIndex | None]:
+def _index_to_remove(storage: Storage) -> tuple[str, CheckpointIndex | None]:
     """The index that says what there is to remove, under its own name or that of a removal under way."""
-    path = directory / METADATA_FILE
-    if not path.exists():
-        path = directory / _REMOVED_INDEX
-    if not _is_plain_file(path):
-        return path, None
+    name = METADATA_FILE if storage.exists(METADATA_FILE) else _REMOVED_INDEX
     try:
-        with path.open("rb") as file:
-            return path, parse_index(
-                file.read(min(MAX_METADATA_BYTES, path.stat().st_size)), str(directory), strict=False
-            )
-    except (LoadError, OSError):
-        return path, None
+        with storage.open_reader(name, direct="off") as reader:
+            content = reader.read(0, min(MAX_METADATA_BYTES, reader.size_bytes))
+        return name, parse_index(content, storage.location, strict=False)
+    except LoadError:
+        return name, None
 
 
-def _own_files(directory: Path, index: CheckpointIndex) -> Iterator[Path]:
-    """The data files that an index names and that lie in its directory; an index may say anything."""
-    for name in sorted(index_files(index)):
-        path = directory / name
-        leads_elsewhere = any(parent.is_symlink() for parent in path.parents if directory in parent.parents)
-        if name.endswith(DATA_SUFFIX) and not leads_elsewhere:
-            yield path
-
-
-def _sidecars(directory: Path) -> Iterator[Path]:
-    for path in sorted(directory.iterdir()):
-        if (path.name in _SIDECARS or is_pending(path.name)) and _is_plain_file(path):
-            yield path
-
-
-def _is_plain_file(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except OSError:
-        return False
-
-
-def _remove_if_empty(directory: Path) -> bool:
-    """Remove a directory; False if something is in it, or it is gone already."""
-    try:
-        directory.rmdir()
-    except FileNotFoundError:
-        return False
-    except OSError:
-        if any(directory.iterdir()):
-            return False
-        raise
-    return True
+def _own_files(index: CheckpointIndex) -> Iterator[str]:
+    """The data files that an index names and that lie in the directory itself; an index may say anything."""
+    return (name for name in sorted(index_files(index)) if name.endswith(DATA_SUFFIX) and "/" not in name)

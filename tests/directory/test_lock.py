@@ -1,4 +1,4 @@
-"""Whose a directory is: of all who claim it one has it, whoever is gone is taken over from, and nobody else."""
+"""Whose a directory is: of all who lock it one has it, whoever is gone is taken over from, and nobody else."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from mcore_ckpt.core.errors import SaveError
-from mcore_ckpt.directory import claim as claim_module
-from mcore_ckpt.directory.claim import Claim, Owner, holders
+from mcore_ckpt.directory import lock as lock_module
+from mcore_ckpt.directory.lock import DirectoryLock, Owner, holders
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, METADATA_FILE
 from mcore_ckpt.storage import _durable
 from mcore_ckpt.storage._local import LocalStorage
@@ -60,15 +60,15 @@ def holder(path: Path, *, host: str | None = None, beats: bool = True, boot: str
 
     def hold() -> None:
         if host is not None:
-            claim_module.platform = SimpleNamespace(node=lambda: host)  # type: ignore[assignment]
+            lock_module.platform = SimpleNamespace(node=lambda: host)  # type: ignore[assignment]
         if boot is not None:
-            real = claim_module._first_line
-            claim_module._first_line = lambda file: boot if file.endswith("boot_id") else real(file)
+            real = lock_module._first_line
+            lock_module._first_line = lambda file: boot if file.endswith("boot_id") else real(file)
         if not beats:
-            claim_module.BEAT_S = 3600.0  # type: ignore[misc]
-        kept = Claim.take(LocalStorage(path))
-        if not beats:  # the ticket promises more than comes
-            set_ticket(path, kept.owner, beat_s=0.05)
+            lock_module.BEAT_S = 3600.0  # type: ignore[misc]
+        kept = DirectoryLock.take(LocalStorage(path))
+        if not beats:  # the lease promises more than comes
+            set_lease(path, kept.owner, beat_s=0.05)
         os.write(write_end, b".")
         threading.Event().wait()
 
@@ -85,30 +85,30 @@ def holder(path: Path, *, host: str | None = None, beats: bool = True, boot: str
         os.close(write_end)
 
 
-def set_ticket(path: Path, owner: Owner, **values: Any) -> None:
-    """Change what the ticket says, which is what the marker says: they are one file."""
-    ticket = path / f"{INCOMPLETE_MARKER}.{owner.save_id}"
-    ticket.write_text(json.dumps({**json.loads(ticket.read_text()), **values}))
+def set_lease(path: Path, owner: Owner, **values: Any) -> None:
+    """Change what the lease says, which is what the marker says: they are one file."""
+    lease = path / f"{INCOMPLETE_MARKER}.{owner.save_id}"
+    lease.write_text(json.dumps({**json.loads(lease.read_text()), **values}))
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heartbeats every 50 ms, and a lease of half a second."""
-    monkeypatch.setattr(claim_module, "BEAT_S", 0.05)
-    monkeypatch.setattr(claim_module, "LEASE_S", 0.5)
+    monkeypatch.setattr(lock_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(lock_module, "LEASE_S", 0.5)
 
 
 # --- one of many ------------------------------------------------------------------------------------------------------
 
 
-def race(path: Path, contenders: int, then: Callable[[Claim], None]) -> list[int]:
-    """Let processes claim the directory at the same moment; their exit codes: 0 has had it, 3 was refused."""
+def race(path: Path, contenders: int, then: Callable[[DirectoryLock], None]) -> list[int]:
+    """Let processes lock the directory at the same moment; their exit codes: 0 has had it, 3 was refused."""
     gate_read, gate_write = os.pipe()
 
     def contend() -> None:
         os.close(gate_write)
         os.read(gate_read, 1)
-        then(Claim.take(LocalStorage(path)))
+        then(DirectoryLock.take(LocalStorage(path)))
 
     children = [in_child(contend) for _ in range(contenders)]
     os.close(gate_read)
@@ -116,14 +116,14 @@ def race(path: Path, contenders: int, then: Callable[[Claim], None]) -> list[int
     return sorted(exit_code(child) for child in children)
 
 
-def enter_and_leave(path: Path, seconds: float) -> Callable[[Claim], None]:
+def enter_and_leave(path: Path, seconds: float) -> Callable[[DirectoryLock], None]:
     """What fails if two are inside at once."""
 
-    def inside(claim: Claim) -> None:
+    def inside(lock: DirectoryLock) -> None:
         inside_file = os.open(path / "inside", os.O_CREAT | os.O_EXCL)
         time.sleep(seconds)
         os.close(inside_file)
-        claim.check()
+        lock.check()
         os.unlink(path / "inside")
 
     return inside
@@ -156,7 +156,7 @@ def test_without_hard_links_one_has_it_still(tmp_path: Path, quick: None, monkey
         assert set(codes) <= {0, 3}, f"round {number}: {codes}"
     with holder(tmp_path / "0"):
         pass
-    Claim.take(LocalStorage(tmp_path / "0")).release()
+    DirectoryLock.take(LocalStorage(tmp_path / "0")).release()
     assert names(tmp_path / "0") == set()
 
 
@@ -169,9 +169,9 @@ def test_a_link_whose_answer_was_lost_counts(tmp_path: Path, monkeypatch: pytest
         real(source, name)
 
     monkeypatch.setattr(os, "link", link_twice)
-    claim = Claim.take(LocalStorage(tmp_path))
-    claim.check()
-    claim.release()
+    lock = DirectoryLock.take(LocalStorage(tmp_path))
+    lock.check()
+    lock.release()
     assert names(tmp_path) == set()
 
 
@@ -182,7 +182,7 @@ def test_a_live_process_is_named_and_not_disturbed(tmp_path: Path) -> None:
     with holder(tmp_path) as child:
         before = names(tmp_path)
         with pytest.raises(SaveError, match=rf"process {child} on host .*, since 20\d\d-.* which is running"):
-            Claim.take(LocalStorage(tmp_path))
+            DirectoryLock.take(LocalStorage(tmp_path))
         assert names(tmp_path) == before
 
 
@@ -191,23 +191,23 @@ def test_a_stopped_process_is_not_gone(tmp_path: Path, quick: None) -> None:
         os.kill(child, signal.SIGSTOP)
         time.sleep(1.0)  # two leases
         with pytest.raises(SaveError, match=f"process {child} on host"):
-            Claim.take(LocalStorage(tmp_path))
+            DirectoryLock.take(LocalStorage(tmp_path))
 
 
 def test_a_process_on_another_host_that_renews_its_claim_is_not_gone(tmp_path: Path, quick: None) -> None:
-    renewed = pytest.raises(SaveError, match=r"on host another-host, .* which renews its claim")
+    renewed = pytest.raises(SaveError, match=r"on host another-host, .* which renews its lease")
     with holder(tmp_path, host="another-host"), renewed:
-        Claim.take(LocalStorage(tmp_path))
+        DirectoryLock.take(LocalStorage(tmp_path))
 
 
 def test_two_saves_of_one_process(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
-    first = Claim.take(storage)
+    first = DirectoryLock.take(storage)
     with pytest.raises(SaveError, match="not finalized yet"):
-        Claim.take(LocalStorage(tmp_path / "." / ""))
+        DirectoryLock.take(LocalStorage(tmp_path / "." / ""))
     first.check()
     first.release()
-    Claim.take(storage).release()
+    DirectoryLock.take(storage).release()
     assert names(tmp_path) == set()
 
 
@@ -218,18 +218,18 @@ def test_a_killed_process_is_taken_over_from_at_once(tmp_path: Path) -> None:
     with holder(tmp_path):
         pass
     began_s = time.monotonic()
-    claim = Claim.take(LocalStorage(tmp_path))
+    lock = DirectoryLock.take(LocalStorage(tmp_path))
     assert time.monotonic() - began_s < 2.0
-    assert len(claim.after) == 1
-    claim.release()
+    assert len(lock.after) == 1
+    lock.release()
     assert names(tmp_path) == set()
 
 
 def test_another_process_of_the_same_id_is_not_the_holder(tmp_path: Path) -> None:
     with holder(tmp_path):
         (owner,) = holders(LocalStorage(tmp_path))
-        set_ticket(tmp_path, owner, started="1")  # as if the holder had been started before this process was
-        Claim.take(LocalStorage(tmp_path)).release()
+        set_lease(tmp_path, owner, started="1")  # as if the holder had been started before this process was
+        DirectoryLock.take(LocalStorage(tmp_path)).release()
 
 
 @pytest.mark.parametrize("where", [{"host": "another-host"}, {"boot": "of-yesterday"}])
@@ -238,16 +238,16 @@ def test_a_process_that_cannot_be_seen_is_gone_when_its_lease_is(
 ) -> None:
     with holder(tmp_path, beats=False, **where):
         began_s = time.monotonic()
-        claim = Claim.take(LocalStorage(tmp_path))
+        lock = DirectoryLock.take(LocalStorage(tmp_path))
         took_s = time.monotonic() - began_s
         assert took_s > 0.1, "its heartbeat was not waited for"
         assert took_s < 20
-        claim.release()
+        lock.release()
 
 
 def test_an_old_heartbeat_is_still_watched(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time may be another host's clock: a holder whose clock is an hour behind lives all the same."""
-    monkeypatch.setattr(claim_module, "LEASE_S", 30.0)  # a holder that waits for a core for so long is no case of this
+    monkeypatch.setattr(lock_module, "LEASE_S", 30.0)  # a holder that waits for a core for so long is no case of this
     with holder(tmp_path, host="another-host"):
         (owner,) = holders(LocalStorage(tmp_path))
         real = LocalStorage.version
@@ -259,8 +259,8 @@ def test_an_old_heartbeat_is_still_watched(tmp_path: Path, quick: None, monkeypa
                     found = found._replace(modified_ns=found.modified_ns - 3600 * 10**9)
                 return found
 
-        with pytest.raises(SaveError, match="which renews its claim"):
-            Claim.take(Behind(tmp_path))
+        with pytest.raises(SaveError, match="which renews its lease"):
+            DirectoryLock.take(Behind(tmp_path))
 
 
 def test_who_dies_while_taking_over_is_taken_over_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,9 +281,9 @@ def test_who_dies_while_taking_over_is_taken_over_from(tmp_path: Path, monkeypat
 
                 return call
 
-            for name in ("create", "link", "rename", "delete"):
+            for name in ("create", "lock", "publish", "delete"):
                 setattr(LocalStorage, name, counted(getattr(LocalStorage, name)))
-            Claim.take(storage)
+            DirectoryLock.take(storage)
 
         return exit_code(in_child(work))
 
@@ -293,11 +293,11 @@ def test_who_dies_while_taking_over_is_taken_over_from(tmp_path: Path, monkeypat
         codes = [take_and_die_at(step), take_and_die_at(step)]
         assert set(codes) <= {17, 0}
         with holder(tmp_path), pytest.raises(SaveError, match="another save holds"):  # a third finds its way
-            Claim.take(storage)
+            DirectoryLock.take(storage)
         step += 1
         assert step < 40
     assert step > 8
-    last = Claim.take(storage)
+    last = DirectoryLock.take(storage)
     last.sweep(storage.list())
     last.release()
     assert names(tmp_path) == set()
@@ -308,21 +308,21 @@ def test_a_holder_thought_to_be_gone_cannot_publish(tmp_path: Path, quick: None)
     go_read, go_write = os.pipe()
 
     def stopped() -> None:
-        claim_module.platform = SimpleNamespace(node=lambda: "another-host")  # type: ignore[assignment]
+        lock_module.platform = SimpleNamespace(node=lambda: "another-host")  # type: ignore[assignment]
         storage = LocalStorage(tmp_path)
-        mine = Claim.take(storage)
+        mine = DirectoryLock.take(storage)
         os.write(go_write, b".")
         os.kill(os.getpid(), signal.SIGSTOP)
-        storage.publish(METADATA_FILE, b"of the one that was gone", through=mine.publish_ticket)
+        mine.publish(METADATA_FILE, b"of the one that was gone")
 
     child = in_child(stopped)
     os.read(go_read, 1)
     storage = LocalStorage(tmp_path)
-    mine = Claim.take(storage)  # waits for the lease
+    mine = DirectoryLock.take(storage)  # waits for the lease
     os.kill(child, signal.SIGCONT)
     assert exit_code(child) == 3
     assert METADATA_FILE not in names(tmp_path)
-    storage.publish(METADATA_FILE, b"of the one that lives", through=mine.publish_ticket)
+    mine.publish(METADATA_FILE, b"of the one that lives")
     mine.release()
     assert (tmp_path / METADATA_FILE).read_bytes() == b"of the one that lives"
     assert names(tmp_path) == {METADATA_FILE}
@@ -332,61 +332,62 @@ def test_a_holder_thought_to_be_gone_cannot_publish(tmp_path: Path, quick: None)
 def test_a_marker_that_names_nobody_is_of_nobody(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim_module, "_UNREADABLE_S", 0.1)
+    monkeypatch.setattr(lock_module, "_UNREADABLE_S", 0.1)
     (tmp_path / INCOMPLETE_MARKER).write_bytes(content)
-    claim = Claim.take(LocalStorage(tmp_path))
-    claim.check()
-    claim.release()
+    lock = DirectoryLock.take(LocalStorage(tmp_path))
+    lock.check()
+    lock.release()
     assert names(tmp_path) == set()
 
 
-# --- how a claim ends -------------------------------------------------------------------------------------------------
+# --- how a lock ends -------------------------------------------------------------------------------------------------
 
 
 def test_a_claim_that_is_forgotten_is_let_go(tmp_path: Path) -> None:
     """By other processes, too, as soon as the thread has noticed."""
-    claim = Claim.take(LocalStorage(tmp_path))
-    del claim
+    lock = DirectoryLock.take(LocalStorage(tmp_path))
+    del lock
     gc.collect()
     until_s = time.monotonic() + 10
     while len(names(tmp_path)) > 1 and time.monotonic() < until_s:
         time.sleep(0.01)
     assert names(tmp_path) == {INCOMPLETE_MARKER}
-    assert exit_code(in_child(lambda: Claim.take(LocalStorage(tmp_path)))) == 0
+    assert exit_code(in_child(lambda: DirectoryLock.take(LocalStorage(tmp_path)))) == 0
 
 
 def test_the_heartbeat_goes_on_while_the_process_computes(tmp_path: Path, quick: None) -> None:
-    claim = Claim.take(LocalStorage(tmp_path))
-    ticket = f"{INCOMPLETE_MARKER}.{claim.owner.save_id}"
+    lock = DirectoryLock.take(LocalStorage(tmp_path))
+    lease = f"{INCOMPLETE_MARKER}.{lock.owner.save_id}"
     until_s = time.monotonic() + 120.0  # a disk that is busy elsewhere has held one up for 20 s
     seen = set()
     while len(seen) < 5 and time.monotonic() < until_s:
         sum(range(20_000))
-        seen.add((tmp_path / ticket).stat().st_mtime_ns)
-    claim.release()
+        seen.add((tmp_path / lease).stat().st_mtime_ns)
+    lock.release()
     assert len(seen) >= 5
 
 
 def test_a_process_that_holds_a_claim_ends_when_it_wants_to(tmp_path: Path) -> None:
     program = (
-        "import sys; from mcore_ckpt.directory.claim import Claim; from mcore_ckpt.storage._local import LocalStorage\n"
-        "kept = Claim.take(LocalStorage(sys.argv[1]))"
+        "import sys; from mcore_ckpt.directory.lock import DirectoryLock\n"
+        "from mcore_ckpt.storage.resolve import storage_at\n"
+        "kept = DirectoryLock.take(storage_at(sys.argv[1]))"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60, check=False, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
-    Claim.take(LocalStorage(tmp_path)).release()
+    DirectoryLock.take(LocalStorage(tmp_path)).release()
 
 
-def test_what_dead_claimants_left_is_swept_and_what_living_ones_have_is_not(tmp_path: Path) -> None:
+def test_what_dead_contenders_left_is_swept_and_what_living_ones_have_is_not(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     living, dead = Owner.here(), Owner.here()
     for owner in (living, dead):
         storage.create(f"{INCOMPLETE_MARKER}.{owner.save_id}", owner.encode())
         storage.create(f"{INCOMPLETE_MARKER}.{owner.save_id}.publish", b"")
-    set_ticket(tmp_path, living, pid=os.getppid(), started=claim_module._start_of(os.getppid()))
-    claim = Claim.take(storage)
-    claim.sweep(storage.list())
-    claim.release()
+    set_lease(tmp_path, living, pid=os.getppid(), started=lock_module._start_of(os.getppid()))
+    lock = DirectoryLock.take(storage)
+    lock.sweep(storage.list())
+    lock.release()
     assert names(tmp_path) == {f"{INCOMPLETE_MARKER}.{living.save_id}{end}" for end in ("", ".publish")}
 
 
@@ -396,7 +397,7 @@ def test_a_failed_claim_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(_durable, "link", refuse)
     with pytest.raises(SaveError, match="EIO"):
-        Claim.take(LocalStorage(tmp_path))
+        DirectoryLock.take(LocalStorage(tmp_path))
     assert names(tmp_path) == set()
 
 
@@ -409,5 +410,5 @@ def test_a_claim_for_which_no_thread_is_to_be_had_is_not_left_behind(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)
         with pytest.raises(RuntimeError, match="new thread"):
-            Claim.take(LocalStorage(tmp_path))
+            DirectoryLock.take(LocalStorage(tmp_path))
     assert list(tmp_path.iterdir()) == []

@@ -1,34 +1,35 @@
 """Whose a directory is: at most one save, of whatever kind, works in it at a time, on whatever host.
 
-A save has an id, and claims the directory before it writes anything else. Its claim is these files:
+A save has an id, and locks the directory before it writes anything else. Its lock is these files:
 
-    .mcore_ckpt_incomplete                the marker: a link to the ticket of the save that holds the directory
-    .mcore_ckpt_incomplete.ID             the ticket: who that is (`Owner`); its time of change is the heartbeat
-    .mcore_ckpt_incomplete.ID.publish     becomes `.metadata` when the save is published
-    .mcore_ckpt_incomplete.ID.common      becomes the common state, where that is written ahead of all else
+    .mcore_ckpt_incomplete                the marker: holds what the lease of the save holds that has the directory
+    .mcore_ckpt_incomplete.ID             the lease: who that is (`Owner`); its time of change is the heartbeat
+    .mcore_ckpt_incomplete.ID.publish     a token: becomes `.metadata` when the save is published
+    .mcore_ckpt_incomplete.ID.common      a token: becomes the common state, where that is written ahead of all else
     .mcore_ckpt_incomplete.ID.replaced    files of the checkpoint that the save replaces, whose names tell no save
-    .mcore_ckpt_incomplete.ID.next        the ticket of who takes over from the save ID, while that goes on
+    .mcore_ckpt_incomplete.ID.next        the lease of the save that takes over from the save ID, while that goes on
     .mcore_ckpt_incomplete.rank-R         the marker of a save that has a part of the directory: see below
 
-**Claiming** is linking the ticket to the marker's name, which succeeds for one of all who try at once.
+**Locking** is giving the marker's name to the lease, which succeeds for one of all who try at once.
 
-**A holder is gone** if its ticket is: it has let go. Or if it ran on this host, and its process does not exist any more
-(id and start time are compared), or the host has been started anew since. Of a process that cannot be seen from here
-(on another host, in another container) only the heartbeat tells: it is gone when its lease has run out and the
-heartbeat does not move while it is watched. Clocks of hosts are never compared, only times that the file system gives.
+**A holder is gone** if its lease is: it has released the directory. Or if it ran on this host, and its process does not
+exist any more (id and start time are compared), or the host has been booted since. A process on another host, or in
+another container, cannot be seen: it is gone when its lease has run out and the heartbeat does not move while it is
+watched. Clocks of hosts are never compared, only times that the storage gives.
 
-**Taking over** from a holder that is gone is linking one's ticket to `.ID.next`, which again only one can. Then the
-files by which the old holder could still do something are deleted, and the new ticket becomes the marker. Who dies
-within is taken over from in the same way, so the holder is the end of the chain that begins at the marker.
+**Taking over** from a holder that is gone is giving the name `.ID.next` to one's own lease, which again only one can.
+Then the files by which the old holder could still do something are deleted, and the new lease becomes the marker. A
+save that dies within is taken over from in the same way, so the holder is the end of the chain that begins at the
+marker.
 
-**A holder that was only thought to be gone** (it was stopped, or cut off) can do no harm when it goes on: its heartbeat
-finds no ticket, and it can publish neither a common state nor a checkpoint, since what would become those files has
-been deleted. File names are never used twice, see `target`.
+**A holder that was only thought to be gone** (it was stopped, or cut off) can do no harm when it resumes: its heartbeat
+finds no lease, and it can publish neither a common state nor a checkpoint, since the tokens that would become those
+files have been deleted. The names of its data files carry its id, so no other save ever uses them.
 
 **A part of a directory** is what one rank needs that saves a checkpoint of its own there, and knows nothing of the
 others (DCP without collectives). It has a marker of its own, so that several ranks can be at work, and no rank twice.
 Parts and the whole exclude each other: each makes its own marker first, and then looks for the other's. So of two that
-meet, one at least sees the other, and is refused; both may be.
+meet, at least one sees the other, and is refused; both may be.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from mcore_ckpt.core.threads import interpreter_ends, start_thread
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.storage.base import Storage
 
-__all__ = ["Claim", "Owner", "claimants", "holders", "is_claim_file", "seems_gone"]
+__all__ = ["DirectoryLock", "Owner", "contenders", "holders", "is_lock_file", "seems_gone"]
 
 _logger = logging.getLogger(__name__)
 
@@ -67,33 +68,36 @@ _WATCHED_BEATS: Final = 3
 _UNREADABLE_S: Final = 2.0
 _LONGEST_LEASE_S: Final = 3600.0
 # When the interpreter ends there may be no thread for a heartbeat: it is renewed by hand then, between the steps of a
-# save, which may take longer. Who cannot see the process waits so long for a claim of one that was killed.
+# save, which may take longer. A host that cannot see the process waits so long if it was killed.
 _LEASE_BY_HAND_S: Final = 600.0
-# A marker names the files of the checkpoint that is replaced: a million of them at most.
-_MAX_TICKET_BYTES: Final = 64 * 1024 * 1024
+# A list of files names a million of them at most.
+_MAX_LEASE_BYTES: Final = 64 * 1024 * 1024
 _MISSED_S: Final = 0.5
 _ATTEMPTS: Final = 1000
 _RETRY_S: Final = 0.01
 _PREFIX: Final = INCOMPLETE_MARKER + "."
+_TOKEN: Final = ".publish"
+_COMMON_TOKEN: Final = ".common"
 _NOTE: Final = ".replaced"
+_NEXT: Final = ".next"
 _SAVE_ID: Final = re.compile(r"[0-9a-f]{16}")
 _PART_MARKER: Final = re.compile(re.escape(_PREFIX) + r"rank-(\d{1,9})")
 # How long a save of a part, which has met one of the whole, may take to step back.
 _STEPS_BACK_S: Final = 0.3
-_CLAIM_FILE: Final = re.compile(re.escape(_PREFIX) + r"([0-9a-f]{16})(\.publish|\.common|\.replaced|\.next|\.marker)?$")
+_LOCK_FILE: Final = re.compile(re.escape(_PREFIX) + r"([0-9a-f]{16})(\.publish|\.common|\.replaced|\.next)?$")
 
-# Claims that this process holds, by save id; one that nobody refers to any more is not held.
-_held: weakref.WeakValueDictionary[str, Claim] = weakref.WeakValueDictionary()
+# Locks that this process holds, by save id; one that nothing refers to any more is not held.
+_held: weakref.WeakValueDictionary[str, DirectoryLock] = weakref.WeakValueDictionary()
 
 
-def is_claim_file(name: str) -> bool:
-    """Whether a file belongs to a claim, or to nothing else than one that was being made."""
+def is_lock_file(name: str) -> bool:
+    """Whether a file belongs to a lock, or to one that was being taken."""
     return name == INCOMPLETE_MARKER or name.startswith(_PREFIX)
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who holds a directory, as its ticket says.
+    """Who holds a directory, as its lease says.
 
     Attributes:
         save_id: of the save; 16 hexadecimal digits. Of a marker that names none, something that stands for its content.
@@ -103,10 +107,10 @@ class Owner:
         pid_namespace: container, as far as process ids go.
         pid: the coordinator's process.
         started: when that was started, in ticks since the boot: another process of the same id has another one.
-        since_s: when the directory was claimed, by the host's clock; shown to people only.
+        since_s: when the directory was locked, by the host's clock; shown to people only.
         beat_s: how often the heartbeat is renewed.
         lease_s: how long it may be late.
-        noted: what else the ticket says.
+        noted: what else the lease says.
     """
 
     save_id: str
@@ -139,13 +143,13 @@ class Owner:
         )
 
     def encode(self) -> bytes:
-        """The ticket's content."""
+        """The lease's content."""
         own = {name: getattr(self, name) for name in self.__slots__ if name != "noted"}
         return json.dumps({**(self.noted or {}), **own}).encode()
 
     @classmethod
     def decode(cls, content: bytes) -> Owner:
-        """Who a ticket or marker names; one of an older version, or a torn one, names nobody (`host` is empty)."""
+        """Who a lease or marker names; one of an older version, or a torn one, names nobody (`host` is empty)."""
         try:
             told = json.loads(content)
             own = {name: told.pop(name) for name in cls.__slots__ if name != "noted"}
@@ -222,7 +226,7 @@ def _start_of(pid: int) -> str | None:
 
 @dataclass(slots=True)
 class _Life:
-    """What a claim and its thread share: where it is, the process that it is of, whether it has ended, and how."""
+    """What a lock and its thread share: where it is, the process that it is of, whether it has ended, and how."""
 
     storage: Storage
     marker: str
@@ -232,11 +236,11 @@ class _Life:
     lost: bool = False
 
 
-class Claim:
-    """A directory that this process holds for one save, until it is released, or the claim is forgotten.
+class DirectoryLock:
+    """A directory that this process holds for one save, until the lock is released, or forgotten.
 
     Made by `take`. A thread renews its heartbeat; it takes no part in any collective, and ends with the process. Where
-    no thread can be started, at the end of the interpreter, whoever asks whether the claim is still held renews it.
+    no thread can be started, at the end of the interpreter, `is_still_held` renews it.
 
     Attributes:
         owner: this process, with the save's id.
@@ -250,10 +254,10 @@ class Claim:
         self.part = part
         self._life = _Life(storage, _marker(part))
         _held[owner.save_id] = self
-        # A claim that is forgotten is let go, in the thread: a device that hangs must not hold up whoever forgets it.
+        # The thread releases a lock that is forgotten: a device that hangs must not hold up the thread that forgets it.
         forgotten = weakref.finalize(self, self._life.ended.set)
         forgotten.atexit = False
-        thread = threading.Thread(target=_renew, args=(owner, self._life), name="mcore-ckpt-claim", daemon=True)
+        thread = threading.Thread(target=_renew, args=(owner, self._life), name="mcore-ckpt-lock", daemon=True)
         self._beats_by_hand = not start_thread(thread)
 
     @classmethod
@@ -264,13 +268,13 @@ class Claim:
         *,
         common_ahead: bool = False,
         part: int | None = None,
-    ) -> Claim:
-        """Claim a directory, which must exist; waits until it is known whether a holder elsewhere is gone.
+    ) -> DirectoryLock:
+        """Lock a directory, which must exist; waits until it is known whether a holder elsewhere is gone.
 
         Args:
             storage: the directory.
-            noted: what the ticket is to say besides, in JSON's types.
-            common_ahead: the common state is going to be written, through `common_ticket`.
+            noted: what the lease is to say besides, in JSON's types.
+            common_ahead: a common state is going to be published, too.
             part: the rank whose part it is; None for all of the directory.
 
         Raises:
@@ -279,10 +283,12 @@ class Claim:
         """
         owner = Owner.here(noted)
         try:
-            storage.create(_ticket(owner), owner.encode())
-            storage.create(_publish_ticket(owner), b"")
+            storage.create(_lease(owner), owner.encode())
+            storage.create(_lease(owner, _TOKEN), b"")
             if common_ahead:
-                storage.create(_common_ticket(owner), b"")  # before the claim: who takes over finds it to delete
+                storage.create(
+                    _lease(owner, _COMMON_TOKEN), b""
+                )  # now, so that a save that takes over finds it to delete
             after = _take(storage, owner, part)
             try:
                 after += _exclude(storage, owner, part)
@@ -290,8 +296,9 @@ class Claim:
                 _release(storage, owner, _marker(part), remove_marker=not after)
                 raise
         except BaseException:
-            files = (_ticket(owner), _publish_ticket(owner), _common_ticket(owner), _ticket(owner) + ".marker")
-            _delete_quietly(storage, *files)
+            for end in ("", _TOKEN, _COMMON_TOKEN):
+                with contextlib.suppress(SaveError, OSError):
+                    storage.delete(_lease(owner, end))
             raise
         try:
             return cls(storage, owner, after, part)
@@ -307,13 +314,13 @@ class Claim:
     def note(self, replaced: Sequence[str]) -> None:
         """Keep a list of files, for whoever takes over from this save when it has published and not removed them."""
         if replaced:
-            self.storage.create(_PREFIX + self.owner.save_id + _NOTE, json.dumps(list(replaced)).encode())
+            self.storage.create(_lease(self.owner, _NOTE), json.dumps(list(replaced)).encode())
 
     def left_notes(self, names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
         """The lists that saves which are gone have left, with their ids; each is removed when the next is asked for."""
         for name in names:
-            match = _CLAIM_FILE.match(name)
-            if match is None or match.group(2) != _NOTE or self.is_claimed_by(match.group(1)):
+            match = _LOCK_FILE.match(name)
+            if match is None or match.group(2) != _NOTE or self.is_locked_by(match.group(1)):
                 continue
             try:
                 listed = json.loads(_read(self.storage, name) or b"[]")
@@ -322,45 +329,49 @@ class Claim:
             yield match.group(1), [each for each in listed if isinstance(each, str)] if isinstance(listed, list) else []
             self.storage.delete(name)
 
-    def is_claimed_by(self, save: str) -> bool:
-        """Whether a save holds the directory or a part of it, or is about to; asked of its ticket."""
+    def is_locked_by(self, save: str) -> bool:
+        """Whether a save holds the directory or a part of it, or is about to; asked of its lease."""
         return self.storage.version(_PREFIX + save) is not None
 
     def sweep(self, names: Iterable[str]) -> None:
-        """Remove what is left of claims of processes that are gone, among these files of the directory."""
+        """Remove what is left of locks of processes that are gone, among these files of the directory."""
         for name in names:
-            match = _CLAIM_FILE.match(name)
+            match = _LOCK_FILE.match(name)
             if match is None or match.group(1) == self.owner.save_id:
                 continue
             # The file `.next` belongs to whom it names.
-            content = _read(self.storage, name if match.group(2) == ".next" else _PREFIX + match.group(1))
+            content = _read(self.storage, name if match.group(2) == _NEXT else _PREFIX + match.group(1))
             if content is None or _is_long_gone(self.storage, Owner.decode(content)):
                 self.storage.delete(name)
 
-    @property
-    def publish_ticket(self) -> str:
-        """The file that becomes `.metadata` (see `Storage.publish`)."""
-        return _publish_ticket(self.owner)
+    def publish(self, name: str, content: bytes, *, common: bool = False) -> None:
+        """Publish a file, unless the directory has been taken over: one, and with `common` one common state.
 
-    @property
-    def common_ticket(self) -> str:
-        """The file that becomes the common state (see `Storage.publish`)."""
-        return _common_ticket(self.owner)
+        Raises:
+            SaveError: it cannot be written, or the directory is another save's by now.
+        """
+        self.check()
+        try:
+            token = _lease(self.owner, _COMMON_TOKEN) if common else _lease(self.owner, _TOKEN)
+            self.storage.publish(name, content, through=token)
+        except SaveError:
+            self.check()  # says better what has happened, if the directory was lost between the two
+            raise
 
-    def is_ours(self) -> bool:
-        """Whether the directory is still this save's, to publish in, asked of the storage. Raises `LoadError`."""
-        return self.is_still_held() and self.storage.version(self.publish_ticket) is not None
+    def has_published_common(self) -> bool:
+        """Whether a common state has been published; asked of the storage."""
+        return self.storage.version(_lease(self.owner, _COMMON_TOKEN)) is None
 
     def is_still_held(self) -> bool:
-        """As `is_ours`, also after what was to be published has been."""
+        """Whether the directory is still this save's, asked of the storage. Raises `LoadError`."""
         held = self.is_held and not self._life.lost
         if held and self._beats_by_hand:
-            self.storage.touch(_ticket(self.owner))
-        return held and self.storage.version(_ticket(self.owner)) is not None
+            self.storage.renew(_lease(self.owner))
+        return held and self.storage.version(_lease(self.owner)) is not None
 
     def check(self) -> None:
         """Raise `SaveError` if the directory is not this save's any more."""
-        if not self.is_ours():
+        if not self.is_still_held():
             now = _chain(self.storage, self._life.marker)
             raise SaveError(
                 f"{self.storage}: this save ({self.owner}) has lost the directory, "
@@ -377,14 +388,14 @@ class Claim:
         """The directory has been given another name."""
         self._life.storage = storage
 
-    def __enter__(self) -> Claim:
+    def __enter__(self) -> DirectoryLock:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
     def release(self, *, remove_marker: bool = True, keep_note: bool = False) -> None:
-        """Let the directory go; again, or after it was lost, that does nothing.
+        """Release the directory; again, or after it was lost, that does nothing.
 
         Args:
             remove_marker: otherwise the marker stays, and says that there is no complete checkpoint.
@@ -404,7 +415,7 @@ class Claim:
 def holders(storage: Storage) -> list[Owner]:
     """Who held the directory and was gone, in turn, and at the end who holds it now; empty if nobody does.
 
-    The last may be gone, too: that is for `Claim.take` to find out.
+    The last may be gone, too: that is for `DirectoryLock.take` to find out.
     """
     return _chain(storage, INCOMPLETE_MARKER)
 
@@ -424,12 +435,12 @@ def _chain(storage: Storage, marker: str) -> list[Owner]:
         if any(owner.save_id == other.save_id for other in found):
             break
         found.append(owner)
-        name = _next(owner)
+        name = _lease(owner, _NEXT)
     return found
 
 
-def claimants(storage: Storage, names: Iterable[str]) -> list[Owner]:
-    """Everybody of whom a claim has left files: who holds the directory, has held it, or was about to.
+def contenders(storage: Storage, names: Iterable[str]) -> list[Owner]:
+    """All saves of which a lock has left files: that holds the directory, has held it, or was about to.
 
     Args:
         storage: the directory.
@@ -440,24 +451,24 @@ def claimants(storage: Storage, names: Iterable[str]) -> list[Owner]:
     """
     found: dict[str, Owner] = {}
     for name in names:
-        if not is_claim_file(name):
+        if not is_lock_file(name):
             continue
-        ticket = name.removesuffix(".publish")  # that has other content, and names nobody
-        content = _read(storage, ticket)
-        owner = Owner(ticket.removeprefix(_PREFIX)) if content is None else Owner.decode(content)
+        lease = name.removesuffix(_TOKEN)  # that has other content, and names nobody
+        content = _read(storage, lease)
+        owner = Owner(lease.removeprefix(_PREFIX)) if content is None else Owner.decode(content)
         found.setdefault(owner.save_id, owner)
     return list(found.values())
 
 
 def seems_gone(storage: Storage, owner: Owner) -> bool:
-    """Whether somebody who has claimed the directory is gone, as far as one look tells: to be told to people.
+    """Whether a save that has locked the directory is gone, as far as one look tells: to be told to people.
 
     For a process that cannot be seen from here, the time of its heartbeat is compared with this host's clock.
 
     Raises:
         LoadError: the directory cannot be read.
     """
-    beat = storage.version(_ticket(owner))
+    beat = storage.version(_lease(owner))
     if beat is None:
         return True  # it has let go, and left a marker: its save has failed
     state = owner.process_state()
@@ -467,34 +478,23 @@ def seems_gone(storage: Storage, owner: Owner) -> bool:
 
 
 def _is_long_gone(storage: Storage, owner: Owner) -> bool:
-    """Whether somebody who is claiming the directory, or was, is gone, without waiting to see."""
+    """Whether a save that is locking the directory, or was, is gone, without waiting to see."""
     state = owner.process_state()
     if state in ("gone", "rebooted"):
         return True
-    beat = storage.version(_ticket(owner))
+    beat = storage.version(_lease(owner))
     return beat is None and state == "unknown"
 
 
-def _ticket(owner: Owner) -> str:
-    return _PREFIX + owner.save_id
-
-
-def _publish_ticket(owner: Owner) -> str:
-    return f"{_PREFIX}{owner.save_id}.publish"
-
-
-def _common_ticket(owner: Owner) -> str:
-    return f"{_PREFIX}{owner.save_id}.common"
-
-
-def _next(owner: Owner) -> str:
-    return f"{_PREFIX}{owner.save_id}.next"
+def _lease(owner: Owner, end: str = "") -> str:
+    """The lease of a save, or another file of its lock."""
+    return f"{_PREFIX}{owner.save_id}{end}"
 
 
 def _read(storage: Storage, name: str) -> bytes | None:
     try:
         with storage.open_reader(name, direct="off") as reader:
-            return reader.read(0, min(reader.size_bytes, _MAX_TICKET_BYTES))
+            return reader.read(0, min(reader.size_bytes, _MAX_LEASE_BYTES))
     except CheckpointNotFoundError:
         return None
 
@@ -504,14 +504,14 @@ def _take(storage: Storage, owner: Owner, part: int | None) -> list[Owner]:
     for _ in range(_ATTEMPTS):
         chain = _chain(storage, marker)
         if not chain:
-            if storage.link(_ticket(owner), marker):
+            if storage.lock(marker, _lease(owner)):
                 return []
         else:
             _wait_until_gone(storage, chain[-1], owner, marker)
             if after := _take_over(storage, chain[-1], owner, marker):
                 return after
         time.sleep(_RETRY_S * secrets.randbelow(10) / 10)  # those that met here do not meet again
-    raise SaveError(f"{storage}: the directory could not be claimed in {_ATTEMPTS} attempts: others claim it, too")
+    raise SaveError(f"{storage}: the directory could not be locked in {_ATTEMPTS} attempts: other saves lock it, too")
 
 
 def _exclude(storage: Storage, owner: Owner, part: int | None) -> list[Owner]:
@@ -537,7 +537,7 @@ def _exclude(storage: Storage, owner: Owner, part: int | None) -> list[Owner]:
                 time.sleep(_RETRY_S)
                 continue
             for each in chain:
-                for name in (_publish_ticket(each), _ticket(each), _next(each), _ticket(each) + ".marker"):
+                for name in (_lease(each, _TOKEN), _lease(each), _lease(each, _NEXT)):
                     storage.delete(name)
             storage.delete(marker)
             replaced += chain
@@ -546,24 +546,23 @@ def _exclude(storage: Storage, owner: Owner, part: int | None) -> list[Owner]:
 
 def _take_over(storage: Storage, gone: Owner, owner: Owner, marker: str) -> list[Owner]:
     """Become the holder after one that is gone; returns all that are gone, or none if somebody else did."""
-    if not storage.link(_ticket(owner), _next(gone)):
+    if not storage.lock(_lease(gone, _NEXT), _lease(owner)):
         return []
     chain = _chain(storage, marker)
     ids = [each.save_id for each in chain]
     if owner.save_id not in ids:
         # Somebody else had taken over, and tidied up, before the link was made: nothing leads to it.
-        storage.delete(_next(gone))
+        storage.delete(_lease(gone, _NEXT))
         return []
     if ids[-1] != owner.save_id:
-        raise SaveError(f"{storage}: {chain[-1]} has claimed the directory while this process was held up")
+        raise SaveError(f"{storage}: {chain[-1]} has locked the directory while this process was held up")
     for each in chain[:-1]:
         # From here on, it cannot do anything any more, if it should not be gone after all.
-        for name in (_publish_ticket(each), _common_ticket(each), _ticket(each), _ticket(each) + ".marker"):
+        for name in (_lease(each, _TOKEN), _lease(each, _COMMON_TOKEN), _lease(each)):
             storage.delete(name)
-    storage.link(_ticket(owner), _ticket(owner) + ".marker")
-    storage.rename(_ticket(owner) + ".marker", marker)
+    storage.publish(marker, owner.encode())
     for each in chain[:-1]:
-        storage.delete(_next(each))
+        storage.delete(_lease(each, _NEXT))
     if gone.host:
         _logger.warning("%s: taken over from a save that is gone (%s)", storage, gone)
     return chain[:-1]
@@ -578,7 +577,7 @@ def _wait_until_gone(storage: Storage, holder: Owner, owner: Owner, marker: str)
     if not holder.host:
         _wait_for_content(storage, holder, marker)
         return
-    seen = storage.version(_ticket(holder))
+    seen = storage.version(_lease(holder))
     state = holder.process_state()
     if seen is None or state == "gone":
         return
@@ -593,8 +592,8 @@ def _wait_until_gone(storage: Storage, holder: Owner, owner: Owner, marker: str)
     watched_s = _WATCHED_BEATS * beat_s
     lease_s = watched_s if state == "rebooted" else min(max(holder.lease_s, watched_s), _LONGEST_LEASE_S)
     # Both times are the file system's.
-    storage.touch(_ticket(owner))
-    now = storage.version(_ticket(owner))
+    storage.renew(_lease(owner))
+    now = storage.version(_lease(owner))
     late_s = 0.0 if now is None else (now.modified_ns - seen.modified_ns) / 1e9
     if state == "rebooted" and late_s >= lease_s:
         return
@@ -608,12 +607,12 @@ def _wait_until_gone(storage: Storage, holder: Owner, owner: Owner, marker: str)
     until_s = time.monotonic() + wait_s
     while (left_s := until_s - time.monotonic()) > 0:
         time.sleep(min(left_s, max(beat_s / 4, _RETRY_S)))
-        storage.touch(_ticket(owner))  # whoever watches this process meanwhile sees that it lives
-        beat = storage.version(_ticket(holder))
+        storage.renew(_lease(owner))  # whoever watches this process meanwhile sees that it lives
+        beat = storage.version(_lease(holder))
         if beat is None:
             return
         if beat != seen:
-            raise _in_use(storage, holder, "which renews its claim")
+            raise _in_use(storage, holder, "which renews its lease")
 
 
 def _wait_for_content(storage: Storage, holder: Owner, marker: str) -> None:
@@ -636,13 +635,13 @@ def _in_use(storage: Storage, holder: Owner, why: str) -> SaveError:
 
 
 def _renew(owner: Owner, life: _Life) -> None:
-    """Body of the thread that keeps a claim: it holds no reference to the claim, so that this can be forgotten."""
+    """Body of the thread that keeps a lock: it holds no reference to the lock, so that this can be forgotten."""
     missed = 0
     while not life.ended.wait(_MISSED_S if missed else owner.beat_s):
         try:
-            missed = 0 if life.storage.touch(_ticket(owner)) else missed + 1
+            missed = 0 if life.storage.renew(_lease(owner)) else missed + 1
         except (SaveError, OSError) as error:
-            _logger.warning("%s: the claim could not be renewed: %s", life.storage, error)
+            _logger.warning("%s: the lease could not be renewed: %s", life.storage, error)
         if missed > 1:  # (once, while the directory is being renamed)
             life.lost = True
             _logger.warning("%s: this save (%s) has lost the directory: it cannot publish", life.storage, owner)
@@ -659,17 +658,11 @@ def _release(storage: Storage, owner: Owner, marker: str, *, remove_marker: bool
             if content is not None and Owner.decode(content).save_id == owner.save_id:
                 storage.delete(marker)
     finally:
-        # Last: as long as the ticket is there, nobody else claims the directory.
+        # Last: as long as the lease is there, no other save locks the directory.
         try:
-            storage.delete(_publish_ticket(owner))
-            storage.delete(_common_ticket(owner))
+            storage.delete(_lease(owner, _TOKEN))
+            storage.delete(_lease(owner, _COMMON_TOKEN))
             if not keep_note:
-                storage.delete(_PREFIX + owner.save_id + _NOTE)
+                storage.delete(_lease(owner, _NOTE))
         finally:
-            storage.delete(_ticket(owner))
-
-
-def _delete_quietly(storage: Storage, *names: str) -> None:
-    for name in names:
-        with contextlib.suppress(SaveError, OSError):
-            storage.delete(name)
+            storage.delete(_lease(owner))

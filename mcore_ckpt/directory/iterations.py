@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +22,12 @@ from typing import NamedTuple
 
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, NewerFormatError
-from mcore_ckpt.core.paths import local_path
-from mcore_ckpt.directory.claim import claimants, seems_gone
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
+from mcore_ckpt.directory.lock import contenders, holders, seems_gone
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_key
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
-    INCOMPLETE_MARKER,
     MAX_CONFIG_BYTES,
     METADATA_FILE,
     TRACKER_FILE,
@@ -39,14 +36,13 @@ from mcore_ckpt.format.metadata_read import (
     read_index,
     read_small_file,
 )
+from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
 __all__ = [
     "Flaw",
     "RunCheckpoint",
-    "checkpoints_of_run",
     "common_state_flaw",
-    "is_claimed",
     "is_megatrons",
     "iteration_directories",
     "iteration_of",
@@ -120,13 +116,7 @@ def iteration_directories(run: str | os.PathLike[str]) -> list[Path]:
         CheckpointNotFoundError: there is no such directory.
         LoadError: it cannot be listed.
     """
-    try:
-        with os.scandir(local_path(run)) as entries:
-            names = [entry.name for entry in entries if entry.is_dir()]
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointNotFoundError(f"{run}: no such directory") from error
-    except OSError as error:
-        raise LoadError(f"{run}: cannot be listed: {error.strerror or error}") from error
+    names = storage_at(run).folders()
     order = {name: iteration for name in names if (iteration := iteration_of(name)) is not None}
     found = sorted(order, key=lambda name: order[name])
     return [Path(run) / name for name in ([_RELEASE] if _RELEASE in names else []) + found]
@@ -139,40 +129,20 @@ def tracked_name(run: str | os.PathLike[str]) -> str | None:
         CorruptCheckpointError: the file is there, and names nothing that Megatron-Core would write.
         LoadError: it cannot be read.
     """
-    path = local_path(run) / TRACKER_FILE
+    storage = storage_at(run, follow_links=True)
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise LoadError(f"{path}: cannot be read: it is not a regular file")
-        with path.open("rb") as file:
-            text = file.read(64).strip()
-    except FileNotFoundError:
+        with storage.open_reader(TRACKER_FILE, direct="off") as reader:
+            text = reader.read(0, min(64, reader.size_bytes)).strip()
+    except CheckpointNotFoundError:
         return None
-    except OSError as error:
-        raise LoadError(f"{path}: cannot be read: {error.strerror or error}") from error
     if text == _RELEASE.encode():
         return _RELEASE
     if not text.isdigit() or len(text) > 18:
         raise CorruptCheckpointError(
-            f"{path}: expected the number of an iteration or `{_RELEASE}`, got {text!r:.80}; write the iteration into "
-            "it that the run is to go on from"
+            f"{storage.path(TRACKER_FILE)}: expected the number of an iteration or `{_RELEASE}`, got {text!r:.80}; "
+            "write the iteration into it that the run is to resume from"
         )
     return f"iter_{int(text):07d}"
-
-
-def checkpoints_of_run(run: str | os.PathLike[str]) -> list[RunCheckpoint]:
-    """All checkpoints of a run, whole or not: `release` first, then by iteration, so that the newest is last.
-
-    Reads the index of each; payloads are not read.
-
-    Raises:
-        CheckpointNotFoundError: there is no such directory.
-        LoadError: it cannot be listed. A tracker file that cannot be read names nothing.
-    """
-    try:
-        tracked = tracked_name(run)
-    except LoadError:
-        tracked = None
-    return [look_at(directory, tracked=tracked)[0] for directory in iteration_directories(run)]
 
 
 def look_at(directory: Path, *, tracked: str | None = None) -> tuple[RunCheckpoint, CheckpointIndex | None]:
@@ -182,19 +152,22 @@ def look_at(directory: Path, *, tracked: str | None = None) -> tuple[RunCheckpoi
         directory: of the checkpoint.
         tracked: the name of the one that the tracker file names.
     """
+    storage = storage_at(directory)
     index: CheckpointIndex | None = None
     saved_at_s = None
     sizes: dict[str, int] = {}
     newer = None
     try:
-        sizes = _sizes(directory)
+        sizes = storage.sizes()
         index = read_index(directory, strict=False)
-        saved_at_s = (directory / METADATA_FILE).stat().st_mtime
+        published = storage.version(METADATA_FILE)
+        saved_at_s = None if published is None else published.modified_ns / 1e9
         found = list(itertools.islice(_problems(directory, index, sizes), _MAX_PROBLEMS))
     except NewerFormatError as error:
         found, newer = [], " ".join(str(error).split())
-    except (LoadError, OSError) as error:
+    except LoadError as error:
         found = [" ".join(str(error).split())]
+    locked, abandoned = _lock_state(storage, sizes)
     checkpoint = RunCheckpoint(
         path=directory,
         iteration=iteration_of(directory.name),
@@ -202,35 +175,20 @@ def look_at(directory: Path, *, tracked: str | None = None) -> tuple[RunCheckpoi
         size_bytes=sum(sizes.values()),
         saved_at_s=saved_at_s,
         tracked=directory.name == tracked,
-        claimed=is_claimed(directory),
-        abandoned=_is_abandoned(directory),
+        claimed=locked,
+        abandoned=abandoned,
         newer=newer,
     )
     return checkpoint, index
 
 
-def is_claimed(directory: Path) -> bool:
-    """Whether a save has marked the directory as its own, and has not finished; also if that cannot be told."""
+def _lock_state(storage: Storage, names: Iterable[str]) -> tuple[bool, bool]:
+    """Whether a save has locked the directory, and whether all that have are gone; if that cannot be told, it has."""
     try:
-        listed = any(path.name.startswith(INCOMPLETE_MARKER) for path in directory.iterdir())
-        return listed or os.path.lexists(directory / INCOMPLETE_MARKER)  # a listing may lag behind
-    except OSError:
-        return True
-
-
-def _is_abandoned(directory: Path) -> bool:
-    storage = storage_at(directory)
-    try:
-        found = claimants(storage, [path.name for path in directory.iterdir()])
-        return bool(found) and all(seems_gone(storage, owner) for owner in found)
-    except (LoadError, OSError):
-        return False
-
-
-def _sizes(directory: Path) -> dict[str, int]:
-    """Bytes of each regular file that lies in the directory itself."""
-    with os.scandir(directory) as entries:
-        return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        found = contenders(storage, names) or holders(storage)  # a listing may lag behind
+        return bool(found), bool(found) and all(seems_gone(storage, owner) for owner in found)
+    except LoadError:
+        return True, False
 
 
 def _problems(directory: Path, index: CheckpointIndex, sizes: Mapping[str, int]) -> Iterator[str]:
@@ -239,39 +197,38 @@ def _problems(directory: Path, index: CheckpointIndex, sizes: Mapping[str, int])
     if flaw:
         yield flaw
     yield from (flaw.message for flaw in structure_flaws(index, megatron=megatron))
+    storage = storage_at(directory)
     if megatron:
-        there = with_common_files(storage_at(directory), sizes, index)
-        flaw = common_state_flaw(directory, index, there) or _common_size_flaw(directory, index, there)
+        there = with_common_files(storage, sizes, index)
+        flaw = common_state_flaw(directory, index, there) or _common_size_flaw(storage, index, there)
         if flaw:
             yield flaw
     for file, needed in _needed_bytes(index).items():
         size = sizes.get(file)
         if size is None:
-            path = directory / file  # in a directory below, or a file of another kind
             try:
-                status = path.stat()
-            except OSError as error:
-                yield f"{path}: the index names this file, but it cannot be found ({error.strerror})"
+                size = storage.size(file)  # in a directory below, or a file of another kind
+            except CheckpointNotFoundError:
+                yield f"{storage.path(file)}: the index names this file, but it cannot be found"
                 continue
-            if not stat.S_ISREG(status.st_mode):
-                yield f"{path}: expected a regular file"
+            except LoadError as error:
+                yield str(error)
                 continue
-            size = status.st_size
         if size < needed:
             yield f"{directory / file}: ends at byte {size}, the index needs {needed}; it was truncated"
 
 
-def _common_size_flaw(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> str | None:
+def _common_size_flaw(storage: Storage, index: CheckpointIndex, names: Iterable[str]) -> str | None:
     """Whether the common state is not the one that the seal names, as far as its length tells."""
     name = common_file_in_force(names, index)
     expected = None if index.seal is None else index.seal.files.get(COMMON_FILE)
     if name is None or expected is None:
         return None
-    size_bytes = (directory / name).stat().st_size
+    size_bytes = storage.size(name)
     if size_bytes == expected.size_bytes:
         return None
     return (
-        f"{directory / name}: has {size_bytes} bytes, the common state of this save has {expected.size_bytes}; "
+        f"{storage.path(name)}: has {size_bytes} bytes, the common state of this save has {expected.size_bytes}; "
         "`mcore-ckpt verify` says more"
     )
 
