@@ -65,23 +65,21 @@ class Progress:
 
 
 class WaitingBar:
-    """A bar for work that another process does, shown while this one waits for it; a context manager, entered often.
+    """A bar for work that another process does, shown while this one waits for it; a context manager.
 
     Args:
         what: a few words in front of the bar.
-        total_bytes: what 100% is.
-        wanted: False never shows it; True shows it if standard error is a terminal.
+        total_bytes: what 100% is; 0 shows no bar.
     """
 
-    def __init__(self, what: str, total_bytes: int, wanted: bool) -> None:
-        self._progress = Progress(what, total_bytes, shown=wanted and sys.stderr.isatty())
+    def __init__(self, what: str, total_bytes: int) -> None:
+        self._progress = Progress(what, total_bytes, shown=total_bytes > 0 and sys.stderr.isatty())
 
     def show(self, done_bytes: int) -> None:
         """So much is done by now."""
         self._progress.advance(max(0, done_bytes - self._progress.done_bytes))
 
     def __enter__(self) -> WaitingBar:
-        self._progress.done_bytes = 0  # each entry draws a new bar, which `show` moves to where the work is
         self._progress.__enter__()
         return self
 

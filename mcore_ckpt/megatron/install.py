@@ -252,7 +252,7 @@ def _save_or_leave_nothing(stock: Any) -> Any:
                 return request
             except BaseException:
                 for begun in saves_in_progress(directory) - before:
-                    begun.call.abort()
+                    begun.abort()
                 give_back(storage)
                 raise
 

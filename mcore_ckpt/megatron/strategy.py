@@ -139,10 +139,10 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         try:
             with MegatronErrors():
                 self._begin(sharded_state_dict, checkpoint_dir, begun, beside_training=True)
-            return async_request_class()(begun[0].call, (), [_Commit(begun[0])])
+            return async_request_class()(begun[0], (), [_Commit(begun[0])])
         except BaseException:
             for transaction in begun:
-                transaction.call.abort()
+                transaction.abort()
             raise
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, **unknown: Any) -> None:
@@ -158,7 +158,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
                 begun[0].commit()
             except BaseException:
                 for transaction in begun:
-                    transaction.call.abort()
+                    transaction.abort()
                 raise
 
     def warm_up(self, sharded_state_dict: dict[str, Any]) -> None:
@@ -220,14 +220,13 @@ class _Commit:
     """The finalize function of an async save."""
 
     def __init__(self, transaction: SaveTransaction) -> None:
-        self._transaction = transaction
         # The queue looks here for the save that this commits: Megatron may move callbacks to another request.
-        self.save_call = transaction.call
+        self.save_call = transaction
         transaction.is_committed_by(self)
 
     def __call__(self) -> None:
         with MegatronErrors():
-            self._transaction.commit()
+            self.save_call.commit()
 
 
 class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]

@@ -12,164 +12,27 @@ from __future__ import annotations
 import logging
 import mmap
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from mcore_ckpt.core.console import WaitingBar
 from mcore_ckpt.core.errors import OptionError, SaveError
-from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.layout.file_image import FileImage, ImageResult, check_results, plan_windows
+from mcore_ckpt.layout.file_image import Window, plan_windows
 from mcore_ckpt.layout.plans import TensorPlans
-from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, Storage, align_up
 from mcore_ckpt.writing.forked_call import fork_writer, report_progress
-from mcore_ckpt.writing.persistent_writer import shared_writer
+from mcore_ckpt.writing.persistent_writer import fill_ring, shared_writer
 from mcore_ckpt.writing.stage_pool import StageLease, lease_stage
 from mcore_ckpt.writing.staging import BucketSource
 from mcore_ckpt.writing.supervised_child import Job
-from mcore_ckpt.writing.writer_job import FileJob, JobResult, Ring, WriterJob, run_job, timed_result
+from mcore_ckpt.writing.writer_job import FileJob, JobResult, Ring, WriterJob, run_job
 
-__all__ = ["AsyncSave", "EndedWriting", "SkippedSave", "Writing", "log_choice", "start_writing", "write_now"]
+__all__ = ["log_choice", "start_writing"]
 
 _logger = logging.getLogger(__name__)
 # A ring of fewer windows would make the trainer and the device wait for each other.
 _LEAST_SLOTS = 2
 _told: set[str] = set()
-# How often a person who waits sees the bar move.
-_BAR_PERIOD_S = 0.2
-
-
-class Writing(SaveCall):
-    """One rank's writing, in progress or done; the transaction that began it commits it.
-
-    Attributes:
-        on_abort: called when the queue gives the save up.
-        failure: what `results` has raised; None if it has not, or has not been asked.
-        handed_over: when the snapshot was handed to the writer, or the writer forked: begin and end; None where the
-            two cannot be told apart.
-    """
-
-    def __init__(self, options: SaveOptions, what: str) -> None:
-        self.on_failure = options.on_failure
-        self.what = what
-        self.on_abort: Callable[[], None] | None = None
-        self.failure: BaseException | None = None
-        self.handed_over: tuple[float, float] | None = None
-
-    @abstractmethod
-    def results(self) -> JobResult:
-        """What was written; waits for it.
-
-        Raises:
-            SaveError: the writing failed, the writer died, or what it wrote is not what was planned.
-        """
-
-    def abort(self) -> None:
-        if self.on_abort is not None:
-            self.on_abort()
-
-
-class AsyncSave(Writing):
-    """Writing by another process."""
-
-    def __init__(
-        self,
-        handle: Job,
-        images: Sequence[FileImage],
-        lease: StageLease | None,
-        options: SaveOptions,
-        what: str,
-    ) -> None:
-        super().__init__(options, what)
-        self._handle = handle
-        self._images = list(images)
-        self._lease = lease
-        self._progress = WaitingBar(what, sum(image.size_bytes for image in images), options.progress)
-
-    def poll(self) -> bool:
-        return self._look(self._handle.poll())
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        with self._progress:
-            until_s = None if timeout_s is None else time.monotonic() + timeout_s
-            while True:
-                left_s = _BAR_PERIOD_S if until_s is None else min(_BAR_PERIOD_S, until_s - time.monotonic())
-                ended = self._handle.wait(max(0.0, left_s))
-                self._progress.show(self._handle.written_bytes())
-                if ended or (until_s is not None and time.monotonic() >= until_s):
-                    return self._look(ended)
-
-    def _look(self, ended: bool) -> bool:
-        if ended:
-            self.results()
-        return ended
-
-    def results(self) -> JobResult:
-        self._handle.wait()
-        if self._lease is not None:
-            self._lease.give_back()
-        try:
-            result: JobResult = self._handle.result()
-            check_results(self._images, result.files)
-        except BaseException as error:
-            self.failure = error
-            raise
-        return result
-
-    def abort(self) -> None:
-        self._handle.abort()
-        if self._lease is not None:
-            self._lease.give_back()
-        super().abort()
-
-    def elsewhere(self) -> Callable[[], None]:
-        return self._handle.watch().wait
-
-
-class EndedWriting(Writing):
-    """Writing that was done, or had failed, when the call returned. Its error waits until all ranks hear of it."""
-
-    def __init__(self, outcome: JobResult | BaseException, options: SaveOptions, what: str) -> None:
-        super().__init__(options, what)
-        self._outcome = outcome
-        self.failure = outcome if isinstance(outcome, BaseException) else None
-
-    def poll(self) -> bool:
-        self.results()
-        return True
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        return self.poll()
-
-    def results(self) -> JobResult:
-        return value_of(self._outcome)
-
-
-class SkippedSave(SaveCall):
-    """A save that is not made, since the one before is still in the writing (`when_busy="skip"`)."""
-
-    skipped = True
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def poll(self) -> bool:
-        return True
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        return True
-
-    def abort(self) -> None:
-        """There is nothing to stop."""
-
-
-def write_now(
-    write: Callable[[], Sequence[ImageResult]], options: SaveOptions, what: str, plans: TensorPlans | None
-) -> EndedWriting:
-    """Write this rank's files before the call returns; args and errors as in `start_writing`."""
-    return EndedWriting(attempt(partial(timed_result, write, plans)), options, what)
 
 
 def log_choice(sources: Sequence[BucketSource], options: SaveOptions) -> None:
@@ -188,8 +51,8 @@ def start_writing(
     options: SaveOptions,
     what: str,
     plans: TensorPlans | None = None,
-    started: Callable[[Writing], None] = lambda _: None,
-) -> Writing:
+    started: Callable[[Job], None] = lambda _: None,
+) -> Job:
     """Take the snapshot and start the writing. When this returns, the trainer may change its state.
 
     Args:
@@ -198,10 +61,10 @@ def start_writing(
         options: see `SaveOptions`.
         what: the save, for messages.
         plans: of a new structure, on the coordinator, for the writer to put `.metadata` together.
-        started: called with the save in progress as soon as it is one, so that whoever is interrupted can give it up.
+        started: called with the job as soon as there is one: a caller that is interrupted may have to give it up.
 
     Returns:
-        The save in progress. An error is kept for its `results`, where all ranks hear of it.
+        The writing; its result is a `JobResult`. An error waits for `Job.result`, where all ranks are notified of it.
     """
     try:
         return _stage_and_start(storage, sources, options, what, plans, started)
@@ -211,7 +74,7 @@ def start_writing(
         )
         if wrapped is not error:
             wrapped.__cause__ = error
-        return EndedWriting(wrapped, options, what)
+        return Job.ended(what, wrapped)
 
 
 def _stage_and_start(
@@ -220,8 +83,8 @@ def _stage_and_start(
     options: SaveOptions,
     what: str,
     plans: TensorPlans | None,
-    started: Callable[[Writing], None],
-) -> AsyncSave:
+    started: Callable[[Job], None],
+) -> Job:
     images = [source.layout.image for source in sources]
     offsets = []
     total_bytes = 0
@@ -231,9 +94,7 @@ def _stage_and_start(
     lease = lease_stage(total_bytes, options)
     try:
         if lease.budget_bytes < total_bytes:
-            save = _stream(storage, sources, options, what, lease, total_bytes, plans)
-            started(save)
-            return save
+            return _stream(storage, sources, options, what, lease, total_bytes, plans, started)
         on_device = any(source.on_device for source in sources)
         view = lease.stage.reserve(max(total_bytes, 1), touch=on_device)
         if on_device:
@@ -246,20 +107,16 @@ def _stage_and_start(
             source.fill_stage(piece, laid_out, None if lease.stage.is_touched else lease.stage.write)
         lease.stage.contents = layouts
         files = tuple(FileJob(image, offset) for image, offset in zip(images, offsets, strict=True))
-        job = _job(storage, files, options, plans)
-        handle: Job
-        staged = time.monotonic()
+        writer_job = _writer_job(storage, files, options, plans)
         if options.writer == "fork":
             with lease.stage.lent() as fd:
-                write = partial(_run_staged, job, fd, lease.stage.capacity_bytes)
-                handle = fork_writer(write, what, options.write_deadline_s, lease.stage_is_used_by)
+                write = partial(_run_staged, writer_job, fd, lease.stage.capacity_bytes)
+                job = fork_writer(write, what, options.write_deadline_s, lease.stage_is_used_by)
         else:
-            handle = shared_writer().submit(job, lease.stage.fd, lease.stage_is_used_by)
-        save = AsyncSave(handle, images, lease, options, what)
-        save.handed_over = (staged, time.monotonic())
-        started(save)
+            job = shared_writer().submit(writer_job, lease.stage.fd, lease.stage_is_used_by)
+        started(job)
         lease.stage.touch_meanwhile()
-        return save
+        return job
     except BaseException:
         lease.abort()
         raise
@@ -270,7 +127,7 @@ def _run_staged(job: WriterJob, fd: int, nbytes: int) -> JobResult:
     return run_job(job, memoryview(mmap.mmap(fd, nbytes)), report_progress)
 
 
-def _job(
+def _writer_job(
     storage: Storage,
     files: tuple[FileJob, ...],
     options: SaveOptions,
@@ -298,14 +155,15 @@ def _stream(
     lease: StageLease,
     total_bytes: int,
     plans: TensorPlans | None,
-) -> AsyncSave:
+    started: Callable[[Job], None],
+) -> Job:
     """Pass a save that is larger than its budget through a ring of windows."""
     if options.writer == "fork":
         raise OptionError(
             f"the save has {total_bytes} bytes, the staging budget {lease.budget_bytes}: a forked writer cannot be"
             ' fed piece by piece; raise staging_budget_bytes, or use writer="persistent"'
         )
-    started = time.perf_counter()
+    began_s = time.perf_counter()
     slot_bytes = min(options.window_bytes, lease.budget_bytes // _LEAST_SLOTS // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
     slots = lease.budget_bytes // slot_bytes
     ring = Ring(0, slot_bytes, slots)
@@ -315,22 +173,22 @@ def _stream(
     lease.stage.contents = None
     images = [source.layout.image for source in sources]
     files = tuple(FileJob(image) for image in images)
-    job = _job(storage, files, options, plans, ring)
-    handle = shared_writer().submit(job, lease.stage.fd, lease.stage_is_used_by)
-    number = 0
+    job = shared_writer().submit(
+        _writer_job(storage, files, options, plans, ring), lease.stage.fd, lease.stage_is_used_by
+    )
+    started(job)
+    windows = (
+        partial(_fill_slot, source, view, window)
+        for source in sources
+        for window in plan_windows(source.layout.image, slot_bytes)
+    )
     try:
-        for source in sources:
-            for window in plan_windows(source.layout.image, slot_bytes):
-                handle.acquire_window(number)
-                slot = number % slots * slot_bytes
-                source.fill(window.start, window.stop, view[slot : slot + window.stop - window.start])
-                handle.window_ready(number)
-                number += 1
+        fill_ring(job, ring, windows)
     except BaseException as error:
-        # Where the job has failed, its own error says why, and `results` will raise it.
-        if not (isinstance(error, SaveError) and handle.poll()):
-            raise  # and the job is given up, or it would wait for ever for windows that nobody fills
-    blocked_s = time.perf_counter() - started
+        # Where the job has failed, its own error says why, and `Job.result` will raise it.
+        if not (isinstance(error, SaveError) and job.poll()):
+            raise  # and the job is given up, or it would wait for ever for windows that are not filled
+    blocked_s = time.perf_counter() - began_s
     _logger.warning(
         "%s: %d bytes do not fit into the staging budget of %d bytes; training was blocked for %.2f s (%.2f GB/s)",
         what,
@@ -339,4 +197,9 @@ def _stream(
         blocked_s,
         total_bytes / 1e9 / max(blocked_s, 1e-9),
     )
-    return AsyncSave(handle, images, lease, options, what)
+    job.submitted_s = time.monotonic()  # the snapshot is complete only now
+    return job
+
+
+def _fill_slot(source: BucketSource, view: memoryview, window: Window, offset: int) -> None:
+    source.fill(window.start, window.stop, view[offset : offset + window.stop - window.start])

@@ -5,9 +5,9 @@ tracker file, delete the previous checkpoint. The rule here is that callbacks ru
 every rank. If it failed anywhere, or was skipped, then none of them runs on any rank; the failure is raised (or
 warned about) once, on all ranks, when the request is finalized.
 
-The work of our own saves is a `SaveCall`: it has been started already, and the queue only watches it. Anything else is
-somebody's function (a flush of logits, a local checkpoint, another format); it runs in a process apart from the byte
-writer, so that neither can harm the other.
+A save of this package comes as a `SaveCall`: its job has been started already, and the queue only watches that. Any
+other request is a third-party function (a flush of logits, a local checkpoint, another format). It runs in a process
+apart from the byte writer, so that neither can harm the other.
 
 Ranks agree in small gloo collectives on the caller's thread; nothing is put on a device.
 """
@@ -17,13 +17,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from abc import ABC, abstractmethod
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
+from mcore_ckpt.core.console import WaitingBar
 from mcore_ckpt.core.errors import CheckpointError, SaveError
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import SaveOptions
@@ -39,7 +40,7 @@ from mcore_ckpt.writing.call_worker import CallWorker
 from mcore_ckpt.writing.forked_call import fork_call
 from mcore_ckpt.writing.persistent_writer import shared_writer
 from mcore_ckpt.writing.stage_pool import take_ahead
-from mcore_ckpt.writing.supervised_child import Job
+from mcore_ckpt.writing.supervised_child import Job, JobWatch
 
 __all__ = [
     "AsyncCallsQueue",
@@ -112,85 +113,55 @@ def staged_arguments(request: Any) -> tuple[Any, ...]:
     return tuple(arguments)
 
 
-class SaveCall(ABC):
-    """A save of ours on its way: the writing has been started, this tells how it fares.
+class SaveCall:
+    """A save of this package in progress, as a request's `async_fn`.
 
-    Used as a request's `async_fn`. In a queue of ours it is only watched. A stock queue calls it in a forked or spawned
-    process, where it waits until the writing has ended, without touching what belongs to the trainer.
+    A queue of ours only watches its job. Megatron's own queue calls it, in the trainer or in a forked or spawned
+    process. There it waits until the writing has ended, well or not: the commit tells which, on all ranks.
 
     Attributes:
+        job: this rank's writing.
+        what: the save in words for messages, such as its directory.
         skipped: there is nothing to wait for and nothing to commit; the same on all ranks.
         on_failure: what to do if this save fails; None leaves it to the queue's options. The same on all ranks.
-        what: the save in words for messages, such as its directory.
         interrupted: what has interrupted this rank (Ctrl-C, an exit) while the save began, if that waits to be raised
-            until all ranks have heard of it.
+            until all ranks are notified of it.
+        bar_bytes: what a progress bar takes for 100 % while a caller waits; 0 shows none.
     """
 
-    skipped: bool = False
-    interrupted: BaseException | None = None
-    on_failure: Literal["raise", "warn"] | None = None
-    what: str = "a checkpoint"
-    _owner_pid: int
+    def __init__(
+        self, job: Job, what: str, *, skipped: bool = False, on_failure: Literal["raise", "warn"] | None = None
+    ) -> None:
+        self.job = job
+        self.what = what
+        self.skipped = skipped
+        self.on_failure = on_failure
+        self.interrupted: BaseException | None = None
+        self.bar_bytes = 0
+        self._pid = os.getpid()
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> SaveCall:
-        self = super().__new__(cls)
-        self._owner_pid = os.getpid()
-        return self
-
-    @abstractmethod
-    def poll(self) -> bool:
-        """Whether this rank's writing is done. Returns at once.
-
-        Raises:
-            SaveError: it failed; again at every further call.
-        """
-
-    @abstractmethod
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """As `poll`, but waits up to `timeout_s` seconds, None for as long as it takes."""
-
-    @abstractmethod
     def abort(self) -> None:
         """Stop writing and remove what was written. Called on every rank, and harmless on one that is done.
 
         The queue calls it when the save will not be committed: it failed on some rank, or the queue was closed. It is
         no place for collectives.
         """
-
-    def elsewhere(self) -> Callable[[], None]:
-        """A function, picklable by name, that waits in another process until the writing has ended, well or not.
-
-        By default it waits for nothing: the commit waits anyway.
-        """
-        return _wait_for_nothing
+        self.job.abort()
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for the writing; in another process than the one that started it, by `elsewhere`.
-
-        Whether it went well is for the commit to say, on all ranks: who calls this may wait for them next.
-        """
-        if os.getpid() == self._owner_pid:
-            with contextlib.suppress(Exception):
-                self.wait()
+        """Wait for the writing, in this process or in a fork of it."""
+        if os.getpid() == self._pid:
+            self.job.wait()
         else:
-            self.elsewhere()()
+            self.job.watch().wait()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Elsewhere, (self.elsewhere(),)
+        return _unpickled, (self.job.watch(),)
 
 
-class _Elsewhere:
-    """What a `SaveCall` becomes when it is pickled: callable with the arguments of a request, which it ignores."""
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._wait()
-
-
-def _wait_for_nothing() -> None:
-    pass
+def _unpickled(watch: JobWatch) -> JobWatch:
+    """What a `SaveCall` becomes in a process that it is sent to."""
+    return watch
 
 
 _logger = logging.getLogger("mcore_ckpt")
@@ -198,62 +169,19 @@ _logger = logging.getLogger("mcore_ckpt")
 # While a caller waits, the ranks compare notes this often: a failure anywhere ends the wait everywhere that soon, and
 # no collective waits so long for a slow writer that gloo gives up.
 _COMPARE_EVERY_S = 1.0
-
-
-class _Work(Protocol):
-    """What the queue needs of work in progress: a `SaveCall`, or somebody's function in a process of its own."""
-
-    def poll(self) -> bool: ...
-    def wait(self, timeout_s: float | None = None) -> bool: ...
-    def abort(self) -> object: ...
-
-
-class _Ended:
-    """Work that there is none of, or that could not be started; the others must hear of that at the same point."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self._error = error
-
-    def poll(self) -> bool:
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        return self.poll()
-
-    def abort(self) -> None:
-        pass
-
-
-class _Foreign:
-    """Somebody's function in a process of its own."""
-
-    def __init__(self, handle: Job) -> None:
-        self._handle = handle
-
-    def poll(self) -> bool:
-        return self.wait(0)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        if not self._handle.wait(timeout_s):
-            return False
-        self._handle.result()
-        return True
-
-    def abort(self) -> None:
-        self._handle.abort()
+# How often a person who waits sees the bar move.
+_BAR_PERIOD_S = 0.2
 
 
 class _ActiveCall(NamedTuple):
     idx: int
-    async_caller: _Work
+    job: Job
     async_request: Any
 
     @property
     def saves(self) -> list[SaveCall]:
         """The saves of ours that the callbacks commit. Megatron may move callbacks to the request that follows."""
-        found = [self.async_caller] if isinstance(self.async_caller, SaveCall) else []
+        found = [self.async_request.async_fn] if isinstance(self.async_request.async_fn, SaveCall) else []
         for fn in self.async_request.finalize_fns:
             save = _committed_by(fn)
             if save is not None and save not in found:
@@ -261,9 +189,41 @@ class _ActiveCall(NamedTuple):
         return found
 
     @property
-    def work(self) -> list[_Work]:
+    def jobs(self) -> list[Job]:
         """All that has to be done before the callbacks may run."""
-        return [self.async_caller, *(save for save in self.saves if save is not self.async_caller)]
+        return [self.job, *(save.job for save in self.saves if save.job is not self.job)]
+
+    def has_ended(self) -> bool:
+        """Whether this rank's part has ended well, or some of it has failed. Returns at once."""
+        ended = [job.poll() for job in self.jobs]
+        return all(ended) or any(job.error is not None for job in self.jobs)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether this rank's part has ended well; waits for each job. Raises what a job has failed with."""
+        for job in self.jobs:
+            if not job.wait(timeout_s):
+                return False
+            job.result()
+        return True
+
+    def wait_with_bar(self, timeout_s: float) -> bool:
+        """As `wait`; a person at a terminal sees how far the writing has come."""
+        saves = self.saves
+        until_s = time.monotonic() + timeout_s
+        with WaitingBar(self.what, sum(save.bar_bytes for save in saves)) as bar:
+            while not (ended := self.wait(_BAR_PERIOD_S)) and time.monotonic() < until_s:
+                bar.show(sum(save.job.written_bytes() for save in saves))
+        return ended
+
+    def abort(self) -> None:
+        """Stop this rank's part, and remove what it wrote."""
+        saves = self.saves
+        others = [job for job in self.jobs if job not in [save.job for save in saves]]
+        for abort in [*(save.abort for save in saves), *(job.abort for job in others)]:
+            try:
+                abort()
+            except Exception:
+                _logger.exception("could not clean up after %s", self.what)
 
     @property
     def what(self) -> str:
@@ -358,30 +318,28 @@ class AsyncCallsQueue:
         """
         self.call_idx += 1
         request = async_request.freeze()
-        work: _Work
         if request.async_fn is None:
-            work = _Ended()
+            job = Job.ended("a request without work")
         elif isinstance(request.async_fn, SaveCall):
-            work = request.async_fn
+            job = request.async_fn.job
         else:
             try:
-                work = self._start(request)
+                job = self._start(request)
             except Exception as error:  # noqa: BLE001  (a preload function may raise anything; raised at finalization)
-                work = _Ended(error)
-        self.async_calls.append(_ActiveCall(self.call_idx, work, request))
+                job = Job.ended("a request that could not be started", error)
+        self.async_calls.append(_ActiveCall(self.call_idx, job, request))
         return self.call_idx
 
-    def _start(self, request: Any) -> _Work:
+    def _start(self, request: Any) -> Job:
         name = getattr(request.async_fn, "__qualname__", repr(request.async_fn))
         keywords = dict(request.async_fn_kwargs or {})
         if not self.persistent:
-            return _Foreign(fork_call(request.async_fn, staged_arguments(request), keywords, what=name))
+            return fork_call(request.async_fn, staged_arguments(request), keywords, what=name)
         if self.persistent_caller is None:
             self.persistent_caller = CallWorker(*self._priority)
-        handle = self.persistent_caller.submit(
+        return self.persistent_caller.submit(
             request.async_fn, tuple(request.async_fn_args), keywords, preload_fn=request.preload_fn, what=name
         )
-        return _Foreign(handle)
 
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalize the requests whose work is done on all ranks, oldest first.
@@ -410,12 +368,12 @@ class AsyncCallsQueue:
         finalized: list[int] = []
         while self.async_calls:
             active = self.async_calls[0]
-            if no_dist and not blocking and not _has_ended(active):
+            if no_dist and not blocking and not active.has_ended():
                 break
             group = coordination_group()
             if any(save in self._reported for save in active.saves):
                 _logger.warning("%s failed before: the callbacks of request %d are not run", active.what, active.idx)
-                self._abandon(self.async_calls.popleft())
+                self.async_calls.popleft().abort()
                 continue
             try:
                 outcome = self._outcome(group, active, blocking)
@@ -438,15 +396,14 @@ class AsyncCallsQueue:
 
     def _outcome(self, group: RankGroup, active: _ActiveCall, blocking: bool) -> Literal["running", "skipped", "done"]:
         """What became of a request's work, on all ranks. A failure anywhere is raised everywhere, at once."""
-        work = active.work
         skipped = any(save.skipped for save in active.saves)
         while True:
             error: BaseException | None = None
             running = False
             try:
                 with interruptible() if blocking else contextlib.nullcontext():
-                    for one in work:
-                        running = running or not (skipped or (one.wait(_COMPARE_EVERY_S) if blocking else one.poll()))
+                    ended = skipped or (active.wait_with_bar(_COMPARE_EVERY_S) if blocking else active.wait(0))
+                running = not ended
             except BaseException as caught:  # noqa: BLE001  (the other ranks have to hear of whatever it is)
                 error = caught
             any_running, any_failed, any_skipped, last, minus_first = group.maximum(
@@ -470,7 +427,7 @@ class AsyncCallsQueue:
         """Take a request that failed on some rank out of the queue, and raise or warn."""
         if self.async_calls and self.async_calls[0] is active:
             self.async_calls.popleft()
-        self._abandon(active)
+        active.abort()
         self.failures.append(FailedCall(active.idx, active.what, error))
         # Only requests that are still queued can bring the same save up again.
         queued = [save for call in self.async_calls for save in call.saves]
@@ -489,13 +446,6 @@ class AsyncCallsQueue:
             len(self.failures),
             error,
         )
-
-    def _abandon(self, active: _ActiveCall) -> None:
-        for work in active.work:
-            try:
-                work.abort()
-            except Exception:
-                _logger.exception("could not clean up after %s", active.what)
 
     def get_num_unfinalized_calls(self) -> int:
         """How many requests are in the queue."""
@@ -525,7 +475,7 @@ class AsyncCallsQueue:
         while self.async_calls:
             active = self.async_calls.popleft()
             _logger.warning("%s is aborted: its finalize callbacks are not run", active.what)
-            self._abandon(active)
+            active.abort()
         self._reported.clear()
         if self.persistent_caller is not None:
             self.persistent_caller.close(abort=abort)
@@ -537,14 +487,6 @@ class AsyncCallsQueue:
         with contextlib.suppress(Exception):
             if self.persistent_caller is not None:
                 self.persistent_caller.close(abort=True)
-
-
-def _has_ended(active: _ActiveCall) -> bool:
-    """Whether this rank's part of a request has ended, well or not."""
-    try:
-        return all(one.poll() for one in active.work)
-    except Exception:  # noqa: BLE001  (asked again where the other ranks hear of it)
-        return True
 
 
 def _raise(error: BaseException | None) -> None:

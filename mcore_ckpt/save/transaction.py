@@ -19,7 +19,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,17 +37,9 @@ from mcore_ckpt.directory.target import Target, abandon, discard, give_back, ope
 from mcore_ckpt.format.index import ObjectEntry
 from mcore_ckpt.format.seal import SealedFile, shown_id
 from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout
-from mcore_ckpt.layout.file_image import ImageResult
+from mcore_ckpt.layout.file_image import ImageResult, check_results
 from mcore_ckpt.layout.sums import FileSums
-from mcore_ckpt.save._async_save import (
-    AsyncSave,
-    EndedWriting,
-    SkippedSave,
-    Writing,
-    log_choice,
-    start_writing,
-    write_now,
-)
+from mcore_ckpt.save._async_save import log_choice, start_writing
 from mcore_ckpt.save._planning import SavePlan, Structure, place_as_before, plan_as_before, plan_save
 from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
@@ -56,6 +48,8 @@ from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.stage_pool import expect_save, is_busy
 from mcore_ckpt.writing.staging import BucketSource, write_in_line
+from mcore_ckpt.writing.supervised_child import Job
+from mcore_ckpt.writing.writer_job import JobResult, timed_result
 
 __all__ = ["BucketWriter", "SaveRequest", "SaveTransaction", "Structure", "begin_save", "saves_in_progress"]
 
@@ -127,7 +121,7 @@ def begin_save(
     except BaseException:
         # What has waited is raised when the save has been begun: nobody else knows of that yet, to give it up.
         for transaction in begun:
-            transaction.call.abort()
+            transaction.abort()
         raise
 
 
@@ -135,13 +129,13 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
     began = time.monotonic()
     _give_up_what_nobody_commits()
     directory = SaveDirectory(request.directory, request.options)
-    started: list[Writing] = []
+    started: list[Job] = []
     try:
         with collector_paused():
             state = attempt(interruptible()(partial(collect, sharded_state_dict, structure.described)))
             if request.beside_training and _is_left_out(state, request.options, group):
                 directory.abandon()
-                return SaveTransaction(request, group, directory, None, SkippedSave(str(directory.path)), [], [])
+                return SaveTransaction(request, group, directory)
             plan = _plan(state, request, group, structure, directory)
     except BaseException:
         directory.abandon()
@@ -151,23 +145,26 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
         structure.described = rank_state.described
         planned = time.monotonic()
         sources = rank_state.sources(plan.layout, plan.placed, plan.save_id)
+        interrupted: BaseException | None = None
         try:
             with interruptible():
-                writing = _write(rank_state, sources, plan, request, group, directory, started.append)
+                job = _write(rank_state, sources, plan, request, group, directory, started.append)
         except BaseException as interrupt:
             if group.size == 1:
                 raise
             for begun in started:
                 begun.abort()
-            writing = _interrupted(interrupt, request, directory)
+            interrupted, job = interrupt, _interrupted(interrupt, directory)
+        written = time.monotonic()
         spans = [Span("plan", began, planned)]
         if request.beside_training and request.bucket_writer is None:
-            handed_over = writing.handed_over or (time.monotonic(), time.monotonic())
-            spans += [Span("stage", planned, handed_over[0]), Span("hand-over", *handed_over)]
+            spans += [Span("stage", planned, job.submitted_s), Span("hand-over", job.submitted_s, written)]
         else:
-            spans.append(Span("write", planned, time.monotonic()))
+            spans.append(Span("write", planned, written))
         known_sums = [(source.table_crc32, source.object_crcs) for source in sources]
-        return SaveTransaction(request, group, directory, plan, writing, spans, known_sums)
+        transaction = SaveTransaction(request, group, directory, plan, job, spans, known_sums)
+        transaction.interrupted = interrupted
+        return transaction
     except BaseException:
         # Interrupted. A writer must not go on in a directory that has been let go.
         try:
@@ -232,33 +229,30 @@ def _write(
     request: SaveRequest,
     group: RankGroup,
     directory: SaveDirectory,
-    started: Callable[[Writing], None],
-) -> Writing:
-    """Write this rank's files now, or start to: of what goes on beside training, `started` hears before all else."""
+    started: Callable[[Job], None],
+) -> Job:
+    """Write this rank's files now, or start to: `started` is called with a job in progress before all else."""
     what, options, storage = str(directory.path), request.options, directory.storage
     if request.bucket_writer is not None:
         write = partial(request.bucket_writer, directory.path, plan.layout, plan.placed, state, options, plan.save_id)
-        return write_now(write, options, what, plan.unencoded)
+        return Job.ended(what, attempt(partial(timed_result, write, plan.unencoded)))
     if not request.beside_training:
         expect_save(sum(align_up(source.layout.image.size_bytes) for source in sources))
-        return write_now(partial(write_in_line, storage, sources, options), options, what, plan.unencoded)
+        write = partial(write_in_line, storage, sources, options)
+        return Job.ended(what, attempt(partial(timed_result, write, plan.unencoded)))
     if group.is_coordinator:
         log_choice(sources, options)
-    # One bar on a terminal is enough: the coordinator's.
-    options = replace(options, progress=options.progress and group.is_coordinator)
     with collector_paused():
         return start_writing(storage, sources, options, what, plan.unencoded, started)
 
 
-def _interrupted(interrupt: BaseException, request: SaveRequest, directory: SaveDirectory) -> Writing:
-    """A save that this rank does not make. The others are on their way to the commit, and have to hear of it there."""
+def _interrupted(interrupt: BaseException, directory: SaveDirectory) -> Job:
+    """Writing that this rank does not do. The others are on their way to the commit, where they are notified of it."""
     what = str(directory.path)
     error = SaveError(f"{what}: this rank was interrupted ({type(interrupt).__name__}) when its writing was to start")
     error.__cause__ = interrupt
     _logger.warning("%s; that is raised when the save is finalized, where the other ranks hear of it", error)
-    writing = EndedWriting(error, request.options, what)
-    writing.interrupted = interrupt
-    return writing
+    return Job.ended(what, error)
 
 
 class SaveDirectory:
@@ -327,12 +321,11 @@ class Written:
     sums: tuple[FileSums | None, ...]
 
 
-class SaveTransaction:
+class SaveTransaction(SaveCall):
     """A save that has been begun; every rank commits it, or the queue gives it up.
 
     Attributes:
         plan: what is written; None if the save is left out (`when_busy="skip"`).
-        call: the writing, for a queue to watch.
     """
 
     def __init__(
@@ -340,23 +333,25 @@ class SaveTransaction:
         request: SaveRequest,
         group: RankGroup,
         directory: SaveDirectory,
-        plan: SavePlan | None,
-        call: SaveCall,
-        spans: list[Span],
-        known_sums: list[tuple[int, array[int]]],
+        plan: SavePlan | None = None,
+        job: Job | None = None,
+        spans: Sequence[Span] = (),
+        known_sums: Sequence[tuple[int, array[int]]] = (),
     ) -> None:
+        what, on_failure = str(directory.path), request.options.on_failure
+        super().__init__(job or Job.ended(what), what, skipped=plan is None, on_failure=on_failure)
         self.plan = plan
         self._known_sums = known_sums  # of what is not summed by the writing: each file's table and objects
-        self.call = call
         self._options = request.options
         self._group = group
         self._directory = directory
-        self._spans = spans
-        self._pid = os.getpid()
+        self._beside_training = request.beside_training and request.bucket_writer is None
+        self._spans = list(spans)
         self._commits = False
         self._publishes = False
-        if isinstance(call, Writing):
-            call.on_abort = self._abandon_uncommitted
+        if plan is not None:
+            # One bar on a terminal is enough: the coordinator's.
+            self.bar_bytes = plan.layout.file_bytes if request.options.progress and group.is_coordinator else 0
             # As long as the writing may go on, the directory is held, whoever has lost sight of this.
             _begun.add(self)
 
@@ -400,8 +395,8 @@ class SaveTransaction:
             if self._group.size == 1 or reached_every_rank(error):
                 self._abandon()
             self._directory.release()
-            if self.call.interrupted is not None:
-                raise self.call.interrupted from error
+            if self.interrupted is not None:
+                raise self.interrupted from error
             raise
         self._spans.append(Span("commit", waited, time.monotonic()))
         report = self._report(value_of(mine), gathered)
@@ -410,8 +405,8 @@ class SaveTransaction:
 
     def _finished(self, plan: SavePlan) -> Written:
         """Wait for this rank's files, and look whether they are what was planned."""
-        assert isinstance(self.call, Writing)
-        result = self.call.results()
+        result: JobResult = self.job.result()
+        check_results([bucket.image for bucket in plan.layout.buckets], result.files)
         if self._directory.target is not None:
             self._directory.target.lock.check()
         files = []
@@ -426,7 +421,7 @@ class SaveTransaction:
             files.append(
                 FileReport(self._group.rank, written.file_name, written.size_bytes, written.write_s, written.fsync_s)
             )
-        if isinstance(self.call, AsyncSave):
+        if self._beside_training:
             self._spans.append(Span("writer", result.started_s, result.finished_s))
         if plan.planned is not None:
             plan.planned.encoder = plan.planned.encoder or result.encoder
@@ -459,12 +454,13 @@ class SaveTransaction:
         )
         self._directory.publish(content, has_common_state=common)
 
-    def _abandon_uncommitted(self) -> None:
-        """The queue gives the save up. Once `commit` has begun, only that knows whether the files may go: a callback
-        that fails after the commit, or contact lost in the midst of it, must not take a published checkpoint apart.
+    def abort(self) -> None:
+        """See `SaveCall`. Once `commit` has begun, only that knows whether the files may go: a callback that fails
+        after it, or contact lost in the midst of it, must not take a published checkpoint apart.
         """
-        if self._pid != os.getpid():
-            return  # forked from the trainer, whose save it is
+        self.job.abort()
+        if self._pid != os.getpid() or self.skipped:
+            return  # (forked from the trainer, whose save it is)
         _begun.discard(self)
         if not self._commits:
             self._commits = True
@@ -528,8 +524,8 @@ def _give_up_what_nobody_commits() -> None:
     while _forgotten:
         transaction = _forgotten.pop()
         if transaction in _begun:
-            _logger.warning("%s: nobody is going to commit this save; it is given up", transaction.call.what)
-            transaction.call.abort()
+            _logger.warning("%s: nobody is going to commit this save; it is given up", transaction.what)
+            transaction.abort()
 
 
 def _forget_the_parents() -> None:

@@ -83,7 +83,7 @@ class CallWorker:
         if self._child is None or self._child.dead:
             self._child = _WorkerChild(*self._priority)
         job = self._child.submit(call.getvalue(), what)
-        while preload_fn is not None and not job.preloaded and not job.wait(_PRELOAD_PERIOD_S):
+        while preload_fn is not None and not job.steps and not job.wait(_PRELOAD_PERIOD_S):
             pass
         return job
 
@@ -112,10 +112,6 @@ class _SnapshotPickler(ForkingPickler):
         return torch.multiprocessing.reductions.reduce_tensor(copy)
 
 
-class _WorkerCall(Job):
-    preloaded = False
-
-
 class _WorkerChild(SupervisedChild):
     """The process of a `CallWorker`."""
 
@@ -136,9 +132,9 @@ class _WorkerChild(SupervisedChild):
         # This process may exit without having closed the queue; multiprocessing would then wait for the worker.
         self._finalizer = mp_util.Finalize(self, _kill_process, (process,), exitpriority=_BEFORE_JOINING)
 
-    def submit(self, call: bytes, what: str) -> _WorkerCall:
+    def submit(self, call: bytes, what: str) -> Job:
         number = next(self._numbers)
-        job = self._jobs[number] = _WorkerCall(self, what, number)
+        job = self._jobs[number] = Job(self, what, number)
         with contextlib.suppress(OSError):  # its death is noticed by whoever asks for the outcome
             self._connection.send_bytes(pickle.dumps((number, call)))
         return job
@@ -146,11 +142,10 @@ class _WorkerChild(SupervisedChild):
     def _receive(self) -> bool:
         while self._connection.poll():
             number, outcome = pickle.loads(self._connection.recv_bytes())
-            job = self._jobs.get(number)
-            if outcome == _PRELOADED and isinstance(job, _WorkerCall):
-                job.preloaded = True
-            else:
+            if outcome != _PRELOADED:
                 self._job_ended(number, outcome)
+            elif (job := self._jobs.get(number)) is not None:
+                job.steps = 1
         return True
 
     def _news_fd(self) -> int:

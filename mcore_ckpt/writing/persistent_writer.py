@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,9 +37,9 @@ from mcore_ckpt.writing._writer_messages import (
     pack,
 )
 from mcore_ckpt.writing.supervised_child import TRAINING_FIRST_NICE, Job, JobWatch, SupervisedChild
-from mcore_ckpt.writing.writer_job import WriterJob
+from mcore_ckpt.writing.writer_job import Ring, WriterJob
 
-__all__ = ["PersistentWriter", "WriterJobHandle", "shared_writer"]
+__all__ = ["PersistentWriter", "fill_ring", "shared_writer"]
 
 _START_DEADLINE_S: Final = 60.0
 _START_PERIOD_S: Final = 0.002
@@ -108,7 +108,7 @@ class PersistentWriter:
                 raise WriteTimeoutError(f"the writer process (pid {child.pid}) did not start in {_START_DEADLINE_S} s")
             time.sleep(_START_PERIOD_S)
 
-    def submit(self, job: WriterJob, stage_fd: int, on_submit: Callable[[Job], None] | None = None) -> WriterJobHandle:
+    def submit(self, job: WriterJob, stage_fd: int, on_submit: Callable[[Job], None] | None = None) -> Job:
         """Hand a job to the process and return at once. Jobs are done in order.
 
         Args:
@@ -245,11 +245,10 @@ class _WriterChild(SupervisedChild):
         while self._inbox.fill():
             pass
         for kind, (number, content), _ in self._inbox.messages():
-            job = self._jobs.get(number)
             if kind != WINDOW_FREE:
                 self._job_ended(number, content)
-            elif isinstance(job, WriterJobHandle):
-                job.windows_free = content + 1
+            elif (job := self._jobs.get(number)) is not None:
+                job.steps = content + 1
         return not self._inbox.closed
 
     def _news_fd(self) -> int:
@@ -257,24 +256,24 @@ class _WriterChild(SupervisedChild):
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
-    def submit(
-        self, number: int, job: WriterJob, stage_fd: int, on_submit: Callable[[Job], None] | None
-    ) -> WriterJobHandle:
-        """Hand over a job. Never raises because the process is gone: the handle tells."""
+    def submit(self, number: int, writer_job: WriterJob, stage_fd: int, on_submit: Callable[[Job], None] | None) -> Job:
+        """Dispatch a job. Never raises because the process is gone: the job tells."""
+        names = [file.image.file_name for file in writer_job.files]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         with self._lock:
             key = self.send_stage(stage_fd)
-            handle = WriterJobHandle(self, number, job)
-            self._jobs[number] = handle
+            what = f"writing {shown} into {writer_job.storage}"
+            job = self._jobs[number] = Job(self, what, number, writer_job.deadline_s)
             try:
                 if on_submit is not None:
-                    on_submit(handle)
-                self.send(JOB, (number, job, key, _working_directory(), _umask()))
+                    on_submit(job)
+                self.send(JOB, (number, writer_job, key, _working_directory(), _umask()))
             except BaseException:
-                handle.abort()
+                job.abort()
                 raise
             if self.dead:
                 self._fail_jobs(self._death)
-        return handle
+        return job
 
     def send_stage(self, stage_fd: int) -> tuple[int, int]:
         """Have the writer map a stage, unless it has; it keeps the few that were used last."""
@@ -301,8 +300,15 @@ class _WriterChild(SupervisedChild):
         return JobWatch(self.pid, self._page.fd, number)
 
     def written_bytes(self) -> int:
-        """How much this process has written so far, all jobs together; 0 once it is gone."""
         return 0 if self.dead else self._page.bytes_written
+
+    def tell(self, job: Job, step: int) -> None:
+        self.send(WINDOW_READY, (job.number, step))
+
+    def cancel(self, job: Job) -> None:
+        self.send(CANCEL, job.number)
+        if not job.wait(_CANCEL_DEADLINE_S):
+            self.kill("it did not stop when its job was aborted")
 
     def started(self) -> bool:
         """Whether the process has come so far as to wait for jobs."""
@@ -360,53 +366,22 @@ def _wait_writable(connection: socket.socket) -> None:
     poller.poll(50)
 
 
-class WriterJobHandle(Job):
-    """A job of a persistent writer.
+def fill_ring(job: Job, ring: Ring, fills: Iterable[Callable[[int], None]]) -> None:
+    """Pass windows through a ring of the staging buffer, each as soon as its slot is free.
 
-    Attributes:
-        job: what is to be written.
-        windows_free: how many windows of a `Ring` the writer has taken over.
+    Args:
+        job: submitted with that ring.
+        ring: see there.
+        fills: for each window, in order, a function that puts it at an offset of the staging buffer, in bytes.
+
+    Raises:
+        SaveError: the job has failed meanwhile.
     """
-
-    _child: _WriterChild
-
-    def __init__(self, child: _WriterChild, number: int, job: WriterJob) -> None:
-        names = [file.image.file_name for file in job.files]
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        super().__init__(child, f"writing {shown} into {job.storage}", number, job.deadline_s)
-        self.job = job
-        self.windows_free = 0
-        self._written_before = child.written_bytes()
-
-    def written_bytes(self) -> int:
-        return max(0, self._child.written_bytes() - self._written_before)
-
-    def acquire_window(self, number: int, timeout_s: float | None = None) -> None:
-        """Wait until window `number` of a job with a `Ring` may be put into its slot.
-
-        Raises:
-            SaveError: the job has failed meanwhile, or `timeout_s` has passed; see `result`.
-        """
-        ring = self.job.ring
-        assert ring is not None
-        until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while number - self.windows_free >= ring.slots:
-            if self.poll():
-                self.result()
-                raise SaveError(f"job {self.number} has ended before its window {number}: the windows do not add up")
-            if number - self.windows_free < ring.slots:
-                return
-            if until_s is not None and time.monotonic() >= until_s:
-                raise WriteTimeoutError(f"no window became free in {timeout_s} s: {self.what}")
-            self.wait_for_news()
-
-    def window_ready(self, number: int) -> None:
-        """Tell the writer that window `number` lies in its slot."""
-        self._child.send(WINDOW_READY, (self.number, number))
-
-    def abort(self) -> bool:
-        if not self.poll():
-            self._child.send(CANCEL, self.number)
-            if not self.wait(_CANCEL_DEADLINE_S):
-                self._child.kill("it did not stop when its job was aborted")
-        return self.memory_is_free()
+    for window, fill in enumerate(fills):
+        while window - job.steps >= ring.slots:
+            job.wait_for_news()
+            if job.poll() and window - job.steps >= ring.slots:
+                job.result()
+                raise SaveError(f"{job.what}: the writer has ended before window {window}; the windows do not add up")
+        fill(ring.offset + window % ring.slots * ring.slot_bytes)
+        job.tell(window)

@@ -40,38 +40,54 @@ _REAP_DEADLINE_S: Final = 1.0
 
 
 class Job:
-    """A job that another process works on, as whoever submitted it sees it.
+    """Work in progress, as its owner sees it: by a child process, or ended already.
 
     Attributes:
         what: the job in words, for messages.
         number: by which its process knows it.
         deadline_s: seconds without a sign of life after which the process counts as stuck; None waits for ever.
         submitted_s: when, on the clock of `time.monotonic()`.
+        steps: what its process has reported on the way: windows of a ring taken over, or 1 for a preload.
         done: it has ended, well or not; `poll` looks for that.
         value: what it returned.
         error: why it failed.
     """
 
-    def __init__(self, child: SupervisedChild, what: str, number: int, deadline_s: float | None = None) -> None:
+    def __init__(
+        self, child: SupervisedChild | None, what: str, number: int = 0, deadline_s: float | None = None
+    ) -> None:
         self.what = what
         self.number = number
         self.deadline_s = deadline_s
         self.submitted_s = time.monotonic()
+        self.steps = 0
         self.done = False
         self.value: Any = None
-        self.error: CheckpointError | None = None
+        self.error: BaseException | None = None
         self._child = child
         # Made here: in a forked process the descriptor is closed, and the process is not the owner.
-        self._watch = child.watch(number)
+        self._watch = JobWatch() if child is None else child.watch(number)
+        self._written_before = 0 if child is None else child.written_bytes()
+
+    @classmethod
+    def ended(cls, what: str, outcome: Any = None) -> Job:
+        """A job that has ended, with a value or an exception that waits to be raised."""
+        job = cls(None, what)
+        job.done = True
+        if isinstance(outcome, BaseException):
+            job.error = outcome
+        else:
+            job.value = outcome
+        return job
 
     @property
     def pid(self) -> int:
-        """The process that works on the job."""
-        return self._child.pid
+        """The process that works on the job; 0 if none does."""
+        return 0 if self._child is None else self._child.pid
 
     def poll(self) -> bool:
         """Whether the job has ended, well or not. Returns at once."""
-        if not self.done:
+        if not self.done and self._child is not None:
             self._child.look()
         return self.done
 
@@ -87,7 +103,8 @@ class Job:
 
     def wait_for_news(self, timeout_s: float = _LONGEST_WAIT_S) -> None:
         """Return when there may be something new to `poll`, or at the time-out, or after a second."""
-        self._child.wait_for_news(min(timeout_s, _LONGEST_WAIT_S))
+        if self._child is not None:
+            self._child.wait_for_news(min(timeout_s, _LONGEST_WAIT_S))
 
     def result(self) -> Any:
         """Wait for the end and return what the job returned.
@@ -102,27 +119,32 @@ class Job:
             raise self.error
         return self.value
 
+    def tell(self, step: int) -> None:
+        """Tell the process that this step is ready for it."""
+        if self._child is not None:
+            self._child.tell(self, step)
+
     def abort(self) -> bool:
         """Give the job up: stop it, and remove what it wrote as far as it is not finished.
 
         Returns:
             As `memory_is_free`.
         """
-        if not self.poll():
-            self._child.kill("its job was given up", SaveError)
+        if not self.poll() and self._child is not None:
+            self._child.cancel(self)
         return self.memory_is_free()
 
     def memory_is_free(self) -> bool:
-        """Whether nobody works any more on the memory that the job was about, so that it may be used again.
+        """Whether no process works any more on the memory that the job was about, so that it may be used again.
 
-        A job whose process was killed has ended; where the process hangs inside the kernel, it may read and write
-        there all the same.
+        A job whose process was killed has ended. A process that hangs inside the kernel may read and write there all
+        the same.
         """
-        return self.done and self._child.lets_go_of_memory()
+        return self.done and (self._child is None or self._child.lets_go_of_memory())
 
     def written_bytes(self) -> int:
         """How much has been written so far, as far as the process tells; 0 where it does not."""
-        return 0
+        return 0 if self._child is None else max(0, self._child.written_bytes() - self._written_before)
 
     def watch(self) -> JobWatch:
         """What another process needs to see the job end."""
@@ -175,6 +197,17 @@ class SupervisedChild(ABC):
     def watch(self, number: int) -> JobWatch:
         """What another process needs to see a job end; unless a kind can do better, it sees the end of the process."""
         return JobWatch(self.pid)
+
+    def written_bytes(self) -> int:
+        """How much the process has written so far, all jobs together; 0 where it does not tell."""
+        return 0
+
+    def tell(self, job: Job, step: int) -> None:  # noqa: B027  (most kinds do a job in one go)
+        """Tell the process that a step of a job is ready for it."""
+
+    def cancel(self, job: Job) -> None:
+        """Give a job up; unless a kind can do better, that ends the process."""
+        self.kill("its job was given up", SaveError)
 
     def _ask_to_stop(self) -> None:  # noqa: B027  (a kind may have nothing to say)
         """Tell the process to end after its jobs."""
@@ -341,16 +374,20 @@ class JobWatch:
     """Sees a job end from any process on this host; picklable. Reads a shared page, never the trainer's socket.
 
     Args:
-        worker_pid: the process that works on the job.
+        worker_pid: the process that works on the job; 0 if none does.
         status_fd: of its `StatusPage`, in the process that makes this; -1 if the process ends with the job.
         number: of the job.
     """
 
-    def __init__(self, worker_pid: int, status_fd: int = -1, number: int = 0) -> None:
+    def __init__(self, worker_pid: int = 0, status_fd: int = -1, number: int = 0) -> None:
         self._worker_pid = worker_pid
         self._owner_pid = os.getpid()
         self._status_fd = status_fd
         self._number = number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Wait, whatever the arguments: in the place of a request's function."""
+        self.wait()
 
     def wait(self, period_s: float = 0.05) -> None:
         """Return when the job has ended, well or not, or when the process that works on it, or its owner, is gone."""

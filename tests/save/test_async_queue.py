@@ -20,45 +20,46 @@ import torch.distributed as dist
 from mcore_ckpt.core.errors import CheckpointError, SaveError, WriterDiedError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest, SaveCall
+from mcore_ckpt.writing.supervised_child import Job
 from tests.support.gloo_ranks import rank_outcomes, run_ranks
+
+
+class _JobOfATest(Job):
+    """Work that has ended when the test, or the clock, says so."""
+
+    at_s = float("inf")
+
+    def poll(self) -> bool:
+        self.done = self.done or time.monotonic() >= self.at_s
+        return self.done
+
+    def wait_for_news(self, timeout_s: float = 1.0) -> None:
+        time.sleep(0.005)
 
 
 class _Save(SaveCall):
     """A save whose course the test decides."""
 
-    def __init__(self, error: Exception | None = None, *, done: bool = True, skipped: bool = False) -> None:
-        self.error = error
-        self.finished = done
-        self.skipped = skipped
+    def __init__(
+        self,
+        error: Exception | None = None,
+        *,
+        done: bool = True,
+        skipped: bool = False,
+        seconds: float | None = None,
+    ) -> None:
+        super().__init__(_JobOfATest(None, "writing"), "the checkpoint of step 7", skipped=skipped)
+        self.job.error = error
+        self.job.done = (done and seconds is None) or error is not None
+        self.job.at_s = float("inf") if seconds is None else time.monotonic() + seconds
         self.aborted = 0
         self.committed = 0
-        self.what = "the checkpoint of step 7"
-
-    def poll(self) -> bool:
-        if self.error is not None:
-            raise self.error
-        return self.finished
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        until_s = time.monotonic() + (60 if timeout_s is None else timeout_s)
-        while not self.poll() and time.monotonic() < until_s:
-            time.sleep(0.005)
-        return self.poll()
 
     def commit(self) -> None:
         self.committed += 1
 
     def abort(self) -> None:
         self.aborted += 1
-
-
-class _FinishesAfter(_Save):
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.at_s = time.monotonic() + seconds
-
-    def poll(self) -> bool:
-        return time.monotonic() >= self.at_s
 
 
 def _request(save: Any, log: list[str], *names: str) -> AsyncRequest:
@@ -74,7 +75,7 @@ def test_callbacks_run_in_order_when_the_saves_are_done() -> None:
     assert queue.maybe_finalize_async_calls() == []
     assert log == []
     assert queue.get_num_unfinalized_calls() == 2, "the second waits for the first"
-    first.finished = True
+    first.job.done = True
     assert queue.maybe_finalize_async_calls() == [0, 1]
     assert log == ["a", "b", "c"]
     assert (first.committed, first.aborted) == (1, 0)
@@ -83,7 +84,7 @@ def test_callbacks_run_in_order_when_the_saves_are_done() -> None:
 
 def test_blocking_waits() -> None:
     queue, log = AsyncCallsQueue(), list[str]()
-    queue.schedule_async_request(_request(_FinishesAfter(0.3), log, "a"))
+    queue.schedule_async_request(_request(_Save(seconds=0.3), log, "a"))
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
     assert log == ["a"]
 
@@ -417,7 +418,7 @@ def _one_rank_is_slow(rank: int) -> tuple[list[list[int]], list[int]]:
     save = _Save(done=rank == 0)
     queue.schedule_async_request(_request(save, []))
     while_running = [queue.maybe_finalize_async_calls(), queue.maybe_finalize_async_calls()]
-    save.finished = True
+    save.job.done = True
     return while_running, queue.maybe_finalize_async_calls()
 
 
@@ -431,7 +432,7 @@ def _not_at_once(rank: int) -> tuple[list[list[int]], list[int]]:
     queue.schedule_async_request(_request(save, []))
     # The other rank is in no call of ours meanwhile.
     while_running = [queue.maybe_finalize_async_calls(no_dist=True) for _ in range(3)] if rank == 1 else []
-    save.finished = True
+    save.job.done = True
     return while_running, queue.maybe_finalize_async_calls(no_dist=True)
 
 
@@ -539,7 +540,7 @@ def test_work_that_is_done_in_line_and_fails_on_one_rank_is_heard_of_on_all() ->
 
 def _close_when_the_other_is_gone(rank: int) -> tuple[str, float]:
     queue = AsyncCallsQueue()
-    queue.schedule_async_request(_request(save := _FinishesAfter(0.2), []))
+    queue.schedule_async_request(_request(save := _Save(seconds=0.2), []))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     started_s = time.monotonic()

@@ -23,11 +23,11 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
-from mcore_ckpt.save._async_save import AsyncSave
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
 from mcore_ckpt.save.transaction import SaveTransaction
 from mcore_ckpt.writing import forked_call
 from mcore_ckpt.writing.persistent_writer import shared_writer
+from mcore_ckpt.writing.supervised_child import Job
 from tests.support.gloo_ranks import rank_outcomes, run_ranks
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
@@ -443,7 +443,7 @@ def _interrupted_while_waiting(rank: int, directory: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     started_s = time.monotonic()
     # While it waits for its writer, and where it compares notes with the others, which would go on without it.
-    for number, (owner, name) in enumerate([(AsyncSave, "wait"), (RankGroup, "maximum")]):
+    for number, (owner, name) in enumerate([(Job, "wait"), (RankGroup, "maximum")]):
         where = f"{directory}/{name}"
         options = SaveOptions(progress=False, on_failure="warn")
         strategy, queue = TorchDistSaveStrategy(options=options), AsyncCallsQueue()

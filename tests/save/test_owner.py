@@ -219,7 +219,7 @@ class Interruption:
     def trace(self, frame: Any, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.endswith(self._FILES) or frame.f_code.co_name == "_note_forgotten":
             return None
-        if frame.f_code.co_name == "_job" and self.lines < 0:
+        if frame.f_code.co_name == "_writer_job" and self.lines < 0:
             self.lines = 0  # next, it is handed over
         if event == "line" and self.lines >= 0:
             self.lines += 1
@@ -281,7 +281,7 @@ def test_an_async_save_that_is_interrupted_while_it_begins_writes_no_more(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(stopped, signal.SIGCONT)
             # Jobs are done in turn: after this one, there is none before it.
-            strategy().async_save(state(3), tmp_path).async_fn.wait()
+            strategy().async_save(state(3), tmp_path).async_fn()
         until_s = time.monotonic() + 20
         while children() - before - {persistent_writer.shared_writer().pid} and time.monotonic() < until_s:
             time.sleep(0.01)
@@ -330,7 +330,7 @@ def test_a_forked_process_that_cleans_up_does_not_touch_the_trainers_save(tmp_pa
     queue = AsyncCallsQueue()
     request = strategy().async_save(state(1), tmp_path)
     queue.schedule_async_request(request)
-    request.async_fn.wait()
+    request.async_fn()
     assert in_child(lambda: queue.close(abort=True)) == 0
     queue.maybe_finalize_async_calls(blocking=True)
     assert loaded(tmp_path) == 1
@@ -359,7 +359,7 @@ def _be_cut_off(tmp_path: Path, ending: str, told: int) -> None:
     queue = AsyncCallsQueue()
     request = strategy().async_save(state(1), tmp_path)
     queue.schedule_async_request(request)
-    request.async_fn.wait()
+    request.async_fn()
     os.write(told, b".")
     until_s = time.monotonic() + 60
     while not (tmp_path / "go on").exists() and time.monotonic() < until_s:

@@ -81,7 +81,7 @@ def test_a_trace_that_cannot_be_written_is_only_warned_about(tmp_path: Path, cap
 _WAITS = """
 import time
 from mcore_ckpt.core.console import WaitingBar
-bar = WaitingBar("saving", 1000, True)
+bar = WaitingBar("saving", 1000)
 for done in (100, 900):
     with bar:
         bar.show(done)

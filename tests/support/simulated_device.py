@@ -179,5 +179,6 @@ def simulated_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevi
     monkeypatch.setattr(staging, "_streams", {})
     yield _here
     # Stages that are registered with the simulated device go while it is there.
+    stage_pool._collect()
     while stage_pool._free:
         stage_pool._free.pop().close()

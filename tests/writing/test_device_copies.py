@@ -68,7 +68,7 @@ def test_what_the_trainer_queued_before_is_in_and_what_it_queues_later_is_not(
         save = start_writing(LocalStorage(tmp_path / str(step)), [source], SaveOptions(), "test")
         tensor.fill_(-1.0)
         simulated_devices.finish()
-        save.results()
+        save.result()
         (found,) = payloads(source, (tmp_path / str(step) / "__0_0.distcp").read_bytes())
         assert (found == step).all(), step
 

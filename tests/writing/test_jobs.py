@@ -17,15 +17,16 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
-from mcore_ckpt.layout.file_image import plan_windows
+from mcore_ckpt.layout.file_image import Window, plan_windows
 from mcore_ckpt.writing.forked_call import fork_call, fork_writer, report_progress
-from mcore_ckpt.writing.persistent_writer import PersistentWriter, shared_writer
+from mcore_ckpt.writing.persistent_writer import PersistentWriter, fill_ring, shared_writer
 from mcore_ckpt.writing.writer_job import Ring
 from tests.support.writer_jobs import MisbehavingStorage, SmallStage, check_file, image, job, misbehave
 
@@ -256,15 +257,12 @@ def test_a_save_larger_than_the_stage_is_passed_through_a_ring(
     images = [image("a", 300_000, 3), image("b", 10)]
     source = SmallStage(2 * _MIB)
     source.fill(5)
+
+    def fill(window: Window, slot: int) -> None:
+        stage.memory[slot : slot + window.stop - window.start] = source.memory[window.start : window.stop]
+
     handle = writer.submit(job(tmp_path, images, ring=ring), stage.fd)
-    number = 0
-    for each in images:
-        for window in plan_windows(each, window_bytes):
-            handle.acquire_window(number, timeout_s=30)
-            slot = ring.offset + number % slots * window_bytes
-            stage.memory[slot : slot + window.stop - window.start] = source.memory[window.start : window.stop]
-            handle.window_ready(number)
-            number += 1
+    fill_ring(handle, ring, (partial(fill, window) for each in images for window in plan_windows(each, window_bytes)))
     handle.result()
     for each in images:
         check_file(tmp_path / each.file_name, each, bytes(source.memory))
@@ -294,8 +292,10 @@ def test_a_window_is_not_waited_for_when_the_writer_is_gone(
     assert writer.pid is not None
     os.kill(writer.pid, signal.SIGKILL)
     started_s = time.monotonic()
+    filled: list[int] = []
     with pytest.raises(WriterDiedError, match="SIGKILL"):
-        handle.acquire_window(2)
+        fill_ring(handle, Ring(0, 65536, 2), [filled.append] * 3)
+    assert filled == [0, 65536]
     assert time.monotonic() - started_s < _AT_ONCE_S
 
 

@@ -54,7 +54,7 @@ def test_what_is_queued_before_the_call_is_in_the_snapshot_and_what_comes_after_
         tensor.fill_(step)  # queued, not waited for
         save = start_writing(LocalStorage(tmp_path / str(step)), [source_of(tensor)], SaveOptions(), "test")
         tensor.fill_(-1.0)
-        save.results()
+        save.result()
     for step in range(1, 6):
         content = (tmp_path / str(step) / "__0_0.distcp").read_bytes()
         image = source_of(tensor).layout.image
