@@ -63,8 +63,8 @@ class SaveOptions:
         trace_path: directory for Chrome trace files, one for each rank and save; None writes none.
         on_timings: called on every rank with a `dict` of phase timings when a save has been finalized.
         progress: show a progress bar while a person waits for a save on a terminal.
-        take_ahead: start the writer and take the stage's memory while training computes before the first async save,
-            once the queue is polled, if a load or a save of this process has shown what this rank is going to save.
+        take_ahead: preallocate during training what the first async save needs, the writer and its staging buffer, once
+            the queue is polled, if a load or a synchronous save of this process has shown how much that is.
     """
 
     on_existing: Literal["replace", "error"] = "replace"

@@ -1,5 +1,4 @@
-"""Megatron's async queue, served by ours: its methods, what its training code asks for by strategy name, and how much
-is going to be saved.
+"""Megatron's async queue, served by ours: its methods, and what its training code asks for by strategy name.
 
 The methods of the class are replaced, not the class: training code makes queues when it is imported, frameworks keep
 them as attributes, and all of them must be served. Each gets a queue of ours of its own at its first use.
@@ -7,7 +6,6 @@ them as attributes, and all of them must be served. Each gets a queue of ours of
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import weakref
@@ -17,18 +15,13 @@ from typing import Any
 
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.megatron._patches import Patches
-from mcore_ckpt.megatron._versions import data_parallel_ranks, optimizer_base
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
-from mcore_ckpt.writing.stage_pool import estimate_saves_by
 
-__all__ = ["async_strategy_source", "note_optimizers", "replace_methods", "require_idle", "served_queue"]
+__all__ = ["async_strategy_source", "replace_methods", "require_idle", "served_queue"]
 
 _ATTRIBUTE = "_mcore_ckpt_queue"
 _FIRST_INDEX = "_mcore_ckpt_first_index"
-_MAIN_BYTES = 4  # of an element of main parameters and of moments, but for options that few use
 _served: weakref.WeakSet[Any] = weakref.WeakSet()
-# Of Megatron's, made while ours is in force; by `id`, since theirs need not be hashable, or not yet.
-_optimizers: dict[int, weakref.ref[Any]] = {}
 
 
 def served_queue(queue: Any) -> AsyncCallsQueue:
@@ -56,8 +49,6 @@ def require_idle() -> None:
     for queue in list(_served):
         vars(queue).pop(_ATTRIBUTE, None)
     _served.clear()
-    _optimizers.clear()
-    estimate_saves_by(None)
 
 
 def replace_methods(patches: Patches, stock: Any, errors: type[AbstractContextManager[None]]) -> None:
@@ -100,69 +91,6 @@ def replace_methods(patches: Patches, stock: Any, errors: type[AbstractContextMa
     patches.set(stock, "close", close_both)
     if "warmup_persistent_caller" in vars(stock):
         patches.set(stock, "warmup_persistent_caller", AsyncCallsQueue.warmup_persistent_caller)
-
-
-def note_optimizers(patches: Patches) -> None:
-    """Have the first poll of a queue after the first step look at the optimizers: what they hold is what is going to be
-    saved, and the memory for that is taken while training computes. Where Megatron's optimizers cannot be found, that
-    is left to the first save.
-    """
-    stock = optimizer_base()
-    if stock is None:
-        return
-    begin = stock.__init__
-
-    @functools.wraps(begin)
-    def begin_noted(self: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, *args, **kwargs)
-        with contextlib.suppress(TypeError):  # it cannot be referred to weakly
-            number = id(self)
-            _optimizers[number] = weakref.ref(self, lambda _: _optimizers.pop(number, None))
-
-    patches.set(stock, "__init__", begin_noted)
-    estimate_saves_by(_bytes_of_training)
-
-
-def _bytes_of_training() -> int:
-    """About how much this rank will write of the optimizers' state and of the model, if all ranks share the writing.
-
-    0 before the first step: until then training has not taken what it needs itself, so that nobody can tell what is
-    free.
-    """
-    total = 0.0
-    for number, known in list(_optimizers.items()):
-        optimizer = known()
-        try:
-            nbytes = 0 if optimizer is None else _bytes_of(optimizer)
-        except Exception:  # noqa: BLE001  (whatever one is like, training goes on; its first save takes longer)
-            _optimizers.pop(number, None)  # nor is it asked at each step
-            continue
-        if nbytes is None:
-            return 0
-        total += nbytes
-    return int(total)
-
-
-def _bytes_of(optimizer: Any) -> float | None:
-    """What is saved of one optimizer, of several its parts tell: for each element of its parameters their value as the
-    model has it, the main copy of mixed precision, and the moments. None if it has not made a step.
-
-    The distributed optimizer has a rank's share of them. Others have all, and the ranks that have the same share.
-    """
-    if hasattr(optimizer, "chained_optimizers"):
-        return 0
-    stepped = getattr(optimizer, "optimizer", None)
-    groups = getattr(stepped, "param_groups", ())
-    mixed = hasattr(optimizer, "grad_scaler")
-    of_model = 2 if optimizer.config.bf16 or optimizer.config.fp16 else _MAIN_BYTES
-    nbytes = 0
-    if not getattr(stepped, "state", None) and any(group["params"] for group in groups):
-        return None  # one without moments has nothing to tell a step by: the first save tells its size
-    for group in groups:
-        moments = 2 if "betas" in group else int(bool(group.get("momentum")))
-        elements = sum(parameter.numel() for parameter in group["params"])
-        nbytes += elements * (of_model + _MAIN_BYTES * (moments + mixed))
-    return nbytes if hasattr(optimizer, "gbuf_ranges") else nbytes / data_parallel_ranks()
 
 
 def _first_index(queue: Any) -> int:

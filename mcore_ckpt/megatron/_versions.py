@@ -27,14 +27,12 @@ __all__ = [
     "TESTED_VERSIONS",
     "Differences",
     "async_request_class",
-    "data_parallel_ranks",
     "differences",
     "installed_version_text",
     "load_strategy_base",
     "mapping",
     "megatron_module",
     "megatron_version",
-    "optimizer_base",
     "patches",
     "quantized_test",
     "save_strategy_base",
@@ -130,19 +128,6 @@ def installed_version_text() -> str:
         return str(import_module("megatron.core.package_info").__version__)
     except (ImportError, AttributeError):
         return "(of unknown version)"
-
-
-def optimizer_base() -> Any:
-    """The class that all of Megatron's optimizers derive from; None where it cannot be imported."""
-    try:
-        return import_module("megatron.core.optimizer.optimizer").MegatronOptimizer
-    except Exception:  # noqa: BLE001  (it imports much that is not needed to save and load)
-        return None
-
-
-def data_parallel_ranks() -> int:
-    """How many ranks have the same parameters, by Megatron's own groups, which must have been made."""
-    return int(import_module("megatron.core.parallel_state").get_data_parallel_world_size(with_context_parallel=True))
 
 
 def mapping() -> Any:

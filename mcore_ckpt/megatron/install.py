@@ -145,7 +145,6 @@ def _replace_all(megatron: Differences) -> None:
     patches.replace(serialization, "save", _save_or_leave_nothing(serialization.save))
     patches.replace(serialization, "load", around_load(serialization.load))
     megatron_queue.replace_methods(patches, async_utils.AsyncCallsQueue, MegatronErrors)
-    megatron_queue.note_optimizers(patches)
     if megatron.calls_numpy_product:
         serve_with_numpy_2(patches, existing_modules(MODULES_CALLING_PRODUCT))
     serve_without_cuda(patches, existing_modules(MODULES_NAMING_CUDA))

@@ -115,7 +115,7 @@ def _stage_and_start(
         else:
             job = shared_writer().submit(writer_job, lease.stage.fd, lease.stage_is_used_by)
         started(job)
-        lease.stage.touch_meanwhile()
+        lease.stage.touch_meanwhile(lease.stage.capacity_bytes)  # while the writer is busy with the device
         return job
     except BaseException:
         lease.abort()

@@ -39,7 +39,7 @@ from mcore_ckpt.core.signals import interruptible
 from mcore_ckpt.writing.call_worker import CallWorker
 from mcore_ckpt.writing.forked_call import fork_call
 from mcore_ckpt.writing.persistent_writer import shared_writer
-from mcore_ckpt.writing.stage_pool import take_ahead
+from mcore_ckpt.writing.stage_pool import preallocate
 from mcore_ckpt.writing.supervised_child import Job, JobWatch
 
 __all__ = [
@@ -360,7 +360,7 @@ class AsyncCallsQueue:
                 whatever `on_failure` says. What comes when nothing waits is raised at the end.
         """
         if self.call_idx < 0 and not blocking:  # training goes on before its first async save
-            take_ahead(self._options)
+            preallocate(self._options)
         with interrupts_wait_for_others():
             return self._finalize(blocking, no_dist)
 

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -33,21 +33,19 @@ from mcore_ckpt.writing.supervised_child import Job
 __all__ = [
     "Stage",
     "StageLease",
-    "estimate_saves_by",
     "expect_save",
     "is_busy",
     "lease_stage",
-    "take_ahead",
+    "preallocate",
     "warm_up_stage",
 ]
 
 _logger = logging.getLogger(__name__)
 
-# Short enough that neither a call of the trainer's that maps memory nor the end of the process waits for it.
-_MAPPED_AT_ONCE_BYTES = 32 * 1024 * 1024
-# Pages that nobody waits for are taken a few at a time, so that training has the cores, and the process its memory map.
-_TAKEN_AT_ONCE_BYTES = 2 * 1024 * 1024
-_TAKING_SHARE = 0.25
+# Short enough that neither a call of the trainer that maps memory nor the end of the process waits for it.
+_TOUCHED_AT_ONCE_BYTES = 2 * 1024 * 1024
+# Of the time in which training computes.
+_PREALLOCATING_SHARE = 0.25
 
 
 class Stage:
@@ -69,7 +67,7 @@ class Stage:
         self.is_touched = False
         self._memory: mmap.mmap | None = None
         self._pinned = False
-        self._taking: tuple[threading.Thread, threading.Event] | None = None
+        self._touching: tuple[threading.Thread, threading.Event] | None = None
         _stages.add(self)
 
     def reserve(self, nbytes: int, *, touch: bool = True) -> memoryview:
@@ -83,7 +81,7 @@ class Stage:
             SaveError: the host has not that much memory.
         """
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._stop_taking()
+        self._stop_touching()
         if nbytes > self.capacity_bytes:
             self._unmap()
             try:
@@ -125,55 +123,38 @@ class Stage:
         except OSError as error:
             raise SaveError(f"no memory for a stage of {self.capacity_bytes} bytes: {error}") from error
 
-    def touch_meanwhile(self) -> None:
-        """Map the pages that were written by `write`, in a thread, while the writer is busy with the device: the next
-        save then copies at the speed of memory.
+    def touch_meanwhile(self, nbytes: int, *, share: float = 1.0) -> None:
+        """Find, clear and map the pages of `nbytes` in a thread, until `reserve` is called or all of them are touched.
+
+        Args:
+            nbytes: from the beginning on.
+            share: of the time that the thread may work.
         """
         if self._memory is None or self.is_touched:
             return
-        thread = threading.Thread(target=self._map_pages, args=(self._memory,), name="mcore_ckpt-stage", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no thread to be had: the next save writes to the stage once more
-            return
-        self.is_touched = True
-
-    def take_meanwhile(self, nbytes: int) -> None:
-        """Find, clear and map `nbytes` in a thread, beside what training computes, until `reserve` is called."""
-        self.reserve(nbytes, touch=False)
-        assert self._memory is not None
         stop = threading.Event()
         thread = threading.Thread(
-            target=self._take_pages, args=(self._memory, nbytes, stop), name="mcore_ckpt-stage", daemon=True
+            target=self._touch, args=(self._memory, nbytes, share, stop), name="mcore_ckpt-stage", daemon=True
         )
-        try:
+        with contextlib.suppress(RuntimeError):  # no thread to be had: the save finds the pages itself
             thread.start()
-        except RuntimeError:  # no thread to be had: the save takes what it needs
-            return
-        self._taking = (thread, stop)
+            self._touching = (thread, stop)
 
-    def _take_pages(self, memory: mmap.mmap, nbytes: int, stop: threading.Event) -> None:
+    def _touch(self, memory: mmap.mmap, nbytes: int, share: float, stop: threading.Event) -> None:
         start = direct_io.address(memoryview(memory))
-        for offset in range(0, nbytes, _TAKEN_AT_ONCE_BYTES):
+        for offset in range(0, nbytes, _TOUCHED_AT_ONCE_BYTES):
             began = time.monotonic()
-            taken = direct_io.populate(start + offset, min(_TAKEN_AT_ONCE_BYTES, nbytes - offset))
-            if not taken or stop.wait((time.monotonic() - began) * (1 / _TAKING_SHARE - 1)):
+            touched = direct_io.populate(start + offset, min(_TOUCHED_AT_ONCE_BYTES, nbytes - offset))
+            if not touched or stop.wait((time.monotonic() - began) * (1 / share - 1)):
                 return
         self.is_touched = True
 
-    def _stop_taking(self) -> None:
-        taking, self._taking = self._taking, None
-        if taking is not None:
-            thread, stop = taking
+    def _stop_touching(self) -> None:
+        touching, self._touching = self._touching, None
+        if touching is not None:
+            thread, stop = touching
             stop.set()
             thread.join()
-
-    def _map_pages(self, memory: mmap.mmap) -> None:
-        start, stop = direct_io.address(memoryview(memory)), len(memory)
-        for offset in range(0, stop, _MAPPED_AT_ONCE_BYTES):
-            if self._memory is not memory:
-                return
-            direct_io.populate(start + offset, min(_MAPPED_AT_ONCE_BYTES, stop - offset))
 
     def pin(self) -> None:
         """Register the memory with CUDA, so that device copies run at full speed and beside computation.
@@ -200,7 +181,7 @@ class Stage:
             )
 
     def _unmap(self) -> None:
-        self._stop_taking()
+        self._stop_touching()
         if self._memory is None:
             return
         if self._pinned:
@@ -236,7 +217,7 @@ class Stage:
     def disown(self) -> None:
         """In a process forked from the trainer: let go of memory that would stay taken until this process ends."""
         memory, self._memory = self._memory, None
-        self._taking = None  # its thread is not here
+        self._touching = None  # its thread is not here
         self._pinned = False  # CUDA is not to be touched here
         if memory is not None:
             with contextlib.suppress(
@@ -337,7 +318,6 @@ def _forget() -> None:
     _free.clear()
     _in_use.clear()
     expect_save(0)
-    estimate_saves_by(None)
     for stage in list(_stages):
         stage.disown()
     _stages.clear()
@@ -432,11 +412,9 @@ def warm_up_stage(nbytes: int, options: SaveOptions) -> None:
         lease.give_back()
 
 
-# What the first async save of this process is going to stage, as a load or another save has shown; None if none has.
-_expected_bytes: int | None = None
-# Who is asked as long as none has.
-_estimate: Callable[[], int] | None = None
-# Of what is expected: objects may have grown since, and a stage that is too small is made anew.
+# Size of this rank's next save, as a load or a synchronous save has shown it; 0 if none has, or it was acted upon.
+_expected_bytes = 0
+# Objects may have grown since, and a buffer that is too small is made again.
 _ROOM_SHARE = 1 / 64
 
 
@@ -446,41 +424,23 @@ def expect_save(nbytes: int) -> None:
     _expected_bytes = nbytes
 
 
-def estimate_saves_by(estimate: Callable[[], int] | None) -> None:
-    """Whom `take_ahead` asks for what this rank is going to save, in bytes, where no load or save has shown it.
+def preallocate(options: SaveOptions) -> None:
+    """Start the writer and touch the staging buffer of the first async save during training, if its size is known.
 
-    He is asked again as long as he says 0: nobody knows yet.
+    To be called where async saves are certain to come. Never more is taken than `expect_save` has said, or the budget
+    allows; nothing if a save has been begun already.
     """
-    global _estimate
-    _estimate = estimate
-
-
-def take_ahead(options: SaveOptions) -> None:
-    """Take what the first async save needs, as far as it is known, while training goes on: the writer, and the stage.
-
-    For whoever sees that async saves will come. Once; nothing where a save has been begun already, or is not expected,
-    and never more than `expect_save` has said, or else the estimate, or the budget allows.
-    """
-    expected_bytes = _expected_bytes
-    if expected_bytes is None:
-        expected_bytes = _estimate() if _estimate is not None and options.take_ahead else 0
-        if not expected_bytes:
-            return
-    budget_bytes = _budget_bytes(options) if expected_bytes else 0
-    nbytes = min(expected_bytes, budget_bytes)
+    nbytes = min(_expected_bytes, _budget_bytes(options)) if _expected_bytes else 0
     expect_save(0)
     if not nbytes or not options.take_ahead or options.writer != "persistent":
         return
     with _changed:
         if _free or _in_use:
             return
-        stage = Stage()
-        _free.append(stage)
-        try:
+        _free.append(stage := Stage())
+        with contextlib.suppress(SaveError):  # raised by the save, on all ranks
             # Room that is not touched takes no memory.
-            stage.reserve(min(nbytes + int(nbytes * _ROOM_SHARE), budget_bytes), touch=False)
-            stage.take_meanwhile(nbytes)
-        except SaveError:  # the save itself says it, where all ranks hear of it
-            return
+            stage.reserve(min(nbytes + int(nbytes * _ROOM_SHARE), _budget_bytes(options)), touch=False)
+            stage.touch_meanwhile(nbytes, share=_PREALLOCATING_SHARE)
     with contextlib.suppress(SaveError):
         shared_writer().warm_up(stage_fd=stage.fd, wait=False)

@@ -16,7 +16,6 @@ from mcore_ckpt import SaveError, SaveOptions
 from mcore_ckpt.megatron._versions import differences
 from tests.support.gloo_ranks import run_ranks
 from tests.support.local_files import data_file
-from tests.support.models import ModelShape, Parallel, build_training
 
 Saving = dict[str, Any]
 SHAPE = (24, 16)
@@ -508,66 +507,3 @@ def warmed_up(rank: int, path: Path) -> None:
 
 def test_fifty_saves_with_one_warm_writer_hold_fresh_bytes(tmp_path: Path) -> None:
     run_ranks(warmed_up, 1, tmp_path)
-
-
-def fresh_launch(rank: int, path: Path) -> None:
-    """A launch that has loaded nothing takes what its first async save needs by what its optimizer holds."""
-    dist_checkpointing = megatron()
-    from types import SimpleNamespace
-
-    import mcore_ckpt
-    from mcore_ckpt.writing import stage_pool
-
-    stage_pool._expected_bytes = None  # what nothing has shown
-    mcore_ckpt.install()
-    from megatron.core.dist_checkpointing.strategies import async_utils, fully_parallel
-    from megatron.core.dist_checkpointing.strategies import torch as strategies
-    from megatron.core.optimizer.optimizer import MegatronOptimizer
-
-    queue = async_utils.AsyncCallsQueue()
-    queue.maybe_finalize_async_calls()
-    assert not stage_pool._free, "nobody knows yet what is going to be saved"
-
-    class Strange(MegatronOptimizer):
-        def __init__(self) -> None:
-            super().__init__(SimpleNamespace(param_groups="none"), None)
-
-        def __eq__(self, other: object) -> bool:  # so it has no hash
-            return self is other
-
-    Strange.__abstractmethods__ = frozenset()
-    strange = Strange()
-    queue.maybe_finalize_async_calls()
-    assert not stage_pool._free, "an optimizer that is not understood is nobody's failure"
-    del strange
-
-    shape = ModelShape(layers=1, hidden=256)
-    training = build_training(shape, Parallel())
-    queue.maybe_finalize_async_calls()
-    assert not stage_pool._free, "before the first step nobody knows what training leaves free"
-    training.train(1)
-    queue.maybe_finalize_async_calls()
-    (stage,) = stage_pool._free
-    until_s = time.monotonic() + 60
-    while not stage.is_touched:
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
-    taken = os.fstat(stage.fd).st_blocks * 512
-    strategy = fully_parallel.FullyParallelSaveStrategyWrapper(
-        strategies.TorchDistSaveShardedStrategy("torch_dist", 1), None, True
-    )
-    dist.barrier()
-    state_dict = training.sharded_state_dict()
-    queue.schedule_async_request(dist_checkpointing.save(state_dict, str(path), strategy, async_sharded_save=True))
-    assert [lease.stage for lease in stage_pool._in_use] == [stage]
-    queue.maybe_finalize_async_calls(blocking=True)
-    written = sum(file.stat().st_size for file in path.glob(f"__{rank}_*"))
-    assert written > 1_000_000
-    assert 0.8 * written < taken < 1.1 * written
-    queue.close()
-    mcore_ckpt.uninstall()
-    assert not hasattr(MegatronOptimizer.__init__, "__wrapped__")
-
-
-def test_a_fresh_launch_takes_ahead_what_its_first_async_save_needs(tmp_path: Path) -> None:
-    run_ranks(fresh_launch, 2, tmp_path)
