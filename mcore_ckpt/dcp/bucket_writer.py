@@ -23,10 +23,11 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.format.file_names import DATA_SUFFIX, with_id
 from mcore_ckpt.format.seal import NO_SAVE_ID, SealedFile
 from mcore_ckpt.layout.buckets import TensorSpec, lay_out_file, place_objects, split_buckets
+from mcore_ckpt.layout.dense_tensors import check_memory
 from mcore_ckpt.layout.file_image import ImageResult
 from mcore_ckpt.layout.torch_classes import dtype_name, storage_info
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.writing.staging import BucketSource, check_memory, write_in_line
+from mcore_ckpt.writing.staging import BucketSource, write_in_line
 
 __all__ = [
     "BucketData",

@@ -53,10 +53,10 @@ from mcore_ckpt.directory.publish import check_files, publish
 from mcore_ckpt.directory.target import Target, abandon, lock_late, open_target
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, SealedFile, seal_metadata, shown_id
+from mcore_ckpt.layout.dense_tensors import check_memory
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
 from mcore_ckpt.layout.torch_classes import pickled_metadata, storage_meta
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.writing.staging import check_memory
 
 __all__ = [
     "FileSystemWriterAsync",

@@ -18,9 +18,10 @@ import torch
 
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout, TensorSpec
+from mcore_ckpt.layout.dense_tensors import check_memory, pointer_of
 from mcore_ckpt.layout.shards import main_replicas, stored_form
 from mcore_ckpt.layout.torch_classes import dtype_name
-from mcore_ckpt.writing.staging import BucketSource, check_memory, pointer_of
+from mcore_ckpt.writing.staging import BucketSource
 
 __all__ = ["NOTHING", "Described", "RankState", "collect"]
 

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 
 from mcore_ckpt.core.boxes import flat_boxes
-from mcore_ckpt.core.errors import PlanError, SaveError
+from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.seal import NO_SAVE_ID
 from mcore_ckpt.layout.buckets import BucketLayout
+from mcore_ckpt.layout.dense_tensors import pointer_of
 from mcore_ckpt.layout.file_image import FileImage, Fill, ImageResult, Window, check_results
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.writing._image_writer import write_files
@@ -35,33 +36,8 @@ from mcore_ckpt.writing._image_writer import write_files
 __all__ = [
     "BucketSource",
     "DeviceCopies",
-    "check_memory",
-    "pointer_of",
     "write_in_line",
 ]
-
-
-def check_memory(tensor: torch.Tensor, where: Callable[[], str]) -> None:
-    """Make sure that all of a dense tensor's memory is there, since it is read by address.
-
-    A storage can be cut under its tensors (`untyped_storage().resize_`), which is how some libraries offload.
-
-    Args:
-        tensor: of any device; its strides may overlap, as those of a broadcast view do.
-        where: tells key and offset, for the message.
-
-    Raises:
-        PlanError: some of it was given back.
-    """
-    held_bytes = tensor.untyped_storage().nbytes()
-    last = tensor.storage_offset() + tensor.numel() - 1
-    if not tensor.is_contiguous():
-        last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    if (last + 1) * tensor.itemsize > held_bytes and tensor.numel():
-        raise PlanError(
-            f"{where()}: the tensor's memory was given back ({held_bytes} bytes are left of"
-            f" {(last + 1) * tensor.itemsize}); bring it back, from where it was offloaded to, before the save"
-        )
 
 
 # The side stream of each device, for the saves of this process.
@@ -154,11 +130,6 @@ _LEAST_WRITTEN_BYTES = 16 * 1024
 _PIECE_BYTES = 32 * 1024 * 1024
 
 _Write = Callable[[int, int, int], None]
-
-
-def pointer_of(tensor: torch.Tensor) -> int:
-    """Where a tensor's bytes lie in order in host memory; 0 if they cannot be copied from where they are."""
-    return tensor.data_ptr() if tensor.is_cpu and tensor.is_contiguous() else 0
 
 
 class _Payloads:

@@ -18,8 +18,8 @@ from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.layout.buckets import lay_out
+from mcore_ckpt.layout.dense_tensors import check_memory
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
-from mcore_ckpt.writing import staging
 from mcore_ckpt.writing.staging import BucketSource
 from tests.support.tensor_specs import specs_of
 
@@ -142,7 +142,7 @@ def test_a_cut_storage_is_named_before_anything_is_written(kind: str, tmp_path: 
 
 def test_views_that_overlap_and_empty_tensors_need_no_more_memory_than_they_have() -> None:
     for tensor in (torch.ones(1).expand(1000), torch.ones(4, 1).expand(4, 9), torch.ones(0, 5), torch.ones(())):
-        staging.check_memory(tensor, lambda: "model.weight")
+        check_memory(tensor, lambda: "model.weight")
 
 
 _DCP_SAVES = """

@@ -1,0 +1,39 @@
+"""Where the bytes of a dense tensor lie, and whether they are there: a save reads them by address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mcore_ckpt.core.errors import PlanError
+
+__all__ = ["check_memory", "pointer_of"]
+
+
+def pointer_of(tensor: torch.Tensor) -> int:
+    """Where a tensor's bytes lie in order in host memory; 0 if they cannot be copied from where they are."""
+    return tensor.data_ptr() if tensor.is_cpu and tensor.is_contiguous() else 0
+
+
+def check_memory(tensor: torch.Tensor, where: Callable[[], str]) -> None:
+    """Make sure that all of a dense tensor's memory is there, since it is read by address.
+
+    A storage can be cut under its tensors (`untyped_storage().resize_`), which is how some libraries offload.
+
+    Args:
+        tensor: of any device; its strides may overlap, as those of a broadcast view do.
+        where: tells key and offset, for the message.
+
+    Raises:
+        PlanError: some of it was given back.
+    """
+    held_bytes = tensor.untyped_storage().nbytes()
+    last = tensor.storage_offset() + tensor.numel() - 1
+    if not tensor.is_contiguous():
+        last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    if (last + 1) * tensor.itemsize > held_bytes and tensor.numel():
+        raise PlanError(
+            f"{where()}: the tensor's memory was given back ({held_bytes} bytes are left of"
+            f" {(last + 1) * tensor.itemsize}); bring it back, from where it was offloaded to, before the save"
+        )
