@@ -10,7 +10,8 @@ import time
 
 import torch
 
-from mcore_ckpt.layout.buckets import TensorSpec, lay_out
+from mcore_ckpt.format.seal import NO_SAVE_ID
+from mcore_ckpt.layout.buckets import TensorSpec, frame_file, lay_out_file
 from mcore_ckpt.writing.stage_pool import Stage
 from mcore_ckpt.writing.staging import BucketSource
 
@@ -32,8 +33,9 @@ def device_to_stage(size_bytes: int, rounds: int) -> dict[str, list[float]]:
     pinned = [torch.empty(_ROWS, _COLUMNS, dtype=torch.bfloat16, pin_memory=True) for _ in tensors]
     shape = (_ROWS, _COLUMNS)
     specs = [TensorSpec(str(n), "bfloat16", shape, (0, 0), shape, 2 * _ROWS * _COLUMNS) for n in range(count)]
-    source = BucketSource(lay_out("0", specs, 0), tensors, [], [])
-    image = source.layout.image
+    layout = lay_out_file("0", specs)
+    source = BucketSource(frame_file(layout, "0", [], NO_SAVE_ID), tensors)
+    image = layout.image
     stage = Stage()
     view = stage.reserve(image.size_bytes)
     stage.pin()

@@ -22,9 +22,9 @@ from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.format.file_names import DATA_SUFFIX, with_id
 from mcore_ckpt.format.seal import NO_SAVE_ID, SealedFile
-from mcore_ckpt.layout.buckets import TensorSpec, lay_out_file, place_objects, split_buckets
+from mcore_ckpt.layout.buckets import TensorSpec, frame_file, lay_out_file, split_buckets
 from mcore_ckpt.layout.dense_tensors import check_memory
-from mcore_ckpt.layout.file_image import ImageResult
+from mcore_ckpt.layout.file_image import WrittenFile
 from mcore_ckpt.layout.torch_classes import dtype_name, storage_info
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.staging import BucketSource, write_in_line
@@ -286,21 +286,18 @@ def write_buckets(
     prepared = [_prepare(bucket, extensions) for bucket in buckets]
     written = write_in_line(storage, [source for source, _ in prepared], options)
     return [
-        _with_sums(results, bucket, source, image)
-        for bucket, (source, results), image in zip(buckets, prepared, written, strict=True)
+        _with_sums(results, bucket.save_id, file)
+        for bucket, (_, results), file in zip(buckets, prepared, written, strict=True)
     ]
 
 
-def _with_sums(
-    results: Sequence[WriteResult], bucket: WriteBucket, source: BucketSource, image: ImageResult
-) -> list[WriteResult]:
-    layout = source.layout
-    file = SealedFile(layout.image.size_bytes, source.table_crc32, bucket.save_id)
-    counts = dict(zip(layout.long_payloads, layout.inner_blocks, strict=True))
-    ends = list(accumulate((counts.get(n, 0) for n in range(len(image.crcs))), initial=0))
-    blocks = [image.blocks[a:b] for a, b in pairwise(ends)] if counts else [array("I")] * len(image.crcs)
-    sums = [ItemSums(file, crc, array("I")) for crc in source.object_crcs]
-    sums += [ItemSums(file, crc, running) for crc, running in zip(image.crcs, blocks, strict=True)]
+def _with_sums(results: Sequence[WriteResult], save_id: bytes, written: WrittenFile) -> list[WriteResult]:
+    file = SealedFile(written.size_bytes, written.table_crc32, save_id)
+    counts = dict(zip(written.long_payloads, written.inner_blocks, strict=True))
+    ends = list(accumulate((counts.get(n, 0) for n in range(len(written.crcs))), initial=0))
+    blocks = [written.blocks[a:b] for a, b in pairwise(ends)] if counts else [array("I")] * len(written.crcs)
+    sums = [ItemSums(file, crc, array("I")) for crc in written.object_crcs]
+    sums += [ItemSums(file, crc, running) for crc, running in zip(written.crcs, blocks, strict=True)]
     return [
         _SummedResult(result.index, result.size_in_bytes, result.storage_data, item)
         for result, item in zip(results, sums, strict=True)
@@ -323,16 +320,16 @@ def _prepare(bucket: WriteBucket, extensions: Sequence[Any]) -> tuple[BucketSour
     if extensions:
         blob_keys += [item.index.fqn for item, _ in bucket.data.tensor_data]
     layout = lay_out_file(name, [_spec(item, tensor) for item, tensor in tensor_data], blob_keys, sizes)
-    offsets = place_objects(sizes)
+    frame = frame_file(layout, name, [blob for _, blob in blobs], bucket.save_id)
     results = [
         WriteResult(item.index, len(blob), storage_info(bucket.storage_key, offset, len(blob), descriptors))
-        for (item, blob), offset in zip(blobs, offsets, strict=True)
+        for (item, blob), offset in zip(blobs, frame.offsets, strict=True)
     ]
     for (item, _), template, offset in zip(tensor_data, layout.templates, layout.item_offsets, strict=True):
         info = storage_info(bucket.storage_key, offset, template.item_bytes)
         results.append(WriteResult(item.index, template.item_bytes, info))
     tensors = [_plain(tensor) for _, tensor in tensor_data]
-    return BucketSource(layout, tensors, [blob for _, blob in blobs], offsets, bucket.save_id), results
+    return BucketSource(frame, tensors), results
 
 
 def _spec(item: WriteItem, tensor: torch.Tensor) -> TensorSpec:

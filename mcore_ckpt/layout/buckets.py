@@ -7,7 +7,8 @@ not move when an object changes its size.
 
 `lay_out_rank` does so for all that one rank writes in one save. A `RankLayout` depends on the structure of the state
 only (keys, dtypes, shapes, offsets), so it is kept and used again as long as that stays: the second save's planning is
-free. `lay_out_file` lays out one file from the same parts, for a writer that is handed its buckets one by one.
+free. `lay_out_file` lays out one file from the same parts, for a writer that is handed its buckets one by one. What a
+save adds to a layout is a `FileFrame`: the file's name, the objects, and the integrity footer.
 """
 
 from __future__ import annotations
@@ -15,24 +16,25 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.file_names import data_file_name, with_id
 from mcore_ckpt.format.index import ObjectEntry, StoredItem
 from mcore_ckpt.format.item_layout import TensorTemplate, place, tensor_template
-from mcore_ckpt.format.seal import BLOCK_BYTES, FileSealPlan, TableColumns, inner_blocks
-from mcore_ckpt.layout.file_image import FileImage
+from mcore_ckpt.format.seal import FileSealPlan, TableColumns
+from mcore_ckpt.layout.file_image import FileImage, PlannedFile
 from mcore_ckpt.layout.plans import LocalPlan, LocalPlanBuilder
 
 __all__ = [
     "BucketLayout",
-    "PlacedObjects",
+    "FileFrame",
     "RankLayout",
     "TensorSpec",
     "balance",
-    "lay_out",
+    "frame_file",
     "lay_out_file",
     "lay_out_rank",
     "place_objects",
@@ -45,33 +47,48 @@ _PAGE_BYTES = 4096
 _OBJECT_ALIGNMENT_BYTES = 64
 
 
+class TensorSpec(NamedTuple):
+    """One tensor to be written: box (`offsets`, `sizes`) of a global tensor of `shape`, in elements.
+
+    `original_shape` is the parameter's own global shape where `shape` is that of a stored form (see `flattened`).
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    nbytes: int
+    original_shape: tuple[int, ...] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """Where everything lies in one bucket's file. All offsets are bytes from the start of the file.
+    """Where everything lies in one bucket's file, in every save of the same structure; offsets in bytes from its start.
 
     Attributes:
-        file_name: name inside the checkpoint directory; the id of a save comes into it by `RankLayout.named`.
+        file_name: name inside the checkpoint directory, without the id of a save.
+        specs: the tensors, in the order of the file.
+        object_keys: of the objects, in the order of the file.
         region_bytes: length of the bytes_data region, which starts at 0 and is a multiple of 4096.
         templates: for each tensor, its item without the payload.
         item_offsets: for each tensor, where its item starts.
         image: what a writer needs: the file's size, the payloads and the places of their checksums.
-        seal: what ends the file, as far as the structure tells.
-        long_payloads: which tensors' payloads are longer than a block.
-        inner_blocks: for each of those, how many block boundaries lie inside it.
+        seal: the integrity footer, as far as the structure tells.
     """
 
-    file_name: str = field(compare=False)
+    file_name: str
+    specs: tuple[TensorSpec, ...]
+    object_keys: tuple[str, ...]
     region_bytes: int
     templates: tuple[TensorTemplate, ...]
     item_offsets: array[int]
     image: FileImage
     seal: FileSealPlan
-    long_payloads: array[int]
-    inner_blocks: array[int]
 
     @property
     def seal_offset(self) -> int:
-        """Where the seal begins, which is where the last item ends."""
+        """Where the integrity footer begins, which is where the last item ends."""
         return self.image.size_bytes - self.seal.size_bytes
 
 
@@ -134,8 +151,12 @@ def region_bytes(objects_bytes: Sequence[int]) -> int:
     """Length of the region for serialized objects: what they take now and a quarter more, in whole pages."""
     if not objects_bytes:
         return 0
-    needed = place_objects(objects_bytes)[-1] + objects_bytes[-1]
+    needed = _end(objects_bytes)
     return -(-(needed + needed // 4) // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _end(objects_bytes: Sequence[int]) -> int:
+    return place_objects(objects_bytes)[-1] + objects_bytes[-1]
 
 
 def place_objects(objects_bytes: Sequence[int]) -> list[int]:
@@ -148,38 +169,23 @@ def place_objects(objects_bytes: Sequence[int]) -> list[int]:
     return offsets
 
 
-class TensorSpec(NamedTuple):
-    """One tensor to be written: box (`offsets`, `sizes`) of a global tensor of `shape`, in elements.
-
-    `original_shape` is the parameter's own global shape where `shape` is that of a stored form (see `flattened`).
-    """
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    nbytes: int
-    original_shape: tuple[int, ...] | None = None
-
-
-def lay_out(
-    file_name: str, specs: Sequence[TensorSpec], bytes_region: int, object_keys: Sequence[str] = ()
+def lay_out_file(
+    file_name: str, specs: Sequence[TensorSpec], object_keys: Sequence[str] = (), objects_bytes: Sequence[int] = ()
 ) -> BucketLayout:
     """Lay out a bucket's file.
 
     Args:
         file_name: name inside the checkpoint directory.
         specs: the bucket's tensors, in the order in which they are written.
-        bytes_region: length of the region for objects, a multiple of 4096, at the start of the file.
-        object_keys: keys of the objects, in the order of their places.
+        object_keys: keys of its serialized objects, in the order of their places.
+        objects_bytes: their sizes now; their region gets some room to grow.
     """
     templates = [tensor_template(spec.dtype, spec.sizes) for spec in specs]
     item_offsets = array("q")
     payload_offsets = array("q")
     payload_lengths = array("q")
     crc_positions = array("q")
-    position = bytes_region
+    position = bytes_region = region_bytes(objects_bytes)
     for template in templates:
         start = place(position, template)
         payload = start + len(template.head)
@@ -192,22 +198,14 @@ def lay_out(
         position = tail + len(template.tail)
     seal = seal_plan(specs, item_offsets, [template.item_bytes for template in templates], object_keys)
     image = FileImage(
-        file_name=file_name,
         size_bytes=position + seal.size_bytes,
         payload_offsets=payload_offsets,
         payload_lengths=payload_lengths,
         crc_positions=crc_positions,
     )
-    long_payloads = array("I", [n for n, nbytes in enumerate(payload_lengths) if nbytes > BLOCK_BYTES])
-    counts = array("I", [inner_blocks(payload_lengths[n]) for n in long_payloads])
-    return BucketLayout(file_name, bytes_region, tuple(templates), item_offsets, image, seal, long_payloads, counts)
-
-
-def lay_out_file(
-    file_name: str, specs: Sequence[TensorSpec], object_keys: Sequence[str], objects_bytes: Sequence[int]
-) -> BucketLayout:
-    """Lay out a file that holds these tensors, and objects of these keys and sizes."""
-    return lay_out(file_name, specs, region_bytes(objects_bytes), object_keys)
+    return BucketLayout(
+        file_name, tuple(specs), tuple(object_keys), bytes_region, tuple(templates), item_offsets, image, seal
+    )
 
 
 def seal_plan(
@@ -233,41 +231,49 @@ def seal_plan(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedObjects:
-    """Where the serialized objects of one save lie.
+class FileFrame(NamedTuple):
+    """All of a file of one save but the bytes of its tensors.
 
     Attributes:
-        buckets: for each bucket of the layout, the indices of its objects.
-        offsets: for each bucket, where they lie in its file, in bytes.
-        entries: index entry of each object, in the order of the objects.
+        layout: of the file.
+        file: the same for its writer.
+        objects: the serialized objects.
+        offsets: where each of them lies in the file, in bytes.
+        seal: the integrity footer.
     """
 
-    buckets: tuple[tuple[int, ...], ...]
-    offsets: tuple[tuple[int, ...], ...]
-    entries: tuple[ObjectEntry, ...]
+    layout: BucketLayout
+    file: PlannedFile
+    objects: tuple[memoryview, ...]
+    offsets: tuple[int, ...]
+    seal: bytes
 
-    def named(self, save_id: bytes) -> PlacedObjects:
-        """As they lie in the files of one save."""
-        entries = tuple(
-            replace(entry, item=entry.item._replace(file=with_id(entry.item.file, save_id))) for entry in self.entries
-        )
-        return replace(self, entries=entries)
 
-    def places(self, bucket: int) -> list[tuple[int, int]]:
-        """Offset and length of each object in the file of that number, in bytes."""
-        lengths = [self.entries[index].item.length for index in self.buckets[bucket]]
-        return list(zip(self.offsets[bucket], lengths, strict=True))
+def frame_file(layout: BucketLayout, name: str, objects: Sequence[memoryview], save_id: bytes) -> FileFrame:
+    """Put the objects of one save into a file, and close it with its integrity footer.
+
+    Args:
+        layout: with room for the objects.
+        name: of the file in this save.
+        objects: serialized, in the order of the layout.
+        save_id: 16 bytes.
+    """
+    lengths = [len(data) for data in objects]
+    offsets = place_objects(lengths)
+    seal, table_crc32 = layout.seal.fill(save_id, layout.image.size_bytes, zip(offsets, lengths, strict=True))
+    file = PlannedFile(name, layout.image, table_crc32, array("I", map(crc32, objects)))
+    return FileFrame(layout, file, tuple(objects), tuple(offsets), seal)
 
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The files of one rank.
+    """The files of one rank, in every save of the same structure.
 
     Attributes:
         specs: the tensors, in the trainer's order; what a later save compares its own with.
         buckets: the layout of each file.
         members: for each file, the indices of its tensors.
+        objects: for each file, the indices of its objects.
         plan: the same for the coordinator.
         object_keys: of the objects that the files were laid out for.
         separation_hint: prefix of keys whose files carry it, too.
@@ -276,6 +282,7 @@ class RankLayout:
     specs: tuple[TensorSpec, ...]
     buckets: tuple[BucketLayout, ...]
     members: tuple[tuple[int, ...], ...]
+    objects: tuple[tuple[int, ...], ...]
     plan: LocalPlan
     object_keys: tuple[str, ...]
     separation_hint: str | None
@@ -285,37 +292,26 @@ class RankLayout:
         """Length of all files together, in bytes."""
         return sum(bucket.image.size_bytes for bucket in self.buckets)
 
-    def named(self, save_id: bytes) -> RankLayout:
-        """The files of one save: a layout is kept from save to save, and a name is used once."""
-        buckets = tuple(
-            replace(bucket, file_name=name, image=replace(bucket.image, file_name=name))
-            for bucket in self.buckets
-            for name in (with_id(bucket.file_name, save_id),)
+    def has_room(self, keys: Sequence[str], sizes_bytes: Sequence[int]) -> bool:
+        """Whether the objects of a save fit into these files: the same keys, in regions that are long enough."""
+        return tuple(keys) == self.object_keys and all(
+            not chosen or _end([sizes_bytes[index] for index in chosen]) <= bucket.region_bytes
+            for bucket, chosen in zip(self.buckets, self.objects, strict=True)
         )
-        return replace(self, buckets=buckets)
 
-    def place_objects(self, keys: Sequence[str], sizes_bytes: Sequence[int]) -> PlacedObjects | None:
-        """Find room for the objects of a save; None if a new layout is needed: for other keys, or larger regions."""
-        if tuple(keys) != self.object_keys:
-            return None
-        chosen = _spread(keys, [bucket.file_name for bucket in self.buckets], self.separation_hint)
-        offsets = []
-        entries: dict[int, ObjectEntry] = {}
-        for bucket, indices in zip(self.buckets, chosen, strict=True):
-            sizes = [sizes_bytes[index] for index in indices]
-            placed = place_objects(sizes)
-            if placed and placed[-1] + sizes[-1] > bucket.region_bytes:
-                return None
-            offsets.append(tuple(placed))
-            for index, offset in zip(indices, placed, strict=True):
-                item = StoredItem(bucket.file_name, offset, sizes_bytes[index])
-                entries[index] = ObjectEntry(keys[index], item)
-        if len(entries) != len(keys):
-            return None
-        return PlacedObjects(
-            tuple(tuple(indices) for indices in chosen),
-            tuple(offsets),
-            tuple(entries[index] for index in range(len(keys))),
+    def frames(self, objects: Sequence[memoryview], save_id: bytes) -> list[FileFrame]:
+        """The files of one save: a name is used once. Expects that the objects have room."""
+        return [
+            frame_file(bucket, with_id(bucket.file_name, save_id), [objects[index] for index in chosen], save_id)
+            for bucket, chosen in zip(self.buckets, self.objects, strict=True)
+        ]
+
+    def object_entries(self, frames: Sequence[FileFrame]) -> tuple[ObjectEntry, ...]:
+        """Index entries of the objects of one save, file by file."""
+        return tuple(
+            ObjectEntry(self.object_keys[index], StoredItem(frame.file.name, offset, len(data)))
+            for frame, chosen in zip(frames, self.objects, strict=True)
+            for index, offset, data in zip(chosen, frame.offsets, frame.objects, strict=True)
         )
 
 
@@ -357,8 +353,15 @@ def lay_out_rank(
         builder.begin_file(name, bucket.image.size_bytes)
         for spec, offset, template in zip(of_file, bucket.item_offsets, bucket.templates, strict=True):
             builder.add(spec.key, spec.dtype, spec.shape, spec.offsets, spec.sizes, offset, template.item_bytes)
-    members = tuple(tuple(indices) for _, indices in chosen)
-    return RankLayout(tuple(specs), tuple(buckets), members, builder.build(), tuple(object_keys), separation_hint)
+    return RankLayout(
+        specs=tuple(specs),
+        buckets=tuple(buckets),
+        members=tuple(tuple(indices) for _, indices in chosen),
+        objects=tuple(map(tuple, objects_of_file)),
+        plan=builder.build(),
+        object_keys=tuple(object_keys),
+        separation_hint=separation_hint,
+    )
 
 
 def _prefixes_of_objects(keys: Sequence[str], separation_hint: str | None) -> list[str]:

@@ -3,114 +3,131 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mcore_ckpt.core.errors import SaveError
+from mcore_ckpt.format.seal import BLOCK_BYTES, inner_blocks
 
-__all__ = [
-    "FileImage",
-    "Fill",
-    "ImageResult",
-    "Window",
-    "check_results",
-    "plan_windows",
-]
+__all__ = ["FileImage", "Fill", "PlannedFile", "Window", "WrittenFile", "check_results", "plan_windows"]
 
 
 @dataclass(frozen=True, slots=True)
 class FileImage:
-    """What has to be known of a file to sum and write it; plain arrays, cheap to pickle.
+    """What has to be known of a file's structure to sum and write it; plain arrays, the same from save to save.
 
     Attributes:
-        file_name: of the file, for results and messages.
         size_bytes: of the file.
         payload_offsets: first byte of each payload in the file (`array('q')`), ascending, without overlap.
         payload_lengths: bytes of each payload (`array('q')`).
         crc_positions: file offsets of the uint32 (little endian) that take the CRC-32 of payload 0, then 1, ...
             (`array('q')`); the same number for each, and each behind the end of its payload.
+        long_payloads: numbers of the payloads that are longer than a block (`array('I')`).
+        inner_blocks: for each of those, how many block boundaries lie inside it (`array('I')`).
     """
 
-    file_name: str = field(compare=False)
     size_bytes: int
     payload_offsets: array[int]
     payload_lengths: array[int]
     crc_positions: array[int]
+    long_payloads: array[int] = field(init=False, compare=False)
+    inner_blocks: array[int] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         payloads, positions = len(self.payload_offsets), len(self.crc_positions)
         if len(self.payload_lengths) != payloads or (positions % payloads if payloads else positions):
             raise ValueError(
-                f"{self.file_name}: {payloads} payload offsets, {len(self.payload_lengths)} lengths and {positions} "
-                "CRC positions do not go together"
+                f"{payloads} payload offsets, {len(self.payload_lengths)} lengths and {positions} CRC positions do not "
+                "go together"
             )
+        long = array("I", [number for number, nbytes in enumerate(self.payload_lengths) if nbytes > BLOCK_BYTES])
+        object.__setattr__(self, "long_payloads", long)
+        counts = array("I", [inner_blocks(self.payload_lengths[number]) for number in long])
+        object.__setattr__(self, "inner_blocks", counts)
 
 
 @dataclass(frozen=True, slots=True)
-class ImageResult:
-    """What became of one image.
+class PlannedFile:
+    """One file of one save, as its writer gets it.
 
     Attributes:
-        file_name: the image's.
-        size_bytes: of the file, as finished.
-        crcs: CRC-32 of each payload (`array('I')`).
-        blocks: running CRC-32 at each block boundary inside each payload that is longer than a block (`array('I')`).
-        fill_s: seconds in the caller's `fill`.
-        crc_s: seconds of summing and patching, on the caller's thread.
-        write_s: seconds of writing, summed over the I/O threads; they run beside the two above.
-        fsync_s: seconds of finishing the file (truncate, fsync, close).
-        sealed: the sums are known, and the file ends with its seal; not where somebody else has written it.
+        name: inside the checkpoint directory.
+        image: its structure.
+        table_crc32: of the table in its integrity footer.
+        object_crcs: CRC-32 of each serialized object in it, in the order of the file (`array('I')`).
+        buffer_offset: where its bytes begin in the staging buffer, a multiple of 4096; without meaning elsewhere.
     """
 
-    file_name: str
+    name: str
+    image: FileImage
+    table_crc32: int = 0
+    object_crcs: array[int] = field(default_factory=lambda: array("I"))
+    buffer_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """What became of one file, with all of its checksums: what its rank sends to the coordinator.
+
+    Attributes:
+        name: of the file.
+        size_bytes: of the file, as finished.
+        table_crc32: of the table in its integrity footer.
+        object_crcs: CRC-32 of each serialized object, in the order of the file (`array('I')`).
+        crcs: CRC-32 of each payload (`array('I')`).
+        long_payloads: numbers of the payloads that have cumulative CRCs (`array('I')`).
+        inner_blocks: for each of those, how many (`array('I')`).
+        blocks: cumulative CRC-32 at each block boundary inside each of those (`array('I')`).
+        fill_s: seconds in the caller's `fill`.
+        crc_s: seconds of summing and patching, on the caller's thread.
+        write_s: seconds of writing, summed over the I/O threads, which run during the two above.
+        fsync_s: seconds of finishing the file (truncate, fsync, close).
+        sealed: the checksums are known, and the file ends with its integrity footer; not so of a file that a
+            third-party callback has written.
+    """
+
+    name: str
     size_bytes: int
+    table_crc32: int
+    object_crcs: array[int]
     crcs: array[int]
+    long_payloads: array[int]
+    inner_blocks: array[int]
     blocks: array[int]
-    fill_s: float
-    crc_s: float
-    write_s: float
-    fsync_s: float
+    fill_s: float = 0.0
+    crc_s: float = 0.0
+    write_s: float = 0.0
+    fsync_s: float = 0.0
     sealed: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Bytes `[start, stop)` of an image, and the items that may have a byte in there.
-
-    Attributes:
-        start: file offset, a multiple of the window size.
-        stop: file offset of the end, exclusive; the image's end in the last window.
-        first_item: the first item whose payload, or what follows its payload, reaches into the window.
-        stop_item: one past the last item whose payload, or what precedes its payload, reaches into the window. At the
-            two ends the range may hold one item too many: what lies between two payloads belongs to both neighbours.
-    """
+class Window(NamedTuple):
+    """Bytes `[start, stop)` of a file; `start` is a multiple of the window size."""
 
     start: int
     stop: int
-    first_item: int
-    stop_item: int
 
 
-def plan_windows(image: FileImage, window_bytes: int = 8 * 1024 * 1024) -> Iterator[Window]:
-    """Cut an image into windows of `window_bytes`, in file order; the last may be shorter."""
-    offsets = image.payload_offsets
-    for start in range(0, image.size_bytes, window_bytes):
-        stop = min(start + window_bytes, image.size_bytes)
-        first = max(0, bisect_right(offsets, start) - 1)
-        yield Window(start, stop, first, min(len(offsets), bisect_left(offsets, stop, lo=first) + 1))
+def plan_windows(size_bytes: int, window_bytes: int = 8 * 1024 * 1024) -> Iterator[Window]:
+    """Cut a file into windows of `window_bytes`, in file order; the last may be shorter."""
+    for start in range(0, size_bytes, window_bytes):
+        yield Window(start, min(start + window_bytes, size_bytes))
 
 
 Fill = Callable[[Window, memoryview], None]
 
 
-def check_results(images: Sequence[FileImage], results: Sequence[ImageResult]) -> None:
+def check_results(planned: Sequence[PlannedFile], written: Sequence[WrittenFile]) -> None:
     """Compare what was written with what was planned: every file, of its planned length, every payload summed.
 
     Raises:
         SaveError: they differ.
     """
-    planned = [(image.file_name, image.size_bytes, len(image.payload_offsets)) for image in images]
-    written = [(result.file_name, result.size_bytes, len(result.crcs)) for result in results]
-    if planned != written:
-        raise SaveError(f"the writer's results are not what was planned: expected {planned}, got {written}")
+    got = [(file.name, file.size_bytes, len(file.crcs)) for file in written]
+    expected = [
+        (file.name, file.image.size_bytes, len(file.image.payload_offsets if result.sealed else ()))
+        for file, result in zip(planned, written, strict=False)
+    ]
+    if expected != got or len(planned) != len(written):
+        raise SaveError(f"the writer's results are not what was planned: expected {expected}, got {got}")

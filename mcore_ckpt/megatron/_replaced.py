@@ -26,14 +26,13 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.bucket_writer import WriteBucket, sums_of
 from mcore_ckpt.dcp.planners import object_write_item, tensor_write_item
 from mcore_ckpt.dcp.writer import replaced_write_function
-from mcore_ckpt.layout.buckets import BucketLayout, PlacedObjects, RankLayout
-from mcore_ckpt.layout.file_image import ImageResult
+from mcore_ckpt.layout.file_image import PlannedFile, WrittenFile
 from mcore_ckpt.layout.shards import box_sizes
 from mcore_ckpt.load.flattened import destination
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._versions import megatron_module
-from mcore_ckpt.save.rank_state import RankState
 from mcore_ckpt.save.transaction import BucketWriter
+from mcore_ckpt.writing.staging import BucketSource
 
 __all__ = [
     "read_through",
@@ -49,14 +48,8 @@ def replaced_bucket_writer() -> BucketWriter | None:
 
 
 def _write_through(
-    write: Callable[..., Any],
-    directory: Path,
-    layout: RankLayout,
-    placed: PlacedObjects,
-    state: RankState,
-    options: SaveOptions,
-    save_id: bytes,
-) -> list[ImageResult]:
+    write: Callable[..., Any], directory: Path, sources: Sequence[BucketSource], options: SaveOptions, save_id: bytes
+) -> list[WrittenFile]:
     """Hand each bucket to `write`, as Megatron's writer does.
 
     `write` takes `(transforms, number, bucket, results queue, count queue, use_fsync)` and puts `(number, results or
@@ -66,25 +59,25 @@ def _write_through(
         SaveError: the function reported an exception, or results that are not the plan's.
     """
     results = []
-    for number, bucket in enumerate(layout.buckets):
+    for number, source in enumerate(sources):
+        layout, name = source.frame.layout, source.frame.file.name
         tensor_data = [
             (
                 tensor_write_item(spec.key, getattr(torch, spec.dtype), spec.shape, spec.offsets, spec.sizes),
-                state.tensors[i].detach().cpu(),
+                tensor.detach().cpu(),
             )
-            for i in layout.members[number]
-            for spec in (layout.specs[i],)
+            for spec, tensor in zip(layout.specs, source.tensors, strict=True)
         ]
         bytes_data = [
             (object_write_item(key), io.BytesIO(content))
-            for key, content in (state.objects[i] for i in placed.buckets[number])
+            for key, content in zip(layout.object_keys, source.frame.objects, strict=True)
         ]
-        planned = [*placed.offsets[number], *bucket.item_offsets]
+        planned = [*source.frame.offsets, *layout.item_offsets]
         reports: queue.Queue[Any] = queue.Queue()
         pending: queue.Queue[Any] = queue.Queue()
         pending.put(number)
-        path = str(directory / bucket.file_name)
-        to_write = WriteBucket.of(path, bucket.file_name, bytes_data, tensor_data, save_id)
+        path = str(directory / name)
+        to_write = WriteBucket.of(path, name, bytes_data, tensor_data, save_id)
         write([], number, to_write, reports, pending, options.fsync)
         _, outcome = reports.get_nowait()
         if isinstance(outcome, BaseException):
@@ -93,24 +86,24 @@ def _write_through(
             raise SaveError(
                 f"{path}: {len(planned)} items were planned, the writer reports {len(outcome)} or elsewhere"
             )
-        results.append(_as_image(bucket, len(bytes_data), outcome, save_id))
+        results.append(_written(source.frame.file, len(bytes_data), outcome, save_id))
     return results
 
 
-def _as_image(bucket: BucketLayout, objects: int, outcome: Sequence[Any], save_id: bytes) -> ImageResult:
-    """What a writer of buckets reports of one, as this package's own does; without sums if they are another's."""
+def _written(planned: PlannedFile, objects: int, outcome: Sequence[Any], save_id: bytes) -> WrittenFile:
+    """What a third-party writer reports of a bucket, objects first; without sums if it has not called this package."""
     sums = [sums_of(result) for result in outcome]
-    sealed = all(known is not None and known.file.save_id == save_id for known in sums)
-    tensors = [known for known in sums[objects:] if known is not None and sealed]
-    return ImageResult(
-        file_name=bucket.file_name,
-        size_bytes=bucket.image.size_bytes,
-        crcs=array("I", [known.crc32 for known in tensors]),
-        blocks=array("I", chain.from_iterable(known.blocks for known in tensors)),
-        fill_s=0.0,
-        crc_s=0.0,
-        write_s=0.0,
-        fsync_s=0.0,
+    sealed = all(item is not None and item.file.save_id == save_id for item in sums)
+    tensors = [item for item in sums[objects:] if item is not None and sealed]
+    return WrittenFile(
+        name=planned.name,
+        size_bytes=planned.image.size_bytes,
+        table_crc32=planned.table_crc32,
+        object_crcs=planned.object_crcs,
+        crcs=array("I", [item.crc32 for item in tensors]),
+        long_payloads=planned.image.long_payloads,
+        inner_blocks=planned.image.inner_blocks,
+        blocks=array("I", chain.from_iterable(item.blocks for item in tensors)),
         sealed=sealed,
     )
 

@@ -13,19 +13,20 @@ import logging
 import mmap
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from mcore_ckpt.core.errors import OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.layout.file_image import Window, plan_windows
-from mcore_ckpt.layout.plans import TensorPlans
+from mcore_ckpt.layout.file_image import PlannedFile, Window, plan_windows
+from mcore_ckpt.layout.plans import GlobalPlan
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, Storage, align_up
 from mcore_ckpt.writing.forked_call import fork_writer, report_progress
 from mcore_ckpt.writing.persistent_writer import fill_ring, shared_writer
 from mcore_ckpt.writing.stage_pool import StageLease, lease_stage
 from mcore_ckpt.writing.staging import BucketSource
 from mcore_ckpt.writing.supervised_child import Job
-from mcore_ckpt.writing.writer_job import FileJob, JobResult, Ring, WriterJob, run_job
+from mcore_ckpt.writing.writer_job import JobResult, Ring, WriterJob, run_job
 
 __all__ = ["log_choice", "start_writing"]
 
@@ -50,7 +51,7 @@ def start_writing(
     sources: Sequence[BucketSource],
     options: SaveOptions,
     what: str,
-    plans: TensorPlans | None = None,
+    plan: GlobalPlan | None = None,
     started: Callable[[Job], None] = lambda _: None,
 ) -> Job:
     """Take the snapshot and start the writing. When this returns, the trainer may change its state.
@@ -60,14 +61,14 @@ def start_writing(
         sources: this rank's buckets.
         options: see `SaveOptions`.
         what: the save, for messages.
-        plans: of a new structure, on the coordinator, for the writer to put `.metadata` together.
+        plan: of a new structure, on the coordinator, for the writer to put its index together.
         started: called with the job as soon as there is one: a caller that is interrupted may have to give it up.
 
     Returns:
         The writing; its result is a `JobResult`. An error waits for `Job.result`, where all ranks are notified of it.
     """
     try:
-        return _stage_and_start(storage, sources, options, what, plans, started)
+        return _stage_and_start(storage, sources, options, what, plan, started)
     except Exception as error:  # noqa: BLE001  (the other ranks are on their way to the commit and have to hear of it)
         wrapped = (
             error if isinstance(error, SaveError) else SaveError(f"{what}: the writing could not be started: {error}")
@@ -82,32 +83,30 @@ def _stage_and_start(
     sources: Sequence[BucketSource],
     options: SaveOptions,
     what: str,
-    plans: TensorPlans | None,
+    plan: GlobalPlan | None,
     started: Callable[[Job], None],
 ) -> Job:
-    images = [source.layout.image for source in sources]
-    offsets = []
+    files = []
     total_bytes = 0
-    for image in images:
-        offsets.append(total_bytes)
-        total_bytes += align_up(image.size_bytes)
+    for source in sources:
+        files.append(replace(source.frame.file, buffer_offset=total_bytes))
+        total_bytes += align_up(source.frame.file.image.size_bytes)
     lease = lease_stage(total_bytes, options)
     try:
         if lease.budget_bytes < total_bytes:
-            return _stream(storage, sources, options, what, lease, total_bytes, plans, started)
+            return _stream(storage, sources, options, what, lease, total_bytes, plan, started)
         on_device = any(source.on_device for source in sources)
         view = lease.stage.reserve(max(total_bytes, 1), touch=on_device)
         if on_device:
             lease.stage.pin()
-        layouts = [source.layout for source in sources]
+        layouts = [source.frame.layout for source in sources]
         laid_out = lease.stage.contents == layouts
         lease.stage.contents = None
-        for source, offset in zip(sources, offsets, strict=True):
-            piece = view[offset : offset + align_up(source.layout.image.size_bytes)]
-            source.fill_stage(piece, laid_out, None if lease.stage.is_touched else lease.stage.write)
+        for source, file in zip(sources, files, strict=True):
+            part = view[file.buffer_offset : file.buffer_offset + align_up(file.image.size_bytes)]
+            source.fill_stage(part, laid_out, None if lease.stage.is_touched else lease.stage.write)
         lease.stage.contents = layouts
-        files = tuple(FileJob(image, offset) for image, offset in zip(images, offsets, strict=True))
-        writer_job = _writer_job(storage, files, options, plans)
+        writer_job = _writer_job(storage, files, options, plan)
         if options.writer == "fork":
             with lease.stage.lent() as fd:
                 write = partial(_run_staged, writer_job, fd, lease.stage.capacity_bytes)
@@ -129,21 +128,21 @@ def _run_staged(job: WriterJob, fd: int, nbytes: int) -> JobResult:
 
 def _writer_job(
     storage: Storage,
-    files: tuple[FileJob, ...],
+    files: Sequence[PlannedFile],
     options: SaveOptions,
-    plans: TensorPlans | None,
+    plan: GlobalPlan | None,
     ring: Ring | None = None,
 ) -> WriterJob:
     return WriterJob(
         storage=storage,
-        files=files,
+        files=tuple(files),
         ring=ring,
         direct=options.direct_io,
         fsync=options.fsync,
         io_threads=options.io_threads,
         piece_bytes=options.window_bytes,
         deadline_s=options.write_deadline_s,
-        plans=plans,
+        plan=plan,
     )
 
 
@@ -154,7 +153,7 @@ def _stream(
     what: str,
     lease: StageLease,
     total_bytes: int,
-    plans: TensorPlans | None,
+    plan: GlobalPlan | None,
     started: Callable[[Job], None],
 ) -> Job:
     """Pass a save that is larger than its budget through a ring of windows."""
@@ -171,16 +170,15 @@ def _stream(
     if any(source.on_device for source in sources):
         lease.stage.pin()
     lease.stage.contents = None
-    images = [source.layout.image for source in sources]
-    files = tuple(FileJob(image) for image in images)
+    files = [source.frame.file for source in sources]
     job = shared_writer().submit(
-        _writer_job(storage, files, options, plans, ring), lease.stage.fd, lease.stage_is_used_by
+        _writer_job(storage, files, options, plan, ring), lease.stage.fd, lease.stage_is_used_by
     )
     started(job)
     windows = (
         partial(_fill_slot, source, view, window)
         for source in sources
-        for window in plan_windows(source.layout.image, slot_bytes)
+        for window in plan_windows(source.frame.file.image.size_bytes, slot_bytes)
     )
     try:
         fill_ring(job, ring, windows)

@@ -17,11 +17,10 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from mcore_ckpt.core.errors import PlanError
-from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout, TensorSpec
+from mcore_ckpt.layout.buckets import TensorSpec
 from mcore_ckpt.layout.dense_tensors import check_memory, pointer_of
 from mcore_ckpt.layout.shards import main_replicas, stored_form
 from mcore_ckpt.layout.torch_classes import dtype_name
-from mcore_ckpt.writing.staging import BucketSource
 
 __all__ = ["NOTHING", "Described", "RankState", "collect"]
 
@@ -93,23 +92,6 @@ class RankState(NamedTuple):
     def object_bytes(self) -> list[int]:
         """Sizes of the objects."""
         return [len(data) for _, data in self.objects]
-
-    def sources(self, layout: RankLayout, placed: PlacedObjects, save_id: bytes) -> list[BucketSource]:
-        """The bytes of each of the layout's files, for the save of that id."""
-        pointers = self.described.pointers
-        return [
-            BucketSource(
-                bucket,
-                [self.tensors[i] for i in members],
-                [self.objects[i][1] for i in chosen],
-                offsets,
-                save_id,
-                [pointers[i] for i in members],
-            )
-            for bucket, members, chosen, offsets in zip(
-                layout.buckets, layout.members, placed.buckets, placed.offsets, strict=True
-            )
-        ]
 
 
 def collect(sharded_state_dict: Any, known: Described) -> RankState:

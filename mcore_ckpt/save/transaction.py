@@ -17,12 +17,11 @@ import logging
 import os
 import time
 import weakref
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.core.failures import attempt, value_of
@@ -34,13 +33,13 @@ from mcore_ckpt.directory.common_file import common_file_of_save
 from mcore_ckpt.directory.in_force import is_in_force
 from mcore_ckpt.directory.publish import check_files, publish
 from mcore_ckpt.directory.target import Target, abandon, discard, give_back, open_target
+from mcore_ckpt.format.file_names import with_id
 from mcore_ckpt.format.index import ObjectEntry
 from mcore_ckpt.format.seal import SealedFile, shown_id
-from mcore_ckpt.layout.buckets import PlacedObjects, RankLayout
-from mcore_ckpt.layout.file_image import ImageResult, check_results
-from mcore_ckpt.layout.sums import FileSums
+from mcore_ckpt.layout.file_image import PlannedFile, WrittenFile, check_results
+from mcore_ckpt.layout.save_index import metadata_of_save
 from mcore_ckpt.save._async_save import log_choice, start_writing
-from mcore_ckpt.save._planning import SavePlan, Structure, place_as_before, plan_as_before, plan_save
+from mcore_ckpt.save._planning import SavePlan, Structure, agree
 from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.save.rank_state import RankState, collect
@@ -56,21 +55,8 @@ __all__ = ["BucketWriter", "SaveRequest", "SaveTransaction", "Structure", "begin
 _logger = logging.getLogger(__name__)
 
 
-class BucketWriter(Protocol):
-    """Somebody else's way of writing a rank's buckets (`megatron/_replaced.py`)."""
-
-    def __call__(
-        self,
-        directory: Path,
-        layout: RankLayout,
-        placed: PlacedObjects,
-        state: RankState,
-        options: SaveOptions,
-        save_id: bytes,
-        /,
-    ) -> list[ImageResult]:
-        """Write every bucket of `layout` into `directory`, and return what was written, in the layout's order."""
-        ...
+# A third-party way of writing a rank's buckets into a directory, for the save of an id (`megatron/_replaced.py`).
+BucketWriter = Callable[[Path, Sequence[BucketSource], SaveOptions, bytes], list[WrittenFile]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +122,14 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
             if request.beside_training and _is_left_out(state, request.options, group):
                 directory.abandon()
                 return SaveTransaction(request, group, directory)
-            plan = _plan(state, request, group, structure, directory)
+            plan = agree(
+                structure,
+                state,
+                group,
+                interruptible()(directory.open),
+                thread_count=request.thread_count,
+                separation_hint=request.separation_hint,
+            )
     except BaseException:
         directory.abandon()
         raise
@@ -144,11 +137,16 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
         rank_state = value_of(state)
         structure.described = rank_state.described
         planned = time.monotonic()
-        sources = rank_state.sources(plan.layout, plan.placed, plan.save_id)
+        frames = plan.layout.frames([data for _, data in rank_state.objects], plan.save_id)
+        tensors, pointers = rank_state.tensors, rank_state.described.pointers
+        sources = [
+            BucketSource(frame, [tensors[i] for i in members], [pointers[i] for i in members])
+            for frame, members in zip(frames, plan.layout.members, strict=True)
+        ]
         interrupted: BaseException | None = None
         try:
             with interruptible():
-                job = _write(rank_state, sources, plan, request, group, directory, started.append)
+                job = _write(sources, plan, request, group, directory, started.append)
         except BaseException as interrupt:
             if group.size == 1:
                 raise
@@ -161,8 +159,8 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
             spans += [Span("stage", planned, job.submitted_s), Span("hand-over", job.submitted_s, written)]
         else:
             spans.append(Span("write", planned, written))
-        known_sums = [(source.table_crc32, source.object_crcs) for source in sources]
-        transaction = SaveTransaction(request, group, directory, plan, job, spans, known_sums)
+        files, entries = [frame.file for frame in frames], plan.layout.object_entries(frames)
+        transaction = SaveTransaction(request, group, directory, plan, job, files, entries, spans)
         transaction.interrupted = interrupted
         return transaction
     except BaseException:
@@ -186,44 +184,7 @@ def _is_left_out(state: RankState | BaseException, options: SaveOptions, group: 
     return bool(group.maximum([int(busy)], wrap=SaveError)[0])
 
 
-def _plan(
-    state: RankState | BaseException,
-    request: SaveRequest,
-    group: RankGroup,
-    structure: Structure,
-    directory: SaveDirectory,
-) -> SavePlan:
-    """Open the directory and settle what all ranks write: as in the save before, if every rank can, or anew."""
-    placed = None
-    if not isinstance(state, BaseException):
-        hint, thread_count = request.separation_hint, request.thread_count
-        placed = place_as_before(structure, state, group, thread_count=thread_count, separation_hint=hint)
-    step = partial(_prepare, state, placed is not None, directory if group.is_coordinator else None)
-    answers = group.run("prepare the save", step, wrap=SaveError)
-    _, save_id = answers[0]
-    if placed is not None and all(unchanged for unchanged, _ in answers):
-        return plan_as_before(structure, placed, save_id)
-    return plan_save(
-        structure,
-        value_of(state),
-        group,
-        save_id=save_id,
-        thread_count=request.thread_count,
-        separation_hint=request.separation_hint,
-    )
-
-
-def _prepare(state: RankState | BaseException, unchanged: bool, directory: SaveDirectory | None) -> tuple[bool, bytes]:
-    """What a rank tells the others: whether its structure has stayed, and the save's id (the coordinator)."""
-    value_of(state)
-    if directory is None:
-        return unchanged, b""
-    with interruptible():
-        return unchanged, directory.open()
-
-
 def _write(
-    state: RankState,
     sources: Sequence[BucketSource],
     plan: SavePlan,
     request: SaveRequest,
@@ -234,10 +195,10 @@ def _write(
     """Write this rank's files now, or start to: `started` is called with a job in progress before all else."""
     what, options, storage = str(directory.path), request.options, directory.storage
     if request.bucket_writer is not None:
-        write = partial(request.bucket_writer, directory.path, plan.layout, plan.placed, state, options, plan.save_id)
+        write = partial(request.bucket_writer, directory.path, sources, options, plan.save_id)
         return Job.ended(what, attempt(partial(timed_result, write, plan.unencoded)))
     if not request.beside_training:
-        expect_save(sum(align_up(source.layout.image.size_bytes) for source in sources))
+        expect_save(sum(align_up(source.frame.file.image.size_bytes) for source in sources))
         write = partial(write_in_line, storage, sources, options)
         return Job.ended(what, attempt(partial(timed_result, write, plan.unencoded)))
     if group.is_coordinator:
@@ -309,16 +270,18 @@ class Written:
     """What one rank tells the coordinator after its writing.
 
     Attributes:
-        objects: its objects.
-        files: its files, and what they took.
-        phases_s: what its phases took.
-        sums: the checksums of each file, in the order of its plan; None for one that somebody else has written.
+        objects: index entries of its objects, file by file.
+        files: its files.
+        phases_s: seconds of its phases.
     """
 
     objects: tuple[ObjectEntry, ...]
-    files: tuple[FileReport, ...]
+    files: tuple[WrittenFile, ...]
     phases_s: dict[str, float]
-    sums: tuple[FileSums | None, ...]
+
+    def reports(self, rank: int) -> tuple[FileReport, ...]:
+        """What its files took."""
+        return tuple(FileReport(rank, file.name, file.size_bytes, file.write_s, file.fsync_s) for file in self.files)
 
 
 class SaveTransaction(SaveCall):
@@ -335,13 +298,15 @@ class SaveTransaction(SaveCall):
         directory: SaveDirectory,
         plan: SavePlan | None = None,
         job: Job | None = None,
+        files: Sequence[PlannedFile] = (),
+        objects: tuple[ObjectEntry, ...] = (),
         spans: Sequence[Span] = (),
-        known_sums: Sequence[tuple[int, array[int]]] = (),
     ) -> None:
         what, on_failure = str(directory.path), request.options.on_failure
         super().__init__(job or Job.ended(what), what, skipped=plan is None, on_failure=on_failure)
         self.plan = plan
-        self._known_sums = known_sums  # of what is not summed by the writing: each file's table and objects
+        self._files = files
+        self._objects = objects
         self._options = request.options
         self._group = group
         self._directory = directory
@@ -406,51 +371,42 @@ class SaveTransaction(SaveCall):
     def _finished(self, plan: SavePlan) -> Written:
         """Wait for this rank's files, and look whether they are what was planned."""
         result: JobResult = self.job.result()
-        check_results([bucket.image for bucket in plan.layout.buckets], result.files)
+        check_results(self._files, result.files)
         if self._directory.target is not None:
             self._directory.target.lock.check()
-        files = []
-        for bucket, written in zip(plan.layout.buckets, result.files, strict=True):
-            found = self._directory.storage.version(bucket.file_name)
-            if found is None or found.size_bytes != bucket.image.size_bytes:
+        for file in result.files:
+            found = self._directory.storage.version(file.name)
+            if found is None or found.size_bytes != file.size_bytes:
                 raise SaveError(
-                    f"{self._directory.storage.path(bucket.file_name)}: {bucket.image.size_bytes} bytes were planned"
-                    " and written, "
+                    f"{self._directory.storage.path(file.name)}: {file.size_bytes} bytes were planned and written, "
                     + ("and the file has been deleted" if found is None else f"the file has {found.size_bytes}")
                 )
-            files.append(
-                FileReport(self._group.rank, written.file_name, written.size_bytes, written.write_s, written.fsync_s)
-            )
         if self._beside_training:
             self._spans.append(Span("writer", result.started_s, result.finished_s))
         if plan.planned is not None:
             plan.planned.encoder = plan.planned.encoder or result.encoder
-        sums = [
-            FileSums.of(layout, indices, *known, written)
-            for layout, indices, known, written in zip(
-                plan.layout.buckets, plan.placed.buckets, self._known_sums, result.files, strict=True
-            )
-        ]
-        phases_s = {span.name: span.seconds for span in self._spans}
-        return Written(plan.placed.entries, tuple(files), phases_s, tuple(sums))
+        return Written(self._objects, result.files, {span.name: span.seconds for span in self._spans})
 
     def _publish(self, plan: SavePlan, gathered: list[Written] | None) -> None:
         assert gathered is not None
         assert plan.planned is not None
-        done = sorted((file.file_name, file.size_bytes) for written in gathered for file in written.files)
-        files = plan.planned.files(plan.save_id)
+        done = sorted((file.name, file.size_bytes) for written in gathered for file in written.files)
+        files = sorted((with_id(name, plan.save_id), size_bytes) for name, size_bytes in plan.planned.plan.files)
         if files != done:
             raise SaveError(f"{self._directory.path}: the files planned are {files}, the files written {done}")
         check_files(self._directory.storage, files)
         objects = [written.objects for written in gathered]
         common = any(entry.fqn.startswith("common_state/") for of_rank in objects for entry in of_rank)
-        content = plan.planned.metadata(
+        plan.planned.encoder = plan.planned.encoder or plan.planned.plan.encoder()
+        content = metadata_of_save(
+            plan.planned.plan,
+            plan.planned.encoder,
             objects,
-            storage_meta={"checkpoint_id": str(self._directory.path), "save_id": shown_id(plan.save_id)},
-            plans=self._options.keep_local_plans,
+            [written.files for written in gathered],
             save_id=plan.save_id,
-            sums=[written.sums for written in gathered],
+            storage_meta={"checkpoint_id": str(self._directory.path), "save_id": shown_id(plan.save_id)},
             common=self._directory.common_file(has_common_state=common),
+            keep_local_plans=self._options.keep_local_plans,
         )
         self._directory.publish(content, has_common_state=common)
 
@@ -473,18 +429,18 @@ class SaveTransaction(SaveCall):
             _logger.warning("%s: the save was interrupted, but the checkpoint is published", self._directory.path)
             self._directory.release()
         else:
-            discard(self._directory.storage, self.plan.files)
+            discard(self._directory.storage, [file.name for file in self._files])
             self._directory.abandon()
 
     def _report(self, mine: Written, gathered: list[Written] | None) -> SaveReport:
         """On the coordinator of all ranks, the slowest rank's phases; elsewhere of this rank alone."""
         phases_s = {span.name: span.seconds for span in self._spans}
-        files = mine.files
+        files = mine.reports(self._group.rank)
         if gathered is not None:
             for written in gathered:
                 for name, seconds in written.phases_s.items():
                     phases_s[name] = max(phases_s.get(name, 0.0), seconds)
-            files = tuple(file for written in gathered for file in written.files)
+            files = tuple(file for rank, written in enumerate(gathered) for file in written.reports(rank))
         total_s = time.monotonic() - self._spans[0].start_s
         return SaveReport(str(self._directory.path), total_s, phases_s, files)
 
@@ -493,7 +449,7 @@ class SaveTransaction(SaveCall):
         path, rank = self._directory.path, self._group.rank
         try:
             if self._options.trace_path is not None:
-                write_trace(Path(self._options.trace_path), str(path), rank, self._spans, mine.files)
+                write_trace(Path(self._options.trace_path), str(path), rank, self._spans, mine.reports(rank))
             if self._options.on_timings is not None:
                 self._options.on_timings({**report.as_dict(), "rank": rank})
         except Exception:  # the checkpoint is published: one rank alone must not call that a failure

@@ -39,7 +39,7 @@ from mcore_ckpt.core.errors import WriteTimeoutError
 from mcore_ckpt.core.threads import Crew
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.seal import BLOCK_BYTES
-from mcore_ckpt.layout.file_image import FileImage, Fill, ImageResult, Window, plan_windows
+from mcore_ckpt.layout.file_image import Fill, PlannedFile, Window, WrittenFile, plan_windows
 from mcore_ckpt.storage.base import DirectIo, RangeWriter, Storage, align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer, copy_bytes, has_huge_pages
 
@@ -91,10 +91,12 @@ _CRC: Final = struct.Struct("<I")
 class _Checksums:
     """The CRC-32s of one image, computed in file order as the bytes come to lie in memory."""
 
-    def __init__(self, image: FileImage) -> None:
+    def __init__(self, planned: PlannedFile) -> None:
+        image = planned.image
         self.crcs = array("I", bytes(4 * len(image.payload_offsets)))
         self.blocks = array("I")
         self._image = image
+        self._name = planned.name
         self._crcs_per_item = len(image.crc_positions) // max(1, len(image.payload_offsets))
         self._item = 0
         self._summed_to = 0  # file offset; counts only inside the payload of the current item
@@ -162,7 +164,7 @@ class _Checksums:
         end = image.payload_offsets[item] + image.payload_lengths[item]
         if not end <= position <= image.size_bytes - 4:
             raise ValueError(
-                f"{image.file_name}: the CRC-32 of payload {item}, which ends at byte {end}, cannot lie at byte "
+                f"{self._name}: the CRC-32 of payload {item}, which ends at byte {end}, cannot lie at byte "
                 f"{position} of a file of {image.size_bytes}"
             )
         self._late.append((position, _CRC.pack(value)))
@@ -180,22 +182,28 @@ class _Checksums:
 
 
 class _File:
-    """One file on its way, and what it took. Times of writing are summed over threads, in seconds."""
+    """One file in progress, and what it took. Times of writing are summed over threads, in seconds."""
 
-    def __init__(self, writer: RangeWriter, image: FileImage) -> None:
+    def __init__(self, writer: RangeWriter, planned: PlannedFile) -> None:
         self.writer = writer
-        self.image = image
-        self.checksums = _Checksums(image)
+        self.planned = planned
+        self.size_bytes = planned.image.size_bytes
+        self.checksums = _Checksums(planned)
         self.fill_s = self.crc_s = self.write_s = self.fsync_s = 0.0
         self.pending = 0  # pieces
         self.closed = False
         self.finished = False
 
-    def result(self) -> ImageResult:
-        return ImageResult(
-            file_name=self.image.file_name,
-            size_bytes=self.image.size_bytes,
+    def result(self) -> WrittenFile:
+        planned = self.planned
+        return WrittenFile(
+            name=planned.name,
+            size_bytes=self.size_bytes,
+            table_crc32=planned.table_crc32,
+            object_crcs=planned.object_crcs,
             crcs=self.checksums.crcs,
+            long_payloads=planned.image.long_payloads,
+            inner_blocks=planned.image.inner_blocks,
             blocks=self.checksums.blocks,
             fill_s=self.fill_s,
             crc_s=self.crc_s,
@@ -234,7 +242,7 @@ class ImageWriter:
         through_windows: bool | None = None,
         deadline_s: float | None = None,
     ) -> None:
-        self.results: list[ImageResult] = []
+        self.results: list[WrittenFile] = []
         self._crew = Crew(
             io_threads,
             "mcore-ckpt-write",
@@ -251,34 +259,34 @@ class ImageWriter:
         self._files: list[_File] = []
         self._lock = threading.Lock()  # of what the threads count
 
-    def write_image(self, writer: RangeWriter, image: FileImage, view: memoryview) -> None:
+    def write_image(self, writer: RangeWriter, planned: PlannedFile, view: memoryview) -> None:
         """Write an image from memory.
 
         Args:
             writer: of the new file; from here on the job's to finish or abort.
-            image: its layout.
+            planned: the file.
             view: all of it, writable (checksums may be patched in place) and page-aligned, padded to a multiple of 4096
                 bytes. Not to be touched before the job is done.
         """
-        padded_bytes = align_up(image.size_bytes)
+        padded_bytes = align_up(planned.image.size_bytes)
         if len(view) < padded_bytes:
             writer.abort()
             raise ValueError(
-                f"{image.file_name}: the view has {len(view)} bytes; expected {padded_bytes}, the "
-                f"{image.size_bytes} of the file in whole pages"
+                f"{planned.name}: the view has {len(view)} bytes; expected {padded_bytes}, the "
+                f"{planned.image.size_bytes} of the file in whole pages"
             )
         if self._through_windows:
 
             def fill(window: Window, buffer: memoryview) -> None:
                 copy_bytes(buffer, view[window.start : window.stop])
 
-            self.write_windows(writer, image, fill)
+            self.write_windows(writer, planned, fill)
         else:
-            self._write_in_place(writer, image, view)
+            self._write_in_place(writer, planned, view)
 
-    def _write_in_place(self, writer: RangeWriter, image: FileImage, view: memoryview) -> None:
-        file = self._open(writer, image)
-        padded_bytes = align_up(image.size_bytes)
+    def _write_in_place(self, writer: RangeWriter, planned: PlannedFile, view: memoryview) -> None:
+        file = self._open(writer, planned)
+        padded_bytes = align_up(file.size_bytes)
         for start in range(0, padded_bytes, self._piece_bytes):
             stop = min(start + self._piece_bytes, padded_bytes)
             started = time.perf_counter()
@@ -287,21 +295,21 @@ class ImageWriter:
             self._submit(file, start, view[start:stop])
         self._close(file)
 
-    def write_windows(self, writer: RangeWriter, image: FileImage, fill: Fill) -> None:
+    def write_windows(self, writer: RangeWriter, planned: PlannedFile, fill: Fill) -> None:
         """Write an image that never lies in memory as a whole.
 
         Args:
             writer: of the new file; from here on the job's to finish or abort.
-            image: its layout.
+            planned: the file.
             fill: `fill(window, view)` puts the bytes `[window.start, window.stop)` of the image into `view`, all of
                 them, those between two items included, as the buffer has been used before. Called in file order on
                 this thread. What it raises is raised here.
         """
-        file = self._open(writer, image)
+        file = self._open(writer, planned)
         pool = self._pool
         if pool is None:
             pool = self._pool = WindowPool(self._piece_bytes)
-        for window in plan_windows(image, pool.window_bytes):
+        for window in plan_windows(file.size_bytes, pool.window_bytes):
             buffer = self._crew.wait_for(pool.take)
             assert buffer is not None
             try:
@@ -319,8 +327,8 @@ class ImageWriter:
             self._submit(file, window.start, buffer[: align_up(len(view))], partial(pool.give_back, buffer))
         self._close(file)
 
-    def _open(self, writer: RangeWriter, image: FileImage) -> _File:
-        file = _File(writer, image)
+    def _open(self, writer: RangeWriter, planned: PlannedFile) -> _File:
+        file = _File(writer, planned)
         self._files.append(file)
         return file
 
@@ -352,7 +360,7 @@ class ImageWriter:
 
     def _finish(self, file: _File) -> None:
         started = time.perf_counter()
-        file.writer.finish(file.image.size_bytes, self._fsync)
+        file.writer.finish(file.size_bytes, self._fsync)
         file.fsync_s = time.perf_counter() - started
         file.finished = True
 
@@ -409,7 +417,7 @@ def _kept_pool(window_bytes: int) -> Iterator[WindowPool]:
 
 def write_files(
     storage: Storage,
-    files: Sequence[tuple[FileImage, Fill | memoryview]],
+    files: Sequence[tuple[PlannedFile, Fill | memoryview]],
     *,
     window_bytes: int,
     io_threads: int = 2,
@@ -417,12 +425,12 @@ def write_files(
     fsync: bool = True,
     on_written: Callable[[int], None] | None = None,
     deadline_s: float | None = None,
-) -> list[ImageResult]:
+) -> list[WrittenFile]:
     """Write files and make them durable; all of them, or none stays.
 
     Args:
         storage: the checkpoint's directory.
-        files: the image of each, and where its bytes are: all in memory (as in `ImageWriter.write_image`), or what puts
+        files: each, and where its bytes are: all in memory (as in `ImageWriter.write_image`), or a function that puts
             them into a window.
         window_bytes: size of a window, and of a write from memory.
         io_threads: see `ImageWriter`.
@@ -445,10 +453,10 @@ def write_files(
             deadline_s=deadline_s,
         ) as images,
     ):
-        for image, content in files:
-            writer = storage.open_writer(image.file_name, size_bytes=image.size_bytes, direct=direct)
+        for planned, content in files:
+            writer = storage.open_writer(planned.name, size_bytes=planned.image.size_bytes, direct=direct)
             if isinstance(content, memoryview):
-                images.write_image(writer, image, content)
+                images.write_image(writer, planned, content)
             else:
-                images.write_windows(writer, image, content)
+                images.write_windows(writer, planned, content)
     return images.results

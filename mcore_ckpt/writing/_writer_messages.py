@@ -33,7 +33,7 @@ __all__ = [
 # Trainer to writer.
 STAGE: Final = 1  # (key, size in bytes), with the stage's descriptor
 FORGET_STAGE: Final = 2  # key
-JOB: Final = 3  # (number, WriterJob, key of the stage, working directory)
+JOB: Final = 3  # (number, WriterJob without images, these or None if they are as before, key of the stage, cwd, umask)
 WINDOW_READY: Final = 4  # (job number, window number)
 CANCEL: Final = 5  # job number
 STOP: Final = 6  # None

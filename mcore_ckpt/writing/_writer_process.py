@@ -13,12 +13,13 @@ import queue
 import socket
 import threading
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from mcore_ckpt.core.failures import FailureReport, describe
 from mcore_ckpt.core.process import die_with_parent, lower_priority, until_parent_is_gone
 from mcore_ckpt.core.signals import leave_signals_to_parent
-from mcore_ckpt.layout.file_image import Fill, Window
+from mcore_ckpt.layout.file_image import FileImage, Fill, Window
 from mcore_ckpt.writing._status_page import StatusPage
 from mcore_ckpt.writing._writer_messages import (
     CANCEL,
@@ -32,7 +33,7 @@ from mcore_ckpt.writing._writer_messages import (
     Inbox,
     pack,
 )
-from mcore_ckpt.writing.writer_job import JobResult, Ring, WriterJob, run_job
+from mcore_ckpt.writing.writer_job import JobResult, Ring, WriterJob, run_job, with_images
 
 __all__ = ["main"]
 
@@ -79,6 +80,7 @@ class _Writer:
         self._connection = connection
         self._status = status
         self._stages: dict[Any, mmap.mmap] = {}
+        self._images: Sequence[FileImage] = ()  # of the last job that has arrived
         self._jobs: queue.SimpleQueue[tuple[_RunningJob, WriterJob, Any, str | None, int | None] | None]
         self._jobs = queue.SimpleQueue()
         self._known: dict[int, _RunningJob] = {}
@@ -98,7 +100,9 @@ class _Writer:
             elif kind == FORGET_STAGE:
                 self._stages.pop(content, None)
             elif kind == JOB:
-                number, job, key, directory, umask = content
+                number, job, images, key, directory, umask = content
+                self._images = self._images if images is None else images
+                job = with_images(job, self._images)
                 running = self._known[number] = _RunningJob(number)
                 self._jobs.put((running, job, self._stages.get(key), directory, umask))
             elif kind == WINDOW_READY:

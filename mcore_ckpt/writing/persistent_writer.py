@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import operator
 import os
 import select
 import socket
@@ -24,6 +25,7 @@ from typing import Any, Final
 from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
 from mcore_ckpt.core.process import exit_text, kernel_can_watch
 from mcore_ckpt.core.signals import signals_held_back
+from mcore_ckpt.layout.file_image import FileImage
 from mcore_ckpt.writing._status_page import StatusPage
 from mcore_ckpt.writing._writer_messages import (
     CANCEL,
@@ -37,7 +39,7 @@ from mcore_ckpt.writing._writer_messages import (
     pack,
 )
 from mcore_ckpt.writing.supervised_child import TRAINING_FIRST_NICE, Job, JobWatch, SupervisedChild
-from mcore_ckpt.writing.writer_job import Ring, WriterJob
+from mcore_ckpt.writing.writer_job import Ring, WriterJob, without_images
 
 __all__ = ["PersistentWriter", "fill_ring", "shared_writer"]
 
@@ -174,6 +176,7 @@ class _WriterChild(SupervisedChild):
             )
         self._tail = ""
         self._stages: dict[tuple[int, int], int] = {}
+        self._images: tuple[FileImage, ...] = ()  # of the last job
         self._output_fd = os.memfd_create("mcore_ckpt_writer_output", os.MFD_CLOEXEC)
         self._connection, theirs = socket.socketpair()
         self._connection.setblocking(False)
@@ -258,7 +261,7 @@ class _WriterChild(SupervisedChild):
 
     def submit(self, number: int, writer_job: WriterJob, stage_fd: int, on_submit: Callable[[Job], None] | None) -> Job:
         """Dispatch a job. Never raises because the process is gone: the job tells."""
-        names = [file.image.file_name for file in writer_job.files]
+        names = [file.name for file in writer_job.files]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         with self._lock:
             key = self.send_stage(stage_fd)
@@ -267,13 +270,20 @@ class _WriterChild(SupervisedChild):
             try:
                 if on_submit is not None:
                     on_submit(job)
-                self.send(JOB, (number, writer_job, key, _working_directory(), _umask()))
+                self._send_job(number, writer_job, key)
             except BaseException:
                 job.abort()
                 raise
             if self.dead:
                 self._fail_jobs(self._death)
         return job
+
+    def _send_job(self, number: int, writer_job: WriterJob, key: tuple[int, int]) -> None:
+        """The structure of the files, half a megabyte for 20,000 tensors, is sent only if it is another one."""
+        job, images = without_images(writer_job)
+        known = len(images) == len(self._images) and all(map(operator.is_, images, self._images))
+        self._images = images
+        self.send(JOB, (number, job, None if known else images, key, _working_directory(), _umask()))
 
     def send_stage(self, stage_fd: int) -> tuple[int, int]:
         """Have the writer map a stage, unless it has; it keeps the few that were used last."""

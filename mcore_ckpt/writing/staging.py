@@ -13,7 +13,6 @@ never waits for the device as a whole, nor does it keep a core busy.
 from __future__ import annotations
 
 import ctypes
-from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,11 +24,9 @@ import torch
 from mcore_ckpt.core.boxes import flat_boxes
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.format.crc import crc32
-from mcore_ckpt.format.seal import NO_SAVE_ID
-from mcore_ckpt.layout.buckets import BucketLayout
+from mcore_ckpt.layout.buckets import FileFrame
 from mcore_ckpt.layout.dense_tensors import pointer_of
-from mcore_ckpt.layout.file_image import FileImage, Fill, ImageResult, Window, check_results
+from mcore_ckpt.layout.file_image import Fill, PlannedFile, Window, WrittenFile, check_results
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.writing._image_writer import write_files
 
@@ -223,36 +220,22 @@ class BucketSource:
     """The bytes of one bucket's file, from where the trainer keeps them.
 
     Args:
-        layout: where everything lies in the file.
+        frame: all of the file but the bytes of its tensors.
         tensors: the bucket's tensors, detached, in the layout's order.
-        objects: the serialized objects.
-        object_offsets: where each of them lies in the file.
-        save_id: of the save, 16 bytes; the file's seal carries it.
         pointers: `pointer_of` each tensor, where they are known: to look at tens of thousands of tensors takes time.
 
     Attributes:
+        frame: as the argument.
+        tensors: as the argument.
         on_device: some tensor is not in host memory.
-        table_crc32: of the table in the file's seal.
-        object_crcs: CRC-32 of each serialized object.
     """
 
     def __init__(
-        self,
-        layout: BucketLayout,
-        tensors: Sequence[torch.Tensor],
-        objects: Sequence[memoryview],
-        object_offsets: Sequence[int],
-        save_id: bytes = NO_SAVE_ID,
-        pointers: Sequence[int] | None = None,
+        self, frame: FileFrame, tensors: Sequence[torch.Tensor], pointers: Sequence[int] | None = None
     ) -> None:
-        self.layout = layout
-        self.objects = objects
-        self.object_offsets = object_offsets
-        lengths = [len(data) for data in objects]
-        self._seal, self.table_crc32 = layout.seal.fill(
-            save_id, layout.image.size_bytes, zip(object_offsets, lengths, strict=True)
-        )
-        self.object_crcs = array("I", map(crc32, objects))
+        self.frame = frame
+        self.tensors = tensors
+        self._size_bytes = frame.layout.image.size_bytes
         _wait_for_copies_to_host(tensors)
         self._payloads = _Payloads(tensors, pointers)
         self.on_device = not all(self._payloads.pointers) and not all(tensor.is_cpu for tensor in tensors)
@@ -267,7 +250,7 @@ class BucketSource:
     def _fill(self, start: int, stop: int, view: memoryview) -> None:
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
         self._fill_region(start, stop, view)
-        layout = self.layout
+        layout = self.frame.layout
         payload_offsets = layout.image.payload_offsets
         payload_lengths = layout.image.payload_lengths
         # Items are in file order: from the one that holds `start` to the last that begins before `stop`.
@@ -297,14 +280,14 @@ class BucketSource:
                 _put(view, start, stop, tail, end_bytes)
             filled = min(end, stop)
         ctypes.memset(base + filled, 0, max(0, min(stop, layout.seal_offset) - filled))
-        _put(view, start, stop, layout.seal_offset, self._seal)
+        _put(view, start, stop, layout.seal_offset, self.frame.seal)
 
     def _fill_region(self, start: int, stop: int, view: memoryview) -> None:
-        end = min(stop, self.layout.region_bytes)
+        end = min(stop, self.frame.layout.region_bytes)
         if start >= end:
             return
         filled = start
-        for offset, data in zip(self.object_offsets, self.objects, strict=True):
+        for offset, data in zip(self.frame.offsets, self.frame.objects, strict=True):
             if offset + len(data) <= start or offset >= end:
                 continue
             if offset > filled:
@@ -324,7 +307,7 @@ class BucketSource:
             write: for a stage that was never touched, how to put host memory there: called with the address in `view`,
                 the address of the source and a number of bytes.
         """
-        size_bytes = self.layout.image.size_bytes
+        size_bytes = self._size_bytes
         if not laid_out:
             self._payloads.write = write
             try:
@@ -341,12 +324,13 @@ class BucketSource:
     def _fill_payloads(self, view: memoryview) -> None:
         """Put objects and payloads into a piece that has everything else already."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        self._fill_region(0, self.layout.image.size_bytes, view)
-        _put(view, 0, self.layout.image.size_bytes, self.layout.seal_offset, self._seal)
+        layout = self.frame.layout
+        self._fill_region(0, self._size_bytes, view)
+        _put(view, 0, self._size_bytes, layout.seal_offset, self.frame.seal)
         pointers = self._payloads.pointers
-        lengths = self.layout.image.payload_lengths
+        lengths = layout.image.payload_lengths
         memmove = ctypes.memmove
-        for index, offset in enumerate(self.layout.image.payload_offsets):
+        for index, offset in enumerate(layout.image.payload_offsets):
             pointer = pointers[index]
             if pointer:
                 memmove(address + offset, pointer, lengths[index])
@@ -354,7 +338,7 @@ class BucketSource:
                 self._payloads.copy(index, 0, lengths[index], address + offset)
 
 
-def write_in_line(storage: Storage, sources: Sequence[BucketSource], options: SaveOptions) -> list[ImageResult]:
+def write_in_line(storage: Storage, sources: Sequence[BucketSource], options: SaveOptions) -> list[WrittenFile]:
     """Write the files of a rank in the process that calls, from the tensors where they lie.
 
     All of them are made durable, or none stays.
@@ -367,8 +351,8 @@ def write_in_line(storage: Storage, sources: Sequence[BucketSource], options: Sa
     Raises:
         SaveError: the device or file system failed; names the file and the errno.
     """
-    files: list[tuple[FileImage, Fill | memoryview]] = [
-        (source.layout.image, partial(_fill_window, source)) for source in sources
+    files: list[tuple[PlannedFile, Fill | memoryview]] = [
+        (source.frame.file, partial(_fill_window, source)) for source in sources
     ]
     results = write_files(
         storage,
@@ -379,7 +363,7 @@ def write_in_line(storage: Storage, sources: Sequence[BucketSource], options: Sa
         fsync=options.fsync,
         deadline_s=options.write_deadline_s,
     )
-    check_results([image for image, _ in files], results)
+    check_results([file for file, _ in files], results)
     return results
 
 

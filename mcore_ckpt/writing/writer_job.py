@@ -7,18 +7,18 @@ neither torch nor numpy.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 from mcore_ckpt.core.threads import Crew
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.layout.file_image import FileImage, Fill, ImageResult
-from mcore_ckpt.layout.plans import TensorPlans
+from mcore_ckpt.layout.file_image import FileImage, Fill, PlannedFile, WrittenFile
+from mcore_ckpt.layout.plans import GlobalPlan
 from mcore_ckpt.storage.base import DirectIo, Storage, align_up
 from mcore_ckpt.writing._image_writer import write_files
 
-__all__ = ["FileJob", "JobResult", "Ring", "WriterJob", "run_job", "timed_result"]
+__all__ = ["JobResult", "Ring", "WriterJob", "run_job", "timed_result", "with_images", "without_images"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +39,6 @@ class Ring:
 
 
 @dataclass(frozen=True, slots=True)
-class FileJob:
-    """One file to write.
-
-    Attributes:
-        image: its layout.
-        stage_offset: where its bytes begin in the stage, a multiple of 4096; without meaning in a job with a `Ring`.
-    """
-
-    image: FileImage
-    stage_offset: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class WriterJob:
     """What a writer process does for one save: all files, or none.
 
@@ -64,18 +51,18 @@ class WriterJob:
         io_threads: writes in flight at once.
         piece_bytes: size of one write from the stage.
         deadline_s: seconds without progress after which the writer counts as stuck; None waits for ever.
-        plans: of a new structure, on the coordinator: `.metadata` is to be put together beside the writing.
+        plan: of a new structure, on the coordinator: its index is to be put together during the writing.
     """
 
     storage: Storage
-    files: tuple[FileJob, ...]
+    files: tuple[PlannedFile, ...]
     ring: Ring | None = None
     direct: DirectIo = "auto"
     fsync: bool = True
     io_threads: int = 2
     piece_bytes: int = 8 * 1024 * 1024
     deadline_s: float | None = None
-    plans: TensorPlans | None = None
+    plan: GlobalPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +70,31 @@ class JobResult:
     """What became of a job.
 
     Attributes:
-        files: by the order of the job.
+        files: in the order of the job.
         started_s: when the writer began with it, on the clock of `time.monotonic()`, which all processes share.
         finished_s: when the last file was durable, on the same clock.
-        encoder: of the job's `plans`.
+        encoder: of the job's `plan`.
     """
 
-    files: tuple[ImageResult, ...]
+    files: tuple[WrittenFile, ...]
     started_s: float
     finished_s: float
     encoder: MetadataEncoder | None = None
+
+
+def without_images(job: WriterJob) -> tuple[WriterJob, tuple[FileImage, ...]]:
+    """A job without the structure of its files, which is the same from save to save; and that structure."""
+    files = tuple(replace(file, image=_NO_IMAGE) for file in job.files)
+    return replace(job, files=files), tuple(file.image for file in job.files)
+
+
+def with_images(job: WriterJob, images: Sequence[FileImage]) -> WriterJob:
+    """The inverse of `without_images`."""
+    files = tuple(replace(file, image=image) for file, image in zip(job.files, images, strict=True))
+    return replace(job, files=files)
+
+
+_NO_IMAGE = FileImage(0, array("q"), array("q"), array("q"))
 
 
 def run_job(
@@ -110,11 +112,11 @@ def run_job(
         SaveError: the device or file system failed; names the file and the errno. No file stays.
     """
 
-    def write() -> list[ImageResult]:
-        files: list[tuple[FileImage, Fill | memoryview]] = []
+    def write() -> list[WrittenFile]:
+        files: list[tuple[PlannedFile, Fill | memoryview]] = []
         for file in job.files:
-            stop = file.stage_offset + align_up(file.image.size_bytes)
-            files.append((file.image, fill or stage[file.stage_offset : stop]))
+            stop = file.buffer_offset + align_up(file.image.size_bytes)
+            files.append((file, fill or stage[file.buffer_offset : stop]))
         return write_files(
             job.storage,
             files,
@@ -125,27 +127,19 @@ def run_job(
             on_written=on_written,
         )
 
-    return timed_result(write, job.plans)
+    return timed_result(write, job.plan)
 
 
-def timed_result(write: Callable[[], Sequence[ImageResult]], plans: TensorPlans | None) -> JobResult:
-    """Write, put `.metadata` together beside it if there are plans, and say when that was."""
-    started_s = time.monotonic()
-    files, encoder = encoded_beside(plans, write)
-    return JobResult(tuple(files), started_s, time.monotonic(), encoder)
-
-
-T = TypeVar("T")
-
-
-def encoded_beside(plans: TensorPlans | None, write: Callable[[], T]) -> tuple[T, MetadataEncoder | None]:
-    """Call `write`, and make the encoder of `plans`, if there are any, on another thread meanwhile.
+def timed_result(write: Callable[[], Sequence[WrittenFile]], plan: GlobalPlan | None) -> JobResult:
+    """Write, put the index of a new plan together meanwhile, and say when that was.
 
     Raises:
-        Exception: what `write` raises, or else what making the encoder does.
+        Exception: what `write` raises, or else what making the index does.
     """
-    if plans is None:
-        return write(), None
+    started_s = time.monotonic()
+    if plan is None:
+        return JobResult(tuple(write()), started_s, time.monotonic())
     with Crew(1, "mcore_ckpt-metadata") as crew:
-        encoder = crew.submit(plans.encoder)
-        return write(), crew.result(encoder)
+        encoder = crew.submit(plan.encoder)
+        files = tuple(write())
+        return JobResult(files, started_s, time.monotonic(), crew.result(encoder))

@@ -14,7 +14,8 @@ from mcore_ckpt.format.item_layout import encode_tensor
 from mcore_ckpt.layout.buckets import (
     TensorSpec,
     balance,
-    lay_out,
+    frame_file,
+    lay_out_file,
     lay_out_rank,
     place_objects,
     region_bytes,
@@ -85,7 +86,7 @@ def payload(tensor: torch.Tensor) -> bytes:
 def source_of(tensors: list[torch.Tensor], objects: list[bytes]) -> tuple[BucketSource, bytes]:
     """A source, and the file it must make, checksums left zero."""
     keys = [f"object {number}" for number in range(len(objects))]
-    layout = lay_out("f", specs_of(tensors), region_bytes([len(data) for data in objects]), keys)
+    layout = lay_out_file("f", specs_of(tensors), keys, [len(data) for data in objects])
     offsets = place_objects([len(data) for data in objects])
     expected = bytearray(layout.image.size_bytes)
     for offset, data in zip(offsets, objects, strict=True):
@@ -95,7 +96,8 @@ def source_of(tensors: list[torch.Tensor], objects: list[bytes]) -> tuple[Bucket
         expected[offset : offset + len(item)] = item
     places = zip(offsets, map(len, objects), strict=True)
     expected[layout.seal_offset :], _ = layout.seal.fill(SAVE_ID, len(expected), places)
-    return BucketSource(layout, tensors, [memoryview(data) for data in objects], offsets, SAVE_ID), bytes(expected)
+    frame = frame_file(layout, "f", [memoryview(data) for data in objects], SAVE_ID)
+    return BucketSource(frame, tensors), bytes(expected)
 
 
 @given(bucket_tensors(), st.lists(st.binary(max_size=300), max_size=4), st.sampled_from([4096, 8192, 65536]))
@@ -191,6 +193,6 @@ def test_zero_axes_and_empty_plans_travel() -> None:
 
 def test_objects_that_outgrow_their_region_ask_for_a_new_layout() -> None:
     layout = lay_out_rank([], ["x/shard_0_1"], [100], rank=0, thread_count=2)
-    assert layout.place_objects(["x/shard_0_1"], [4000]) is not None
-    assert layout.place_objects(["x/shard_0_1"], [5000]) is None
-    assert lay_out_rank([], [], [], rank=0, thread_count=2).place_objects(["x"], [1]) is None
+    assert layout.has_room(["x/shard_0_1"], [4000])
+    assert not layout.has_room(["x/shard_0_1"], [5000])
+    assert not lay_out_rank([], [], [], rank=0, thread_count=2).has_room(["x"], [1])

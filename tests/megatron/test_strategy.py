@@ -463,6 +463,7 @@ def resumed(rank: int, path: Path) -> None:
     assert held() <= written + 4096 * 16
 
     # A save that comes while memory is being taken ends that, and gets what it needs.
+    stage_pool._collect()
     stage_pool._free.clear()
     stage.close()
     stage_pool.expect_save(1024**3)

@@ -16,7 +16,7 @@ from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.directory import publish
 from mcore_ckpt.layout.dense_tensors import pointer_of
-from mcore_ckpt.layout.plans import TensorPlans
+from mcore_ckpt.layout.plans import GlobalPlan
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
 from mcore_ckpt.save._planning import Planned
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
@@ -338,13 +338,13 @@ def test_a_forked_process_does_not_stage_into_the_trainers_memory(tmp_path: Path
 def test_the_writer_puts_the_metadata_together_and_not_the_trainer(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, encoder = os.getpid(), TensorPlans.encoder
+    trainer, encoder = os.getpid(), GlobalPlan.encoder
 
-    def not_here(plans: TensorPlans) -> Any:
+    def not_here(plans: GlobalPlan) -> Any:
         assert os.getpid() != trainer, "training waits while metadata is put together"
         return encoder(plans)
 
-    monkeypatch.setattr(TensorPlans, "encoder", not_here)
+    monkeypatch.setattr(GlobalPlan, "encoder", not_here)
     saver, queue = strategy(**options), AsyncCallsQueue(options=_QUIET)
     for step in range(2):
         state = {"w": single_shard("w", torch.full((600_000,), float(step)))}  # more than the smallest budget
@@ -359,7 +359,7 @@ def test_the_writer_puts_the_metadata_together_and_not_the_trainer(
 def test_metadata_that_cannot_be_put_together_fails_the_save(
     writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Planned, "unencoded", TensorPlans((b"no plan",)))
+    monkeypatch.setattr(Planned, "unencoded", GlobalPlan((b"no plan",)))
     queue = AsyncCallsQueue(options=_QUIET)
     queue.schedule_async_request(strategy(writer=writer).async_save(ones(), tmp_path))
     with pytest.raises(SaveError, match=r"pickle|unpickling|load key"):

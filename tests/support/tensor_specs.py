@@ -1,4 +1,4 @@
-"""Specifications of tensors that are stored whole, for tests that lay out files without planning a save."""
+"""Tensors that are stored as a whole, for tests that lay out files without planning a save."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
-from mcore_ckpt.layout.buckets import TensorSpec
+from mcore_ckpt.format.seal import NO_SAVE_ID
+from mcore_ckpt.layout.buckets import TensorSpec, frame_file, lay_out_file
+from mcore_ckpt.writing.staging import BucketSource
 
 
 def specs_of(tensors: Iterable[torch.Tensor]) -> list[TensorSpec]:
@@ -17,3 +19,8 @@ def specs_of(tensors: Iterable[torch.Tensor]) -> list[TensorSpec]:
         dtype = str(tensor.dtype).removeprefix("torch.")
         specs.append(TensorSpec(str(number), dtype, shape, (0,) * len(shape), shape, tensor.nbytes))
     return specs
+
+
+def source_of(*tensors: torch.Tensor, name: str = "__0_0.distcp") -> BucketSource:
+    """The bytes of a file that holds these tensors."""
+    return BucketSource(frame_file(lay_out_file(name, specs_of(tensors)), name, [], NO_SAVE_ID), tensors)

@@ -10,40 +10,40 @@ import time
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.layout.file_image import FileImage
+from mcore_ckpt.layout.file_image import FileImage, PlannedFile
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import RangeWriter, align_up
-from mcore_ckpt.writing.writer_job import FileJob, WriterJob
+from mcore_ckpt.writing.writer_job import WriterJob
 
 __all__ = ["MisbehavingStorage", "SmallStage", "check_file", "image", "job", "misbehave"]
 
 _TAIL_BYTES = 64
 
 
-def image(name: str, payload_bytes: int, payloads: int = 1) -> FileImage:
+def image(name: str, payload_bytes: int, payloads: int = 1) -> PlannedFile:
     """A file of equal payloads, each followed by 64 bytes that begin with its CRC-32."""
     step = payload_bytes + _TAIL_BYTES
     offsets = array("q", [index * step for index in range(payloads)])
-    return FileImage(
-        name,
+    structure = FileImage(
         payloads * step,
         offsets,
         array("q", [payload_bytes] * payloads),
         array("q", [offset + payload_bytes for offset in offsets]),
     )
+    return PlannedFile(name, structure)
 
 
-def job(directory: Path, images: Sequence[FileImage], **fields: Any) -> WriterJob:
-    """A job that writes the images one behind the other in the stage."""
+def job(directory: Path, images: Sequence[PlannedFile], **fields: Any) -> WriterJob:
+    """A job that writes the files, one after the other in the staging buffer."""
     files = []
     offset = 0
     for each in images:
-        files.append(FileJob(each, offset))
-        offset += align_up(each.size_bytes)
+        files.append(replace(each, buffer_offset=offset))
+        offset += align_up(each.image.size_bytes)
     fields.setdefault("storage", LocalStorage(directory))
     return WriterJob(files=tuple(files), **fields)
 
@@ -73,9 +73,9 @@ class SmallStage:
         os.close(self.fd)
 
 
-def check_file(path: Path, expected: FileImage, content: bytes) -> None:
+def check_file(path: Path, planned: PlannedFile, content: bytes) -> None:
     """Assert that a file holds its image with checksums; `content` is what the stage held where the image began."""
-    written = path.read_bytes()
+    written, expected = path.read_bytes(), planned.image
     assert len(written) == expected.size_bytes
     for offset, length, position in zip(
         expected.payload_offsets, expected.payload_lengths, expected.crc_positions, strict=True

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from mcore_ckpt import SaveOptions
-from mcore_ckpt.layout.buckets import lay_out
 from mcore_ckpt.save._async_save import start_writing
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.writing import staging
 from mcore_ckpt.writing.stage_pool import Stage
 from mcore_ckpt.writing.staging import BucketSource, DeviceCopies
 from tests.support.simulated_device import OnDevice, SimulatedDevices, simulated_devices
-from tests.support.tensor_specs import specs_of
+from tests.support.tensor_specs import source_of
 
 __all__ = ["simulated_devices"]
 
@@ -27,12 +26,8 @@ def values(number: float) -> torch.Tensor:
     return torch.arange(COUNT, dtype=torch.float32) + number * COUNT
 
 
-def source_of(*tensors: torch.Tensor) -> BucketSource:
-    return BucketSource(lay_out("__0_0.distcp", specs_of(tensors), 0), tensors, [], [])
-
-
 def payloads(source: BucketSource, content: bytes | memoryview) -> list[torch.Tensor]:
-    image = source.layout.image
+    image = source.frame.file.image
     return [
         torch.frombuffer(bytearray(content[start : start + length]), dtype=torch.float32)
         for start, length in zip(image.payload_offsets, image.payload_lengths, strict=True)
@@ -41,7 +36,7 @@ def payloads(source: BucketSource, content: bytes | memoryview) -> list[torch.Te
 
 def staged(source: BucketSource, laid_out: bool = False) -> list[torch.Tensor]:
     stage = Stage()
-    view = stage.reserve(source.layout.image.size_bytes)
+    view = stage.reserve(source.frame.file.image.size_bytes)
     source.fill_stage(view, laid_out=laid_out)
     found = payloads(source, view)
     del view
@@ -92,7 +87,7 @@ def test_windows_hold_any_part_of_it(simulated_devices: SimulatedDevices, monkey
     turned = torch.randn(60, 70).t()
     for tensor in (turned, OnDevice(turned)):
         source = source_of(tensor)
-        size = source.layout.image.size_bytes
+        size = source.frame.file.image.size_bytes
         content = bytearray(size)
         for start in range(0, size, 4096):
             stop = min(size, start + 4096)
@@ -116,7 +111,7 @@ def test_an_error_waits_for_what_is_under_way(simulated_devices: SimulatedDevice
     payloads_of = source._payloads
     payloads_of._device_copies = type("Failing", (), {"copy": staticmethod(failing), "wait": copies.wait})()  # type: ignore[assignment]
     stage = Stage()
-    view = stage.reserve(source.layout.image.size_bytes)
+    view = stage.reserve(source.frame.file.image.size_bytes)
     with pytest.raises(RuntimeError, match="as the test wants it"):
         source.fill_stage(view, laid_out=False)
     assert torch.equal(done[0].view(torch.float32), values(1)), "it is there, and cannot land in what comes next"

@@ -82,18 +82,18 @@ def test_files_hold_the_stage_and_its_checksums(writer: PersistentWriter, stage:
     handle = writer.submit(job(tmp_path, images), stage.fd)
     assert handle.wait(30)
     result = handle.result()
-    assert [file.file_name for file in result.files] == ["a", "sub/b", "c"]
+    assert [file.name for file in result.files] == ["a", "sub/b", "c"]
     assert result.started_s <= result.finished_s <= time.monotonic()
     offset = 0
     for each in images:
-        check_file(tmp_path / each.file_name, each, content[offset:])
-        offset += -(-each.size_bytes // 4096) * 4096
+        check_file(tmp_path / each.name, each, content[offset:])
+        offset += -(-each.image.size_bytes // 4096) * 4096
 
 
 def test_one_process_serves_many_saves_in_order(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
     handles = [writer.submit(job(tmp_path, [image(str(number), _MIB)]), stage.fd) for number in range(3)]
     pid = writer.pid
-    assert [handle.result().files[0].file_name for handle in handles] == ["0", "1", "2"]
+    assert [handle.result().files[0].name for handle in handles] == ["0", "1", "2"]
     assert all(first.result().finished_s <= second.result().started_s for first, second in pairwise(handles))
     assert writer.pid == pid
 
@@ -185,7 +185,7 @@ def test_a_signal_to_all_processes_ends_no_writer_that_is_just_starting(stage: S
         writer.warm_up(wait=False)
         assert writer.pid is not None
         os.kill(writer.pid, number)  # long before its first line
-        assert writer.submit(job(tmp_path, [image(name, 100)]), stage.fd).result().files[0].file_name == name
+        assert writer.submit(job(tmp_path, [image(name, 100)]), stage.fd).result().files[0].name == name
         writer.close()
 
 
@@ -233,7 +233,7 @@ def test_close_waits_for_jobs_and_abort_does_not(stage: SmallStage, tmp_path: Pa
     pid = writer.pid
     assert pid is not None
     writer.close()
-    assert handle.result().files[0].file_name == "a"
+    assert handle.result().files[0].name == "a"
     assert not _is_running(pid)
     hanging = writer.submit(
         job(tmp_path, [image("b", _MIB)], storage=MisbehavingStorage(str(tmp_path), "hang")), stage.fd
@@ -262,10 +262,14 @@ def test_a_save_larger_than_the_stage_is_passed_through_a_ring(
         stage.memory[slot : slot + window.stop - window.start] = source.memory[window.start : window.stop]
 
     handle = writer.submit(job(tmp_path, images, ring=ring), stage.fd)
-    fill_ring(handle, ring, (partial(fill, window) for each in images for window in plan_windows(each, window_bytes)))
+    fill_ring(
+        handle,
+        ring,
+        (partial(fill, window) for each in images for window in plan_windows(each.image.size_bytes, window_bytes)),
+    )
     handle.result()
     for each in images:
-        check_file(tmp_path / each.file_name, each, bytes(source.memory))
+        check_file(tmp_path / each.name, each, bytes(source.memory))
     source.close()
 
 
@@ -325,7 +329,7 @@ def test_the_writers_death_is_noticed_and_named(
     with pytest.raises(WriterDiedError, match=text):
         doomed.result()
     again = writer.submit(job(tmp_path, [image("d", 100)]), stage.fd)
-    assert again.result().files[0].file_name == "d"
+    assert again.result().files[0].name == "d"
     assert writer.pid != pid
 
 
@@ -456,7 +460,7 @@ def test_control_c_ends_the_wait_and_not_the_writer(
         handle.wait()
     assert time.monotonic() - started_s < 1.5
     timer.join()
-    assert handle.result().files[0].file_name == "a"
+    assert handle.result().files[0].name == "a"
 
 
 def test_a_handle_is_of_no_use_in_a_forked_process(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
@@ -480,7 +484,7 @@ def test_a_handle_is_of_no_use_in_a_forked_process(writer: PersistentWriter, sta
     os.close(write)
     assert "belongs to the process that forked this" in said
     assert said.endswith(" and saved")
-    assert handle.result().files[0].file_name == "a", "the fork took no message away"
+    assert handle.result().files[0].name == "a", "the fork took no message away"
 
 
 def test_another_process_can_watch_a_job(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:

@@ -17,17 +17,9 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.layout.buckets import lay_out
 from mcore_ckpt.layout.dense_tensors import check_memory
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
-from mcore_ckpt.writing.staging import BucketSource
-from tests.support.tensor_specs import specs_of
-
-
-def _source(tensor: torch.Tensor) -> BucketSource:
-    layout = lay_out("file", specs_of([tensor]), 0)
-    return BucketSource(layout, [tensor], [], [])
-
+from tests.support.tensor_specs import source_of
 
 # --- Megatron's persistent queue, or ours, with the writer of the same name -------------------------------------------
 
@@ -215,8 +207,8 @@ def test_pinned_memory_is_read_when_copies_into_it_are_done(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index != 1, raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    _source(torch.ones(3))
+    source_of(torch.ones(3))
     assert waited == [], "nothing of the trainer's is waited for without need"
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
-    _source(torch.ones(3))
+    source_of(torch.ones(3))
     assert waited == [0, 2]

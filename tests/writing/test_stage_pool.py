@@ -21,7 +21,6 @@ from mcore_ckpt import SaveOptions
 from mcore_ckpt.core import host_memory
 from mcore_ckpt.core.errors import WriterDiedError, WriteTimeoutError
 from mcore_ckpt.core.options import ranks_of_this_host
-from mcore_ckpt.layout.buckets import lay_out
 from mcore_ckpt.save import _async_save as async_save
 from mcore_ckpt.save._async_save import start_writing
 from mcore_ckpt.storage._local import LocalStorage
@@ -30,8 +29,8 @@ from mcore_ckpt.writing import forked_call, persistent_writer, stage_pool, stagi
 from mcore_ckpt.writing.forked_call import fork_call
 from mcore_ckpt.writing.persistent_writer import shared_writer
 from mcore_ckpt.writing.stage_pool import is_busy, lease_stage
-from mcore_ckpt.writing.staging import BucketSource, write_in_line
-from tests.support.tensor_specs import specs_of
+from mcore_ckpt.writing.staging import write_in_line
+from tests.support.tensor_specs import source_of
 from tests.support.writer_jobs import MisbehavingStorage
 
 _MIB = 1024 * 1024
@@ -62,21 +61,16 @@ def _held_bytes() -> int:
     return sum(taken.values())
 
 
-def _source(tensor: torch.Tensor) -> BucketSource:
-    layout = lay_out("__0_0.distcp", specs_of([tensor]), 0)
-    return BucketSource(layout, [tensor], [], [])
-
-
 @pytest.mark.parametrize("budget_mib", [1, 3, 64])
 def test_a_save_of_any_size_stays_within_the_budget(budget_mib: int, tmp_path: Path) -> None:
     options = SaveOptions(staging_budget_bytes=budget_mib * _MIB, progress=False)
     tensor = torch.arange(5 * _MIB, dtype=torch.float32)  # 20 MiB, and windows of 8
-    save = start_writing(LocalStorage(tmp_path), [_source(tensor)], options, "a save")
+    save = start_writing(LocalStorage(tmp_path), [source_of(tensor)], options, "a save")
     assert _held_bytes() <= budget_mib * _MIB
     expected = tensor.clone()
     tensor.zero_()
     save.result()
-    image = _source(tensor).layout.image
+    image = source_of(tensor).frame.file.image
     content = bytearray((tmp_path / "__0_0.distcp").read_bytes())
     written = torch.frombuffer(content, dtype=torch.float32, offset=image.payload_offsets[0], count=tensor.numel())
     assert torch.equal(written, expected)
@@ -140,10 +134,10 @@ def test_saves_begun_in_two_threads_at_once_are_each_their_own(tmp_path: Path) -
             value = float(number * 100 + turn)
             name = f"{number}-{turn}"
             (tmp_path / name).mkdir()
-            source = _source(torch.full((300_000,), value))
+            source = source_of(torch.full((300_000,), value))
             gate.wait(timeout=60)
             start_writing(LocalStorage(tmp_path / name), [source], SaveOptions(), "test").result()
-            image = source.layout.image
+            image = source.frame.file.image
             content = (tmp_path / name / "__0_0.distcp").read_bytes()
             at = image.payload_offsets[0]
             found = torch.frombuffer(bytearray(content), dtype=torch.float32, offset=at, count=300_000)
@@ -203,7 +197,7 @@ def test_the_launcher_tells_how_many_ranks_share_a_host(environment: dict[str, s
 
 def test_the_choice_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_save, "_told", set())
-    sources = [_source(torch.ones(1))]
+    sources = [source_of(torch.ones(1))]
     with caplog.at_level("INFO"):
         for _ in range(3):
             async_save.log_choice(sources, SaveOptions())
@@ -233,7 +227,7 @@ def test_a_stage_is_not_used_again_while_a_killed_writer_is_still_there(
     monkeypatch.setattr(subprocess.Popen, "kill", lambda process: process.send_signal(signal.SIGSTOP))
     tensor = torch.ones(1000)
     save = start_writing(
-        MisbehavingStorage(str(tmp_path), "hang"), [_source(tensor)], _options(write_deadline_s=0.3), "a save"
+        MisbehavingStorage(str(tmp_path), "hang"), [source_of(tensor)], _options(write_deadline_s=0.3), "a save"
     )
     (used,) = (lease.stage for lease in stage_pool._in_use)
     with pytest.raises(WriteTimeoutError):
@@ -252,7 +246,7 @@ def test_a_stage_is_not_used_again_while_a_killed_writer_is_still_there(
 @pytest.mark.parametrize("way", [{}, {"writer": "fork"}], ids=str)
 def test_a_stage_is_used_again_after_a_writer_that_died(way: dict[str, Any], tmp_path: Path) -> None:
     options = _options(**way)
-    save = start_writing(MisbehavingStorage(str(tmp_path), "SIGKILL"), [_source(torch.ones(1000))], options, "a save")
+    save = start_writing(MisbehavingStorage(str(tmp_path), "SIGKILL"), [source_of(torch.ones(1000))], options, "a save")
     (used,) = (lease.stage for lease in stage_pool._in_use)
     with pytest.raises(WriterDiedError, match="SIGKILL"):
         save.result()
@@ -264,7 +258,7 @@ def test_a_stage_is_used_again_after_a_writer_that_died(way: dict[str, Any], tmp
 def test_a_forked_process_does_not_keep_a_stage_that_the_trainer_gives_up(tmp_path: Path) -> None:
     tensor = torch.ones(8 * _MIB)
     for options in (_options(), _options(writer="fork")):
-        start_writing(LocalStorage(_made(tmp_path / options.writer)), [_source(tensor)], options, "a save").result()
+        start_writing(LocalStorage(_made(tmp_path / options.writer)), [source_of(tensor)], options, "a save").result()
     assert _held_bytes() > 32 * _MIB
     child = fork_call(lambda: time.sleep(600), what="a function of others")
     try:
@@ -275,8 +269,8 @@ def test_a_forked_process_does_not_keep_a_stage_that_the_trainer_gives_up(tmp_pa
         child.abort()
     # The trainer's own is as it was.
     again = tmp_path / "again"
-    start_writing(LocalStorage(_made(again)), [_source(tensor)], _options(), "a save").result()
-    offset = _source(tensor).layout.image.payload_offsets[0]
+    start_writing(LocalStorage(_made(again)), [source_of(tensor)], _options(), "a save").result()
+    offset = source_of(tensor).frame.file.image.payload_offsets[0]
     content = bytearray((again / "__0_0.distcp").read_bytes())
     assert torch.equal(torch.frombuffer(content, dtype=torch.float32, offset=offset, count=tensor.numel()), tensor)
 
@@ -300,9 +294,9 @@ def test_a_save_elsewhere_does_not_wait_for_windows_that_a_hung_write_holds(tmp_
     let_go = threading.Event()
     try:
         with pytest.raises(WriteTimeoutError):
-            write_in_line(_HangsAtFirst(_made(tmp_path / "hung"), let_go), [_source(tensor)], options)
+            write_in_line(_HangsAtFirst(_made(tmp_path / "hung"), let_go), [source_of(tensor)], options)
         for number in range(2):
-            (result,) = write_in_line(LocalStorage(_made(tmp_path / f"healthy{number}")), [_source(tensor)], options)
+            (result,) = write_in_line(LocalStorage(_made(tmp_path / f"healthy{number}")), [source_of(tensor)], options)
             assert result.size_bytes > tensor.nbytes
     finally:
         let_go.set()
@@ -316,9 +310,9 @@ def test_control_c_is_heard_though_a_write_hangs(tmp_path: Path) -> None:
     try:
         began_s = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            write_in_line(_HangsAtFirst(_made(tmp_path / "hung"), let_go), [_source(torch.ones(_MIB))], options)
+            write_in_line(_HangsAtFirst(_made(tmp_path / "hung"), let_go), [source_of(torch.ones(_MIB))], options)
         assert time.monotonic() - began_s < 20, "it waits for the write in progress for a moment only"
-        write_in_line(LocalStorage(_made(tmp_path / "healthy")), [_source(torch.ones(_MIB))], options)
+        write_in_line(LocalStorage(_made(tmp_path / "healthy")), [source_of(torch.ones(_MIB))], options)
     finally:
         let_go.set()
         timer.join()
@@ -359,10 +353,10 @@ def test_whenever_control_c_comes_no_stage_is_lost_or_used_twice(way: dict[str, 
     if options.writer == "persistent":
         shared_writer().warm_up()
     generator = random.Random(5)
-    start_writing(LocalStorage(_made(tmp_path / "first")), [_source(tensor)], options, "a save").result()
+    start_writing(LocalStorage(_made(tmp_path / "first")), [source_of(tensor)], options, "a save").result()
     profile, seen = _interrupt_at(-1)
     sys.setprofile(profile)
-    save = start_writing(LocalStorage(_made(tmp_path / "counted")), [_source(tensor)], options, "a save")
+    save = start_writing(LocalStorage(_made(tmp_path / "counted")), [source_of(tensor)], options, "a save")
     sys.setprofile(None)
     save.result()
     assert seen[0] > 50
@@ -372,7 +366,7 @@ def test_whenever_control_c_comes_no_stage_is_lost_or_used_twice(way: dict[str, 
         profile, _ = _interrupt_at(moment)
         sys.setprofile(profile)
         try:
-            start_writing(LocalStorage(_made(directory)), [_source(tensor)], options, "a save").result()
+            start_writing(LocalStorage(_made(directory)), [source_of(tensor)], options, "a save").result()
         except KeyboardInterrupt:
             hit += 1
         finally:
@@ -383,11 +377,11 @@ def test_whenever_control_c_comes_no_stage_is_lost_or_used_twice(way: dict[str, 
         # The next save works, with whatever is there, and writes its own bytes.
         other = torch.full((_MIB // 2,), float(moment))
         after = tmp_path / f"after{moment}"
-        save = start_writing(LocalStorage(_made(after)), [_source(other)], options, "a save")
+        save = start_writing(LocalStorage(_made(after)), [source_of(other)], options, "a save")
         other.zero_()
         save.result()
         content = bytearray((after / "__0_0.distcp").read_bytes())
-        offset = _source(other).layout.image.payload_offsets[0]
+        offset = source_of(other).frame.file.image.payload_offsets[0]
         written = torch.frombuffer(content, dtype=torch.float32, offset=offset, count=other.numel())
         assert torch.equal(written, torch.full_like(other, float(moment)))
         shutil.rmtree(after)

@@ -10,27 +10,22 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, SaveOptions
-from mcore_ckpt.layout.buckets import lay_out
 from mcore_ckpt.save._async_save import start_writing
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.writing.stage_pool import Stage
 from mcore_ckpt.writing.staging import BucketSource
-from tests.support.tensor_specs import specs_of
+from tests.support.tensor_specs import source_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
-def source_of(*tensors: torch.Tensor) -> BucketSource:
-    return BucketSource(lay_out("__0_0.distcp", specs_of(tensors), 0), tensors, [], [])
-
-
 def staged(source: BucketSource, pin: bool) -> list[bytes]:
     stage = Stage()
-    view = stage.reserve(source.layout.image.size_bytes)
+    view = stage.reserve(source.frame.file.image.size_bytes)
     if pin:
         stage.pin()
     source.fill_stage(view, laid_out=False)
-    image = source.layout.image
+    image = source.frame.file.image
     payloads = [
         bytes(view[start : start + length])
         for start, length in zip(image.payload_offsets, image.payload_lengths, strict=True)
@@ -57,7 +52,7 @@ def test_what_is_queued_before_the_call_is_in_the_snapshot_and_what_comes_after_
         save.result()
     for step in range(1, 6):
         content = (tmp_path / str(step) / "__0_0.distcp").read_bytes()
-        image = source_of(tensor).layout.image
+        image = source_of(tensor).frame.file.image
         values = torch.frombuffer(
             bytearray(content), dtype=torch.float32, offset=image.payload_offsets[0], count=tensor.numel()
         )

@@ -1,0 +1,98 @@
+"""From what all ranks have written to `.metadata`: the index of tensors and objects, and the manifest of checksums.
+
+The coordinator puts the checksums into the order in which `.metadata` lists the items, which the encoder of the plan
+knows.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate, chain
+from typing import Any
+
+from mcore_ckpt.core.errors import PlanError
+from mcore_ckpt.format.file_names import with_id
+from mcore_ckpt.format.index import ObjectEntry
+from mcore_ckpt.format.metadata_read import COMMON_FILE
+from mcore_ckpt.format.metadata_write import MetadataEncoder
+from mcore_ckpt.format.seal import MetadataSeal, SealedFile
+from mcore_ckpt.layout.file_image import WrittenFile
+from mcore_ckpt.layout.plans import GlobalPlan
+from mcore_ckpt.layout.torch_classes import dcp_dispatch_table, local_plans_as_dcp
+
+__all__ = ["metadata_of_save"]
+
+
+def metadata_of_save(
+    plan: GlobalPlan,
+    encoder: MetadataEncoder,
+    objects: Sequence[tuple[ObjectEntry, ...]],
+    files: Sequence[tuple[WrittenFile, ...]],
+    *,
+    save_id: bytes,
+    storage_meta: dict[str, Any],
+    common: SealedFile | None = None,
+    keep_local_plans: bool = False,
+) -> bytes:
+    """The content of `.metadata`.
+
+    Args:
+        plan: of all ranks.
+        encoder: of that plan.
+        objects: index entries of each rank's objects, file by file.
+        files: each rank's files, in the order of its plan; where one is not sealed, `.metadata` is not sealed.
+        save_id: of the save.
+        storage_meta: which save this is.
+        common: the file of the common state, for the manifest; None if there is none.
+        keep_local_plans: put every rank's plan into it (`SaveOptions.keep_local_plans`).
+
+    Raises:
+        PlanError: two ranks have written objects of the same key.
+    """
+    entries: dict[str, ObjectEntry] = {}
+    for rank, of_rank in enumerate(objects):
+        for entry in of_rank:
+            if entry.fqn in entries:
+                raise PlanError(f"{entry.fqn}: rank {rank} writes an object that another rank has written, too")
+            entries[entry.fqn] = entry
+    local_plans = None
+    if keep_local_plans:
+        local_plans = local_plans_as_dcp(plan.decoded(), [[entry.fqn for entry in of_rank] for of_rank in objects])
+    written = list(chain.from_iterable(files))
+    return encoder.encode(
+        entries,
+        files={name: with_id(name, save_id) for name, _ in plan.files},
+        storage_meta=storage_meta,
+        local_plans=local_plans,
+        dispatch_table=dcp_dispatch_table() if keep_local_plans else None,
+        seal=_seal(save_id, written, encoder.order, common) if all(file.sealed for file in written) else None,
+    )
+
+
+def _seal(
+    save_id: bytes, files: Sequence[WrittenFile], order: Sequence[int], common: SealedFile | None
+) -> MetadataSeal:
+    """The manifest of a save; `order` has the number of each tensor item among those of all files."""
+    crcs = list(chain.from_iterable(file.crcs for file in files))
+    firsts = accumulate((len(file.crcs) for file in files), initial=0)
+    cumulative: dict[int, array[int]] = {}
+    for first, file in zip(firsts, files, strict=False):
+        at = 0
+        for number, count in zip(file.long_payloads, file.inner_blocks, strict=True):
+            cumulative[first + number] = file.blocks[at : at + count]
+            at += count
+    summed = [(n, cumulative[number]) for n, number in enumerate(order) if number in cumulative] if cumulative else []
+    sealed = {file.name: SealedFile(file.size_bytes, file.table_crc32, save_id) for file in files}
+    if common is not None:
+        sealed[COMMON_FILE] = common
+    ordered = array("I", [crcs[number] for number in order])
+    ordered.extend(chain.from_iterable(file.object_crcs for file in files))
+    return MetadataSeal(
+        save_id,
+        dict(sorted(sealed.items())),
+        ordered,
+        array("Q", [n for n, _ in summed]),
+        array("I", [len(sums) for _, sums in summed]),
+        array("I", chain.from_iterable(sums for _, sums in summed)),
+    )
