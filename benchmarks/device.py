@@ -12,8 +12,8 @@ import torch
 
 from mcore_ckpt.format.seal import NO_SAVE_ID
 from mcore_ckpt.layout.buckets import TensorSpec, frame_file, lay_out_file
-from mcore_ckpt.writing.stage_pool import Stage
 from mcore_ckpt.writing.staging import BucketSource
+from mcore_ckpt.writing.staging_buffers import StagingBuffer
 
 __all__ = ["device_to_stage"]
 
@@ -36,9 +36,9 @@ def device_to_stage(size_bytes: int, rounds: int) -> dict[str, list[float]]:
     layout = lay_out_file("0", specs)
     source = BucketSource(frame_file(layout, "0", [], NO_SAVE_ID), tensors)
     image = layout.image
-    stage = Stage()
-    view = stage.reserve(image.size_bytes)
-    stage.pin()
+    buffer = StagingBuffer()
+    view = buffer.reserve(image.size_bytes)
+    buffer.pin()
     nbytes = sum(tensor.nbytes for tensor in tensors)
     samples: dict[str, list[float]] = {"plain pinned copy": [], "staging buffer": []}
     for turn in range(rounds + 1):
@@ -49,7 +49,7 @@ def device_to_stage(size_bytes: int, rounds: int) -> dict[str, list[float]]:
         torch.cuda.synchronize()
         plain_s = time.perf_counter() - started
         started = time.perf_counter()
-        source.fill_stage(view, laid_out=turn > 0)
+        source.fill_buffer(view, laid_out=turn > 0)
         stage_s = time.perf_counter() - started
         if turn:
             samples["plain pinned copy"].append(nbytes / 1e9 / plain_s)

@@ -30,7 +30,7 @@ from benchmarks.adapters import McoreCkpt, Raw, do_nothing_save
 from benchmarks.measure import Cost, fresh, slowest, timed
 from benchmarks.state import Shard
 from mcore_ckpt.storage.direct_io import address, write_from
-from mcore_ckpt.writing.stage_pool import Stage
+from mcore_ckpt.writing.staging_buffers import StagingBuffer
 
 __all__ = ["Phases"]
 
@@ -108,7 +108,7 @@ class _Bounds:
         self._shards = shards
         self._pointers = [(shard.tensor.data_ptr(), shard.tensor.nbytes) for shard in shards]
         self._nbytes = sum(nbytes for _, nbytes in self._pointers)
-        self._stage = Stage()
+        self._stage = StagingBuffer()
         self._target = address(self._stage.reserve(self._nbytes))
         self._ends = socket.socketpair()
 
@@ -125,7 +125,7 @@ class _Bounds:
             at += nbytes
 
     def new_stage(self) -> None:
-        stage = Stage()
+        stage = StagingBuffer()
         stage.reserve(self._nbytes, touch=False)
         at = 0
         for pointer, nbytes in self._pointers:

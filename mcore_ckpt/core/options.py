@@ -44,15 +44,15 @@ class SaveOptions:
     Attributes:
         on_existing: what to do when the directory already holds a checkpoint: `"replace"` it (safely: the old one stays
             whole until the new one is published) or raise `CheckpointExistsError` (`"error"`).
-        writer: who writes an async save: `"persistent"`, one long-lived process that maps the stage, or `"fork"`, one
-            forked child for each save. A synchronous save is always written in line.
+        writer: which process writes an async save: `"persistent"`, one long-lived process that maps the staging
+            buffers, or `"fork"`, one forked child for each save. A synchronous save is written by the trainer itself.
         thread_count: files each rank writes, at most (Megatron's and DCP's name for it).
         io_threads: writes in flight at once, for each rank.
         direct_io: O_DIRECT: `"auto"` probes the file system, `"on"` insists, `"off"` goes through the page cache.
         fsync: make files and directory durable before the checkpoint is published.
         window_bytes: size of one write, and of each buffer that a pipelined write uses.
-        staging_budget_bytes: memory that the stages of this rank may take together; None: a quarter of the host's free
-            memory, divided among the ranks of the host. A larger save is pipelined through it.
+        staging_budget_bytes: memory that the staging buffers of this rank may take together; None: a quarter of the
+            host's free memory, divided among the ranks of the host. A larger save is pipelined through it.
         max_in_flight: async saves of this rank that may be in the writing at once, as far as the budget holds them.
         when_busy: what a further async save does: `"wait"`, or `"skip"` with a warning.
         on_failure: what a failed async save does when it is finalized: `"raise"` or `"warn"`. Its finalize callbacks

@@ -57,7 +57,7 @@ from mcore_ckpt.megatron._versions import (
 )
 from mcore_ckpt.save.transaction import SaveRequest, SaveTransaction, Structure, begin_save
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.writing.stage_pool import expect_save, warm_up_stage
+from mcore_ckpt.writing.staging_buffers import expect_save, warm_up_buffer
 
 __all__ = ["TorchDistLoadStrategy", "TorchDistSaveStrategy", "load_state_dict"]
 
@@ -171,7 +171,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         # Headers and alignment take a page for each tensor at most, objects a few.
         nbytes = sum(leaf.data.nbytes + 4096 for leaf in shards) + 16 * 4096
         with MegatronErrors():
-            warm_up_stage(nbytes, self.options)
+            warm_up_buffer(nbytes, self.options)
 
     def _begin(
         self,

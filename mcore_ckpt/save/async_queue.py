@@ -39,7 +39,7 @@ from mcore_ckpt.core.signals import interruptible
 from mcore_ckpt.writing.call_worker import CallWorker
 from mcore_ckpt.writing.forked_call import fork_call
 from mcore_ckpt.writing.persistent_writer import shared_writer
-from mcore_ckpt.writing.stage_pool import preallocate
+from mcore_ckpt.writing.staging_buffers import preallocate
 from mcore_ckpt.writing.supervised_child import Job, JobWatch
 
 __all__ = [
@@ -267,7 +267,7 @@ class AsyncCallsQueue:
 
         Args:
             persistent: see the attribute. Saves of ours are written by whichever writer their options name.
-            cpu_shm_mode: accepted since newer launch code passes it; our stage is in shared memory always.
+            cpu_shm_mode: accepted since newer training code passes it; staging buffers are in shared memory always.
             options: `on_failure` matters here, for requests that do not bring their own.
         """
         self.async_calls: deque[_ActiveCall] = deque()
@@ -296,8 +296,8 @@ class AsyncCallsQueue:
             mp_mode: how Megatron would start its worker; ours is a bare interpreter always.
             cpu_priority: nice value of the writer.
             io_priority: its I/O scheduling class (1 real time, 2 best effort, 3 idle).
-            cpu_shm_mode: accepted by name, since newer launch code looks for it in the signature; our stage is in
-                shared memory always.
+            cpu_shm_mode: accepted by name, since newer training code looks for it in the signature; staging buffers are
+                in shared memory always.
             others: what other implementations take here.
         """
         AsyncCallsQueue._priority = (cpu_priority, io_priority)

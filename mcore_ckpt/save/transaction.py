@@ -3,7 +3,7 @@
     state      each rank's main replicas, as specifications (`rank_state.py`)
     directory  locked and opened by the coordinator
     plan       layout of every file, checked by the coordinator; or that of the save before (`_planning.py`)
-    writing    in line, or from a snapshot by another process (`_async_save.py`)
+    writing    in line, or from a snapshot by another process (`snapshot.py`)
     commit     every rank's results are compared with its plan; the coordinator publishes `.metadata`; or all raise
 
 `begin_save` goes as far as the writing; `SaveTransaction.commit` does the rest, later if the writing is asynchronous.
@@ -38,15 +38,15 @@ from mcore_ckpt.format.index import ObjectEntry
 from mcore_ckpt.format.seal import SealedFile, shown_id
 from mcore_ckpt.layout.file_image import PlannedFile, WrittenFile, check_results
 from mcore_ckpt.layout.save_index import metadata_of_save
-from mcore_ckpt.save._async_save import log_choice, start_writing
 from mcore_ckpt.save._planning import SavePlan, Structure, agree
 from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.save.rank_state import RankState, collect
 from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.writing.stage_pool import expect_save, is_busy
+from mcore_ckpt.writing.snapshot import log_choice, start_writing
 from mcore_ckpt.writing.staging import BucketSource, write_in_line
+from mcore_ckpt.writing.staging_buffers import expect_save, is_busy
 from mcore_ckpt.writing.supervised_child import Job
 from mcore_ckpt.writing.writer_job import JobResult, timed_result
 

@@ -8,9 +8,9 @@ their own: the device is busy with the piece before.
 
 Two ways to write, with the same result:
 
-- `write_image`: the whole image lies in memory (the shared-memory stage). Where private memory can have huge pages and
-  shared memory cannot, it is copied into windows all the same: the device is so much faster from those, and spends so
-  much less CPU time, that the copy pays.
+- `write_image`: the whole image lies in memory (a staging buffer). Where private memory can have huge pages and shared
+  memory cannot, it is copied into windows all the same: the device is so much faster from those, and spends so much
+  less CPU time, that the copy pays.
 - `write_windows`: the caller puts the image together one window at a time, in a few buffers that are used again; the
   memory this takes does not depend on the size of the image.
 

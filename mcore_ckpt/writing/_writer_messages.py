@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 __all__ = [
+    "BUFFER",
     "CANCEL",
     "ENDED",
-    "FORGET_STAGE",
+    "FORGET_BUFFER",
     "JOB",
-    "STAGE",
     "STOP",
     "WINDOW_FREE",
     "WINDOW_READY",
@@ -31,9 +31,9 @@ __all__ = [
 ]
 
 # Trainer to writer.
-STAGE: Final = 1  # (key, size in bytes), with the stage's descriptor
-FORGET_STAGE: Final = 2  # key
-JOB: Final = 3  # (number, WriterJob without images, these or None if they are as before, key of the stage, cwd, umask)
+BUFFER: Final = 1  # (key, size in bytes), with the staging buffer's descriptor
+FORGET_BUFFER: Final = 2  # key
+JOB: Final = 3  # (number, WriterJob without images, images or None if as before, key of the buffer, directory, umask)
 WINDOW_READY: Final = 4  # (job number, window number)
 CANCEL: Final = 5  # job number
 STOP: Final = 6  # None
@@ -97,7 +97,7 @@ class Inbox:
             stop = _HEADER.size + (0 if in_memfd else length)
             if len(self._buffer) < stop:
                 return
-            fd = self._fds.pop(0) if kind == STAGE else None
+            fd = self._fds.pop(0) if kind == BUFFER else None
             if in_memfd:
                 with io.FileIO(self._fds.pop(0)) as memfd:
                     memfd.seek(0)

@@ -22,11 +22,11 @@ from mcore_ckpt.core.signals import leave_signals_to_parent
 from mcore_ckpt.layout.file_image import FileImage, Fill, Window
 from mcore_ckpt.writing._status_page import StatusPage
 from mcore_ckpt.writing._writer_messages import (
+    BUFFER,
     CANCEL,
     ENDED,
-    FORGET_STAGE,
+    FORGET_BUFFER,
     JOB,
-    STAGE,
     STOP,
     WINDOW_FREE,
     WINDOW_READY,
@@ -79,7 +79,7 @@ class _Writer:
         self.inbox = Inbox(connection)
         self._connection = connection
         self._status = status
-        self._stages: dict[Any, mmap.mmap] = {}
+        self._buffers: dict[Any, mmap.mmap] = {}
         self._images: Sequence[FileImage] = ()  # of the last job that has arrived
         self._jobs: queue.SimpleQueue[tuple[_RunningJob, WriterJob, Any, str | None, int | None] | None]
         self._jobs = queue.SimpleQueue()
@@ -90,21 +90,21 @@ class _Writer:
         """Act on what has arrived on the socket; on the control thread. False if the trainer has closed it."""
         self.inbox.fill()
         for kind, content, fd in self.inbox.messages():
-            if kind == STAGE:
+            if kind == BUFFER:
                 assert fd is not None
                 key, nbytes = content
                 try:
-                    self._stages[key] = mmap.mmap(fd, nbytes)
+                    self._buffers[key] = mmap.mmap(fd, nbytes)
                 finally:
                     os.close(fd)
-            elif kind == FORGET_STAGE:
-                self._stages.pop(content, None)
+            elif kind == FORGET_BUFFER:
+                self._buffers.pop(content, None)
             elif kind == JOB:
                 number, job, images, key, directory, umask = content
                 self._images = self._images if images is None else images
                 job = with_images(job, self._images)
                 running = self._known[number] = _RunningJob(number)
-                self._jobs.put((running, job, self._stages.get(key), directory, umask))
+                self._jobs.put((running, job, self._buffers.get(key), directory, umask))
             elif kind == WINDOW_READY:
                 number, window = content
                 if (running_now := self._known.get(number)) is not None:
@@ -119,7 +119,7 @@ class _Writer:
     def serve(self) -> None:
         """Do one job after the other until told to stop."""
         while (entry := self._jobs.get()) is not None:
-            running, job, stage, directory, umask = entry
+            running, job, buffer, directory, umask = entry
             outcome: JobResult | FailureReport
             try:
                 running.check()
@@ -127,10 +127,10 @@ class _Writer:
                     os.chdir(directory)  # a relative path means what it means to the trainer
                 if umask is not None:
                     os.umask(umask)  # and files are for whom its other files are
-                outcome = self._write(running, job, stage)
+                outcome = self._write(running, job, buffer)
             except Exception as error:  # noqa: BLE001  (whatever it is, the trainer has to hear of it)
                 outcome = describe(error)
-            del entry, stage
+            del entry, buffer
             self._known.pop(running.number, None)
             self._status.progress("idle")
             self._status.finished(running.number)
@@ -150,9 +150,9 @@ class _Writer:
             if to_close is not None:
                 os.close(to_close)
 
-    def _write(self, running: _RunningJob, job: WriterJob, stage: mmap.mmap | None) -> JobResult:
-        if stage is None:
-            raise RuntimeError(f"job {running.number} came without its stage")
+    def _write(self, running: _RunningJob, job: WriterJob, buffer: mmap.mmap | None) -> JobResult:
+        if buffer is None:
+            raise RuntimeError(f"job {running.number} came without its staging buffer")
         status = self._status
 
         def written(nbytes: int) -> None:
@@ -160,11 +160,11 @@ class _Writer:
             running.check()
 
         status.progress("writing")
-        fill = None if job.ring is None else self._ring_fill(running, job.ring, stage)
-        return run_job(job, memoryview(stage), written, fill)
+        fill = None if job.ring is None else self._ring_fill(running, job.ring, buffer)
+        return run_job(job, memoryview(buffer), written, fill)
 
-    def _ring_fill(self, running: _RunningJob, ring: Ring, stage: mmap.mmap) -> Fill:
-        memory = memoryview(stage)
+    def _ring_fill(self, running: _RunningJob, ring: Ring, buffer: mmap.mmap) -> Fill:
+        memory = memoryview(buffer)
         window_number = 0
 
         def fill(window: Window, view: memoryview) -> None:

@@ -1,8 +1,8 @@
 """The writer process that is kept for all saves: start, health, result, shutdown, as the trainer sees it.
 
-A bare interpreter (`_writer_process.py`: no torch, not the trainer's `__main__`) that maps the stage. It lives in a
-session of its own, so that a Ctrl-C at the terminal reaches the trainer only, and it ends by itself as soon as the
-trainer is gone. One that has died is replaced at the next save.
+A bare interpreter (`_writer_process.py`: no torch, not the trainer's `__main__`) that maps the staging buffers. It has
+a process group of its own, so that a Ctrl-C at the terminal reaches the trainer only, and it ends by itself as soon as
+the trainer is gone. A writer that has died is replaced at the next save.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from mcore_ckpt.core.signals import signals_held_back
 from mcore_ckpt.layout.file_image import FileImage
 from mcore_ckpt.writing._status_page import StatusPage
 from mcore_ckpt.writing._writer_messages import (
+    BUFFER,
     CANCEL,
-    FORGET_STAGE,
+    FORGET_BUFFER,
     JOB,
-    STAGE,
     STOP,
     WINDOW_FREE,
     WINDOW_READY,
@@ -48,7 +48,7 @@ _START_PERIOD_S: Final = 0.002
 _SEND_DEADLINE_S: Final = 10.0
 _CANCEL_DEADLINE_S: Final = 2.0
 _OUTPUT_TAIL_BYTES: Final = 4000
-_KEPT_STAGES: Final = 4
+_KEPT_BUFFERS: Final = 4
 _job_numbers = itertools.count(1)
 
 # -S: no site-packages hooks; what can be imported is handed over, behind the standard library, so that a file of the
@@ -87,19 +87,19 @@ class PersistentWriter:
         child.look()
         return None if child.dead else child.pid
 
-    def warm_up(self, *, stage_fd: int | None = None, wait: bool = True) -> None:
-        """Start the process, and have it map a stage, ahead of the first save.
+    def warm_up(self, *, buffer_fd: int | None = None, wait: bool = True) -> None:
+        """Start the process, and have it map a staging buffer, ahead of the first save.
 
         Args:
-            stage_fd: descriptor of the stage that the saves will use.
+            buffer_fd: descriptor of the staging buffer that the saves will use.
             wait: return only when the process is ready.
 
         Raises:
             WriterDiedError: it could not start; its output is in the message.
         """
         child = self._running_child()
-        if stage_fd is not None:
-            child.send_stage(stage_fd)
+        if buffer_fd is not None:
+            child.send_buffer(buffer_fd)
         until_s = time.monotonic() + _START_DEADLINE_S
         while wait and not child.started():
             child.look()
@@ -110,12 +110,12 @@ class PersistentWriter:
                 raise WriteTimeoutError(f"the writer process (pid {child.pid}) did not start in {_START_DEADLINE_S} s")
             time.sleep(_START_PERIOD_S)
 
-    def submit(self, job: WriterJob, stage_fd: int, on_submit: Callable[[Job], None] | None = None) -> Job:
+    def submit(self, job: WriterJob, buffer_fd: int, on_submit: Callable[[Job], None] | None = None) -> Job:
         """Hand a job to the process and return at once. Jobs are done in order.
 
         Args:
-            job: what to write. The stage must not be touched until the job has ended.
-            stage_fd: descriptor of the shared memory in which the files, or the job's ring, lie.
+            job: what to write. The staging buffer must not be touched until the job has ended.
+            buffer_fd: descriptor of the shared memory in which the files, or the job's ring, lie.
             on_submit: called with the job before it is handed over: whoever is interrupted in this call may have to
                 give it up.
 
@@ -123,12 +123,12 @@ class PersistentWriter:
             SaveError: no process can be started.
         """
         child = self._running_child()
-        return child.submit(next(_job_numbers), job, stage_fd, on_submit)
+        return child.submit(next(_job_numbers), job, buffer_fd, on_submit)
 
-    def forget_stage(self, stage_fd: int) -> None:
-        """Have the process unmap a stage that is about to be closed: its memory would stay taken otherwise."""
+    def forget_buffer(self, buffer_fd: int) -> None:
+        """Have the process unmap a staging buffer that is about to be closed: its memory would stay taken otherwise."""
         if self.pid is not None and self._child is not None:
-            self._child.forget_stage(stage_fd)
+            self._child.forget_buffer(buffer_fd)
 
     def close(self, abort: bool = False) -> None:
         """End the process: after its jobs, or in the middle if `abort`. The next job starts another."""
@@ -175,7 +175,7 @@ class _WriterChild(SupervisedChild):
                 'set it, or use SaveOptions(writer="fork")'
             )
         self._tail = ""
-        self._stages: dict[tuple[int, int], int] = {}
+        self._buffers: dict[tuple[int, int], int] = {}
         self._images: tuple[FileImage, ...] = ()  # of the last job
         self._output_fd = os.memfd_create("mcore_ckpt_writer_output", os.MFD_CLOEXEC)
         self._connection, theirs = socket.socketpair()
@@ -259,12 +259,14 @@ class _WriterChild(SupervisedChild):
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
-    def submit(self, number: int, writer_job: WriterJob, stage_fd: int, on_submit: Callable[[Job], None] | None) -> Job:
+    def submit(
+        self, number: int, writer_job: WriterJob, buffer_fd: int, on_submit: Callable[[Job], None] | None
+    ) -> Job:
         """Dispatch a job. Never raises because the process is gone: the job tells."""
         names = [file.name for file in writer_job.files]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         with self._lock:
-            key = self.send_stage(stage_fd)
+            key = self.send_buffer(buffer_fd)
             what = f"writing {shown} into {writer_job.storage}"
             job = self._jobs[number] = Job(self, what, number, writer_job.deadline_s)
             try:
@@ -285,26 +287,26 @@ class _WriterChild(SupervisedChild):
         self._images = images
         self.send(JOB, (number, job, None if known else images, key, _working_directory(), _umask()))
 
-    def send_stage(self, stage_fd: int) -> tuple[int, int]:
-        """Have the writer map a stage, unless it has; it keeps the few that were used last."""
-        stat = os.fstat(stage_fd)
+    def send_buffer(self, buffer_fd: int) -> tuple[int, int]:
+        """Have the writer map a staging buffer, unless it has; it keeps the few that were used last."""
+        stat = os.fstat(buffer_fd)
         key = (stat.st_dev, stat.st_ino)
-        known = self._stages.pop(key, None)
-        self._stages[key] = stat.st_size
+        known = self._buffers.pop(key, None)
+        self._buffers[key] = stat.st_size
         if known != stat.st_size:
-            self.send(STAGE, (key, stat.st_size), stage_fd)
-        while len(self._stages) > _KEPT_STAGES:
-            oldest = next(iter(self._stages))
-            del self._stages[oldest]
-            self.send(FORGET_STAGE, oldest)
+            self.send(BUFFER, (key, stat.st_size), buffer_fd)
+        while len(self._buffers) > _KEPT_BUFFERS:
+            oldest = next(iter(self._buffers))
+            del self._buffers[oldest]
+            self.send(FORGET_BUFFER, oldest)
         return key
 
-    def forget_stage(self, stage_fd: int) -> None:
-        """Have the writer unmap a stage, so that its memory can be given back."""
-        stat = os.fstat(stage_fd)
+    def forget_buffer(self, buffer_fd: int) -> None:
+        """Have the writer unmap a staging buffer, so that its memory can be given back."""
+        stat = os.fstat(buffer_fd)
         key = (stat.st_dev, stat.st_ino)
-        if self._stages.pop(key, None) is not None:
-            self.send(FORGET_STAGE, key)
+        if self._buffers.pop(key, None) is not None:
+            self.send(FORGET_BUFFER, key)
 
     def watch(self, number: int) -> JobWatch:
         return JobWatch(self.pid, self._page.fd, number)

@@ -1,10 +1,10 @@
-"""From the trainer's memory to memory that a writer may read while the trainer goes on.
+"""From the trainer's memory to memory that a writer may read during training.
 
-`BucketSource` knows how to produce any part of a bucket's file from the tensors where they lie: it fills a writer's
-window (a synchronous save, or a save larger than its stage), or a whole stage (`stage_pool.py`). The stage is the image
-of the file, so the writer needs no layout but the places of checksums.
+`BucketSource` produces any part of a bucket's file from the tensors where they lie: it fills a writer's window (a
+synchronous save, or a save larger than its staging buffer), or a whole staging buffer (`staging_buffers.py`). That is
+the image of the file, so the writer needs no layout but the places of checksums.
 
-What lies on a device is copied by `DeviceCopies`, beside what the trainer computes. Each device has one side stream. It
+Tensors on a device are copied by `DeviceCopies`, while the trainer computes. Each device has one side stream. It
 first waits for what the trainer has queued on its current stream, which belongs to the state that is saved; then come
 the copies, and an event behind the last of each fill. Waiting is for that event, so it ends with the last copy and
 never waits for the device as a whole, nor does it keep a core busy.
@@ -296,16 +296,16 @@ class BucketSource:
             filled = min(offset + len(data), end)
         _zero(view, filled - start, end - start)
 
-    def fill_stage(
+    def fill_buffer(
         self, view: memoryview, laid_out: bool, write: Callable[[int, int, int], None] | None = None
     ) -> None:
-        """Put the whole file into `view`, which is a piece of a stage.
+        """Put the whole file into `view`, which is a part of a staging buffer.
 
         Args:
             view: writable bytes, at least the file's size.
-            laid_out: the last thing that this piece held had the same layout: heads, tails and gaps are there already.
-            write: for a stage that was never touched, how to put host memory there: called with the address in `view`,
-                the address of the source and a number of bytes.
+            laid_out: the last file that this part held had the same layout: heads, tails and gaps are there already.
+            write: for a staging buffer that was never touched, how to put host memory there: called with the address
+                in `view`, the address of the source and a number of bytes.
         """
         size_bytes = self._size_bytes
         if not laid_out:

@@ -2,7 +2,7 @@
 
 Three kinds stand on this. Each says only how its process is started, and how jobs and news travel:
 
-    persistent_writer.py  a bare interpreter that maps the stage and writes files; kept for all saves
+    persistent_writer.py  a bare interpreter that maps the staging buffer and writes files; kept for all saves
     forked_call.py        a Python function in a child forked for it, whose memory is the snapshot
     call_worker.py        Python functions, pickled, in one spawned process that is kept for them
 

@@ -1,7 +1,7 @@
-"""What a writer does for one save: all files of a rank, or none. As plain data, and done.
+"""What a writer does for one save, as plain data, and doing it: all files of a rank, or none.
 
-The persistent writer process does jobs that arrive in a message, a forked child one that it was forked with. Imports
-neither torch nor numpy.
+The persistent writer process gets its jobs in messages, a forked child has one from its fork. Imports neither torch nor
+numpy.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["JobResult", "Ring", "WriterJob", "run_job", "timed_result", "with_im
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Part of a stage through which a save that is larger than the stage is passed, window by window.
+    """Part of a staging buffer through which a larger save is passed, window by window.
 
     Windows are numbered through all files of the job, in order; window k lies in slot `k % slots`.
 
     Attributes:
-        offset: of slot 0 in the stage, bytes.
+        offset: of slot 0 in the staging buffer, bytes.
         slot_bytes: size of a slot and of a window, a multiple of 4096.
         slots: how many.
     """
@@ -45,11 +45,11 @@ class WriterJob:
     Attributes:
         storage: where to; pickled, so it holds paths and not open files.
         files: what.
-        ring: set if the files do not lie in the stage as a whole.
+        ring: set if the files do not lie in the staging buffer as a whole.
         direct: O_DIRECT, as in `SaveOptions.direct_io`.
         fsync: make each file durable.
         io_threads: writes in flight at once.
-        piece_bytes: size of one write from the stage.
+        piece_bytes: size of one write from the staging buffer.
         deadline_s: seconds without progress after which the writer counts as stuck; None waits for ever.
         plan: of a new structure, on the coordinator: its index is to be put together during the writing.
     """
@@ -98,13 +98,13 @@ _NO_IMAGE = FileImage(0, array("q"), array("q"), array("q"))
 
 
 def run_job(
-    job: WriterJob, stage: memoryview, on_written: Callable[[int], None], fill: Fill | None = None
+    job: WriterJob, buffer: memoryview, on_written: Callable[[int], None], fill: Fill | None = None
 ) -> JobResult:
     """Do a job, in the process that calls.
 
     Args:
         job: what to write.
-        stage: this process's mapping of the stage.
+        buffer: this process's mapping of the staging buffer.
         on_written: called with a number of bytes after each write, on an I/O thread.
         fill: of a job with a `Ring`: puts the next window there.
 
@@ -116,7 +116,7 @@ def run_job(
         files: list[tuple[PlannedFile, Fill | memoryview]] = []
         for file in job.files:
             stop = file.buffer_offset + align_up(file.image.size_bytes)
-            files.append((file, fill or stage[file.buffer_offset : stop]))
+            files.append((file, fill or buffer[file.buffer_offset : stop]))
         return write_files(
             job.storage,
             files,

@@ -23,8 +23,8 @@ from mcore_ckpt.layout.buckets import (
 )
 from mcore_ckpt.layout.plan_check import check_plans
 from mcore_ckpt.layout.plans import LocalPlan, LocalPlanBuilder, index_tensors
-from mcore_ckpt.writing.stage_pool import Stage
 from mcore_ckpt.writing.staging import BucketSource
+from mcore_ckpt.writing.staging_buffers import StagingBuffer
 from tests.support.tensor_specs import specs_of
 
 
@@ -115,35 +115,35 @@ def test_any_window_of_a_file_is_filled_right_over_dirty_memory(
 
 
 @given(bucket_tensors(), st.lists(st.binary(max_size=300), max_size=4))
-def test_a_stage_is_filled_right_first_and_again(tensors: list[torch.Tensor], objects: list[bytes]) -> None:
+def test_a_buffer_is_filled_right_first_and_again(tensors: list[torch.Tensor], objects: list[bytes]) -> None:
     source, expected = source_of(tensors, objects)
-    stage = Stage()
-    view = stage.reserve(max(len(expected), 1))
+    buffer = StagingBuffer()
+    view = buffer.reserve(max(len(expected), 1))
     view[:] = b"\xee" * len(view)
-    source.fill_stage(view, laid_out=False)
+    source.fill_buffer(view, laid_out=False)
     assert bytes(view[: len(expected)]) == expected
     assert not any(view[len(expected) :])
     again = [torch.zeros_like(tensor) for tensor in tensors]
     source, expected = source_of(again, [bytes(len(data)) for data in objects])
-    source.fill_stage(view, laid_out=True)
+    source.fill_buffer(view, laid_out=True)
     assert bytes(view[: len(expected)]) == expected
     del view
-    stage.close()
+    buffer.close()
 
 
 @given(bucket_tensors(), st.lists(st.binary(max_size=300), max_size=4), st.integers(0, 3))
-def test_a_new_stage_is_filled_by_writing_to_it(tensors: list[torch.Tensor], objects: list[bytes], large: int) -> None:
+def test_a_new_buffer_is_filled_by_writing_to_it(tensors: list[torch.Tensor], objects: list[bytes], large: int) -> None:
     tensors = [*tensors, *(torch.randn(5000 * (n + 1)) for n in range(large))]
     source, expected = source_of(tensors, objects)
-    stage = Stage()
-    view = stage.reserve(max(len(expected), 1), touch=False)
-    assert not stage.is_touched
-    source.fill_stage(view, False, stage.write)
+    buffer = StagingBuffer()
+    view = buffer.reserve(max(len(expected), 1), touch=False)
+    assert not buffer.is_touched
+    source.fill_buffer(view, False, buffer.write)
     assert bytes(view[: len(expected)]) == expected
-    stage.touch_meanwhile(len(expected))
-    assert bytes(stage.reserve(len(expected) or 1)[: len(expected)]) == expected
+    buffer.touch_meanwhile(len(expected))
+    assert bytes(buffer.reserve(len(expected) or 1)[: len(expected)]) == expected
     del view
-    stage.close()
+    buffer.close()
 
 
 def test_an_item_is_what_torch_load_reads() -> None:

@@ -362,13 +362,13 @@ def skipped(rank: int, base: Path) -> None:
     """A save that comes while the one before is still written is skipped on all ranks, without a trace."""
     dist_checkpointing = megatron()
     from mcore_ckpt import AsyncCallsQueue, TorchDistSaveStrategy
-    from mcore_ckpt.writing import stage_pool
+    from mcore_ckpt.writing import staging_buffers
 
     strategy = TorchDistSaveStrategy(options=SaveOptions(when_busy="skip"))
     sharded = dist_checkpointing.ShardedTensor.from_rank_offsets
     queue = AsyncCallsQueue()
     ran: list[int] = []
-    lease = stage_pool.lease_stage(4096, SaveOptions()) if rank == 1 else None  # rank 1 is busy
+    lease = staging_buffers.lease_buffer(4096, SaveOptions()) if rank == 1 else None  # rank 1 is busy
     for step in range(2):
         path = base / str(step)
         if rank == 0:
@@ -413,7 +413,7 @@ def resumed(rank: int, path: Path) -> None:
     """A launch that has loaded takes what its first async save needs while it trains, and no more than that."""
     dist_checkpointing = megatron()
     from mcore_ckpt import AsyncCallsQueue, TorchDistLoadStrategy, TorchDistSaveStrategy
-    from mcore_ckpt.writing import stage_pool
+    from mcore_ckpt.writing import staging_buffers
     from mcore_ckpt.writing.persistent_writer import shared_writer
 
     def sharded(value: float, count: int = 500_000) -> dict[str, Any]:
@@ -421,8 +421,8 @@ def resumed(rank: int, path: Path) -> None:
         return {f"t{rank}": dist_checkpointing.ShardedTensor.from_rank_offsets(f"t{rank}", part)}
 
     def held() -> int:
-        (stage,) = [*stage_pool._free, *(lease.stage for lease in stage_pool._in_use)]
-        return os.fstat(stage.fd).st_blocks * 512
+        (buffer,) = [*staging_buffers._free, *(lease.buffer for lease in staging_buffers._in_use)]
+        return os.fstat(buffer.fd).st_blocks * 512
 
     strategy = TorchDistSaveStrategy()
     save = partial(dist_checkpointing.save, validate_access_integrity=False)
@@ -432,20 +432,20 @@ def resumed(rank: int, path: Path) -> None:
     assert written > 2_000_000 * (1 + rank)
 
     # Nothing without a load or a save before, where it is turned off, and where nobody polls a queue.
-    stage_pool.expect_save(0)
+    staging_buffers.expect_save(0)
     AsyncCallsQueue().maybe_finalize_async_calls()
     load(sharded(0), str(path / "first"), TorchDistLoadStrategy())
     AsyncCallsQueue(options=SaveOptions(take_ahead=False)).maybe_finalize_async_calls()
     load(sharded(0), str(path / "first"), TorchDistLoadStrategy())
     assert shared_writer().pid is None
-    assert not stage_pool._free
+    assert not staging_buffers._free
 
     queue = AsyncCallsQueue()
     queue.maybe_finalize_async_calls()
-    pid, (stage,) = shared_writer().pid, stage_pool._free
+    pid, (buffer,) = shared_writer().pid, staging_buffers._free
     assert pid is not None
     until_s = time.monotonic() + 60
-    while not stage.is_touched:
+    while not buffer.is_touched:
         assert held() <= written
         assert time.monotonic() < until_s
         time.sleep(0.001)
@@ -455,7 +455,7 @@ def resumed(rank: int, path: Path) -> None:
         dist.barrier()
         request = save(sharded(step), str(path / str(step)), strategy, async_sharded_save=True)
         queue.schedule_async_request(request)
-        assert [lease.stage for lease in stage_pool._in_use] == [stage]
+        assert [lease.buffer for lease in staging_buffers._in_use] == [buffer]
         queue.maybe_finalize_async_calls(blocking=True)
         loaded = load(sharded(0), str(path / str(step)), TorchDistLoadStrategy())
         assert (loaded[f"t{rank}"] == step).all()
@@ -463,10 +463,10 @@ def resumed(rank: int, path: Path) -> None:
     assert held() <= written + 4096 * 16
 
     # A save that comes while memory is being taken ends that, and gets what it needs.
-    stage_pool._collect()
-    stage_pool._free.clear()
-    stage.close()
-    stage_pool.expect_save(1024**3)
+    staging_buffers._collect()
+    staging_buffers._free.clear()
+    buffer.close()
+    staging_buffers.expect_save(1024**3)
     queue = AsyncCallsQueue()
     queue.maybe_finalize_async_calls()
     dist.barrier()

@@ -405,26 +405,26 @@ def _interrupted_while_staging(rank: int, directory: str) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    fill_stage = BucketSource.fill_stage
+    fill_buffer = BucketSource.fill_buffer
     for number, policy in enumerate(("raise", "warn")):
         strategy = TorchDistSaveStrategy(options=SaveOptions(progress=False, on_failure=policy))
         queue = AsyncCallsQueue()
         _save_whole(rank, directory, 2 * number, queue, strategy)
         if rank == 1:
-            BucketSource.fill_stage = interrupted
+            BucketSource.fill_buffer = interrupted
         started_s = time.monotonic()
         _save(rank, directory, 2 * number + 1, queue, strategy)
         with pytest.raises(KeyboardInterrupt if rank == 1 else SaveError):
             queue.maybe_finalize_async_calls(blocking=True)
         assert time.monotonic() - started_s < 10 * _RAISED_WITHIN_S
-        BucketSource.fill_stage = fill_stage
+        BucketSource.fill_buffer = fill_buffer
         assert queue.get_num_unfinalized_calls() == 0
         assert len(queue.failures) == 1
         dist.barrier()
         _check(rank, directory, 2 * number)
 
 
-def test_all_ranks_hear_of_one_that_is_interrupted_while_it_stages(tmp_path: Path) -> None:
+def test_all_ranks_hear_of_one_that_is_interrupted_while_it_copies(tmp_path: Path) -> None:
     run_ranks(_interrupted_while_staging, 2, str(tmp_path))
 
 

@@ -33,10 +33,10 @@ from mcore_ckpt.format.metadata_read import CONFIG_FILE, INCOMPLETE_MARKER, META
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron import common_state
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
-from mcore_ckpt.save import _async_save, transaction
+from mcore_ckpt.save import transaction
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 from mcore_ckpt.storage._local import LocalStorage
-from mcore_ckpt.writing import persistent_writer
+from mcore_ckpt.writing import persistent_writer, snapshot
 from tests.support.gloo_ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(180)
@@ -210,7 +210,7 @@ class Interruption:
         lines: how many lines have gone by.
     """
 
-    _FILES = ("/save/transaction.py", "/save/_async_save.py", "/megatron/strategy.py")
+    _FILES = ("/save/transaction.py", "/writing/snapshot.py", "/megatron/strategy.py")
 
     def __init__(self, at_line: int) -> None:
         self._at_line = at_line
@@ -259,8 +259,8 @@ def test_an_async_save_that_is_interrupted_while_it_begins_writes_no_more(
             time.sleep(0.01)
         return run_job(*args)
 
-    run_job = _async_save.run_job
-    monkeypatch.setattr(_async_save, "run_job", write_late)  # in a forked child
+    run_job = snapshot.run_job
+    monkeypatch.setattr(snapshot, "run_job", write_late)  # in a forked child
     monkeypatch.setattr(persistent_writer, "_CANCEL_DEADLINE_S", 0.05)  # one that is stopped does not hear of it
     interrupted: BaseException | None = KeyboardInterrupt()
     at_line = 0

@@ -21,7 +21,7 @@ from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStr
 from mcore_ckpt.save._planning import Planned
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 from mcore_ckpt.save.rank_state import NOTHING, _answers, collect
-from mcore_ckpt.writing import stage_pool
+from mcore_ckpt.writing import staging_buffers
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
@@ -320,14 +320,14 @@ def test_a_layout_is_not_used_again_by_a_process_that_has_got_another_rank(tmp_p
     assert torch.equal(loaded(tmp_path / "2"), torch.ones(1000) * 2)
 
 
-def test_a_forked_process_does_not_stage_into_the_trainers_memory(tmp_path: Path) -> None:
+def test_a_forked_process_does_not_copy_into_the_trainers_memory(tmp_path: Path) -> None:
     queue = AsyncCallsQueue(options=_QUIET)
     queue.schedule_async_request(strategy().async_save(ones(), tmp_path))
     queue.maybe_finalize_async_calls(blocking=True)
-    assert stage_pool._in_use
+    assert staging_buffers._in_use
     pid = os.fork()
     if pid == 0:
-        os._exit(1 if stage_pool._free or stage_pool._in_use else 0)
+        os._exit(1 if staging_buffers._free or staging_buffers._in_use else 0)
     assert os.waitpid(pid, 0)[1] == 0
 
 

@@ -167,7 +167,7 @@ class OnDevice(torch.Tensor):
 def simulated_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevices]:
     """Let `torch.get_device_module` find the simulated devices under the name cuda."""
     global _here
-    from mcore_ckpt.writing import stage_pool, staging
+    from mcore_ckpt.writing import staging, staging_buffers
 
     _here = SimulatedDevices()
     module_of = torch.get_device_module
@@ -179,6 +179,6 @@ def simulated_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevi
     monkeypatch.setattr(staging, "_streams", {})
     yield _here
     # Stages that are registered with the simulated device go while it is there.
-    stage_pool._collect()
-    while stage_pool._free:
-        stage_pool._free.pop().close()
+    staging_buffers._collect()
+    while staging_buffers._free:
+        staging_buffers._free.pop().close()

@@ -19,7 +19,7 @@ from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import RangeWriter, align_up
 from mcore_ckpt.writing.writer_job import WriterJob
 
-__all__ = ["MisbehavingStorage", "SmallStage", "check_file", "image", "job", "misbehave"]
+__all__ = ["MisbehavingStorage", "SmallBuffer", "check_file", "image", "job", "misbehave"]
 
 _TAIL_BYTES = 64
 
@@ -48,7 +48,7 @@ def job(directory: Path, images: Sequence[PlannedFile], **fields: Any) -> Writer
     return WriterJob(files=tuple(files), **fields)
 
 
-class SmallStage:
+class SmallBuffer:
     """Shared memory with recognizable contents.
 
     Attributes:
@@ -57,7 +57,7 @@ class SmallStage:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.fd = os.memfd_create("test_stage", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("test_buffer", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, nbytes)
         self.memory = mmap.mmap(self.fd, nbytes)
 
@@ -74,7 +74,7 @@ class SmallStage:
 
 
 def check_file(path: Path, planned: PlannedFile, content: bytes) -> None:
-    """Assert that a file holds its image with checksums; `content` is what the stage held where the image began."""
+    """Assert that a file holds its image with checksums; `content` is what the buffer held where the image began."""
     written, expected = path.read_bytes(), planned.image
     assert len(written) == expected.size_bytes
     for offset, length, position in zip(

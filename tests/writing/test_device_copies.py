@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from mcore_ckpt import SaveOptions
-from mcore_ckpt.save._async_save import start_writing
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.writing import staging
-from mcore_ckpt.writing.stage_pool import Stage
+from mcore_ckpt.writing.snapshot import start_writing
 from mcore_ckpt.writing.staging import BucketSource, DeviceCopies
+from mcore_ckpt.writing.staging_buffers import StagingBuffer
 from tests.support.simulated_device import OnDevice, SimulatedDevices, simulated_devices
 from tests.support.tensor_specs import source_of
 
@@ -35,17 +35,17 @@ def payloads(source: BucketSource, content: bytes | memoryview) -> list[torch.Te
 
 
 def staged(source: BucketSource, laid_out: bool = False) -> list[torch.Tensor]:
-    stage = Stage()
-    view = stage.reserve(source.frame.file.image.size_bytes)
-    source.fill_stage(view, laid_out=laid_out)
+    buffer = StagingBuffer()
+    view = buffer.reserve(source.frame.file.image.size_bytes)
+    source.fill_buffer(view, laid_out=laid_out)
     found = payloads(source, view)
     del view
-    stage.close()
+    buffer.close()
     return found
 
 
 @pytest.mark.parametrize("laid_out", [False, True])
-def test_copies_are_complete_when_the_stage_is_filled(simulated_devices: SimulatedDevices, laid_out: bool) -> None:
+def test_copies_are_complete_when_the_buffer_is_filled(simulated_devices: SimulatedDevices, laid_out: bool) -> None:
     tensors = [OnDevice(values(i), index=i % 2) for i in range(50)]
     found = staged(source_of(*tensors), laid_out)
     assert all(torch.equal(mine, values(i)) for i, mine in enumerate(found))
@@ -110,14 +110,14 @@ def test_an_error_waits_for_what_is_under_way(simulated_devices: SimulatedDevice
 
     payloads_of = source._payloads
     payloads_of._device_copies = type("Failing", (), {"copy": staticmethod(failing), "wait": copies.wait})()  # type: ignore[assignment]
-    stage = Stage()
-    view = stage.reserve(source.frame.file.image.size_bytes)
+    buffer = StagingBuffer()
+    view = buffer.reserve(source.frame.file.image.size_bytes)
     with pytest.raises(RuntimeError, match="as the test wants it"):
-        source.fill_stage(view, laid_out=False)
+        source.fill_buffer(view, laid_out=False)
     assert torch.equal(done[0].view(torch.float32), values(1)), "it is there, and cannot land in what comes next"
     done.clear()
     del view, target
-    stage.close()
+    buffer.close()
 
 
 def test_all_saves_share_one_side_stream_of_each_device(simulated_devices: SimulatedDevices) -> None:

@@ -28,7 +28,7 @@ from mcore_ckpt.layout.file_image import Window, plan_windows
 from mcore_ckpt.writing.forked_call import fork_call, fork_writer, report_progress
 from mcore_ckpt.writing.persistent_writer import PersistentWriter, fill_ring, shared_writer
 from mcore_ckpt.writing.writer_job import Ring
-from tests.support.writer_jobs import MisbehavingStorage, SmallStage, check_file, image, job, misbehave
+from tests.support.writer_jobs import MisbehavingStorage, SmallBuffer, check_file, image, job, misbehave
 
 _MIB = 1024 * 1024
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -44,8 +44,8 @@ def writer() -> Iterator[PersistentWriter]:
 
 
 @pytest.fixture
-def stage() -> Iterator[SmallStage]:
-    made = SmallStage(8 * _MIB)
+def buffer() -> Iterator[SmallBuffer]:
+    made = SmallBuffer(8 * _MIB)
     made.fill(1)
     yield made
     made.close()
@@ -76,10 +76,10 @@ def _wait_until_there(path: Path) -> None:
 # --- the persistent writer does its work ------------------------------------------------------------------------------
 
 
-def test_files_hold_the_stage_and_its_checksums(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
+def test_files_hold_the_buffer_and_its_checksums(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:
     images = [image("a", _MIB, 2), image("sub/b", 3 * _MIB), image("c", 10)]
-    content = bytes(stage.memory)
-    handle = writer.submit(job(tmp_path, images), stage.fd)
+    content = bytes(buffer.memory)
+    handle = writer.submit(job(tmp_path, images), buffer.fd)
     assert handle.wait(30)
     result = handle.result()
     assert [file.name for file in result.files] == ["a", "sub/b", "c"]
@@ -90,71 +90,71 @@ def test_files_hold_the_stage_and_its_checksums(writer: PersistentWriter, stage:
         offset += -(-each.image.size_bytes // 4096) * 4096
 
 
-def test_one_process_serves_many_saves_in_order(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
-    handles = [writer.submit(job(tmp_path, [image(str(number), _MIB)]), stage.fd) for number in range(3)]
+def test_one_process_serves_many_saves_in_order(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:
+    handles = [writer.submit(job(tmp_path, [image(str(number), _MIB)]), buffer.fd) for number in range(3)]
     pid = writer.pid
     assert [handle.result().files[0].name for handle in handles] == ["0", "1", "2"]
     assert all(first.result().finished_s <= second.result().started_s for first, second in pairwise(handles))
     assert writer.pid == pid
 
 
-def test_a_stage_that_grew_is_mapped_again(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
-    writer.submit(job(tmp_path, [image("small", 100)]), stage.fd).result()
-    os.ftruncate(stage.fd, 16 * _MIB)
+def test_a_buffer_that_grew_is_mapped_again(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:
+    writer.submit(job(tmp_path, [image("small", 100)]), buffer.fd).result()
+    os.ftruncate(buffer.fd, 16 * _MIB)
     last = image("last", 100)
     at_the_end = job(tmp_path, [image("fill", 15 * _MIB), last])
-    writer.submit(at_the_end, stage.fd).result()
+    writer.submit(at_the_end, buffer.fd).result()
     check_file(tmp_path / "last", last, bytes(100))
 
 
-def test_stages_are_given_back(writer: PersistentWriter, tmp_path: Path) -> None:
+def test_buffers_are_given_back(writer: PersistentWriter, tmp_path: Path) -> None:
     for number in range(8):
-        each = SmallStage(_MIB)
+        each = SmallBuffer(_MIB)
         writer.submit(job(tmp_path, [image(str(number), 100)]), each.fd).result()
         each.close()
     assert writer.pid is not None
     maps = Path(f"/proc/{writer.pid}/maps").read_text()
-    assert maps.count("test_stage") <= 4
+    assert maps.count("test_buffer") <= 4
 
 
 def test_a_job_of_many_tensors_is_handed_over_without_waiting(
-    writer: PersistentWriter, stage: SmallStage, tmp_path: Path
+    writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path
 ) -> None:
     many = image("many", 64, 40_000)  # a megabyte of offsets, far more than a socket holds
     started_s = time.monotonic()
-    handle = writer.submit(job(tmp_path, [many]), stage.fd)  # to a process that is only just starting
+    handle = writer.submit(job(tmp_path, [many]), buffer.fd)  # to a process that is only just starting
     assert time.monotonic() - started_s < 1.0
     assert len(handle.result().files[0].crcs) == 40_000
 
 
 def test_relative_paths_mean_what_they_mean_to_the_trainer(
-    writer: PersistentWriter, stage: SmallStage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer.warm_up()
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
-    writer.submit(job(Path("here"), [image("a", 100)]), stage.fd).result()
+    writer.submit(job(Path("here"), [image("a", 100)]), buffer.fd).result()
     assert (tmp_path / "here" / "a").exists()
 
 
 def test_files_are_for_whom_the_trainers_other_files_are(
-    writer: PersistentWriter, stage: SmallStage, tmp_path: Path
+    writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path
 ) -> None:
     """Also those of a process that was started when the umask was another one."""
     writer.warm_up()
     before = os.umask(0o077)
     try:
-        writer.submit(job(tmp_path, [image("private", 100)]), stage.fd).result()
+        writer.submit(job(tmp_path, [image("private", 100)]), buffer.fd).result()
         os.umask(0o022)
-        writer.submit(job(tmp_path, [image("for-all", 100)]), stage.fd).result()
+        writer.submit(job(tmp_path, [image("for-all", 100)]), buffer.fd).result()
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
     assert modes == {"private": 0o600, "for-all": 0o644}
 
 
-def test_the_process_is_bare_and_out_of_the_terminals_reach(writer: PersistentWriter, stage: SmallStage) -> None:
-    writer.warm_up(stage_fd=stage.fd)
+def test_the_process_is_bare_and_out_of_the_terminals_reach(writer: PersistentWriter, buffer: SmallBuffer) -> None:
+    writer.warm_up(buffer_fd=buffer.fd)
     assert writer.pid is not None
     maps = Path(f"/proc/{writer.pid}/maps").read_text()
     assert "libtorch" not in maps
@@ -168,10 +168,10 @@ def test_the_process_is_bare_and_out_of_the_terminals_reach(writer: PersistentWr
     assert writer.pid is not None
 
 
-def test_the_process_gives_way_to_the_trainer(stage: SmallStage) -> None:
+def test_the_process_gives_way_to_the_trainer(buffer: SmallBuffer) -> None:
     """Also where the kernel shares cores among sessions: a nice value counts within one only."""
     writer = PersistentWriter(cpu_priority=7)
-    writer.warm_up(stage_fd=stage.fd)
+    writer.warm_up(buffer_fd=buffer.fd)
     assert writer.pid is not None
     assert os.getpriority(os.PRIO_PROCESS, writer.pid) == max(7, os.getpriority(os.PRIO_PROCESS, 0))
     assert os.getsid(writer.pid) == os.getsid(0)
@@ -179,13 +179,13 @@ def test_the_process_gives_way_to_the_trainer(stage: SmallStage) -> None:
     writer.close()
 
 
-def test_a_signal_to_all_processes_ends_no_writer_that_is_just_starting(stage: SmallStage, tmp_path: Path) -> None:
+def test_a_signal_to_all_processes_ends_no_writer_that_is_just_starting(buffer: SmallBuffer, tmp_path: Path) -> None:
     for name, number in (("a", signal.SIGTERM), ("b", signal.SIGUSR1)):
         writer = PersistentWriter()
         writer.warm_up(wait=False)
         assert writer.pid is not None
         os.kill(writer.pid, number)  # long before its first line
-        assert writer.submit(job(tmp_path, [image(name, 100)]), stage.fd).result().files[0].name == name
+        assert writer.submit(job(tmp_path, [image(name, 100)]), buffer.fd).result().files[0].name == name
         writer.close()
 
 
@@ -225,10 +225,10 @@ def _write_when_told(go: Path) -> str:
     return "written"
 
 
-def test_close_waits_for_jobs_and_abort_does_not(stage: SmallStage, tmp_path: Path) -> None:
+def test_close_waits_for_jobs_and_abort_does_not(buffer: SmallBuffer, tmp_path: Path) -> None:
     writer = PersistentWriter()
     handle = writer.submit(
-        job(tmp_path, [image("a", _MIB)], storage=MisbehavingStorage(str(tmp_path), "slow")), stage.fd
+        job(tmp_path, [image("a", _MIB)], storage=MisbehavingStorage(str(tmp_path), "slow")), buffer.fd
     )
     pid = writer.pid
     assert pid is not None
@@ -236,7 +236,7 @@ def test_close_waits_for_jobs_and_abort_does_not(stage: SmallStage, tmp_path: Pa
     assert handle.result().files[0].name == "a"
     assert not _is_running(pid)
     hanging = writer.submit(
-        job(tmp_path, [image("b", _MIB)], storage=MisbehavingStorage(str(tmp_path), "hang")), stage.fd
+        job(tmp_path, [image("b", _MIB)], storage=MisbehavingStorage(str(tmp_path), "hang")), buffer.fd
     )
     pid = writer.pid
     assert pid is not None
@@ -249,19 +249,19 @@ def test_close_waits_for_jobs_and_abort_does_not(stage: SmallStage, tmp_path: Pa
 # --- windows ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_save_larger_than_the_stage_is_passed_through_a_ring(
-    writer: PersistentWriter, stage: SmallStage, tmp_path: Path
+def test_a_save_larger_than_the_buffer_is_passed_through_a_ring(
+    writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path
 ) -> None:
     window_bytes, slots = 65536, 3
     ring = Ring(4096, window_bytes, slots)
     images = [image("a", 300_000, 3), image("b", 10)]
-    source = SmallStage(2 * _MIB)
+    source = SmallBuffer(2 * _MIB)
     source.fill(5)
 
     def fill(window: Window, slot: int) -> None:
-        stage.memory[slot : slot + window.stop - window.start] = source.memory[window.start : window.stop]
+        buffer.memory[slot : slot + window.stop - window.start] = source.memory[window.start : window.stop]
 
-    handle = writer.submit(job(tmp_path, images, ring=ring), stage.fd)
+    handle = writer.submit(job(tmp_path, images, ring=ring), buffer.fd)
     fill_ring(
         handle,
         ring,
@@ -274,11 +274,11 @@ def test_a_save_larger_than_the_stage_is_passed_through_a_ring(
 
 
 def test_a_writer_that_waits_for_the_trainer_is_not_stuck_and_can_be_called_off(
-    writer: PersistentWriter, stage: SmallStage, tmp_path: Path
+    writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path
 ) -> None:
     ring = Ring(0, 65536, 2)
     writer.warm_up()
-    handle = writer.submit(job(tmp_path, [image("a", _MIB)], ring=ring, deadline_s=0.5), stage.fd)
+    handle = writer.submit(job(tmp_path, [image("a", _MIB)], ring=ring, deadline_s=0.5), buffer.fd)
     assert not handle.wait(1.0)
     pid = writer.pid
     assert handle.abort()
@@ -286,13 +286,13 @@ def test_a_writer_that_waits_for_the_trainer_is_not_stuck_and_can_be_called_off(
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(SaveError, match="cancelled"):
         handle.result()
-    writer.submit(job(tmp_path, [image("b", 100)]), stage.fd).result()
+    writer.submit(job(tmp_path, [image("b", 100)]), buffer.fd).result()
 
 
 def test_a_window_is_not_waited_for_when_the_writer_is_gone(
-    writer: PersistentWriter, stage: SmallStage, tmp_path: Path
+    writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path
 ) -> None:
-    handle = writer.submit(job(tmp_path, [image("a", _MIB)], ring=Ring(0, 65536, 2)), stage.fd)
+    handle = writer.submit(job(tmp_path, [image("a", _MIB)], ring=Ring(0, 65536, 2)), buffer.fd)
     assert writer.pid is not None
     os.kill(writer.pid, signal.SIGKILL)
     started_s = time.monotonic()
@@ -310,11 +310,11 @@ def test_a_window_is_not_waited_for_when_the_writer_is_gone(
     ("how", "text"), [("SIGKILL", "SIGKILL"), ("SIGSEGV", "SIGSEGV"), ("SIGABRT", "SIGABRT"), ("exit", "exit code 3")]
 )
 def test_the_writers_death_is_noticed_and_named(
-    writer: PersistentWriter, stage: SmallStage, tmp_path: Path, how: str, text: str
+    writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path, how: str, text: str
 ) -> None:
     storage = MisbehavingStorage(str(tmp_path), how, at_file=1)
-    doomed = writer.submit(job(tmp_path, [image("a", 100), image("b", 100)], storage=storage), stage.fd)
-    behind = writer.submit(job(tmp_path, [image("c", 100)]), stage.fd)
+    doomed = writer.submit(job(tmp_path, [image("a", 100), image("b", 100)], storage=storage), buffer.fd)
+    behind = writer.submit(job(tmp_path, [image("c", 100)]), buffer.fd)
     pid = writer.pid
     started_s = time.monotonic()
     with pytest.raises(WriterDiedError, match=text) as caught:
@@ -328,45 +328,45 @@ def test_the_writers_death_is_noticed_and_named(
         behind.result()
     with pytest.raises(WriterDiedError, match=text):
         doomed.result()
-    again = writer.submit(job(tmp_path, [image("d", 100)]), stage.fd)
+    again = writer.submit(job(tmp_path, [image("d", 100)]), buffer.fd)
     assert again.result().files[0].name == "d"
     assert writer.pid != pid
 
 
-def test_a_death_between_two_saves_costs_nothing(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
-    writer.submit(job(tmp_path, [image("a", 100)]), stage.fd).result()
+def test_a_death_between_two_saves_costs_nothing(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:
+    writer.submit(job(tmp_path, [image("a", 100)]), buffer.fd).result()
     assert writer.pid is not None
     os.kill(writer.pid, signal.SIGKILL)
     _wait_until_gone(writer.pid or 0, 5)
-    assert writer.submit(job(tmp_path, [image("b", 100)]), stage.fd).result()
+    assert writer.submit(job(tmp_path, [image("b", 100)]), buffer.fd).result()
 
 
 def test_a_writer_that_cannot_start_says_why(
-    monkeypatch: pytest.MonkeyPatch, stage: SmallStage, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, buffer: SmallBuffer, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("mcore_ckpt.writing.persistent_writer._PROGRAM", "raise ImportError('no module named zlib')")
     writer = PersistentWriter()
     with pytest.raises(WriterDiedError, match="no module named zlib"):
-        writer.submit(job(tmp_path, [image("a", 100)]), stage.fd).result()
+        writer.submit(job(tmp_path, [image("a", 100)]), buffer.fd).result()
     with pytest.raises(WriterDiedError, match="exit code 1"):
         writer.warm_up()
     monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(SaveError, match=r'writer="fork"'):
-        writer.submit(job(tmp_path, [image("b", 100)]), stage.fd)
+        writer.submit(job(tmp_path, [image("b", 100)]), buffer.fd)
 
 
 def test_an_exception_in_the_writer_comes_back_with_its_cause(
-    writer: PersistentWriter, stage: SmallStage, tmp_path: Path
+    writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path
 ) -> None:
     (tmp_path / "b").write_text("in the way")
-    handle = writer.submit(job(tmp_path, [image("a", _MIB), image("b", 100)]), stage.fd)
+    handle = writer.submit(job(tmp_path, [image("a", _MIB), image("b", 100)]), buffer.fd)
     with pytest.raises(SaveError, match=r"b: .*exist") as caught:
         handle.result()
     assert isinstance(caught.value.__cause__, OSError)
     assert (caught.value.__cause__.errno, caught.value.__cause__.filename) == (17, str(tmp_path / "b"))
     assert "in open_writer" in str(caught.value.__cause__.__cause__)
     assert not (tmp_path / "a").exists(), "all files of a job, or none"
-    assert writer.submit(job(tmp_path, [image("c", 100)]), stage.fd).result()
+    assert writer.submit(job(tmp_path, [image("c", 100)]), buffer.fd).result()
 
 
 @contextlib.contextmanager
@@ -386,21 +386,21 @@ def _small_disk(directory: Path, nbytes: int) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_is_named_and_the_files_are_removed(stage: SmallStage, tmp_path: Path) -> None:
+def test_a_full_disk_is_named_and_the_files_are_removed(buffer: SmallBuffer, tmp_path: Path) -> None:
     with _small_disk(tmp_path, _MIB):
         writer = PersistentWriter()
-        handle = writer.submit(job(tmp_path, [image("a", 100_000), image("b", 4 * _MIB)]), stage.fd)
+        handle = writer.submit(job(tmp_path, [image("a", 100_000), image("b", 4 * _MIB)]), buffer.fd)
         with pytest.raises(SaveError, match=r"b: .*(ENOSPC|EFBIG)") as caught:
             handle.result()
         assert isinstance(caught.value.__cause__, OSError)
         assert list(tmp_path.iterdir()) == []
-        assert writer.submit(job(tmp_path, [image("c", 100_000)]), stage.fd).result()
+        assert writer.submit(job(tmp_path, [image("c", 100_000)]), buffer.fd).result()
         writer.close()
 
 
 @pytest.mark.parametrize("how", ["hang", "stopped"])
 def test_a_stuck_write_passes_its_deadline(
-    writer: PersistentWriter, stage: SmallStage, tmp_path: Path, how: str
+    writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path, how: str
 ) -> None:
     writer.warm_up()
     pid = writer.pid
@@ -408,31 +408,31 @@ def test_a_stuck_write_passes_its_deadline(
     if how == "stopped":
         os.kill(pid, signal.SIGSTOP)
     storage = MisbehavingStorage(str(tmp_path), "hang")
-    handle = writer.submit(job(tmp_path, [image("a", 100)], storage=storage, deadline_s=0.5), stage.fd)
+    handle = writer.submit(job(tmp_path, [image("a", 100)], storage=storage, deadline_s=0.5), buffer.fd)
     started_s = time.monotonic()
     with pytest.raises(WriteTimeoutError, match=r"no progress for 0\.[5-9] s .*write_deadline_s=0\.5"):
         handle.result()
     assert 0.4 < time.monotonic() - started_s < _AT_ONCE_S
     assert not _is_running(pid)
-    assert writer.submit(job(tmp_path, [image("b", 100)]), stage.fd).result()
+    assert writer.submit(job(tmp_path, [image("b", 100)]), buffer.fd).result()
 
 
-def test_a_slow_write_with_progress_does_not(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
+def test_a_slow_write_with_progress_does_not(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:
     storage = MisbehavingStorage(str(tmp_path), "slow")
     writer.warm_up()
     handle = writer.submit(
         job(tmp_path, [image("a", 2 * _MIB)], storage=storage, deadline_s=2.5, piece_bytes=131072, io_threads=1),
-        stage.fd,
+        buffer.fd,
     )
     started_s = time.monotonic()
     handle.result()
     assert time.monotonic() - started_s > 2.5, "longer than the deadline, but never without progress for so long"
 
 
-def test_a_job_can_be_called_off(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
+def test_a_job_can_be_called_off(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:
     slow = MisbehavingStorage(str(tmp_path), "slow")
-    handle = writer.submit(job(tmp_path, [image("a", 2 * _MIB)], storage=slow, piece_bytes=65536), stage.fd)
-    behind = writer.submit(job(tmp_path, [image("b", 100)]), stage.fd)
+    handle = writer.submit(job(tmp_path, [image("a", 2 * _MIB)], storage=slow, piece_bytes=65536), buffer.fd)
+    behind = writer.submit(job(tmp_path, [image("b", 100)]), buffer.fd)
     assert not handle.wait(0.5)
     assert handle.abort()
     with pytest.raises(SaveError, match="cancelled"):
@@ -440,7 +440,7 @@ def test_a_job_can_be_called_off(writer: PersistentWriter, stage: SmallStage, tm
     behind.result()
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
     hanging = MisbehavingStorage(str(tmp_path), "hang")
-    handle = writer.submit(job(tmp_path, [image("c", 100)], storage=hanging), stage.fd)
+    handle = writer.submit(job(tmp_path, [image("c", 100)], storage=hanging), buffer.fd)
     pid = writer.pid
     _wait_until_there(tmp_path / "c")
     assert handle.abort(), "killed, since it does not listen"
@@ -449,10 +449,10 @@ def test_a_job_can_be_called_off(writer: PersistentWriter, stage: SmallStage, tm
 
 
 def test_control_c_ends_the_wait_and_not_the_writer(
-    writer: PersistentWriter, stage: SmallStage, tmp_path: Path
+    writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path
 ) -> None:
     slow = MisbehavingStorage(str(tmp_path), "slow")
-    handle = writer.submit(job(tmp_path, [image("a", 4 * _MIB)], storage=slow, piece_bytes=262144), stage.fd)
+    handle = writer.submit(job(tmp_path, [image("a", 4 * _MIB)], storage=slow, piece_bytes=262144), buffer.fd)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     started_s = time.monotonic()
@@ -463,9 +463,11 @@ def test_control_c_ends_the_wait_and_not_the_writer(
     assert handle.result().files[0].name == "a"
 
 
-def test_a_handle_is_of_no_use_in_a_forked_process(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
+def test_a_handle_is_of_no_use_in_a_forked_process(
+    writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path
+) -> None:
     slow = MisbehavingStorage(str(tmp_path), "slow")
-    handle = writer.submit(job(tmp_path, [image("a", 100)], storage=slow), stage.fd)
+    handle = writer.submit(job(tmp_path, [image("a", 100)], storage=slow), buffer.fd)
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -474,7 +476,7 @@ def test_a_handle_is_of_no_use_in_a_forked_process(writer: PersistentWriter, sta
         except SaveError as error:
             os.write(write, str(error).encode())
         # A fork of the trainer may save, too: with a writer of its own.
-        writer.submit(job(tmp_path, [image("b", 100)]), stage.fd).result()
+        writer.submit(job(tmp_path, [image("b", 100)]), buffer.fd).result()
         os.write(write, b" and saved")
         writer.close()
         os._exit(0)
@@ -487,9 +489,9 @@ def test_a_handle_is_of_no_use_in_a_forked_process(writer: PersistentWriter, sta
     assert handle.result().files[0].name == "a", "the fork took no message away"
 
 
-def test_another_process_can_watch_a_job(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
+def test_another_process_can_watch_a_job(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:
     slow = MisbehavingStorage(str(tmp_path), "slow")
-    handle = writer.submit(job(tmp_path, [image("a", _MIB)], storage=slow, piece_bytes=262144), stage.fd)
+    handle = writer.submit(job(tmp_path, [image("a", _MIB)], storage=slow, piece_bytes=262144), buffer.fd)
     watch = handle.watch()
     pid = os.fork()
     if pid == 0:
@@ -501,11 +503,11 @@ def test_another_process_can_watch_a_job(writer: PersistentWriter, stage: SmallS
 
 def test_killed_at_random_moments(writer: PersistentWriter, tmp_path: Path) -> None:
     generator = random.Random(4)
-    stage = SmallStage(32 * _MIB)
+    buffer = SmallBuffer(32 * _MIB)
     deaths = 0
     for number in range(40):
         each = image(f"{number}", 15 * _MIB, 2)
-        handle = writer.submit(job(tmp_path, [each]), stage.fd)
+        handle = writer.submit(job(tmp_path, [each]), buffer.fd)
         pid = writer.pid
         if pid is not None:
             time.sleep(generator.random() * 0.06)
@@ -518,7 +520,7 @@ def test_killed_at_random_moments(writer: PersistentWriter, tmp_path: Path) -> N
         else:
             check_file(tmp_path / f"{number}", each, bytes(30 * _MIB + 4096))
         (tmp_path / f"{number}").unlink(missing_ok=True)
-    stage.close()
+    buffer.close()
     assert deaths > 5, "the test did not hit the writing"
 
 
@@ -533,9 +535,9 @@ def _children() -> list[str]:
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
 
-def test_hundreds_of_saves_leave_nothing(writer: PersistentWriter, stage: SmallStage, tmp_path: Path) -> None:
+def test_hundreds_of_saves_leave_nothing(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:
     def save(number: int) -> None:
-        handle = writer.submit(job(tmp_path, [image(f"{number}", 8000, 10)]), stage.fd)
+        handle = writer.submit(job(tmp_path, [image(f"{number}", 8000, 10)]), buffer.fd)
         handle.result()
         (tmp_path / f"{number}").unlink()
 
@@ -555,14 +557,14 @@ def test_hundreds_of_saves_leave_nothing(writer: PersistentWriter, stage: SmallS
     assert (_descriptors(), threading.active_count(), len(_children()), of_writer()) == before
 
 
-def test_deaths_and_restarts_leave_nothing(stage: SmallStage, tmp_path: Path) -> None:
+def test_deaths_and_restarts_leave_nothing(buffer: SmallBuffer, tmp_path: Path) -> None:
     gc.collect()
     before = _descriptors(), threading.active_count(), set(_children()), set(os.listdir("/dev/shm"))
     writer = PersistentWriter()
     for number in range(12):
         storage = MisbehavingStorage(str(tmp_path), "SIGKILL")
         with pytest.raises(WriterDiedError):
-            writer.submit(job(tmp_path, [image(f"{number}", 100)], storage=storage), stage.fd).result()
+            writer.submit(job(tmp_path, [image(f"{number}", 100)], storage=storage), buffer.fd).result()
     writer.close()
     assert (_descriptors(), threading.active_count(), set(_children()), set(os.listdir("/dev/shm"))) == before
 
@@ -572,13 +574,13 @@ _TRAINER = """
     from pathlib import Path
     from mcore_ckpt.writing.forked_call import fork_writer
     from mcore_ckpt.writing.persistent_writer import PersistentWriter
-    from tests.support.writer_jobs import MisbehavingStorage, SmallStage, image, job
+    from tests.support.writer_jobs import MisbehavingStorage, SmallBuffer, image, job
     directory, kind, ending = sys.argv[1:]
-    stage = SmallStage(1 << 20)
+    buffer = SmallBuffer(1 << 20)
     if kind == "persistent":
         writer = PersistentWriter()
         handle = writer.submit(job(Path(directory), [image("a", 100)],
-                                   storage=MisbehavingStorage(directory, "hang")), stage.fd)
+                                   storage=MisbehavingStorage(directory, "hang")), buffer.fd)
         pid = writer.pid
     else:
         handle = fork_writer(lambda: time.sleep(600), "a")
@@ -638,7 +640,7 @@ def test_a_writer_that_is_stopped_does_not_survive_its_trainer_either(kind: str,
             os.killpg(trainer.pid, signal.SIGKILL)
 
 
-def test_a_writer_started_by_a_thread_outlives_the_thread(stage: SmallStage, tmp_path: Path) -> None:
+def test_a_writer_started_by_a_thread_outlives_the_thread(buffer: SmallBuffer, tmp_path: Path) -> None:
     writer = PersistentWriter()
     thread = threading.Thread(target=writer.warm_up)
     thread.start()
@@ -647,7 +649,7 @@ def test_a_writer_started_by_a_thread_outlives_the_thread(stage: SmallStage, tmp
     assert pid is not None
     time.sleep(0.1)
     assert writer.pid == pid
-    writer.submit(job(tmp_path, [image("a", 100)]), stage.fd).result()
+    writer.submit(job(tmp_path, [image("a", 100)]), buffer.fd).result()
     writer.close()
 
 

@@ -157,7 +157,7 @@ _DCP_SAVES = """
 """
 
 
-@pytest.mark.parametrize("how", ["save", "stage"])
+@pytest.mark.parametrize("how", ["save", "buffer"])
 def test_plain_dcp_names_a_cut_storage_too(how: str, tmp_path: Path) -> None:
     code = textwrap.dedent(_DCP_SAVES)
     done = subprocess.run(

@@ -10,28 +10,28 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, SaveOptions
-from mcore_ckpt.save._async_save import start_writing
 from mcore_ckpt.storage._local import LocalStorage
-from mcore_ckpt.writing.stage_pool import Stage
+from mcore_ckpt.writing.snapshot import start_writing
 from mcore_ckpt.writing.staging import BucketSource
+from mcore_ckpt.writing.staging_buffers import StagingBuffer
 from tests.support.tensor_specs import source_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
 def staged(source: BucketSource, pin: bool) -> list[bytes]:
-    stage = Stage()
-    view = stage.reserve(source.frame.file.image.size_bytes)
+    buffer = StagingBuffer()
+    view = buffer.reserve(source.frame.file.image.size_bytes)
     if pin:
-        stage.pin()
-    source.fill_stage(view, laid_out=False)
+        buffer.pin()
+    source.fill_buffer(view, laid_out=False)
     image = source.frame.file.image
     payloads = [
         bytes(view[start : start + length])
         for start, length in zip(image.payload_offsets, image.payload_lengths, strict=True)
     ]
     del view
-    stage.close()
+    buffer.close()
     return payloads
 
 

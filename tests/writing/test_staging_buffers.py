@@ -1,4 +1,4 @@
-"""The stages of a rank: never more than the budget together, kept while they fit, given back when they do not."""
+"""The buffers of a rank: never more than the budget together, kept while they fit, given back when they do not."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from mcore_ckpt import SaveOptions
 from mcore_ckpt.core import host_memory
 from mcore_ckpt.core.errors import WriterDiedError, WriteTimeoutError
 from mcore_ckpt.core.options import ranks_of_this_host
-from mcore_ckpt.save import _async_save as async_save
-from mcore_ckpt.save._async_save import start_writing
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import RangeWriter
-from mcore_ckpt.writing import forked_call, persistent_writer, stage_pool, staging, supervised_child
+from mcore_ckpt.writing import forked_call, persistent_writer, snapshot, staging, staging_buffers, supervised_child
 from mcore_ckpt.writing.forked_call import fork_call
 from mcore_ckpt.writing.persistent_writer import shared_writer
-from mcore_ckpt.writing.stage_pool import is_busy, lease_stage
+from mcore_ckpt.writing.snapshot import start_writing
 from mcore_ckpt.writing.staging import write_in_line
+from mcore_ckpt.writing.staging_buffers import is_busy, lease_buffer
 from tests.support.tensor_specs import source_of
 from tests.support.writer_jobs import MisbehavingStorage
 
@@ -37,23 +36,23 @@ _MIB = 1024 * 1024
 
 
 @pytest.fixture(autouse=True)
-def no_stages() -> Iterator[None]:
-    """Each test begins and ends without any stage."""
+def no_buffers() -> Iterator[None]:
+    """Each test begins and ends without any buffer."""
     yield
-    stage_pool._collect()
-    for stage in stage_pool._free:
-        stage.close()
-    stage_pool._free.clear()
-    assert not stage_pool._in_use
+    staging_buffers._collect()
+    for buffer in staging_buffers._free:
+        buffer.close()
+    staging_buffers._free.clear()
+    assert not staging_buffers._in_use
     shared_writer().close(abort=True)
 
 
 def _held_bytes() -> int:
-    """What all stages of this process take, as the kernel counts it."""
+    """What all buffers of this process take, as the kernel counts it."""
     taken: dict[int, int] = {}  # a mapping has a descriptor of its own for the same memory
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            if "mcore_ckpt_stage" in os.readlink(entry):
+            if "mcore_ckpt_buffer" in os.readlink(entry):
                 status = os.stat(entry)
                 taken[status.st_ino] = status.st_blocks * 512
         except OSError:
@@ -92,36 +91,36 @@ def test_saves_in_flight_share_the_budget_and_one_that_does_not_fit_waits() -> N
 
     options = SaveOptions(staging_budget_bytes=10 * _MIB, max_in_flight=3)
     job: Any = Job()
-    first = lease_stage(6 * _MIB, options)
-    first.stage.reserve(6 * _MIB)
-    first.stage_is_used_by(job)
+    first = lease_buffer(6 * _MIB, options)
+    first.buffer.reserve(6 * _MIB)
+    first.is_used_by(job)
     assert not is_busy(4 * _MIB, options)
-    second = lease_stage(3 * _MIB, options)
+    second = lease_buffer(3 * _MIB, options)
     assert second.budget_bytes == 4 * _MIB
-    second.stage.reserve(3 * _MIB)
-    second.stage_is_used_by(job)
+    second.buffer.reserve(3 * _MIB)
+    second.is_used_by(job)
     assert is_busy(2 * _MIB, options)
     threading.Timer(0.2, lambda: setattr(job, "ended", True)).start()
     began_s = time.monotonic()
-    third = lease_stage(2 * _MIB, options)
+    third = lease_buffer(2 * _MIB, options)
     assert time.monotonic() - began_s > 0.1, "it waits for those before it"
     third.give_back()
     for lease in (first, second):
         lease.give_back()
 
 
-def test_a_stage_that_another_thread_is_filling_is_not_had() -> None:
+def test_a_buffer_that_another_thread_is_filling_is_not_had() -> None:
     options = SaveOptions(staging_budget_bytes=_MIB, max_in_flight=1)
-    first = lease_stage(_MIB, options)
-    second: list[stage_pool.StageLease] = []
-    other = threading.Thread(target=lambda: second.append(lease_stage(_MIB, options)))
+    first = lease_buffer(_MIB, options)
+    second: list[staging_buffers.BufferLease] = []
+    other = threading.Thread(target=lambda: second.append(lease_buffer(_MIB, options)))
     other.start()
     other.join(timeout=0.3)
     assert other.is_alive(), "the first is still being copied to"
     assert second == []
     first.give_back()
     other.join(timeout=30)
-    assert [lease.stage for lease in second] == [first.stage]
+    assert [lease.buffer for lease in second] == [first.buffer]
     second[0].give_back()
 
 
@@ -154,29 +153,29 @@ def test_saves_begun_in_two_threads_at_once_are_each_their_own(tmp_path: Path) -
     assert len(list(tmp_path.glob("*/__0_0.distcp"))) == 24
 
 
-def test_idle_stages_make_room_for_a_larger_one() -> None:
+def test_idle_buffer_make_room_for_a_larger_one() -> None:
     options = SaveOptions(staging_budget_bytes=10 * _MIB, max_in_flight=2)
-    leases = [lease_stage(4 * _MIB, options) for _ in range(2)]
+    leases = [lease_buffer(4 * _MIB, options) for _ in range(2)]
     for lease in leases:
-        lease.stage.reserve(4 * _MIB)
+        lease.buffer.reserve(4 * _MIB)
         lease.give_back()
     assert _held_bytes() == 8 * _MIB
-    lease = lease_stage(9 * _MIB, options)
-    lease.stage.reserve(9 * _MIB)
+    lease = lease_buffer(9 * _MIB, options)
+    lease.buffer.reserve(9 * _MIB)
     assert _held_bytes() == 9 * _MIB
     lease.give_back()
-    again = lease_stage(4 * _MIB, options)
-    assert again.stage is lease.stage, "memory that is touched already is used again"
+    again = lease_buffer(4 * _MIB, options)
+    assert again.buffer is lease.buffer, "memory that is touched already is used again"
     again.give_back()
-    smaller = lease_stage(_MIB, SaveOptions(staging_budget_bytes=2 * _MIB))
+    smaller = lease_buffer(_MIB, SaveOptions(staging_budget_bytes=2 * _MIB))
     assert _held_bytes() == 0, "a budget that has become smaller holds at once"
     smaller.give_back()
 
 
 def test_the_default_budget_is_divided_among_the_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_pool, "free_host_bytes", lambda: 800 * _MIB)
-    monkeypatch.setattr(stage_pool, "ranks_of_this_host", lambda: 4)
-    lease = lease_stage(_MIB, SaveOptions())
+    monkeypatch.setattr(staging_buffers, "free_host_bytes", lambda: 800 * _MIB)
+    monkeypatch.setattr(staging_buffers, "ranks_of_this_host", lambda: 4)
+    lease = lease_buffer(_MIB, SaveOptions())
     assert lease.budget_bytes == 50 * _MIB
     lease.give_back()
 
@@ -196,12 +195,12 @@ def test_the_launcher_tells_how_many_ranks_share_a_host(environment: dict[str, s
 
 
 def test_the_choice_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_save, "_told", set())
+    monkeypatch.setattr(snapshot, "_told", set())
     sources = [source_of(torch.ones(1))]
     with caplog.at_level("INFO"):
         for _ in range(3):
-            async_save.log_choice(sources, SaveOptions())
-        async_save.log_choice(sources, SaveOptions(writer="fork"))
+            snapshot.log_choice(sources, SaveOptions())
+        snapshot.log_choice(sources, SaveOptions(writer="fork"))
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
     assert "a reused staging buffer in shared memory; one writer process" in messages[0]
@@ -220,7 +219,7 @@ def _made(directory: Path) -> Path:
     return directory
 
 
-def test_a_stage_is_not_used_again_while_a_killed_writer_is_still_there(
+def test_a_buffer_is_not_used_again_while_a_killed_writer_is_still_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As if it hung inside the kernel: it does not die of being killed, and may go on reading at any time.
@@ -229,11 +228,11 @@ def test_a_stage_is_not_used_again_while_a_killed_writer_is_still_there(
     save = start_writing(
         MisbehavingStorage(str(tmp_path), "hang"), [source_of(tensor)], _options(write_deadline_s=0.3), "a save"
     )
-    (used,) = (lease.stage for lease in stage_pool._in_use)
+    (used,) = (lease.buffer for lease in staging_buffers._in_use)
     with pytest.raises(WriteTimeoutError):
         save.result()
-    lease = lease_stage(1000, _options())
-    assert lease.stage is not used
+    lease = lease_buffer(1000, _options())
+    assert lease.buffer is not used
     lease.give_back()
     monkeypatch.undo()
     os.kill(save.pid, signal.SIGKILL)
@@ -244,27 +243,27 @@ def test_a_stage_is_not_used_again_while_a_killed_writer_is_still_there(
 
 
 @pytest.mark.parametrize("way", [{}, {"writer": "fork"}], ids=str)
-def test_a_stage_is_used_again_after_a_writer_that_died(way: dict[str, Any], tmp_path: Path) -> None:
+def test_a_buffer_is_used_again_after_a_writer_that_died(way: dict[str, Any], tmp_path: Path) -> None:
     options = _options(**way)
     save = start_writing(MisbehavingStorage(str(tmp_path), "SIGKILL"), [source_of(torch.ones(1000))], options, "a save")
-    (used,) = (lease.stage for lease in stage_pool._in_use)
+    (used,) = (lease.buffer for lease in staging_buffers._in_use)
     with pytest.raises(WriterDiedError, match="SIGKILL"):
         save.result()
-    lease = lease_stage(1000, options)
-    assert lease.stage is used
+    lease = lease_buffer(1000, options)
+    assert lease.buffer is used
     lease.give_back()
 
 
-def test_a_forked_process_does_not_keep_a_stage_that_the_trainer_gives_up(tmp_path: Path) -> None:
+def test_a_forked_process_does_not_keep_a_buffer_that_the_trainer_gives_up(tmp_path: Path) -> None:
     tensor = torch.ones(8 * _MIB)
     for options in (_options(), _options(writer="fork")):
         start_writing(LocalStorage(_made(tmp_path / options.writer)), [source_of(tensor)], options, "a save").result()
     assert _held_bytes() > 32 * _MIB
     child = fork_call(lambda: time.sleep(600), what="a function of others")
     try:
-        assert "mcore_ckpt_stage" not in Path(f"/proc/{child.pid}/maps").read_text()
-        assert not [fd for fd in Path(f"/proc/{child.pid}/fd").iterdir() if "mcore_ckpt_stage" in os.readlink(fd)]
-        assert "mcore_ckpt_stage" in Path("/proc/self/maps").read_text()
+        assert "mcore_ckpt_buffer" not in Path(f"/proc/{child.pid}/maps").read_text()
+        assert not [fd for fd in Path(f"/proc/{child.pid}/fd").iterdir() if "mcore_ckpt_buffer" in os.readlink(fd)]
+        assert "mcore_ckpt_buffer" in Path("/proc/self/maps").read_text()
     finally:
         child.abort()
     # The trainer's own is as it was.
@@ -318,7 +317,7 @@ def test_control_c_is_heard_though_a_write_hangs(tmp_path: Path) -> None:
         timer.join()
 
 
-_INTERRUPTED = [stage_pool, async_save, staging, persistent_writer, forked_call, supervised_child]
+_INTERRUPTED = [staging_buffers, snapshot, staging, persistent_writer, forked_call, supervised_child]
 
 
 def _interrupt_at(moment: int) -> tuple[Any, list[int]]:
@@ -342,7 +341,7 @@ def _interrupt_at(moment: int) -> tuple[Any, list[int]]:
 
 
 @pytest.mark.parametrize("way", [{}, {"writer": "fork"}, {"small": True}], ids=str)
-def test_whenever_control_c_comes_no_stage_is_lost_or_used_twice(way: dict[str, Any], tmp_path: Path) -> None:
+def test_whenever_control_c_comes_no_buffer_is_lost_or_used_twice(way: dict[str, Any], tmp_path: Path) -> None:
     """At any moment of the start of a save: what is in use then is what some process may still read, and no more."""
     small = way.get("small", False)
     chosen = {} if small else way
@@ -371,9 +370,9 @@ def test_whenever_control_c_comes_no_stage_is_lost_or_used_twice(way: dict[str, 
             hit += 1
         finally:
             sys.setprofile(None)
-        for lease in stage_pool._in_use:
-            assert lease._job is not None, f"moment {moment}: a stage is taken for good"
-        assert len({id(stage) for stage in stage_pool._free}) == len(stage_pool._free)
+        for lease in staging_buffers._in_use:
+            assert lease._job is not None, f"moment {moment}: a buffer is taken for good"
+        assert len({id(buffer) for buffer in staging_buffers._free}) == len(staging_buffers._free)
         # The next save works, with whatever is there, and writes its own bytes.
         other = torch.full((_MIB // 2,), float(moment))
         after = tmp_path / f"after{moment}"

@@ -1,11 +1,11 @@
-"""Shared memory that snapshots lie in, kept between saves, and who gets it when.
+"""Staging buffers: shared memory that snapshots lie in, kept between saves; and which save uses which of them.
 
 Copying into memory that has been touched before costs about 0.06 s per GB, touching new memory two to eight times that.
-So a `Stage` is reused, and the first save, which finds it new, writes to it instead of touching it.
+So a `StagingBuffer` is reused, and the first save, which finds it new, writes to it instead of touching it.
 
-A save has a stage on lease (`lease_stage`) from its copy until its writer is done. The budget is one for all stages of
-a rank together. Saves are in flight at once only while they fit into it together; a save that fits only alone waits for
-those before it, and one that does not even then is passed through what there is.
+A save leases a staging buffer (`lease_buffer`) from its copy until its writer has ended. All staging buffers of a rank
+share one budget. Saves are in flight at once while they fit into it together. A save that fits only alone waits for
+those before it. A save that does not fit even then is passed through what there is.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from mcore_ckpt.writing.persistent_writer import shared_writer
 from mcore_ckpt.writing.supervised_child import Job
 
 __all__ = [
-    "Stage",
-    "StageLease",
+    "BufferLease",
+    "StagingBuffer",
     "expect_save",
     "is_busy",
-    "lease_stage",
+    "lease_buffer",
     "preallocate",
-    "warm_up_stage",
+    "warm_up_buffer",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ _TOUCHED_AT_ONCE_BYTES = 2 * 1024 * 1024
 _PREALLOCATING_SHARE = 0.25
 
 
-class Stage:
+class StagingBuffer:
     """Shared memory of one rank that holds snapshots, one save after the other.
 
     It is a memfd: it needs no name, so nothing is left behind whatever dies, and no space in /dev/shm.
@@ -61,14 +61,14 @@ class Stage:
     """
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("mcore_ckpt_stage", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("mcore_ckpt_buffer", os.MFD_CLOEXEC)
         self.capacity_bytes = 0
         self.contents: object = None
         self.is_touched = False
         self._memory: mmap.mmap | None = None
         self._pinned = False
         self._touching: tuple[threading.Thread, threading.Event] | None = None
-        _stages.add(self)
+        _buffers.add(self)
 
     def reserve(self, nbytes: int, *, touch: bool = True) -> memoryview:
         """Memory for `nbytes`, page-aligned. What an earlier call returned must not be used any more.
@@ -88,7 +88,7 @@ class Stage:
                 os.ftruncate(self.fd, nbytes)
                 self._memory = mmap.mmap(self.fd, nbytes)
             except OSError as error:
-                raise SaveError(f"no memory for a stage of {nbytes} bytes: {error}") from error
+                raise SaveError(f"no memory for a staging buffer of {nbytes} bytes: {error}") from error
             self.capacity_bytes = nbytes
             self.contents = None
         if touch and not self.is_touched:
@@ -121,7 +121,7 @@ class Stage:
         try:
             direct_io.write_from(self.fd, source, nbytes, offset)
         except OSError as error:
-            raise SaveError(f"no memory for a stage of {self.capacity_bytes} bytes: {error}") from error
+            raise SaveError(f"no memory for a staging buffer of {self.capacity_bytes} bytes: {error}") from error
 
     def touch_meanwhile(self, nbytes: int, *, share: float = 1.0) -> None:
         """Find, clear and map the pages of `nbytes` in a thread, until `reserve` is called or all of them are touched.
@@ -134,7 +134,7 @@ class Stage:
             return
         stop = threading.Event()
         thread = threading.Thread(
-            target=self._touch, args=(self._memory, nbytes, share, stop), name="mcore_ckpt-stage", daemon=True
+            target=self._touch, args=(self._memory, nbytes, share, stop), name="mcore_ckpt-buffer", daemon=True
         )
         with contextlib.suppress(RuntimeError):  # no thread to be had: the save finds the pages itself
             thread.start()
@@ -159,7 +159,7 @@ class Stage:
     def pin(self) -> None:
         """Register the memory with CUDA, so that device copies run at full speed and beside computation.
 
-        Where that is refused, or the device is another one, copies are slower and correct all the same.
+        Where CUDA refuses that, or the device is another one, copies are slower.
         """
         cuda = torch.get_device_module("cuda")
         if self._pinned or self._memory is None or not cuda.is_available():
@@ -169,13 +169,13 @@ class Stage:
         status = int(runtime.cudaHostRegister(address, self.capacity_bytes, 0))
         self._pinned = status == 0
         if not self._pinned:
-            # CUDA would report it again from the next call of anybody, a kernel of the trainer's above all.
+            # CUDA would report it again from the next call, a kernel of the trainer.
             forget_error = getattr(ctypes.CDLL(None), "cudaGetLastError", None)
             if forget_error is not None:
                 forget_error()
             _logger.warning(
-                "the stage of %d bytes cannot be registered with CUDA (cudaHostRegister: error %d): copies to it are "
-                "slower; check the limit on locked memory (ulimit -l)",
+                "the staging buffer of %d bytes cannot be registered with CUDA (cudaHostRegister: error %d): copies to "
+                "it are slower; check the limit on locked memory (ulimit -l)",
                 self.capacity_bytes,
                 status,
             )
@@ -210,12 +210,12 @@ class Stage:
         if fd >= 0:
             os.close(fd)
 
-    def __del__(self) -> None:  # of a save that was interrupted before anybody knew of its stage
+    def __del__(self) -> None:  # of a save that was interrupted before anybody knew of its staging buffer
         with contextlib.suppress(Exception):
             self.close()
 
     def disown(self) -> None:
-        """In a process forked from the trainer: let go of memory that would stay taken until this process ends."""
+        """In a process forked from the trainer: release memory that would stay taken until this process ends."""
         memory, self._memory = self._memory, None
         self._touching = None  # its thread is not here
         self._pinned = False  # CUDA is not to be touched here
@@ -227,50 +227,50 @@ class Stage:
         self.close()
 
 
-# All of this process, so that one that is forked from it can let go of them.
-_stages: weakref.WeakSet[Stage] = weakref.WeakSet()
+# All of this process, so that a process forked from it can release them.
+_buffers: weakref.WeakSet[StagingBuffer] = weakref.WeakSet()
 
 
-# Share of the host's free memory that the stages of all its ranks may take together by default. The state itself, the
-# page cache and the optimizer's peaks need the rest.
+# Share of the host's free memory that the staging buffers of all its ranks may take together by default. The state,
+# the page cache and the optimizer's peaks need the rest.
 _DEFAULT_SHARE = 0.25
 # Even on a host without free memory: a save has to pass through something.
 _LEAST_BYTES = 1024 * 1024
 
-_free: list[Stage] = []
-_in_use: list[StageLease] = []
-# Saves may be begun, and ended, in several threads. Never held while the writer is spoken to, which has a lock of its
-# own; of the same thread again, as from a signal handler, it is had at once.
+_free: list[StagingBuffer] = []
+_in_use: list[BufferLease] = []
+# Saves may be begun, and ended, in several threads. Not held during calls of the writer, which has a lock of its own. A
+# thread that holds it may take it again, as in a signal handler.
 _changed = threading.Condition()
-# How often a thread that waits for another's copy looks whether that has a job to wait for by now.
+# How often a thread that waits for the copy of another thread asks whether there is a job to wait for.
 _LOOK_S = 0.02
 
 
 @dataclass(slots=True, eq=False)
-class StageLease:
-    """A stage that a save may use, until it gives it back.
+class BufferLease:
+    """A staging buffer that a save may use, until it gives it back.
 
     Attributes:
-        stage: the memory.
+        buffer: the memory.
         budget_bytes: how much of it may be reserved: what other saves of this rank in flight have left.
     """
 
-    stage: Stage
+    buffer: StagingBuffer
     budget_bytes: int
     _job: Job | None = None
     _thread: threading.Thread = field(default_factory=threading.current_thread)
 
-    def stage_is_used_by(self, job: Job) -> None:
-        """From now on the stage is free as soon as this job has ended, whether anybody asks for its result or not.
+    def is_used_by(self, job: Job) -> None:
+        """From now on the staging buffer is free as soon as this job has ended.
 
-        To be called before the job is handed over: one that is interrupted meanwhile may be at work all the same.
+        To be called before the job is dispatched: a dispatch that is interrupted may have reached the writer.
         """
         self._job = job
 
     def give_back(self) -> None:
-        """The save needs the stage no more; twice is harmless.
+        """The save needs the staging buffer no more; twice is harmless.
 
-        Memory that a process may still read, one that hangs and was killed above all, is not used again.
+        Memory that a killed process may still read, since it hangs in the kernel, is not used again.
         """
         if self not in _in_use:
             return
@@ -280,13 +280,13 @@ class StageLease:
                 return
             _in_use.remove(self)
             if reusable:
-                _free.append(self.stage)
+                _free.append(self.buffer)
             _changed.notify_all()
         if not reusable:
-            _drop(self.stage)
+            _drop(self.buffer)
 
     def abort(self) -> None:
-        """Give the job up that uses the stage, if there is one, and the stage back."""
+        """Give up the job that uses the staging buffer, if there is one, and give the buffer back."""
         try:
             if self._job is not None:
                 self._job.abort()
@@ -294,16 +294,16 @@ class StageLease:
             self.give_back()
 
     def ended(self) -> bool:
-        """Whether the job that reads the stage has ended."""
+        """Whether the job that reads the staging buffer has ended."""
         return self._job is not None and self._job.poll()
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether it has no job and will not get one: who would be copying to it does something else, or is gone."""
+        """Whether it has no job and will not get one: its thread does something else, or has ended."""
         return self._job is None and (self._thread is threading.current_thread() or not self._thread.is_alive())
 
     def wait(self) -> None:
-        """Wait until the job that reads the stage has ended, well or not."""
+        """Wait until the job that reads the staging buffer has ended, well or not."""
         while self in _in_use and self._job is None and not self.is_abandoned:
             with _changed:
                 _changed.wait(_LOOK_S)
@@ -312,15 +312,15 @@ class StageLease:
 
 
 def _forget() -> None:
-    """In a process forked from the trainer: the memory is shared, so a save there must not take the trainer's."""
+    """In a process forked from the trainer, which shares this memory: a save there must not use it."""
     global _changed
     _changed = threading.Condition()  # a thread that is not here may hold the other
     _free.clear()
     _in_use.clear()
     expect_save(0)
-    for stage in list(_stages):
-        stage.disown()
-    _stages.clear()
+    for buffer in list(_buffers):
+        buffer.disown()
+    _buffers.clear()
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -332,14 +332,14 @@ def _collect() -> None:
 
 
 def _has_room(nbytes: int, options: SaveOptions) -> bool:
-    """Whether a save of `nbytes` can begin beside those in flight."""
+    """Whether a save of `nbytes` can begin now, given those in flight."""
     if not _in_use:
         return True
     return len(_in_use) < options.max_in_flight and _taken_bytes() + nbytes <= _budget_bytes(options)
 
 
 def _taken_bytes() -> int:
-    return sum(lease.stage.capacity_bytes for lease in _in_use)
+    return sum(lease.buffer.capacity_bytes for lease in _in_use)
 
 
 def is_busy(nbytes: int, options: SaveOptions) -> bool:
@@ -348,19 +348,19 @@ def is_busy(nbytes: int, options: SaveOptions) -> bool:
     return not _has_room(nbytes, options)
 
 
-def lease_stage(nbytes: int, options: SaveOptions) -> StageLease:
-    """A stage for a save of `nbytes`; waits for saves of this rank that are in the writing and leave it no room."""
+def lease_buffer(nbytes: int, options: SaveOptions) -> BufferLease:
+    """A staging buffer for a save of `nbytes`; waits for saves of this rank in flight that leave it no room."""
     lease = None
     try:
         while lease is None:
             _collect()
-            dropped: list[Stage] = []
+            dropped: list[StagingBuffer] = []
             with _changed:
                 oldest = None if _has_room(nbytes, options) else _in_use[0]
                 if oldest is None:
                     lease = _lease(nbytes, options, dropped)
-            for stage in dropped:
-                _drop(stage)
+            for buffer in dropped:
+                _drop(buffer)
             if oldest is not None:
                 oldest.wait()
                 oldest.give_back()
@@ -371,43 +371,43 @@ def lease_stage(nbytes: int, options: SaveOptions) -> StageLease:
     return lease
 
 
-def _lease(nbytes: int, options: SaveOptions, dropped: list[Stage]) -> StageLease:
+def _lease(nbytes: int, options: SaveOptions, dropped: list[StagingBuffer]) -> BufferLease:
     budget_bytes = max(_budget_bytes(options) - _taken_bytes(), _LEAST_BYTES)
-    _free.sort(key=lambda stage: stage.capacity_bytes)
-    stage = _free.pop() if _free else Stage()
-    if stage.capacity_bytes > budget_bytes:  # of a time when the budget was larger
-        dropped.append(stage)
-        stage = Stage()
-    # Idle stages may keep only what this save leaves of the budget.
-    left_bytes = budget_bytes - max(stage.capacity_bytes, min(nbytes, budget_bytes))
+    _free.sort(key=lambda buffer: buffer.capacity_bytes)
+    buffer = _free.pop() if _free else StagingBuffer()
+    if buffer.capacity_bytes > budget_bytes:  # of a time when the budget was larger
+        dropped.append(buffer)
+        buffer = StagingBuffer()
+    # Idle staging buffers may keep only what this save leaves of the budget.
+    left_bytes = budget_bytes - max(buffer.capacity_bytes, min(nbytes, budget_bytes))
     while _free and sum(idle.capacity_bytes for idle in _free) > left_bytes:
         dropped.append(_free.pop())
-    _in_use.append(StageLease(stage, budget_bytes))
+    _in_use.append(BufferLease(buffer, budget_bytes))
     return _in_use[-1]
 
 
-def _drop(stage: Stage) -> None:
-    """Give a stage's memory back to the host; the writer's mapping would keep it."""
-    shared_writer().forget_stage(stage.fd)
-    stage.close()
+def _drop(buffer: StagingBuffer) -> None:
+    """Give a staging buffer's memory back to the host; the writer's mapping would keep it."""
+    shared_writer().forget_buffer(buffer.fd)
+    buffer.close()
 
 
 def _budget_bytes(options: SaveOptions) -> int:
-    """What all stages of this rank may take together."""
+    """What all staging buffers of this rank may take together."""
     if options.staging_budget_bytes is not None:
         return options.staging_budget_bytes
     share = int(free_host_bytes() * _DEFAULT_SHARE) // ranks_of_this_host()
-    # What the stages hold already is no longer free memory, and needs no new leave.
-    return max(share, _taken_bytes() + sum(stage.capacity_bytes for stage in _free))
+    # What the staging buffers hold already is no longer free memory, and needs no new leave.
+    return max(share, _taken_bytes() + sum(buffer.capacity_bytes for buffer in _free))
 
 
-def warm_up_stage(nbytes: int, options: SaveOptions) -> None:
-    """Allocate and touch a stage of `nbytes`, within the budget, and start the writer, ahead of the first save."""
-    lease = lease_stage(nbytes, options)
+def warm_up_buffer(nbytes: int, options: SaveOptions) -> None:
+    """Before the first save: start the writer, and allocate and touch a buffer of `nbytes`, within the budget."""
+    lease = lease_buffer(nbytes, options)
     try:
-        lease.stage.reserve(min(nbytes, lease.budget_bytes))
+        lease.buffer.reserve(min(nbytes, lease.budget_bytes))
         if options.writer == "persistent":
-            shared_writer().warm_up(stage_fd=lease.stage.fd)
+            shared_writer().warm_up(buffer_fd=lease.buffer.fd)
     finally:
         lease.give_back()
 
@@ -437,10 +437,10 @@ def preallocate(options: SaveOptions) -> None:
     with _changed:
         if _free or _in_use:
             return
-        _free.append(stage := Stage())
+        _free.append(buffer := StagingBuffer())
         with contextlib.suppress(SaveError):  # raised by the save, on all ranks
             # Room that is not touched takes no memory.
-            stage.reserve(min(nbytes + int(nbytes * _ROOM_SHARE), _budget_bytes(options)), touch=False)
-            stage.touch_meanwhile(nbytes, share=_PREALLOCATING_SHARE)
+            buffer.reserve(min(nbytes + int(nbytes * _ROOM_SHARE), _budget_bytes(options)), touch=False)
+            buffer.touch_meanwhile(nbytes, share=_PREALLOCATING_SHARE)
     with contextlib.suppress(SaveError):
-        shared_writer().warm_up(stage_fd=stage.fd, wait=False)
+        shared_writer().warm_up(buffer_fd=buffer.fd, wait=False)

@@ -23,8 +23,8 @@ from mcore_ckpt.layout.plans import GlobalPlan
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, Storage, align_up
 from mcore_ckpt.writing.forked_call import fork_writer, report_progress
 from mcore_ckpt.writing.persistent_writer import fill_ring, shared_writer
-from mcore_ckpt.writing.stage_pool import StageLease, lease_stage
 from mcore_ckpt.writing.staging import BucketSource
+from mcore_ckpt.writing.staging_buffers import BufferLease, lease_buffer
 from mcore_ckpt.writing.supervised_child import Job
 from mcore_ckpt.writing.writer_job import JobResult, Ring, WriterJob, run_job
 
@@ -68,7 +68,7 @@ def start_writing(
         The writing; its result is a `JobResult`. An error waits for `Job.result`, where all ranks are notified of it.
     """
     try:
-        return _stage_and_start(storage, sources, options, what, plan, started)
+        return _copy_and_start(storage, sources, options, what, plan, started)
     except Exception as error:  # noqa: BLE001  (the other ranks are on their way to the commit and have to hear of it)
         wrapped = (
             error if isinstance(error, SaveError) else SaveError(f"{what}: the writing could not be started: {error}")
@@ -78,7 +78,7 @@ def start_writing(
         return Job.ended(what, wrapped)
 
 
-def _stage_and_start(
+def _copy_and_start(
     storage: Storage,
     sources: Sequence[BucketSource],
     options: SaveOptions,
@@ -91,30 +91,30 @@ def _stage_and_start(
     for source in sources:
         files.append(replace(source.frame.file, buffer_offset=total_bytes))
         total_bytes += align_up(source.frame.file.image.size_bytes)
-    lease = lease_stage(total_bytes, options)
+    lease = lease_buffer(total_bytes, options)
     try:
         if lease.budget_bytes < total_bytes:
             return _stream(storage, sources, options, what, lease, total_bytes, plan, started)
         on_device = any(source.on_device for source in sources)
-        view = lease.stage.reserve(max(total_bytes, 1), touch=on_device)
+        view = lease.buffer.reserve(max(total_bytes, 1), touch=on_device)
         if on_device:
-            lease.stage.pin()
+            lease.buffer.pin()
         layouts = [source.frame.layout for source in sources]
-        laid_out = lease.stage.contents == layouts
-        lease.stage.contents = None
+        laid_out = lease.buffer.contents == layouts
+        lease.buffer.contents = None
         for source, file in zip(sources, files, strict=True):
             part = view[file.buffer_offset : file.buffer_offset + align_up(file.image.size_bytes)]
-            source.fill_stage(part, laid_out, None if lease.stage.is_touched else lease.stage.write)
-        lease.stage.contents = layouts
+            source.fill_buffer(part, laid_out, None if lease.buffer.is_touched else lease.buffer.write)
+        lease.buffer.contents = layouts
         writer_job = _writer_job(storage, files, options, plan)
         if options.writer == "fork":
-            with lease.stage.lent() as fd:
-                write = partial(_run_staged, writer_job, fd, lease.stage.capacity_bytes)
-                job = fork_writer(write, what, options.write_deadline_s, lease.stage_is_used_by)
+            with lease.buffer.lent() as fd:
+                write = partial(_run_staged, writer_job, fd, lease.buffer.capacity_bytes)
+                job = fork_writer(write, what, options.write_deadline_s, lease.is_used_by)
         else:
-            job = shared_writer().submit(writer_job, lease.stage.fd, lease.stage_is_used_by)
+            job = shared_writer().submit(writer_job, lease.buffer.fd, lease.is_used_by)
         started(job)
-        lease.stage.touch_meanwhile(lease.stage.capacity_bytes)  # while the writer is busy with the device
+        lease.buffer.touch_meanwhile(lease.buffer.capacity_bytes)  # while the writer is busy with the device
         return job
     except BaseException:
         lease.abort()
@@ -151,7 +151,7 @@ def _stream(
     sources: Sequence[BucketSource],
     options: SaveOptions,
     what: str,
-    lease: StageLease,
+    lease: BufferLease,
     total_bytes: int,
     plan: GlobalPlan | None,
     started: Callable[[Job], None],
@@ -166,14 +166,12 @@ def _stream(
     slot_bytes = min(options.window_bytes, lease.budget_bytes // _LEAST_SLOTS // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
     slots = lease.budget_bytes // slot_bytes
     ring = Ring(0, slot_bytes, slots)
-    view = lease.stage.reserve(slots * slot_bytes)
+    view = lease.buffer.reserve(slots * slot_bytes)
     if any(source.on_device for source in sources):
-        lease.stage.pin()
-    lease.stage.contents = None
+        lease.buffer.pin()
+    lease.buffer.contents = None
     files = [source.frame.file for source in sources]
-    job = shared_writer().submit(
-        _writer_job(storage, files, options, plan, ring), lease.stage.fd, lease.stage_is_used_by
-    )
+    job = shared_writer().submit(_writer_job(storage, files, options, plan, ring), lease.buffer.fd, lease.is_used_by)
     started(job)
     windows = (
         partial(_fill_slot, source, view, window)
