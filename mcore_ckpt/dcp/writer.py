@@ -5,8 +5,10 @@
          -> finish: compared with the plan, item by item, and published
 
 It serves `dcp.save(state_dict, storage_writer=...)` and `dcp.async_save`, and code written for Megatron's writer of the
-same name. Megatron's own save path in this package goes through `save/transaction.py`, which shares everything below
-the plan.
+same name. For that code alone there are `prepare_write_data`, `get_save_function_and_args`, `preload_tensors`,
+`write_preloaded_data` and `retrieve_write_results`. The strategies of this package save by `save/transaction.py`, which
+shares everything below the plan; they call none of these, except a `write_preloaded_data` that has been replaced
+(`megatron/_replaced.py`).
 """
 
 from __future__ import annotations

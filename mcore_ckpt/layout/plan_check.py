@@ -7,7 +7,7 @@ operations for all tensors together; only what is left goes through `boxes.cover
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import PlanError
-from mcore_ckpt.layout.plans import LocalPlan
+from mcore_ckpt.layout.plans import GlobalPlan, LocalPlan
+from mcore_ckpt.layout.shards import noted_shapes
 
-__all__ = ["check_plans"]
+__all__ = ["check_plans", "global_plan"]
 
 _Ints = npt.NDArray[np.int64]
 
@@ -39,6 +40,21 @@ class _Items(NamedTuple):
         start, ndim = int(self.positions[item]), int(self.ndims[item])
         values = self.boxes[start : start + 3 * ndim].tolist()
         return tuple(values[:ndim]), tuple(values[ndim : 2 * ndim]), tuple(values[2 * ndim :])
+
+
+def global_plan(told: Sequence[tuple[bytes, Mapping[str, tuple[int, ...]]]]) -> GlobalPlan:
+    """Put the plans of all ranks together, and check them.
+
+    Args:
+        told: by rank, its encoded plan, and the shapes of parameters that it stores in another form.
+
+    Raises:
+        PlanError: see `check_plans`; or ranks disagree on the shape of a parameter.
+    """
+    plans = [LocalPlan.decode(encoded) for encoded, _ in told]
+    check_plans(plans)
+    files = sorted(pair for plan in plans for pair in zip(plan.files, plan.file_bytes, strict=True))
+    return GlobalPlan(tuple(encoded for encoded, _ in told), tuple(files), noted_shapes(shapes for _, shapes in told))
 
 
 def check_plans(plans: Sequence[LocalPlan]) -> None:

@@ -7,7 +7,7 @@ its structure has stayed, and no plan travels again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,9 +16,8 @@ from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.layout.buckets import RankLayout, lay_out_rank
-from mcore_ckpt.layout.plan_check import check_plans
-from mcore_ckpt.layout.plans import GlobalPlan, LocalPlan
-from mcore_ckpt.layout.shards import noted_shapes
+from mcore_ckpt.layout.plan_check import global_plan
+from mcore_ckpt.layout.plans import GlobalPlan
 from mcore_ckpt.save.rank_state import NOTHING, Described, RankState
 
 __all__ = ["Planned", "SavePlan", "Structure", "agree"]
@@ -151,13 +150,9 @@ def _laid_out(
 
     encoded = group.run_gather("plan the save", encode, wrap=SaveError)
     planned: list[Planned] = []
-    group.run_on_coordinator("check the plan", lambda: planned.append(_checked(encoded or ())), wrap=SaveError)
+
+    def check() -> None:
+        planned.append(Planned(global_plan(encoded or ())))
+
+    group.run_on_coordinator("check the plan", check, wrap=SaveError)
     return value_of(laid_out), planned[0] if planned else None
-
-
-def _checked(encoded: Sequence[tuple[bytes, dict[str, tuple[int, ...]]]]) -> Planned:
-    plans = [LocalPlan.decode(data) for data, _ in encoded]
-    check_plans(plans)
-    notes = noted_shapes(own_shapes for _, own_shapes in encoded)
-    files = sorted(pair for plan in plans for pair in zip(plan.files, plan.file_bytes, strict=True))
-    return Planned(GlobalPlan(tuple(data for data, _ in encoded), tuple(files), notes))

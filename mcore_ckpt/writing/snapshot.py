@@ -1,4 +1,4 @@
-"""One rank's writing: in the trainer, or from a snapshot by another process during training.
+"""One rank's writing during training: a snapshot is taken, and another process writes it.
 
 The snapshot is a copy of the tensors in a staging buffer. `SaveOptions.writer` says which process writes it: one that
 is kept for all saves and maps the buffer, or a child forked for this save.
@@ -24,7 +24,7 @@ from mcore_ckpt.storage.base import ALIGNMENT_BYTES, Storage, align_up
 from mcore_ckpt.writing.forked_call import fork_writer, report_progress
 from mcore_ckpt.writing.persistent_writer import fill_ring, shared_writer
 from mcore_ckpt.writing.staging import BucketSource
-from mcore_ckpt.writing.staging_buffers import BufferLease, lease_buffer
+from mcore_ckpt.writing.staging_buffers import BufferLease, StagingBuffer, lease_buffer
 from mcore_ckpt.writing.supervised_child import Job
 from mcore_ckpt.writing.writer_job import JobResult, Ring, WriterJob, run_job
 
@@ -68,17 +68,16 @@ def start_writing(
         The writing; its result is a `JobResult`. An error waits for `Job.result`, where all ranks are notified of it.
     """
     try:
-        return _copy_and_start(storage, sources, options, what, plan, started)
-    except Exception as error:  # noqa: BLE001  (the other ranks are on their way to the commit and have to hear of it)
-        wrapped = (
-            error if isinstance(error, SaveError) else SaveError(f"{what}: the writing could not be started: {error}")
-        )
-        if wrapped is not error:
-            wrapped.__cause__ = error
+        return _copy_and_dispatch(storage, sources, options, what, plan, started)
+    except SaveError as error:  # the other ranks are on their way to the commit, where they are notified of it
+        return Job.ended(what, error)
+    except Exception as error:  # noqa: BLE001  (see above)
+        wrapped = SaveError(f"{what}: the writing could not be started: {error}")
+        wrapped.__cause__ = error
         return Job.ended(what, wrapped)
 
 
-def _copy_and_start(
+def _copy_and_dispatch(
     storage: Storage,
     sources: Sequence[BucketSource],
     options: SaveOptions,
@@ -91,28 +90,22 @@ def _copy_and_start(
     for source in sources:
         files.append(replace(source.frame.file, buffer_offset=total_bytes))
         total_bytes += align_up(source.frame.file.image.size_bytes)
+    writer_job = WriterJob(
+        storage=storage,
+        files=tuple(files),
+        direct=options.direct_io,
+        fsync=options.fsync,
+        io_threads=options.io_threads,
+        piece_bytes=options.window_bytes,
+        deadline_s=options.write_deadline_s,
+        plan=plan,
+    )
     lease = lease_buffer(total_bytes, options)
     try:
         if lease.budget_bytes < total_bytes:
-            return _stream(storage, sources, options, what, lease, total_bytes, plan, started)
-        on_device = any(source.on_device for source in sources)
-        view = lease.buffer.reserve(max(total_bytes, 1), touch=on_device)
-        if on_device:
-            lease.buffer.pin()
-        layouts = [source.frame.layout for source in sources]
-        laid_out = lease.buffer.contents == layouts
-        lease.buffer.contents = None
-        for source, file in zip(sources, files, strict=True):
-            part = view[file.buffer_offset : file.buffer_offset + align_up(file.image.size_bytes)]
-            source.fill_buffer(part, laid_out, None if lease.buffer.is_touched else lease.buffer.write)
-        lease.buffer.contents = layouts
-        writer_job = _writer_job(storage, files, options, plan)
-        if options.writer == "fork":
-            with lease.buffer.lent() as fd:
-                write = partial(_run_staged, writer_job, fd, lease.buffer.capacity_bytes)
-                job = fork_writer(write, what, options.write_deadline_s, lease.is_used_by)
-        else:
-            job = shared_writer().submit(writer_job, lease.buffer.fd, lease.is_used_by)
+            return _stream(writer_job, sources, lease, total_bytes, options, what, started)
+        _copy(files, sources, lease.buffer, total_bytes)
+        job = _dispatch(writer_job, lease, options, what)
         started(job)
         lease.buffer.touch_meanwhile(lease.buffer.capacity_bytes)  # while the writer is busy with the device
         return job
@@ -121,39 +114,43 @@ def _copy_and_start(
         raise
 
 
-def _run_staged(job: WriterJob, fd: int, nbytes: int) -> JobResult:
-    # Mapped anew: pages that are pinned for a device are not inherited by a forked child.
+def _copy(
+    files: Sequence[PlannedFile], sources: Sequence[BucketSource], buffer: StagingBuffer, total_bytes: int
+) -> None:
+    """Put all files into a staging buffer; where the last ones there had the same layout, their payloads only."""
+    on_device = any(source.on_device for source in sources)
+    view = buffer.reserve(max(total_bytes, 1), touch=on_device)
+    if on_device:
+        buffer.pin()
+    layouts = [source.frame.layout for source in sources]
+    laid_out = buffer.contents == layouts
+    buffer.contents = None
+    for source, file in zip(sources, files, strict=True):
+        part = view[file.buffer_offset : file.buffer_offset + align_up(file.image.size_bytes)]
+        source.fill_buffer(part, laid_out, None if buffer.is_touched else buffer.write)
+    buffer.contents = layouts
+
+
+def _dispatch(writer_job: WriterJob, lease: BufferLease, options: SaveOptions, what: str) -> Job:
+    if options.writer == "persistent":
+        return shared_writer().submit(writer_job, lease.buffer.fd, lease.is_used_by)
+    with lease.buffer.lent() as fd:
+        write = partial(_run_in_child, writer_job, fd, lease.buffer.capacity_bytes)
+        return fork_writer(write, what, options.write_deadline_s, lease.is_used_by)
+
+
+def _run_in_child(job: WriterJob, fd: int, nbytes: int) -> JobResult:
+    # Mapped again: pages that are pinned for a device are not inherited by a forked child.
     return run_job(job, memoryview(mmap.mmap(fd, nbytes)), report_progress)
 
 
-def _writer_job(
-    storage: Storage,
-    files: Sequence[PlannedFile],
-    options: SaveOptions,
-    plan: GlobalPlan | None,
-    ring: Ring | None = None,
-) -> WriterJob:
-    return WriterJob(
-        storage=storage,
-        files=tuple(files),
-        ring=ring,
-        direct=options.direct_io,
-        fsync=options.fsync,
-        io_threads=options.io_threads,
-        piece_bytes=options.window_bytes,
-        deadline_s=options.write_deadline_s,
-        plan=plan,
-    )
-
-
 def _stream(
-    storage: Storage,
+    writer_job: WriterJob,
     sources: Sequence[BucketSource],
-    options: SaveOptions,
-    what: str,
     lease: BufferLease,
     total_bytes: int,
-    plan: GlobalPlan | None,
+    options: SaveOptions,
+    what: str,
     started: Callable[[Job], None],
 ) -> Job:
     """Pass a save that is larger than its budget through a ring of windows."""
@@ -164,14 +161,12 @@ def _stream(
         )
     began_s = time.perf_counter()
     slot_bytes = min(options.window_bytes, lease.budget_bytes // _LEAST_SLOTS // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
-    slots = lease.budget_bytes // slot_bytes
-    ring = Ring(0, slot_bytes, slots)
-    view = lease.buffer.reserve(slots * slot_bytes)
+    ring = Ring(0, slot_bytes, lease.budget_bytes // slot_bytes)
+    view = lease.buffer.reserve(ring.slots * slot_bytes)
     if any(source.on_device for source in sources):
         lease.buffer.pin()
     lease.buffer.contents = None
-    files = [source.frame.file for source in sources]
-    job = shared_writer().submit(_writer_job(storage, files, options, plan, ring), lease.buffer.fd, lease.is_used_by)
+    job = _dispatch(replace(writer_job, ring=ring), lease, options, what)
     started(job)
     windows = (
         partial(_fill_slot, source, view, window)

@@ -219,7 +219,7 @@ class Interruption:
     def trace(self, frame: Any, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.endswith(self._FILES) or frame.f_code.co_name == "_note_forgotten":
             return None
-        if frame.f_code.co_name == "_writer_job" and self.lines < 0:
+        if frame.f_code.co_name == "_dispatch" and self.lines < 0:
             self.lines = 0  # next, it is handed over
         if event == "line" and self.lines >= 0:
             self.lines += 1
