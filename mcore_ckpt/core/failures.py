@@ -38,7 +38,7 @@ class FailureReport:
         traceback_text: as Python prints it, causes included.
         error_number: `errno` of an `OSError`.
         path: `filename` of an `OSError`.
-        interrupted: it is no failure, but somebody was told to end (Ctrl-C, an exit), or that is the cause.
+        interrupted: it is no failure but a request to end (Ctrl-C, an exit), or that is the cause.
     """
 
     class_name: str
@@ -50,7 +50,7 @@ class FailureReport:
 
 
 def attempt(step: Callable[[], T]) -> T | BaseException:
-    """The value of a step, or what it raised: one rank's step, whose failure waits until the others can hear of it.
+    """The value of a step, or what it raised: one rank's step, whose failure waits until the others can be told.
 
     The exception is a value until `value_of` raises it, inside an exchange of all ranks.
     """
@@ -88,7 +88,7 @@ def describe(error: BaseException) -> FailureReport:
 
 
 def same_class(report: FailureReport, otherwise: type[CheckpointError]) -> type[CheckpointError]:
-    """The class in our tree that the reported exception had; `otherwise` for anybody else's exception."""
+    """The class in our tree that the reported exception had; `otherwise` for any other exception."""
     found = getattr(errors, report.class_name, None)
     if isinstance(found, type) and issubclass(found, CheckpointError):
         return found

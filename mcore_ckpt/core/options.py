@@ -16,7 +16,7 @@ from mcore_ckpt.core.errors import OptionError
 __all__ = ["LoadOptions", "SaveOptions", "ranks_of_this_host", "unknown_variables"]
 
 _MIB = 1024 * 1024
-# The kernel's clocks take no more than they can count; nobody waits so long.
+# The kernel's clocks take no more than they can count.
 _LONGEST_DEADLINE_S = 366 * 86400.0
 _ENVIRONMENT_PREFIX = "MCORE_CKPT_"
 
@@ -136,7 +136,7 @@ class LoadOptions:
             `"raise"`, or `"go_back"` to the newest older one of the run that is whole, with a warning on rank 0. All
             ranks must load together then.
         run_code_from_checkpoint: unpickle stored objects and the common state without any restriction, which lets
-            whoever made the checkpoint run code as you. For old checkpoints of your own only, if nothing else helps.
+            the maker of the checkpoint run code as you. For old checkpoints of your own only, if nothing else helps.
     """
 
     verify_crc: bool = True

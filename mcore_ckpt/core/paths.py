@@ -1,7 +1,7 @@
 """Which paths name a directory of a file system, and which name an object store, whose objects cannot be had so.
 
 Every entrance asks `local_path`: strategies, readers and writers, the functions behind the commands. Otherwise a save
-to `s3://bucket/run` would write a folder called `s3:` into the working directory, and nobody would find it there.
+to `s3://bucket/run` would write a folder called `s3:` into the working directory, where no one would look for it.
 """
 
 from __future__ import annotations
@@ -56,5 +56,5 @@ def _scheme(text: str) -> str | None:
     if found is None:
         return None
     scheme, second_slash = found.groups()
-    # Somebody may have a directory of that name, and mean it.
+    # A directory of that name may exist, and be meant.
     return scheme.lower() if second_slash or not os.path.lexists(f"{scheme}:") else None

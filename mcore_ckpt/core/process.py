@@ -1,8 +1,8 @@
 """What a process asks of the kernel and the interpreter: to notice another's end, lower priority, no collection.
 
 A parent has to notice the end of its child, a child that of its parent. Linux has a descriptor for that, the pidfd,
-which becomes readable when the process is gone, by whatever way. It depends on nobody's good behaviour, unlike the end
-of a pipe, which any forked process may hold open.
+which becomes readable when the process is gone, whatever has ended it. The end of a pipe does not tell as much: any
+forked process may hold it open.
 
 A process that works during training lowers its own priority (`lower_priority`). And Python's garbage collector is
 paused while many lasting objects are made (`collector_paused`): a plan or an index is hundreds of thousands of small
@@ -94,7 +94,7 @@ class Sentinel:
             self.fd = os.pidfd_open(pid)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the process is gone, whoever has collected its exit status; waits up to `timeout_s` for that."""
+        """Whether the process is gone, even if its exit status was collected elsewhere; waits up to `timeout_s`."""
         if self.fd >= 0:
             poller = select.poll()
             poller.register(self.fd, select.POLLIN)
@@ -128,7 +128,7 @@ def until_parent_is_gone(parent_pid: int, fd: int = -1, on_readable: Callable[[]
     """Return when this process's parent has ended, however it ended.
 
     Args:
-        parent_pid: who the parent was when this process was started.
+        parent_pid: the parent when this process was started.
         fd: a descriptor to listen to meanwhile.
         on_readable: called when `fd` can be read; returns False to stop listening and return.
     """
@@ -155,7 +155,7 @@ def kernel_can_watch() -> bool:
 def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to kill this process when its parent ends: that reaches one that is stopped or hangs, too.
 
-    Only for a child whose parent said that it `kernel_can_watch`. Beside it, a thread that watches the parent is still
+    Only for a child whose parent said that it `kernel_can_watch`. Besides, a thread that watches the parent is still
     needed: the request is lost when credentials change, and no other kernel has it.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
@@ -169,7 +169,7 @@ def exit_with_parent(parent_pid: int, kernel_watches: bool = False) -> None:
     """Start a thread that ends this process as soon as its parent is gone, however the parent ended.
 
     Args:
-        parent_pid: who the parent is.
+        parent_pid: the parent.
         kernel_watches: what `kernel_can_watch` said in the thread that started this process.
     """
     if kernel_watches:
@@ -177,7 +177,7 @@ def exit_with_parent(parent_pid: int, kernel_watches: bool = False) -> None:
 
     def watch() -> None:
         until_parent_is_gone(parent_pid)
-        os._exit(0)  # nobody is left to read the code
+        os._exit(0)  # no process is left to read the code
 
     threading.Thread(target=watch, name="mcore-ckpt-parent", daemon=True).start()
 
@@ -191,7 +191,7 @@ def lower_priority(cpu_priority: int | None, io_priority: int | None) -> None:
     if cpu_priority is not None:
         with contextlib.suppress(OSError):
             os.nice(max(0, cpu_priority - os.nice(0)))
-        with contextlib.suppress(OSError, AttributeError):  # what wakes up does not take the core from who has it
+        with contextlib.suppress(OSError, AttributeError):  # a thread that wakes up does not preempt the trainer
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     number = _SYS_IOPRIO_SET.get(platform.machine())
     if io_priority is not None and number is not None:

@@ -2,7 +2,7 @@
 
 Everything travels as bytes over gloo, never over a device (gathering plans with NCCL costs gigabytes of device memory).
 A step that may fail on one rank runs inside `RankGroup.run`: whatever happens, every rank reaches the exchange that
-follows, and if any rank failed then all raise the same exception. Nobody is left waiting in a later collective for a
+follows, and if any rank failed then all raise the same exception. No rank is left waiting in a later collective for a
 rank that has given up.
 """
 
@@ -284,9 +284,8 @@ def interrupts_wait_for_others() -> AbstractContextManager[None]:
 def coordination_group(process_group: dist.ProcessGroup | None = None) -> RankGroup:
     """The group over which the ranks of `process_group` coordinate. Every rank of it must make the first call.
 
-    A group that gloo serves on the host is used as it is; beside any other, a gloo group of the same ranks is made
-    once.
-    Groups made beside a default group that has been destroyed (a restart inside the process does that) are forgotten.
+    A group that gloo serves on the host is used as it is. Of any other, a gloo group of the same ranks is made once.
+    Such groups are forgotten when the default group has been destroyed, as a restart inside the process does.
 
     Args:
         process_group: the ranks that take part; None for all. Without `torch.distributed` this is a world of one.
@@ -305,14 +304,14 @@ def coordination_group(process_group: dist.ProcessGroup | None = None) -> RankGr
         )
     if "cpu:gloo" in str(dist.get_backend_config(wanted)).split(","):
         return RankGroup(wanted)
-    return RankGroup(_gloo_beside(wanted, world))
+    return RankGroup(_gloo_group_like(wanted, world))
 
 
 # References are weak: a destroyed group must be free to go, and the registry of torch.distributed keeps live ones.
 _gloo_groups: dict[int, tuple[weakref.ref[Any], weakref.ref[Any], weakref.ref[Any]]] = {}
 
 
-def _gloo_beside(wanted: dist.ProcessGroup, world: dist.ProcessGroup) -> dist.ProcessGroup:
+def _gloo_group_like(wanted: dist.ProcessGroup, world: dist.ProcessGroup) -> dist.ProcessGroup:
     for key, (of_world, of_group, _) in list(_gloo_groups.items()):
         if of_world() is not world or of_group() is None:
             del _gloo_groups[key]

@@ -46,7 +46,7 @@ class _HeldBack:
             self.passing = True  # if one that is back has raised meanwhile, others are still in place: they pass on
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.passing or number in self._waiting:  # who asks twice is not kept waiting
+        if self.passing or number in self._waiting:  # a second request does not wait
             self._handlers[number](number, frame)
         else:
             self._waiting.append(number)
@@ -114,7 +114,7 @@ def interruptible() -> Iterator[None]:
 def leave_signals_to_parent() -> None:
     """In a process that works for another: what is sent to both is that one's to answer, which may still need this one.
 
-    It is watched besides (`exit_with_parent`), and ended by SIGKILL.
+    It is watched as well (`exit_with_parent`), and ended by SIGKILL.
     """
     for number in _TO_ALL_PROCESSES:
         signal.signal(number, signal.SIG_IGN)

@@ -101,7 +101,7 @@ class BucketData(NamedTuple):
 
 
 class CopiedData(BucketData):
-    """The same in another process: its tensors of the host are nobody else's, though they lie in shared memory."""
+    """The same in another process: its tensors on the host belong to it alone, though they lie in shared memory."""
 
 
 def _shareable_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ def sums_of(result: WriteResult) -> ItemSums | None:
 class ResultFile:
     """A place in memory where a writer, in this process or another one, leaves its results.
 
-    It is a memfd: whoever writes needs no thread here to take the results over, of whatever size, and nothing is left
+    It is a memfd: the writer needs no thread here to take results of any size over, and nothing is left
     behind. A process that did not inherit the descriptor reaches it through /proc while the owner lives.
     """
 

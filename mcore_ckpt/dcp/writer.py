@@ -1,7 +1,7 @@
 """`FileSystemWriterAsync`: a storage writer for torch.distributed.checkpoint that keeps objects apart from tensors.
 
     plan -> prepare_write_data -> write buckets (bytes_data | tensor_data)
-         -> write_preloaded_data, in line or in a forked writer process -> write results
+         -> write_preloaded_data, in this process or a forked one -> write results
          -> finish: compared with the plan, item by item, and published
 
 It serves `dcp.save(state_dict, storage_writer=...)` and `dcp.async_save`, and code written for Megatron's writer of the
@@ -195,7 +195,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self.write_buckets = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """DCP says who this rank is; `use_collectives=False` makes each rank a checkpoint of its own."""
+        """DCP says which rank this is; `use_collectives=False` makes each rank a checkpoint of its own."""
         self._is_coordinator = is_coordinator
         self._alone = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
 
@@ -256,9 +256,9 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         return [dataclasses.replace(plan, storage_data=prefix) for plan, prefix in zip(plans, prefixes, strict=True)]
 
     def give_up_if_over(self) -> None:
-        """Let go of the directory of a save that has failed: DCP tells no writer of an error on another rank.
+        """Release the directory of a save that has failed: DCP tells no writer of an error on another rank.
 
-        What is saved in line is over when its thread has ended, or begins another save.
+        A synchronous save is over when its thread has ended, or begins another save.
         """
         thread = self._thread
         if self._in_line and (thread is None or thread is threading.current_thread() or not thread.is_alive()):
@@ -299,7 +299,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     # -- writing -------------------------------------------------------------------------------------------------
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write everything in line; no process is started."""
+        """Write everything before the call returns; no process is started."""
         self._prepare(plan, planner)
         assert self.write_buckets is not None
         try:
@@ -466,7 +466,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         """Nothing to wait for: `stage` returns when its copies are complete."""
 
     def close(self) -> None:
-        """Let go of what `cache_staged_state_dict` kept."""
+        """Release what `cache_staged_state_dict` kept."""
         self._staged = None
 
     def describe_write_items(self) -> list[dict[str, Any]]:
@@ -478,7 +478,7 @@ _write_preloaded_data = FileSystemWriterAsync.write_preloaded_data
 
 
 def replaced_write_function() -> Callable[..., Any] | None:
-    """What somebody has put in the place of `FileSystemWriterAsync.write_preloaded_data`; None if nobody has."""
+    """The replacement of `FileSystemWriterAsync.write_preloaded_data`; None if there is none."""
     current = FileSystemWriterAsync.write_preloaded_data
     return None if current is _write_preloaded_data else current
 

@@ -138,7 +138,7 @@ def index_tensors(plans: Iterable[LocalPlan]) -> tuple[dict[str, TensorEntry], a
 def _of_different_offsets(chunks: list[StoredChunk]) -> list[int]:
     """Positions of the chunks of one tensor that stay, if not all do: one for each offset, as readers look them up.
 
-    Only an empty chunk can lie where another one begins; it holds nothing that anybody could miss.
+    Only an empty chunk can lie where another one begins; it holds nothing that could be missed.
     """
     kept: dict[tuple[int, ...], int] = {}
     for position, chunk in enumerate(chunks):

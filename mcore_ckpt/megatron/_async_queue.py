@@ -137,7 +137,7 @@ def _plan_with_cache_argument(plan: Any) -> Any:
     """Megatron's planning function for the training code, which calls it as if it were NVRx's.
 
     The training code passes `enable_cache=` and takes the result for the arguments of the finalize function; Megatron's
-    own function knows no such argument, and returns its caches beside them.
+    own function knows no such argument, and returns its caches as well.
     """
     if "enable_cache" in inspect.signature(plan).parameters:
         return plan

@@ -10,7 +10,7 @@ directory is to be read in the place of the one that it names:
 - What may be called by one rank alone (the common state, what tensors there are) is answered by that rank, from the
   same structure, and remembered until the checkpoint that was named is another one.
 
-The iteration that training goes on from is part of the common state, so it follows.
+The iteration that training resumes from is part of the common state, so it follows.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ __all__ = ["around_load", "directory_to_read"]
 _logger = logging.getLogger("mcore_ckpt")
 
 _Version = tuple[int, ...]
-# A checkpoint that others replace under the load is read anew, so often at most.
+# A checkpoint that is replaced during the load is read again, so often at most.
 _READ_AGAIN = 5
 # What is read in the place of a directory, and for which `.metadata` of that one this was found.
 _chosen: dict[str, tuple[_Version, Path]] = {}
-# Within a load whose directory has been chosen, nothing is chosen anew: what it reads must be of one checkpoint.
+# Within a load whose directory has been chosen, nothing is chosen again: all that it reads must be of one checkpoint.
 _is_settled: ContextVar[bool] = ContextVar("_is_settled", default=False)
 
 
@@ -76,7 +76,7 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_all_agree(goes_back: bool, group: RankGroup) -> None:
-    """Ranks that go back ask the others for more than those that do not: who is alone with that would wait for ever.
+    """Ranks that go back exchange more than those that do not: a rank that did so alone would wait for ever.
 
     Raises:
         OptionError: on all ranks.
@@ -113,7 +113,7 @@ def _load_whole(read: Callable[[Path], Any], named: Path, options: LoadOptions, 
         told = group.all_gather((_damage(outcome), _fate(outcome), metadata_version(directory) != before))
         fates = {fate for _, fate, _ in told}
         if "failed" in fates and "interrupted" not in fates and any(is_another for _, _, is_another in told):
-            # No damage, as far as anybody knows: what was there is there no more, and another checkpoint is.
+            # No damage as far as is known: another checkpoint has replaced the one that was there.
             replaced += 1
             if replaced == _READ_AGAIN:
                 failed = partial(_raise_replaced, directory, outcome)

@@ -72,7 +72,7 @@ class Patches:
         """Put back every original, also in modules that have imported a replacement since, under the same name."""
         for change in reversed(self._changes):
             if vars(change.owner).get(change.name, _ABSENT) is not change.replacement:
-                continue  # somebody has put something else there since; it is not ours to remove
+                continue  # replaced again since, by other code, which alone may remove that
             if change.original is _ABSENT:
                 delattr(change.owner, change.name)
                 continue

@@ -1,9 +1,9 @@
-"""What somebody has put in the place of Megatron's own methods, honoured in saves and loads of ours.
+"""Third-party replacements of Megatron's own methods, honoured in saves and loads of this package.
 
-Code written for Megatron patches `FileSystemWriterAsync.write_preloaded_data` (to inject faults, to write elsewhere
-besides, to time it) and `MCoreLoadPlanner.create_local_plan` (to record what a rank reads, to drop items). Where the
-first has been replaced, a save hands it every bucket, in line, and compares what it returns with the plan; where the
-second has been, a load asks that planner for its plan and carries it out. Where neither has, nothing of this runs.
+Code written for Megatron patches `FileSystemWriterAsync.write_preloaded_data` (to inject faults, to write a second
+copy, to time it) and `MCoreLoadPlanner.create_local_plan` (to record what a rank reads, to drop items). If the first
+has been replaced, a save hands it every bucket, in the trainer, and compares what it returns with the plan. If the
+second has been, a load asks that planner for its plan and carries it out. Otherwise nothing of this runs.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class _LocalShards:
 
 
 def replaced_load_planner() -> Any:
-    """Megatron's `MCoreLoadPlanner` if somebody has replaced its `create_local_plan`, otherwise None."""
+    """Megatron's `MCoreLoadPlanner` if its `create_local_plan` has been replaced, otherwise None."""
     planner = getattr(megatron_module("strategies.torch"), "MCoreLoadPlanner", None)
     method = getattr(planner, "create_local_plan", None)
     return None if getattr(method, "__qualname__", "") == "MCoreLoadPlanner.create_local_plan" else planner

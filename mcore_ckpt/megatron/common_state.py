@@ -62,7 +62,7 @@ _late_error: ContextVar[list[Exception] | None] = ContextVar("_late_error", defa
 
 
 def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Write the common state beside the checkpoint that is going to be saved; every rank calls it, the first writes.
+    """Write the common state of the checkpoint that is going to be saved; every rank calls it, the first writes.
 
     It is the first that is written of a save, so the directory is claimed here, for the save that follows.
 
@@ -90,7 +90,7 @@ def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
     """Write `metadata.json`; the first rank calls it, when the checkpoint has been published.
 
     A checkpoint that replaces another needs the file that is there: so it is replaced by a rename, or, if it says the
-    same, not at all. Killed while it overwrites the file, a save would leave a checkpoint that nobody can load.
+    same, not at all. Killed while it overwrites the file, a save would leave a checkpoint that cannot be loaded.
     Nor is it written where another save has published since: the file is that one's then (see `write_config`).
 
     Args:

@@ -277,7 +277,7 @@ def _remove_sharded_tensors(checkpoint_dir: Any, key_prefix: str) -> None:
 
 
 def _announce() -> None:
-    """Say on rank 0 what is in force; also where no logging has been set up, since a silent swap helps nobody."""
+    """Say on rank 0 what is in force; also where no logging has been set up: the swap must not be silent."""
     if int(os.environ.get("RANK", "0")) != 0:
         return
     # Only for this line: how much is logged later, and where, is for the program to say.

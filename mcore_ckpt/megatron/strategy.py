@@ -66,7 +66,7 @@ _Path = str | os.PathLike[str]
 
 
 class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
-    """Saves a sharded state dict in the `torch_dist` format, in line or asynchronously.
+    """Saves a sharded state dict in the `torch_dist` format, synchronously or asynchronously.
 
     Args:
         backend: name of the format, as in `metadata.json`.
@@ -120,7 +120,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, async_strategy: str = "", **unknown: Any
     ) -> Any:
-        """Take a snapshot of the state and begin to write it; training may go on as soon as this returns.
+        """Take a snapshot of the state and begin to write it; training may continue as soon as this returns.
 
         Args:
             sharded_state_dict: nested dict/list of Megatron's sharded tensors and objects; shapes in elements.
@@ -138,7 +138,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         begun: list[SaveTransaction] = []
         try:
             with MegatronErrors():
-                self._begin(sharded_state_dict, checkpoint_dir, begun, beside_training=True)
+                self._begin(sharded_state_dict, checkpoint_dir, begun, is_async=True)
             return async_request_class()(begun[0], (), [_Commit(begun[0])])
         except BaseException:
             for transaction in begun:
@@ -154,7 +154,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         begun: list[SaveTransaction] = []
         with MegatronErrors(), interrupts_wait_for_others():
             try:
-                self._begin(sharded_state_dict, checkpoint_dir, begun, beside_training=False)
+                self._begin(sharded_state_dict, checkpoint_dir, begun, is_async=False)
                 begun[0].commit()
             except BaseException:
                 for transaction in begun:
@@ -179,9 +179,9 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         checkpoint_dir: _Path,
         begun: list[SaveTransaction],
         *,
-        beside_training: bool,
+        is_async: bool,
     ) -> None:
-        """Begin a save, which is put into `begun` as soon as it is there: whoever is interrupted can give it up."""
+        """Begin a save, which is put into `begun` at once: a caller that is interrupted can give it up."""
         options = self.options
         if self.use_cached_ckpt_structure:
             options = replace(options, keep_local_plans=True)
@@ -190,7 +190,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
             options=options,
             thread_count=self.thread_count,
             separation_hint=self.separation_hint,
-            beside_training=beside_training,
+            is_async=is_async,
             bucket_writer=replaced_bucket_writer(),
         )
         group = coordination_group()
@@ -233,8 +233,8 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
     """Loads a `torch_dist` checkpoint into a sharded state dict of any layout.
 
     Args:
-        cache_metadata: accepted for Megatron's sake; an index is read anew only when the checkpoint has changed.
-        stream_ckpt_dequant: Megatron from 0.19 on leaves quantized tensors as they are, and `load` reads them by way of
+        cache_metadata: accepted for Megatron's sake; an index is read again only when the checkpoint has changed.
+        stream_ckpt_dequant: Megatron from 0.19 on leaves quantized tensors as they are, and `load` reads them through
             a few wide ones at a time; with False, Megatron makes wide copies of all of them ahead of the load.
         checkpoint_name: accepted for Megatron's sake; `load` is told the directory.
         options: `LoadOptions`; None takes them from the environment.
@@ -260,7 +260,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         self.options = LoadOptions.from_environment() if options is None else options
         self._reader: FileSystemReader | None = None
         self._read_version: tuple[Path, tuple[int, ...]] | None = None
-        # To go back, all ranks have to hear of the damage that one has found.
+        # To go back, all ranks have to be told of the damage that one has found.
         self._collective = differences().all_ranks_load or self.options.on_damaged == "go_back"
 
     @property
@@ -357,7 +357,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         return filled
 
     def _open(self, checkpoint_dir: _Path) -> FileSystemReader:
-        """A reader whose index is read anew only when the checkpoint is another one, or has been replaced."""
+        """A reader whose index is read again only when the checkpoint is another one, or has been replaced."""
         path = directory_to_read(checkpoint_dir, self.options)
         version = metadata_version(path)
         if self._reader is None or self._read_version != (path, version):
@@ -414,9 +414,9 @@ def load_state_dict(sharded_state_dict: dict[str, Any], checkpoint: str, options
 
 
 def _expect_save(loaded: Path, read_bytes: int) -> None:
-    """Whoever goes on from a checkpoint that as many ranks have saved is likely to save as much as that rank did.
+    """A rank that resumes from a checkpoint of as many ranks is likely to save as much as it has in there.
 
-    Nobody saves more than all that it has loaded: ranks may hold something else than those that have saved.
+    It saves no more than it has loaded: ranks may hold something else than those that have saved.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with contextlib.suppress(LoadError):
@@ -438,7 +438,7 @@ def _name_unknown(where: str, arguments: Mapping[str, Any]) -> None:
     for name in arguments:
         warnings.warn(
             f"{where}: mcore_ckpt does not know the argument {name!r} of megatron-core {installed_version_text()} "
-            f"(tested: {TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}), and goes on without it",
+            f"(tested: {TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}), and ignores it",
             RuntimeWarning,
             stacklevel=3,
         )

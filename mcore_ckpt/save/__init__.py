@@ -1,4 +1,4 @@
-"""One save of all ranks, from the plan to the commit, in line or asynchronous.
+"""One save of all ranks, from the plan to the commit, synchronous or asynchronous.
 
 In: a sharded state dict, a directory, options.
 Out: a published checkpoint, or one error on every rank; the queue of saves in flight; a report.

@@ -71,7 +71,7 @@ class SaveReport:
 
     @property
     def log_level(self) -> int:
-        """Level of the save's log line: small saves (side files, tests) are told to those who look for them only."""
+        """Level of the save's log line: small saves (side files, tests) are logged at DEBUG."""
         return logging.INFO if self.size_bytes >= _WORTH_A_LINE_BYTES else logging.DEBUG
 
     def as_dict(self) -> dict[str, Any]:

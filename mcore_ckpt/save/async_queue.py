@@ -1,6 +1,6 @@
-"""The queue of async saves, in order: who has finished, what failed, and which callbacks may run.
+"""The queue of async saves, in order: which have ended, which failed, and which callbacks may run.
 
-A request pairs work that goes on beside training with callbacks that make it count: publish the checkpoint, advance the
+A request pairs work that runs during training with callbacks that make it count: publish the checkpoint, advance the
 tracker file, delete the previous checkpoint. The rule here is that callbacks run only if the work is done well on
 every rank. If it failed anywhere, or was skipped, then none of them runs on any rank; the failure is raised (or
 warned about) once, on all ranks, when the request is finalized.
@@ -52,7 +52,7 @@ __all__ = [
 
 
 class AsyncRequest(NamedTuple):
-    """Work to run beside training and what to do afterwards; field for field Megatron's class of that name.
+    """Work to run during training and what to do afterwards; field for field Megatron's class of that name.
 
     Attributes:
         async_fn: the work; None for a request that has callbacks only.
@@ -308,7 +308,7 @@ class AsyncCallsQueue:
     def schedule_async_request(self, async_request: Any) -> int:
         """Start a request's work (a `SaveCall` has been started already) and put it into the queue.
 
-        Never raises because the work cannot be started: the other ranks hear of it when the request is finalized.
+        Never raises because the work cannot be started: the other ranks are notified when the request is finalized.
 
         Args:
             async_request: ours, Megatron's, or that of nvidia-resiliency-ext.
@@ -347,8 +347,8 @@ class AsyncCallsQueue:
         Args:
             blocking: wait for all requests.
             no_dist: while this rank's own work goes on, return without asking the others. Once it has ended, well or
-                not, this rank waits for the others to come here with theirs, since all commit a request or none: who
-                would run callbacks alone would wait in them for a rank that has failed.
+                not, this rank waits for the others to come here with theirs, since all commit a request or none: a
+                rank that ran callbacks alone would wait in them for a rank that has failed.
 
         Returns:
             Numbers of the requests that were finalized; not of those that failed or were skipped.
@@ -404,7 +404,7 @@ class AsyncCallsQueue:
                 with interruptible() if blocking else contextlib.nullcontext():
                     ended = skipped or (active.wait_with_bar(_COMPARE_EVERY_S) if blocking else active.wait(0))
                 running = not ended
-            except BaseException as caught:  # noqa: BLE001  (the other ranks have to hear of whatever it is)
+            except BaseException as caught:  # noqa: BLE001  (the other ranks are notified of any error)
                 error = caught
             any_running, any_failed, any_skipped, last, minus_first = group.maximum(
                 [int(running), int(error is not None), int(skipped), active.idx, -active.idx], wrap=SaveError
@@ -495,7 +495,7 @@ def _raise(error: BaseException | None) -> None:
 
 
 def _committed_by(fn: Any) -> SaveCall | None:
-    """The save of ours that a callback commits; None for somebody else's callback."""
+    """The save that a callback commits; None for a third-party callback."""
     for owner in (fn, getattr(fn, "__self__", None)):
         save = owner if isinstance(owner, SaveCall) else getattr(owner, "save_call", None)
         if isinstance(save, SaveCall):

@@ -1,7 +1,7 @@
 """What one rank writes of a sharded state dict: its main replicas, described, checked, and its objects serialized.
 
-All that can be wrong with one rank's state is found here, in one call, which a save makes where the other ranks hear of
-its error: a rank that raised on its own would leave them waiting for it.
+All that can be wrong with one rank's state is found here, in one call. A save makes it where the other ranks are told
+of its error: a rank that raised on its own would leave them waiting for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mcore_ckpt.layout.torch_classes import dtype_name
 
 __all__ = ["NOTHING", "Described", "RankState", "collect"]
 
-# Of subclasses nobody knows what their storage holds.
+# What the storage of a subclass holds is not known.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # Each question to torch takes a tenth of a microsecond, and there may be tens of thousands of tensors: they are put by
@@ -45,7 +45,7 @@ class Described(NamedTuple):
     neither worked out nor checked again.
 
     Attributes:
-        fields: what a specification follows from, beside the data; see `_fields`.
+        fields: what a specification follows from, except the data; see `_fields`.
         memory: what was checked of each tensor's memory; see `_memory`.
         pointers: where each tensor's bytes lie in order in host memory, as an address; 0 where they do not.
         specs: the specifications.
@@ -124,7 +124,7 @@ def collect(sharded_state_dict: Any, known: Described) -> RankState:
 
 
 def _fields(shards: Sequence[Any]) -> tuple[list[Any], ...]:
-    """All that the specification of a shard follows from, beside its data: cheaply had and compared."""
+    """All that the specification of a shard follows from, except its data: cheap to get and to compare."""
     return (
         [shard.key for shard in shards],
         list(map(tuple, [shard.global_shape for shard in shards])),

@@ -3,7 +3,7 @@
     state      each rank's main replicas, as specifications (`rank_state.py`)
     directory  locked and opened by the coordinator
     plan       layout of every file, checked by the coordinator; or that of the save before (`_planning.py`)
-    writing    in line, or from a snapshot by another process (`snapshot.py`)
+    writing    by this process, or from a snapshot by another one (`writing/snapshot.py`)
     commit     every rank's results are compared with its plan; the coordinator publishes `.metadata`; or all raise
 
 `begin_save` goes as far as the writing; `SaveTransaction.commit` does the rest, later if the writing is asynchronous.
@@ -68,15 +68,15 @@ class SaveRequest:
         options: see `SaveOptions`.
         thread_count: files that each rank writes, at most.
         separation_hint: prefix of keys that get files of their own.
-        beside_training: take a snapshot and write it while training goes on.
-        bucket_writer: writes the buckets instead of this package, in line.
+        is_async: take a snapshot, which another process writes during training.
+        bucket_writer: writes the buckets instead of this package, before the call returns.
     """
 
     directory: Path
     options: SaveOptions
     thread_count: int
     separation_hint: str | None = None
-    beside_training: bool = False
+    is_async: bool = False
     bucket_writer: BucketWriter | None = None
 
 
@@ -105,7 +105,7 @@ def begin_save(
             begun.append(_begin(sharded_state_dict, request, group, structure))
         return begun[0]
     except BaseException:
-        # What has waited is raised when the save has been begun: nobody else knows of that yet, to give it up.
+        # A signal that has waited is raised when the save has been begun: only this function can give it up.
         for transaction in begun:
             transaction.abort()
         raise
@@ -113,13 +113,13 @@ def begin_save(
 
 def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, structure: Structure) -> SaveTransaction:
     began = time.monotonic()
-    _give_up_what_nobody_commits()
+    _give_up_forgotten_saves()
     directory = SaveDirectory(request.directory, request.options)
     started: list[Job] = []
     try:
         with collector_paused():
             state = attempt(interruptible()(partial(collect, sharded_state_dict, structure.described)))
-            if request.beside_training and _is_left_out(state, request.options, group):
+            if request.is_async and _is_left_out(state, request.options, group):
                 directory.abandon()
                 return SaveTransaction(request, group, directory)
             plan = agree(
@@ -155,7 +155,7 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
             interrupted, job = interrupt, _interrupted(interrupt, directory)
         written = time.monotonic()
         spans = [Span("plan", began, planned)]
-        if request.beside_training and request.bucket_writer is None:
+        if request.is_async and request.bucket_writer is None:
             spans += [Span("stage", planned, job.submitted_s), Span("hand-over", job.submitted_s, written)]
         else:
             spans.append(Span("write", planned, written))
@@ -164,7 +164,7 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
         transaction.interrupted = interrupted
         return transaction
     except BaseException:
-        # Interrupted. A writer must not go on in a directory that has been let go.
+        # Interrupted. A writer must not continue in a directory that has been released.
         try:
             for begun in started:
                 begun.abort()
@@ -197,7 +197,7 @@ def _write(
     if request.bucket_writer is not None:
         write = partial(request.bucket_writer, directory.path, sources, options, plan.save_id)
         return Job.ended(what, attempt(partial(timed_result, write, plan.unencoded)))
-    if not request.beside_training:
+    if not request.is_async:
         expect_save(sum(align_up(source.frame.file.image.size_bytes) for source in sources))
         write = partial(write_in_line, storage, sources, options)
         return Job.ended(what, attempt(partial(timed_result, write, plan.unencoded)))
@@ -212,7 +212,7 @@ def _interrupted(interrupt: BaseException, directory: SaveDirectory) -> Job:
     what = str(directory.path)
     error = SaveError(f"{what}: this rank was interrupted ({type(interrupt).__name__}) when its writing was to start")
     error.__cause__ = interrupt
-    _logger.warning("%s; that is raised when the save is finalized, where the other ranks hear of it", error)
+    _logger.warning("%s; that is raised when the save is finalized, on all ranks", error)
     return Job.ended(what, error)
 
 
@@ -310,14 +310,14 @@ class SaveTransaction(SaveCall):
         self._options = request.options
         self._group = group
         self._directory = directory
-        self._beside_training = request.beside_training and request.bucket_writer is None
+        self._is_async = request.is_async and request.bucket_writer is None
         self._spans = list(spans)
         self._commits = False
         self._publishes = False
         if plan is not None:
             # One bar on a terminal is enough: the coordinator's.
             self.bar_bytes = plan.layout.file_bytes if request.options.progress and group.is_coordinator else 0
-            # As long as the writing may go on, the directory is held, whoever has lost sight of this.
+            # As long as the writing may continue, the directory is locked, even if the caller has lost this object.
             _begun.add(self)
 
     @property
@@ -326,7 +326,7 @@ class SaveTransaction(SaveCall):
         return self._directory.path
 
     def is_committed_by(self, committer: object) -> None:
-        """When this object is gone, nobody can commit the save any more: it is given up when the next one begins."""
+        """When this object is gone, the save cannot be committed any more: it is given up when the next one begins."""
         weakref.finalize(committer, _note_forgotten, self).atexit = False
 
     def commit(self) -> SaveReport:
@@ -381,7 +381,7 @@ class SaveTransaction(SaveCall):
                     f"{self._directory.storage.path(file.name)}: {file.size_bytes} bytes were planned and written, "
                     + ("and the file has been deleted" if found is None else f"the file has {found.size_bytes}")
                 )
-        if self._beside_training:
+        if self._is_async:
             self._spans.append(Span("writer", result.started_s, result.finished_s))
         if plan.planned is not None:
             plan.planned.encoder = plan.planned.encoder or result.encoder
@@ -458,7 +458,7 @@ class SaveTransaction(SaveCall):
             _logger.log(report.log_level, "%s", report)
 
 
-# Saves whose writing goes on, for their commit; and of these, those that nobody commits any more.
+# Saves in progress; and of these, those that cannot be committed any more.
 _begun: set[SaveTransaction] = set()
 _forgotten: list[SaveTransaction] = []
 
@@ -475,12 +475,12 @@ def _note_forgotten(transaction: SaveTransaction) -> None:
         _forgotten.append(transaction)
 
 
-def _give_up_what_nobody_commits() -> None:
+def _give_up_forgotten_saves() -> None:
     """A save whose request was lost before it came into a queue (an exception, a Ctrl-C) is in the way of the next."""
     while _forgotten:
         transaction = _forgotten.pop()
         if transaction in _begun:
-            _logger.warning("%s: nobody is going to commit this save; it is given up", transaction.what)
+            _logger.warning("%s: this save cannot be committed any more; it is given up", transaction.what)
             transaction.abort()
 
 

@@ -1,4 +1,4 @@
-"""Signs of life in a page of shared memory: written by a process that works, read by anybody.
+"""Signs of life in a page of shared memory: written by a process that works, read by any other.
 
 So a trainer tells slow from stuck without a message, and a process that must not touch the trainer's socket sees that
 a job has ended.

@@ -4,7 +4,7 @@ Over one stream socket, both ways: an 8-byte header (kind, flags, length), then 
 memfd whose descriptor goes with the header, so that sending never waits for the other side to read: a job of 20,000
 tensors is half a megabyte of offsets, and a writer that is still starting reads nothing.
 
-Pickles are safe here: both ends of the socket are ours, and nobody else can get at them.
+Pickles are safe here: both ends of the socket belong to this package, and no other process can reach them.
 """
 
 from __future__ import annotations
@@ -108,6 +108,6 @@ class Inbox:
             yield kind, pickle.loads(payload), fd
 
     def close(self) -> None:
-        """Close descriptors that came with messages nobody has read."""
+        """Close descriptors that came with messages that were not read."""
         while self._fds:
             os.close(self._fds.pop())

@@ -1,7 +1,7 @@
 """The writer process: a bare interpreter that gets bytes and layouts and writes files. No torch, no numpy.
 
 The main thread writes, one job after the other. A second thread reads the control socket, watches the trainer, and ends
-the process as soon as the trainer is gone, in the middle of a write if need be: nobody would commit what it writes.
+the process as soon as the trainer is gone, in the middle of a write if need be: its files would not be committed.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class _Writer:
                 if umask is not None:
                     os.umask(umask)  # and files are for whom its other files are
                 outcome = self._write(running, job, buffer)
-            except Exception as error:  # noqa: BLE001  (whatever it is, the trainer has to hear of it)
+            except Exception as error:  # noqa: BLE001  (the trainer is told of any error)
                 outcome = describe(error)
             del entry, buffer
             self._known.pop(running.number, None)
@@ -217,7 +217,7 @@ def main(
 def _control(writer: _Writer, connection: socket.socket, parent_pid: int) -> None:
     try:
         until_parent_is_gone(parent_pid, connection.fileno(), writer.receive)
-    except BaseException:  # noqa: BLE001  (without this thread nobody hears the trainer)
+    except BaseException:  # noqa: BLE001  (without this thread the process is deaf to the trainer)
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)  # nobody is left to read the code
+    os._exit(0)  # no process is left to read the code

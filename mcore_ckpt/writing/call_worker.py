@@ -64,7 +64,7 @@ class CallWorker:
         preload_fn: Callable[[], Any] | None = None,
         what: str,
     ) -> Job:
-        """Hand over a call; returns at once, or with `preload_fn` when that has run in the worker.
+        """Dispatch a call; returns at once, or with `preload_fn` when that has run in the worker.
 
         Args:
             fn: picklable, as all that follows.
@@ -95,7 +95,7 @@ class CallWorker:
 
 
 class _SnapshotPickler(ForkingPickler):
-    """Hands over copies of tensors: torch would move the trainer's own to shared memory, where they go on changing.
+    """Sends copies of tensors: torch would move the trainer's own to shared memory, where they keep changing.
 
     Tensors that lie in shared memory have been put there to be shared, and a device's are for `preload_fn` to copy.
     """
@@ -135,7 +135,7 @@ class _WorkerChild(SupervisedChild):
     def submit(self, call: bytes, what: str) -> Job:
         number = next(self._numbers)
         job = self._jobs[number] = Job(self, what, number)
-        with contextlib.suppress(OSError):  # its death is noticed by whoever asks for the outcome
+        with contextlib.suppress(OSError):  # its death is noticed when the outcome is asked for
             self._connection.send_bytes(pickle.dumps((number, call)))
         return job
 
@@ -197,14 +197,14 @@ def _worker_main(
         outcome: Any = None
         try:
             _run_call(connection, number, call)
-        except BaseException as error:  # noqa: BLE001  (whatever it is, the trainer has to hear of it)
+        except BaseException as error:  # noqa: BLE001  (the trainer is told of any error)
             outcome = describe(error)
         connection.send_bytes(pickle.dumps((number, outcome)))
         gc.collect()  # what the call leaves behind may be the tensors of a whole model
 
 
 def _read_messages(connection: mp_connection.Connection, messages: queue.SimpleQueue[bytes]) -> None:
-    """Read ahead of the calls, so that the trainer never waits for a call to end before it can hand over the next."""
+    """Read ahead of the calls, so that the trainer never waits for a call to end before it can dispatch the next."""
     while True:
         try:
             messages.put(connection.recv_bytes())

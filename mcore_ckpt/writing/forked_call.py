@@ -65,7 +65,7 @@ def fork_call(
             cannot have children of its own by multiprocessing.
         deadline_s: seconds without `report_progress` in the child after which it is killed; None waits for ever.
         cpu_priority: nice value of the child; None keeps this process's.
-        on_submit: called with the job before the child begins with it: whoever is interrupted in this call may have to
+        on_submit: called with the job before the child begins with it: a caller that is interrupted in here may have to
             give it up.
 
     Raises:
@@ -122,7 +122,7 @@ class _ForkedChild(SupervisedChild):
     def start(
         cls, what: str, call: tuple[Any, ...], expendable: bool, with_status: bool, cpu_priority: int | None
     ) -> _ForkedChild:
-        # What the function returns comes through memory: a child must be able to end though nobody reads what it says.
+        # What the function returns comes through memory: a child must be able to end though its result is not read.
         result_fd = os.memfd_create("mcore_ckpt_result", os.MFD_CLOEXEC)
         status = StatusPage() if with_status else None
         with contextlib.ExitStack() as on_failure:
@@ -159,7 +159,7 @@ class _ForkedChild(SupervisedChild):
             raise SaveError(f"{what}: {len(_START_DEADLINES_S)} processes were forked, and none has started")
 
     def submit(self, what: str, deadline_s: float | None, on_submit: Callable[[Job], None] | None) -> Job:
-        """Let the child go on. One that has ended already has begun: its job says how."""
+        """Let the child begin. A child that has ended already has a job that says how."""
         job = self._jobs[_ONLY_JOB] = Job(self, what, _ONLY_JOB, deadline_s)
         try:
             if on_submit is not None:
@@ -195,7 +195,7 @@ class _ForkedChild(SupervisedChild):
         if fd >= 0:
             os.close(fd)
 
-    def __del__(self) -> None:  # nobody asks for the outcome any more; the child goes on
+    def __del__(self) -> None:  # the outcome is not wanted any more; the child continues
         with contextlib.suppress(Exception):
             self._sentinel.close()
             self._release()
@@ -206,7 +206,7 @@ def _fork(process: BaseProcess, what: str) -> None:
         # (a collection in the child would touch, and so copy, every page that holds an object)
         with collector_paused(), warnings.catch_warnings():
             # Python 3.12 warns of forking a process with threads. The child uses none of their locks: it runs no
-            # torch kernels and no logging of theirs, and whoever asks for a fork has been told of this.
+            # torch kernels and no logging of theirs, and the caller asked for a fork.
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
     except (OSError, AssertionError) as error:  # multiprocessing asserts that a daemon has no children
@@ -280,7 +280,7 @@ def _run_forked(
     _status = status
     try:
         message = pickle.dumps(fn(*args, **kwargs))
-    except BaseException as error:  # noqa: BLE001  (whatever it is, the trainer has to hear of it)
+    except BaseException as error:  # noqa: BLE001  (the trainer is told of any error)
         message = pickle.dumps(describe(error))
     with contextlib.suppress(OSError):
         with open(result_fd, "wb", closefd=False) as result:

@@ -51,7 +51,7 @@ _OUTPUT_TAIL_BYTES: Final = 4000
 _KEPT_BUFFERS: Final = 4
 _job_numbers = itertools.count(1)
 
-# -S: no site-packages hooks; what can be imported is handed over, behind the standard library, so that a file of the
+# -S: no site-packages hooks; the trainer's import path is appended to the standard library's, so that a file of the
 # training script's directory can never stand in for one of its modules. A process group of its own is out of reach of
 # the terminal's signals; it stays in the trainer's session, to which it gives way (`lower_priority`).
 _PROGRAM: Final = """\
@@ -116,7 +116,7 @@ class PersistentWriter:
         Args:
             job: what to write. The staging buffer must not be touched until the job has ended.
             buffer_fd: descriptor of the shared memory in which the files, or the job's ring, lie.
-            on_submit: called with the job before it is handed over: whoever is interrupted in this call may have to
+            on_submit: called with the job before it is dispatched: a caller that is interrupted in here may have to
                 give it up.
 
         Raises:
@@ -211,7 +211,7 @@ class _WriterChild(SupervisedChild):
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def send(self, kind: int, content: Any, *fds: int) -> None:
-        """Send a message. A writer that is gone is noticed later, by whoever asks for the outcome."""
+        """Send a message. A writer that is gone is noticed later, when the outcome is asked for."""
         message, all_fds, to_close = pack(kind, content, *fds)
         try:
             with self._lock:

@@ -44,7 +44,7 @@ _streams: dict[torch.device, Any] = {}
 class DeviceCopies:
     """Copies in progress of one snapshot.
 
-    Speaks to the device by way of `torch.get_device_module`, whose streams and events are those of `torch.cuda` by
+    Uses the device through `torch.get_device_module`, whose streams and events are those of `torch.cuda` by
     name for every accelerator that has them; from others copies are made one by one, and are complete at once.
     """
 
@@ -106,7 +106,7 @@ def _new_event(runtime: Any) -> Any:
 def _wait_for_copies_to_host(tensors: Sequence[torch.Tensor]) -> None:
     """Wait for copies that the trainer has queued into pinned memory: a read by address does not.
 
-    Nobody knows on which stream, so devices are waited for as a whole; only where there is such memory.
+    The stream is not known, so each device is waited for; only where there is such memory.
     """
     # A torch that is built without CUDA has no such memory. (There is no other way to ask for the second.)
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)  # noqa: SLF001

@@ -157,7 +157,7 @@ class StagingBuffer:
             thread.join()
 
     def pin(self) -> None:
-        """Register the memory with CUDA, so that device copies run at full speed and beside computation.
+        """Register the memory with CUDA, so that device copies run at full speed and during computation.
 
         Where CUDA refuses that, or the device is another one, copies are slower.
         """
@@ -210,7 +210,7 @@ class StagingBuffer:
         if fd >= 0:
             os.close(fd)
 
-    def __del__(self) -> None:  # of a save that was interrupted before anybody knew of its staging buffer
+    def __del__(self) -> None:  # of a save that was interrupted before its staging buffer was leased
         with contextlib.suppress(Exception):
             self.close()
 

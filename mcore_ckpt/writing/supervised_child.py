@@ -8,7 +8,7 @@ Three kinds stand on this. Each says only how its process is started, and how jo
 
 What is the same for all: the end of the process is noticed by its sentinel, in milliseconds, and named with its signal
 or exit code; a job without a sign of life for longer than its deadline costs the process its life; what a job raised
-comes back as the cause of an error here; and whoever is forked from the owner has no part in any of it.
+comes back as the cause of an error here; and a process forked from the owner has no part in any of it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["TRAINING_FIRST_NICE", "Job", "JobWatch", "SupervisedChild"]
 TRAINING_FIRST_NICE: Final = 10
 _LONGEST_WAIT_S: Final = 1.0
 _SHORTEST_WAIT_S: Final = 0.01
-# A killed process that is not gone by then hangs inside the kernel; nobody waits longer for it.
+# A killed process that is not gone by then hangs inside the kernel; it is not waited for any longer.
 _REAP_DEADLINE_S: Final = 1.0
 
 
@@ -283,9 +283,9 @@ class SupervisedChild(ABC):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _has_ended(self, within_s: float = 0.0) -> bool:
-        """Whether the process is gone: nobody else uses its memory any more. Collects its exit status."""
+        """Whether the process is gone: its memory is not in use any more. Collects its exit status."""
         if not self._gone:
-            # Where somebody else collects exit statuses, only the sentinel knows; it is asked first, or a process that
+            # Where exit statuses are collected elsewhere, only the sentinel knows; it is asked first, or a process that
             # ends between the two questions would be taken for such a one.
             ended = self._sentinel.wait(within_s)
             process = self._process
@@ -340,15 +340,13 @@ class SupervisedChild(ABC):
         if self._gone:
             self._sentinel.close()
             if isinstance(self._process, BaseProcess):
-                with contextlib.suppress(
-                    ValueError, AssertionError
-                ):  # of another process, or collected by somebody else
+                with contextlib.suppress(ValueError, AssertionError):  # of another process, or collected elsewhere
                     self._process.close()
         if self.status is not None:
             self.status.close()
 
     def disown(self) -> None:
-        """In a process forked from the owner: let go of all that belongs to the owner, and touch no lock of its."""
+        """In a process forked from the owner: release all that belongs to the owner, and touch no lock of its."""
         self._lock = threading.RLock()
         if not self.dead:
             self.dead = self._gone = True

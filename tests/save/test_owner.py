@@ -114,7 +114,7 @@ def test_a_save_that_fails_leaves_no_common_state(
     def fail(*_: Any, **__: Any) -> None:
         raise SaveError("for a test")
 
-    monkeypatch.setattr(transaction, "plan_save" if failing == "plan" else "write_in_line", fail)
+    monkeypatch.setattr(transaction, "agree" if failing == "plan" else "write_in_line", fail)
     common_state.save_common({"iteration": 2}, tmp_path)
     with pytest.raises(SaveError, match="for a test"):
         strategy().save(state(2), tmp_path)
