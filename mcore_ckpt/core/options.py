@@ -117,8 +117,9 @@ class LoadOptions:
     Attributes:
         verify_crc: check the CRC-32 of each record that is read whole.
         verify_slices: check records of which a part is read, too, where the checkpoint has sums of their blocks (this
-            package's own have). `"auto"`: unless that takes reading much more than what is wanted, as columns of a
-            large matrix do; `"on"`: always; `"off"`: never. Without `verify_crc`, never.
+            package's own have). `"auto"`: unless that takes reading much more than is read anyway: columns of a large
+            matrix are checked if they come from the device, not if they are copied out of the page cache; `"on"`:
+            always; `"off"`: never. Without `verify_crc`, never.
         io_threads: reads in flight at once, for each rank.
         page_cache: `"auto"` takes from the page cache what it holds, and reads the rest with O_DIRECT, which leaves
             nothing there. `"on"` reads everything through the page cache, where it stays for the other ranks of this

@@ -271,6 +271,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@lru_cache(maxsize=256)
 def torch_dtype(name: str) -> torch.dtype | None:
     """The dtype of that name, or None if this torch does not have it."""
     dtype = getattr(torch, name, None)

@@ -17,7 +17,7 @@ from mcore_ckpt.format.index import StoredItem
 from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
-from mcore_ckpt.load.read_requests import WantedItem
+from mcore_ckpt.load._wanted_items import WantedItem
 from mcore_ckpt.storage.base import RangeReader
 
 __all__ = ["ItemLocations"]
@@ -79,7 +79,7 @@ class ItemLocations:
 
             def begin_next() -> None:
                 for batch in batches:
-                    pending.append(crew.submit(partial(self._locate_batch, batch, files, stats, unranged)))
+                    pending.append(crew.submit(partial(self.locate, batch, files, stats, unranged)))
                     return
 
             def located(wanted: WantedItem) -> LocatedTensor | None:
@@ -92,13 +92,14 @@ class ItemLocations:
                 begin_next()
             yield located
 
-    def _locate_batch(
+    def locate(
         self,
         batch: Sequence[WantedItem],
         files: OpenFiles,
         stats: ReadStats,
         unranged: Callable[[WantedItem, str], None],
     ) -> None:
+        """Read the headers of items. Arguments and errors as of `ahead`."""
         headers = _Headers(stats)
         for wanted, following in zip(batch, [*batch[1:], None], strict=True):
             item = wanted.item

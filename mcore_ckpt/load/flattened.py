@@ -20,7 +20,6 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, ShapeMismatchError
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.layout.shards import StoredForm, local_box, original_shape, stored_form
 from mcore_ckpt.load._placement import narrow
-from mcore_ckpt.load._whole_items import WholeItems
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 
@@ -58,10 +57,15 @@ def read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
     Raises:
         LoadError: see `FileSystemReader.read_items`.
     """
+    with reader.conversions.of_one_load():
+        _read_shards(reader, shards)
+
+
+def _read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
     direct: list[ReadRequest] = []
     spread: list[_Wanted] = []
-    whole = reader.whole_items()
-    for shard in _not_taken(whole, shards, reader.index.mcore_data):
+    usual, others = _usual(shards, reader.index.mcore_data)
+    for shard in others:
         destination(shard)
         own_shape = original_shape(reader.index, shard.key)
         flattened = getattr(shard, "flattened_range", None) is not None
@@ -78,12 +82,15 @@ def read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
         else:
             _check_shape(reader, shard, own_shape)
             spread += [_Wanted(shard.key, own_shape, box, tensor) for box, tensor in _boxes(shard)]
-    reader.read_items(direct, whole)
+    plan = reader.plan()
+    plan.add_usual(map(_REQUEST, usual))
+    plan.add(direct)
+    reader.read(plan)
     _read_spread(reader, spread)
 
 
-def _not_taken(whole: WholeItems, shards: Iterable[Any], flat_keys: Container[str]) -> list[Any]:
-    """The shards that are not among the items that are read as a whole, after those that can be have been added."""
+def _usual(shards: Iterable[Any], flat_keys: Container[str]) -> tuple[list[Any], list[Any]]:
+    """Shards whose data are a slice of the global tensor as they are, and all others."""
     usual: list[Any] = []
     others: list[Any] = []
     for shard in shards:
@@ -95,11 +102,11 @@ def _not_taken(whole: WholeItems, shards: Iterable[Any], flat_keys: Container[st
             and shard.key not in flat_keys
         )
         (usual if as_it_is else others).append(shard)
-    taken = whole.take(map(_WANT, usual))
-    return others + list(itertools.compress(usual, map(operator.not_, taken)))
+    return usual, others
 
 
-_WANT = operator.attrgetter("key", "data", "global_offset", "local_shape", "global_shape")
+# The first five fields of a `ReadRequest`.
+_REQUEST = operator.attrgetter("key", "data", "global_offset", "local_shape", "global_shape")
 
 
 def _request(shard: Any, form: StoredForm) -> ReadRequest:
@@ -175,7 +182,8 @@ def _read_spread(reader: FileSystemReader, wanted: Iterable[_Wanted]) -> None:
             if held_bytes >= _BATCH_BYTES:
                 _read_batch(reader, batch)
                 batch, held_bytes = [], 0
-    _read_batch(reader, batch)
+    if batch:
+        _read_batch(reader, batch)
 
 
 def _pieces(reader: FileSystemReader, wanted: _Wanted) -> Iterator[_Piece]:

@@ -1,17 +1,17 @@
-"""What a load wants -> which boxes of which stored items, checked before a byte is read.
+"""What a load requests -> the plan of what it reads, checked before a byte is read.
 
-A request names a box of a global tensor and the destination for it. The box may overlap many stored chunks; together
-they have to hold all of it. Out come `WantedItem`s: each stored item once, with all destinations that want part of it.
+A request names a slice of a global tensor and the destination for it. The slice may overlap many stored chunks, which
+have to hold all of it together. A `LoadPlan` holds each stored item once, with all destinations that request a part.
 """
 
 from __future__ import annotations
 
 import bisect
 import difflib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,29 +28,22 @@ from mcore_ckpt.core.errors import (
     ShapeMismatchError,
 )
 from mcore_ckpt.core.process import collector_paused
-from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.format.item_reading import LocatedTensor
-from mcore_ckpt.items.checks import check_located, chunk_name
-from mcore_ckpt.layout.torch_classes import dtype_name, torch_dtype
+from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
+from mcore_ckpt.layout.torch_classes import torch_dtype
+from mcore_ckpt.load._columns import Columns, UsualRequest
 from mcore_ckpt.load._placement import Want, address_of, narrow
+from mcore_ckpt.load._wanted_items import FEW_CHUNKS, WantedItem, only_box
 from mcore_ckpt.load.dtype_conversions import DtypeConversions
 
 __all__ = [
+    "LoadPlan",
     "ReadRequest",
-    "WantedItem",
-    "WantedItems",
     "check_planned",
     "missing_key",
     "not_held",
-    "only_chunk",
     "stored_dtype",
     "tensor_entry",
-    "want_chunk",
-    "wanted_items",
 ]
-
-# Up to here a look at every chunk is cheaper than an index of them.
-_FEW_CHUNKS = 8
 
 
 class ReadRequest(NamedTuple):
@@ -73,51 +66,6 @@ class ReadRequest(NamedTuple):
     sizes: tuple[int, ...]
     global_shape: tuple[int, ...] | None = None
     allow_partial: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class WantedItem:
-    """A stored chunk, and the boxes of it that are wanted.
-
-    Attributes:
-        fqn: key of the global tensor.
-        dtype: stored dtype.
-        chunk: the chunk and where it is stored.
-        wants: boxes and destinations.
-        payload_bytes: size of the chunk's elements.
-    """
-
-    fqn: str
-    dtype: torch.dtype
-    chunk: StoredChunk
-    payload_bytes: int
-    wants: list[Want] = field(default_factory=list)
-
-    @property
-    def needed_bytes(self) -> int:
-        """How many bytes the destinations take; what several of them want counts several times."""
-        wants = self.wants
-        if len(wants) == 1 and wants[0].whole:
-            return self.payload_bytes
-        return sum(math.prod(want.box.sizes) for want in wants) * self.dtype.itemsize
-
-    @property
-    def item(self) -> StoredItem:
-        """Where the chunk is stored."""
-        return self.chunk.item
-
-    @property
-    def where(self) -> str:
-        """The chunk, as an error message names it."""
-        return chunk_name(self.fqn, self.chunk)
-
-    def check(self, located: LocatedTensor) -> None:
-        """Raise `CorruptCheckpointError` unless the item holds the tensor that the index says it does."""
-        check_located(located, dtype_name(self.dtype), self.chunk.sizes, self.payload_bytes, self.item.crc32)
-
-
-WantedItems = dict[tuple[str, int, str], WantedItem]
-"""Wanted items by file, offset and key: what is wanted twice is one item, and sorted keys are in order of the files."""
 
 
 def missing_key(fqn: str, index: CheckpointIndex) -> MissingKeyError:
@@ -148,155 +96,139 @@ def _whole_box(sizes: tuple[int, ...]) -> Box:
     return Box((0,) * len(sizes), sizes)
 
 
-@lru_cache(maxsize=256)
-def known_dtype(name: str) -> torch.dtype | None:
-    """torch's dtype of that name; None if the installed torch has none."""
-    return torch_dtype(name)
-
-
 def stored_dtype(entry: TensorEntry) -> torch.dtype:
     """torch's dtype of a stored tensor.
 
     Raises:
         LoadError: the installed torch has no such dtype.
     """
-    dtype = known_dtype(entry.dtype)
+    dtype = torch_dtype(entry.dtype)
     if dtype is None:
         raise LoadError(f"{entry.fqn}: stored as {entry.dtype}, which torch {torch.__version__} does not have")
     return dtype
 
 
-def wanted_items(requests: Iterable[ReadRequest], index: CheckpointIndex, conversions: DtypeConversions) -> WantedItems:
-    """Find the stored chunks that hold what is requested.
+class LoadPlan:
+    """What one load reads, and where it goes.
 
-    Returns:
-        The items, each with its destinations.
+    Args:
+        index: of the checkpoint.
+        conversions: of the load; refuses or notes destinations of another dtype.
+        window_bytes: size of one read.
 
-    Raises:
-        MissingKeyError, KindMismatchError: no tensor under that key.
-        ShapeMismatchError: the global shape differs, the box does not lie in it, or the destination has another shape.
-        DtypeMismatchError: the dtypes differ, and `conversions` refuses.
-        CorruptCheckpointError: no stored chunk, or more than one, holds some element of the box that the global tensor
-            has.
+    Attributes:
+        columns: small items that are copied as they are; None before `add_usual`.
+        items: all other items, by file, offset and key.
     """
-    wanted: WantedItems = {}
-    with collector_paused():
-        _want_all(wanted, requests, index, conversions)
-    return wanted
 
+    def __init__(self, index: CheckpointIndex, conversions: DtypeConversions, window_bytes: int) -> None:
+        self.columns: Columns | None = None
+        self.items: dict[tuple[str, int, str], WantedItem] = {}
+        self._index = index
+        self._conversions = conversions
+        self._window_bytes = window_bytes
+        self._lookups: dict[str, _ChunkLookup] = {}
 
-def _want_all(
-    wanted: WantedItems, requests: Iterable[ReadRequest], index: CheckpointIndex, conversions: DtypeConversions
-) -> None:
-    lookups: dict[str, _ChunkLookup] = {}
-    for request in requests:
-        fqn, tensor, offsets, sizes = request[:4]
-        entry = index.tensors.get(fqn) or tensor_entry(fqn, index)
-        dtype = known_dtype(entry.dtype) or stored_dtype(entry)
+    def add_usual(self, requests: Iterable[UsualRequest]) -> None:
+        """Add requests of a load under the layout of the save: most are of complete chunks. Raises as `add`."""
+        if self.columns is None:
+            self.columns = Columns(self._index, self._window_bytes)
+        self.add(itertools.starmap(ReadRequest, self.columns.take(requests)))
+
+    @collector_paused()
+    def add(self, requests: Iterable[ReadRequest]) -> None:
+        """Find the stored chunks that hold what is requested.
+
+        Raises:
+            MissingKeyError, KindMismatchError: no tensor under that key.
+            ShapeMismatchError: the global shape differs, the slice does not lie in it, or the destination has another
+                shape.
+            DtypeMismatchError: the dtypes differ, and `conversions` refuses.
+            CorruptCheckpointError: no stored chunk, or more than one, holds some element of the slice that the global
+                tensor has.
+        """
+        index = self._index
+        for request in requests:
+            fqn, tensor, offsets, sizes = request[:4]
+            entry = index.tensors.get(fqn) or tensor_entry(fqn, index)
+            dtype = self._dtype_of(entry, tensor)
+            _check_shape(request, entry, index)
+            chunks: Sequence[StoredChunk] = entry.chunks
+            if len(chunks) <= FEW_CHUNKS:
+                only = only_box([chunk.offsets for chunk in chunks], [chunk.sizes for chunk in chunks], offsets, sizes)
+                if only is not None:
+                    self._add_part(entry, dtype, chunks[only], _whole_box(sizes), tensor)
+                    continue
+            box = Box(tuple(offsets), tuple(sizes))
+            if len(chunks) > FEW_CHUNKS:
+                lookup = self._lookups.get(fqn)
+                if lookup is None:
+                    lookup = self._lookups[fqn] = _ChunkLookup(entry)
+                chunks = lookup.overlapping(box)
+            self._add_parts(request, box, entry, dtype, chunks)
+
+    def add_chunk(self, entry: TensorEntry, chunk: StoredChunk, box: Box, tensor: torch.Tensor) -> None:
+        """Add a slice of a stored chunk, relative to it, as DCP plans it. Raises as `add`."""
+        dtype = self._dtype_of(entry, tensor)
+        if tuple(tensor.shape) != box.sizes:
+            raise _wrong_destination(entry.fqn, box.sizes, tensor)
+        self._add_part(entry, dtype, chunk, box, tensor)
+
+    def _dtype_of(self, entry: TensorEntry, tensor: torch.Tensor) -> torch.dtype:
+        dtype = torch_dtype(entry.dtype) or stored_dtype(entry)
         if tensor.dtype is not dtype:
-            conversions.note(fqn, dtype, tensor.dtype)
-        _check_shape(request, entry, index)
-        chunks: Sequence[StoredChunk] = entry.chunks
-        if len(chunks) <= _FEW_CHUNKS:
-            chunk = only_chunk(chunks, offsets, sizes)
-            if chunk is not None:
-                want_chunk(wanted, entry, dtype, chunk, _whole_box(sizes), tensor)
+            self._conversions.note(entry.fqn, dtype, tensor.dtype)
+        return dtype
+
+    def _add_parts(
+        self, request: ReadRequest, box: Box, entry: TensorEntry, dtype: torch.dtype, chunks: Iterable[StoredChunk]
+    ) -> None:
+        found: list[Box] = []
+        for chunk in chunks:
+            overlap = intersect(box, Box(chunk.offsets, chunk.sizes))
+            if overlap is None:
                 continue
-        box = Box(tuple(offsets), tuple(sizes))
-        if len(chunks) > _FEW_CHUNKS:
-            lookup = lookups.get(fqn)
-            if lookup is None:
-                lookup = lookups[fqn] = _ChunkLookup(entry)
-            chunks = lookup.overlapping(box)
-        _want_box(wanted, request, box, entry, dtype, chunks, index)
+            inside = relative(overlap, box.offsets)
+            found.append(inside)
+            part = request.tensor if overlap == box else narrow(request.tensor.detach(), inside)
+            self._add_part(entry, dtype, chunk, relative(overlap, chunk.offsets), part)
+        expected = Box((0,) * len(box.sizes), box.sizes)
+        if request.allow_partial:
+            stored = intersect(box, Box((0,) * len(entry.shape), entry.shape))
+            if stored is None:
+                return
+            expected = relative(stored, box.offsets)
+        problem = covers(expected.sizes, [relative(part, expected.offsets) for part in found])
+        if problem:
+            raise CorruptCheckpointError(
+                f"{entry.fqn}: the stored chunks do not hold the wanted box at {list(box.offsets)} of sizes"
+                f" {list(box.sizes)} exactly once: relative to the box, {problem}. The save of {self._index.path} did"
+                " not finish or its index is damaged; load an earlier checkpoint"
+            )
 
-
-def only_chunk(chunks: Sequence[StoredChunk], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> StoredChunk | None:
-    """The chunk that is just this box, if no other one overlaps it: what a load under the layout of the save wants."""
-    number = only_box([chunk.offsets for chunk in chunks], [chunk.sizes for chunk in chunks], offsets, sizes)
-    return None if number is None else chunks[number]
-
-
-def only_box(
-    starts: Sequence[tuple[int, ...]],
-    lengths: Sequence[tuple[int, ...]],
-    offsets: tuple[int, ...],
-    sizes: tuple[int, ...],
-) -> int | None:
-    """Number of the box that is just this one, if no other one overlaps it; of boxes at `starts` of sizes `lengths`."""
-    found = None
-    for number, (start_of, length_of) in enumerate(zip(starts, lengths, strict=True)):
-        if start_of == offsets and length_of == sizes:
-            if found is not None:
-                return None
-            found = number
-            continue
-        for start, size, other_start, other_size in zip(offsets, sizes, start_of, length_of):  # noqa: B905
-            if start + size <= other_start or other_start + other_size <= start:
-                break
-        else:
-            return None
-    return found
-
-
-def _want_box(
-    wanted: WantedItems,
-    request: ReadRequest,
-    box: Box,
-    entry: TensorEntry,
-    dtype: torch.dtype,
-    chunks: Iterable[StoredChunk],
-    index: CheckpointIndex,
-) -> None:
-    found: list[Box] = []
-    for chunk in chunks:
-        overlap = intersect(box, Box(chunk.offsets, chunk.sizes))
-        if overlap is None:
-            continue
-        inside = relative(overlap, box.offsets)
-        found.append(inside)
-        part = request.tensor if overlap == box else narrow(request.tensor.detach(), inside)
-        want_chunk(wanted, entry, dtype, chunk, relative(overlap, chunk.offsets), part)
-    expected = Box((0,) * len(box.sizes), box.sizes)
-    if request.allow_partial:
-        stored = intersect(box, Box((0,) * len(entry.shape), entry.shape))
-        if stored is None:
+    def _add_part(
+        self, entry: TensorEntry, dtype: torch.dtype, chunk: StoredChunk, box: Box, tensor: torch.Tensor
+    ) -> None:
+        if 0 in box.sizes:
             return
-        expected = relative(stored, box.offsets)
-    problem = covers(expected.sizes, [relative(part, expected.offsets) for part in found])
-    if problem:
-        raise CorruptCheckpointError(
-            f"{entry.fqn}: the stored chunks do not hold the wanted box at {list(box.offsets)} of sizes"
-            f" {list(box.sizes)} exactly once: relative to the box, {problem}. The save of {index.path} did not finish"
-            " or its index is damaged; load an earlier checkpoint"
-        )
+        key = (chunk.item.file, chunk.item.offset, entry.fqn)
+        item = self.items.get(key)
+        if item is None:
+            item = self.items[key] = WantedItem(entry.fqn, dtype, chunk, math.prod(chunk.sizes) * dtype.itemsize)
+        item.wants.append(Want(box, box.sizes == chunk.sizes, tensor, address_of(tensor, dtype)))
 
 
-def want_chunk(
-    wanted: WantedItems,
-    entry: TensorEntry,
-    dtype: torch.dtype,
-    chunk: StoredChunk,
-    box: Box,
-    tensor: torch.Tensor,
-) -> None:
-    """Add a box of a chunk (relative to it) and its destination to what is wanted; nothing for an empty box."""
-    if 0 in box.sizes:
-        return
-    key = (chunk.item.file, chunk.item.offset, entry.fqn)
-    item = wanted.get(key)
-    if item is None:
-        item = wanted[key] = WantedItem(entry.fqn, dtype, chunk, math.prod(chunk.sizes) * dtype.itemsize)
-    item.wants.append(Want(box, box.sizes == chunk.sizes, tensor, address_of(tensor, dtype)))
+def _wrong_destination(fqn: str, sizes: Sequence[int], tensor: torch.Tensor) -> ShapeMismatchError:
+    return ShapeMismatchError(
+        f"{fqn}: a box of sizes {list(sizes)} is wanted in a destination of shape {list(tensor.shape)}"
+    )
 
 
 def _check_shape(request: ReadRequest, entry: TensorEntry, index: CheckpointIndex) -> None:
     fqn, tensor, offsets, sizes, global_shape, allow_partial = request
     shape = entry.shape
     if tensor.shape != sizes:
-        raise ShapeMismatchError(
-            f"{fqn}: a box of sizes {list(sizes)} is wanted in a destination of shape {list(tensor.shape)}"
-        )
+        raise _wrong_destination(fqn, sizes, tensor)
     if len(offsets) != len(shape) or len(sizes) != len(shape):
         raise ShapeMismatchError(
             f"{fqn}: the checkpoint {index.path} holds global shape {list(shape)}, but a box of {len(sizes)} axes is"

@@ -1,6 +1,6 @@
 """The load half of the story, from a checkpoint's directory to filled tensors.
 
-    index (.metadata)  ->  wanted items (read_requests)  ->  byte ranges (ranges)  ->  reads (fetch)  ->  destinations
+    index (.metadata)  ->  plan (read_requests)  ->  extents, spans (_extents)  ->  reads, destinations (_tensor_reads)
 
 `FileSystemReader` is DCP's `StorageReader`, so `dcp.load(sd, storage_reader=FileSystemReader(path))` works; what else
 loads (the strategies, the optimizer's state, the offline commands) asks it for boxes and objects directly.
@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint import planner as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from mcore_ckpt.core.boxes import Box, covers
-from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, OptionError, ShapeMismatchError
+from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, OptionError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import is_local, local_path
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
@@ -34,18 +35,15 @@ from mcore_ckpt.items.file_seals import FileSeals
 from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._tensor_reads import TensorReads
-from mcore_ckpt.load._whole_items import WholeItems
 from mcore_ckpt.load.dtype_conversions import DtypeConversions
 from mcore_ckpt.load.item_decoding import ItemDecoder
 from mcore_ckpt.load.read_requests import (
+    LoadPlan,
     ReadRequest,
-    WantedItems,
     check_planned,
     missing_key,
     stored_dtype,
     tensor_entry,
-    want_chunk,
-    wanted_items,
 )
 from mcore_ckpt.storage.resolve import storage_at
 
@@ -133,35 +131,34 @@ class FileSystemReader(StorageReader):
 
     # ----------------------------------------------------------------------------------------------- boxes and objects
 
-    def whole_items(self) -> WholeItems:
-        """To be filled with what can be read as a whole, for `read_items`."""
-        return WholeItems(self.index, self.options.window_bytes)
+    def plan(self) -> LoadPlan:
+        """An empty plan, for `read`."""
+        return LoadPlan(self.index, self.conversions, self.options.window_bytes)
 
-    def read_items(self, requests: Iterable[ReadRequest], whole: WholeItems | None = None) -> None:
-        """Fill destinations with boxes of global tensors.
+    def read_items(self, requests: Iterable[ReadRequest]) -> None:
+        """Fill destinations with slices of global tensors, in any order.
 
-        Each stored byte is read once, however many destinations want it. Memory beyond the destinations stays within
+        Each stored byte is read once, however many destinations request it. Memory beyond the destinations stays within
         `buffer_bytes`. When it raises, destinations may be filled in part.
-
-        Args:
-            requests: boxes and destinations, in any order.
-            whole: what else is to be read.
 
         Raises:
             MissingKeyError, KindMismatchError, ShapeMismatchError, DtypeMismatchError: the checkpoint does not hold
                 what is asked for (`LoadOptions.on_dtype_mismatch`); nothing has been read.
-            CorruptCheckpointError: stored chunks do not hold all of a box (nothing has been read), or an item is not
+            CorruptCheckpointError: stored chunks do not hold all of a slice (nothing has been read), or an item is not
                 what the index says.
             ChecksumError: a record's bytes are not those that were written.
         """
         with self.conversions.of_one_load():
-            self._read(wanted_items(requests, self.index, self.conversions), whole)
+            plan = self.plan()
+            plan.add(requests)
+            self.read(plan)
 
-    def _read(self, wanted: WantedItems, whole: WholeItems | None = None) -> None:
+    def read(self, plan: LoadPlan) -> None:
+        """Carry out a plan. Raises as `read_items`."""
         files = OpenFiles(self._storage, self.options.page_cache, self._seals)
+        reads = TensorReads(files, self.options, self._located, self.stats, self._decoder, self.index.blocks)
         try:
-            reads = TensorReads(files, self.options, self._located, self.stats, self._decoder, self.index.blocks)
-            reads.run([wanted[key] for key in sorted(wanted)], whole)
+            reads.run(plan)
         except LoadError as error:
             raise naming(error, str(self.path)) from error
         finally:
@@ -254,15 +251,15 @@ class FileSystemReader(StorageReader):
             self._index = index
             self._metadata = metadata
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+    def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
         """The plan as it is: what to read follows from the items."""
         return plan
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+    def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
         """The plans as they are."""
         return plans
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: dcp.LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan into what its planner gives as destinations.
 
         Raises:
@@ -285,13 +282,15 @@ class FileSystemReader(StorageReader):
         batch_bytes = None if _destinations_are_in_place(planner) else 2 * self.options.buffer_bytes
         with self.conversions.of_one_load():
             for batch in self._batches(tensors, batch_bytes):
-                wanted: WantedItems = {}
+                reads = self.plan()
                 pending: list[tuple[ReadItem, torch.Tensor]] = []
                 for read_item in batch:
                     tensor = planner.resolve_tensor(read_item)
-                    self._want(wanted, read_item, tensor)
+                    entry = tensor_entry(read_item.storage_index.fqn, self.index)
+                    box = Box(tuple(read_item.storage_offsets), tuple(read_item.lengths))
+                    reads.add_chunk(entry, self._chunk_of(read_item), box, tensor)
                     pending.append((read_item, tensor))
-                self._read(wanted)
+                self.read(reads)
                 for read_item, tensor in pending:
                     planner.commit_tensor(read_item, tensor)
         done: Future[None] = Future()
@@ -340,21 +339,6 @@ class FileSystemReader(StorageReader):
             total_bytes += item_bytes
         if batch:
             yield batch
-
-    def _want(self, wanted: WantedItems, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        place = read_item.storage_index
-        entry = tensor_entry(place.fqn, self.index)
-        dtype = stored_dtype(entry)
-        if tensor.dtype is not dtype:
-            self.conversions.note(place.fqn, dtype, tensor.dtype)
-        chunk = self._chunk_of(read_item)
-        box = Box(tuple(read_item.storage_offsets), tuple(read_item.lengths))
-        if tuple(tensor.shape) != box.sizes:
-            raise ShapeMismatchError(
-                f"{place.fqn}: a box of sizes {list(box.sizes)} is to be read into a destination of shape"
-                f" {list(tensor.shape)}"
-            )
-        want_chunk(wanted, entry, dtype, chunk, box, tensor)
 
     def _chunk_of(self, read_item: ReadItem) -> StoredChunk:
         fqn, offsets = read_item.storage_index.fqn, tuple(read_item.storage_index.offset or ())

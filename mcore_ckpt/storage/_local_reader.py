@@ -8,7 +8,6 @@ since a file may well be cached in part.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import threading
@@ -137,20 +136,6 @@ class LocalReader(RangeReader):
     def read_into(self, offset: int, view: memoryview, arrived: _Arrived | None = None) -> None:
         self._read(offset, view, arrived or _ignore)
 
-    def read_framed(
-        self,
-        offset: int,
-        before: memoryview,
-        view: memoryview,
-        after: memoryview,
-        arrived: _Arrived | None = None,
-    ) -> None:
-        nbytes = len(before) + len(view) + len(after)
-        self.check_range(offset, nbytes)
-        direct = self._wants_direct(offset, nbytes)
-        if not direct or not self._frame_direct(offset, before, view, after, arrived or _ignore):
-            super().read_framed(offset, before, view, after, arrived)
-
     def _read(self, offset: int, view: memoryview, arrived: _Arrived) -> None:
         view = view.cast("B")
         self.check_range(offset, len(view))
@@ -184,7 +169,7 @@ class LocalReader(RangeReader):
         return self._residency is not None and self._residency.cached_share(offset, length) >= _MOSTLY_CACHED
 
     @contextmanager
-    def cached(self, offset: int, length: int) -> Iterator[int]:
+    def mapped(self, offset: int, length: int) -> Iterator[int]:
         """The page cache itself, mapped; only where all of the range is cached.
 
         Touching a mapped file that another program cuts at that very moment ends the process (SIGBUS), which a read
@@ -265,30 +250,6 @@ class LocalReader(RangeReader):
             read = buffer[offset - start :][:got]
             _copy(view, read, arrived)
             return got
-        finally:
-            self._bounce.give_back(buffer)
-
-    def _frame_direct(
-        self, offset: int, before: memoryview, view: memoryview, after: memoryview, arrived: _Arrived
-    ) -> bool:
-        """Read all of it past the page cache at once; False if that cannot be, and `arrived` has not been called."""
-        first = offset % ALIGNMENT_BYTES
-        start = first + len(before)
-        stop = start + len(view)
-        wanted = align_up(stop + len(after))
-        aligned = (direct_io.address(view) - start) % ALIGNMENT_BYTES == 0
-        if wanted > _BOUNCE_BYTES or (aligned and len(view) > _MAX_COPIED_BYTES):  # else it goes straight there
-            return False
-        buffer = self._bounce.take()
-        try:
-            # Whatever is wrong shows again when the parts are read by themselves.
-            with contextlib.suppress(OSError):
-                if os.preadv(self._direct(), [buffer[:wanted]], offset - first) < stop + len(after):
-                    return False
-                before[:], after[:] = buffer[first:start], buffer[stop : stop + len(after)]
-                _copy(view, buffer[start:stop], arrived)
-                return True
-            return False
         finally:
             self._bounce.give_back(buffer)
 

@@ -82,6 +82,9 @@ class FileVersion(NamedTuple):
 class RangeReader(ABC):
     """One open file, read at any offset by any number of threads.
 
+    A back-end implements `read_into` and `close`. `is_cached`, `scatter` and `mapped` are for files that the memory of
+    this host may hold already; elsewhere their defaults are true.
+
     Attributes:
         name: the file, as an error message should show it (for a local file, its path).
         size_bytes: its length when it was opened.
@@ -112,27 +115,12 @@ class RangeReader(ABC):
         self.read_into(offset, memoryview(buffer))
         return bytes(buffer)
 
-    def read_framed(
-        self,
-        offset: int,
-        before: memoryview,
-        view: memoryview,
-        after: memoryview,
-        arrived: Callable[[memoryview], None] | None = None,
-    ) -> None:
-        """Fill `before`, `view` and `after` with bytes that follow one another in the file, from `offset` on.
-
-        As three calls of `read_into`, of which the second gets `arrived`; at the price of one where that can be had for
-        a few bytes before and after.
-        """
-        position = offset
-        for part, look in ((before, None), (view, arrived), (after, None)):
-            if len(part):
-                self.read_into(position, part, look)
-            position += len(part)
+    def is_cached(self, offset: int, length: int) -> bool:
+        """Whether this host's memory most likely holds bytes `[offset, offset + length)`: short reads cost no more."""
+        return False
 
     def scatter(self, offset: int, vectors: int, count: int, nbytes: int) -> bool:
-        """Read bytes `[offset, offset + nbytes)` that are cached (`is_cached`) into many places of memory at once.
+        """Read bytes `[offset, offset + nbytes)`, which `is_cached`, into many places of memory at once.
 
         Args:
             offset: in the file, in bytes.
@@ -141,16 +129,12 @@ class RangeReader(ABC):
             nbytes: of all places together.
 
         Returns:
-            False if it cannot be done so; places may have been written. Whoever then reads them hears why.
+            False if it cannot be done so; places may have been written. `read_into` then tells why.
         """
         return False
 
-    def is_cached(self, offset: int, length: int) -> bool:
-        """Whether this host's memory most likely holds bytes `[offset, offset + length)`."""
-        return False
-
     @contextmanager
-    def cached(self, offset: int, length: int) -> Iterator[int]:
+    def mapped(self, offset: int, length: int) -> Iterator[int]:
         """Memory that holds bytes `[offset, offset + length)` already, so that they need not be read to be copied.
 
         Yields:

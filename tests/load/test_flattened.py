@@ -43,9 +43,9 @@ def test_cells_of_one_element_are_read_so_many_at_a_time(tmp_path: Path, monkeyp
     asked: list[int] = []
 
     class Reader(FileSystemReader):
-        def read_items(self, requests: Sequence[Any], *others: Any) -> None:  # type: ignore[override]
+        def read_items(self, requests: Sequence[Any]) -> None:  # type: ignore[override]
             asked.append(len(requests))
-            super().read_items(requests, *others)
+            super().read_items(requests)
 
     flattened.read_shards(Reader(tmp_path), [shard])
     assert shard.data.equal(torch.arange(600.0))

@@ -20,7 +20,7 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.item_layout import encode_tensor
 from mcore_ckpt.items import ranges
-from mcore_ckpt.load import _tensor_reads as tensor_reads
+from mcore_ckpt.load import _extents as extents
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 from tests.support.stored_layouts import StoredTensor, boxes_in, stock_item, tilings, write_checkpoint
@@ -72,8 +72,8 @@ def options_and_thresholds(draw: st.DrawFn) -> tuple[LoadOptions, dict[str, int]
     object.__setattr__(options, "window_bytes", window_bytes)  # below what users may choose, to cut small tensors
     object.__setattr__(options, "max_gap_bytes", draw(st.sampled_from([0, 8, 100, 262_144])))
     thresholds = {
-        "_PACKED_ITEM_BYTES": draw(st.sampled_from([0, 2000, 1 << 20])),
-        "_DIRECT_PIECE_BYTES": draw(st.sampled_from([1, 64, 1 << 20])),
+        "MAX_COLUMN_BYTES": draw(st.sampled_from([0, 2000, 1 << 20])),
+        "_STRAIGHT_BYTES": draw(st.sampled_from([1, 64, 1 << 20])),
         "CHEAP_GAP_BYTES": draw(st.sampled_from([0, 16, 32_768])),
     }
     return options, thresholds
@@ -117,7 +117,7 @@ def test_any_layout_loads_in_any_other(
     requests.append(ReadRequest("other", torch.zeros(5, 3), (0, 0), (5, 3)))
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         for name, value in thresholds.items():
-            patch.setattr(tensor_reads, name, value)
+            patch.setattr(extents, name, value)
             if hasattr(ranges, name):
                 patch.setattr(ranges, name, value)
         write_checkpoint(Path(directory), stored, item_of=item_of, files=files, padding=padding)
@@ -146,7 +146,7 @@ def test_any_layout_loads_into_another_dtype(
     requests = [ReadRequest("w", torch.zeros(box.sizes, dtype=torch.bfloat16), *box) for box in boxes]
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         for name, value in thresholds.items():
-            patch.setattr(tensor_reads, name, value)
+            patch.setattr(extents, name, value)
         write_checkpoint(Path(directory), {"w": StoredTensor(tensor, data.draw(tilings(shape)))}, padding=[3])
         FileSystemReader(directory, options=options).read_items(requests)
     for request, box in zip(requests, boxes, strict=True):

@@ -70,6 +70,7 @@ class Part(NamedTuple):
     box: Box
     element: int
     verify: str = "auto"
+    page_cache: str = "auto"
 
 
 PARTS = [
@@ -80,6 +81,7 @@ PARTS = [
     Part("large", Box((3071, 990), (1, 10)), 3_071_999),  # a piece of the last one
     Part("large", Box((0, 0), (3072, 500)), 1_536_010, "on"),  # half of the columns
     Part("large", Box((5, 990), (700, 10)), 500_995, "on"),
+    Part("large", Box((0, 100), (3072, 300)), 1_536_110, "auto", "off"),  # all of it is read for the columns
     Part("small", Box((0, 0), (150, 200)), 100),
     Part("small", Box((150, 0), (150, 200)), 59_999),
     Part("small", Box((0, 50), (300, 50)), 30_060),  # columns of what is read whole anyway
@@ -90,7 +92,7 @@ PARTS = [
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("part", PARTS)
 def test_a_flipped_bit_inside_a_slice_is_noticed(checkpoint: Path, part: Part, strided: bool) -> None:
-    options = LoadOptions(verify_slices=part.verify)  # type: ignore[arg-type]
+    options = LoadOptions(verify_slices=part.verify, page_cache=part.page_cache)  # type: ignore[arg-type]
     whole = LARGE if part.key == "large" else SMALL
     (a, b), (rows, columns) = part.box.offsets, part.box.sizes
     wanted = whole[a : a + rows, b : b + columns]

@@ -1,14 +1,13 @@
 """Small items that go as they are, all of each, to where they belong: columns of places and addresses, made once.
 
-A load under the layout of the save wants whole chunks, by the ten thousand. For each of those, all that can be known is
-known before its bytes are read: where it lies, how long it is, which bytes stand before and behind its payload (those
-that this package writes for such a tensor), what its CRC-32 is, and where in memory it goes. So the items of a span
-are checked together, by comparing all that stands around their payloads with what should, and all sums with those of
-`.metadata`; and only when something differs is any item looked at by itself.
+A load under the layout of the save requests complete chunks, by the ten thousand. The index says of each where it lies,
+how long it is, which bytes stand before and behind its payload (those that this package writes for such a tensor), and
+its CRC-32. So the items of a span are checked together: the bytes around their payloads are compared with the expected
+ones, and their sums with those of `.metadata`. Only where something differs is each item of the span read by itself.
 
-What comes out of the page cache is scattered by the kernel: each payload to where it belongs, what stands around the
-payloads side by side into a buffer, where it is compared in one go (`scatter`). What comes from the device comes by
-O_DIRECT, into a buffer, and is copied out of it (`place`).
+The kernel scatters what the page cache holds: each payload to where it belongs, the bytes around the payloads side by
+side into a buffer, where they are compared at once (`scatter`). What comes from the device is read into a buffer and
+copied out of it (`place`).
 """
 
 from __future__ import annotations
@@ -28,31 +27,28 @@ from mcore_ckpt.format.crc import crc32s
 from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, TensorForm
 from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.items.ranges import CHEAP_GAP_BYTES, Extent, coalesce
+from mcore_ckpt.layout.torch_classes import torch_dtype
 from mcore_ckpt.load._placement import ReadBuffer, Want, address_of, memory_at
-from mcore_ckpt.load.read_requests import WantedItem, known_dtype, only_box
+from mcore_ckpt.load._wanted_items import FEW_CHUNKS, WantedItem, only_box
 from mcore_ckpt.storage.base import RangeReader
 
 __all__ = [
-    "MAX_WHOLE_BYTES",
-    "WholeItem",
-    "WholeItems",
-    "WholeSpan",
-    "WholeWant",
+    "MAX_COLUMN_BYTES",
+    "ColumnSpan",
+    "Columns",
+    "UsualRequest",
     "cut",
     "place",
     "scatter",
     "spans_of",
 ]
 
-# Up to here, an item is read whole with its neighbours, and copied out of the buffer: a copy at memory speed costs less
-# than reads of its own for header and payload.
-MAX_WHOLE_BYTES: Final = 1024 * 1024
+# Up to here, an item is read with its neighbours and copied out of the buffer: a copy at memory speed costs less than
+# reads of its own for header and payload.
+MAX_COLUMN_BYTES: Final = 1024 * 1024
 
 # So many items can be scattered by one call: the kernel takes 1,024 places (UIO_MAXIOV), of which each wants four.
 MAX_SCATTERED: Final = 256
-
-# Up to here a look at every chunk of a tensor is cheaper than an index of them.
-_FEW_CHUNKS = 8
 
 # Without letting go of the GIL, which another thread would take for a while: the copies are short.
 _memmove = ctypes.PyDLL(None).memmove
@@ -81,34 +77,9 @@ class _Kind(NamedTuple):
     second_crc: int
 
 
-class WholeItem(NamedTuple):
-    """An item, all of which is wanted; made where one is looked at by itself.
-
-    Attributes:
-        file, offset: where it lies.
-        address: where its payload belongs.
-        kind: what it looks like.
-        fqn, chunk, tensor: what it is, and the destination.
-    """
-
-    file: str
-    offset: int
-    address: int
-    kind: _Kind
-    fqn: str
-    chunk: StoredChunk
-    tensor: torch.Tensor
-
-    def wanted(self) -> WantedItem:
-        """The same, as any other item that is wanted."""
-        sizes = self.chunk.sizes
-        want = Want(Box((0,) * len(sizes), sizes), True, self.tensor, self.address)
-        return WantedItem(self.fqn, self.kind.dtype, self.chunk, self.kind.payload_bytes, [want])
-
-
-WholeWant = tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""What a destination wants: key of the global tensor, the destination, offsets and sizes of the box that it wants of it
-(in elements), and the shape that the global tensor must have."""
+UsualRequest = tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""The first five fields of a `ReadRequest`: key, destination, offsets and sizes of the slice (in elements), and the
+shape that the global tensor must have."""
 
 _Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -118,7 +89,7 @@ class _Place(NamedTuple):
 
     Attributes:
         chunk: its number among those of the tensor.
-        kind: its number in `WholeItems.kinds`.
+        kind: its number in `Columns.kinds`.
         dtype, item_bytes: of that.
     """
 
@@ -131,8 +102,8 @@ class _Place(NamedTuple):
 _UNKNOWN: Final = _Place(-1, -1, torch.uint8, -1)
 
 
-class WholeItems:
-    """Collects items of which all is wanted; of sealed checkpoints, whose items have a checksum each.
+class Columns:
+    """Collects items all of which is requested; of sealed checkpoints, whose items have a checksum each.
 
     Args:
         index: of the checkpoint.
@@ -156,28 +127,30 @@ class WholeItems:
         if not isinstance(tensors, PackedTensors) and index.seal is not None:
             tensors = PackedTensors.of(tensors) or tensors
         self._packed = tensors if isinstance(tensors, PackedTensors) else None
-        self._max_bytes = min(max_bytes, MAX_WHOLE_BYTES)
-        # By form of a global tensor (`id`: they belong to the index), box, and shape; None: it is left to others.
+        self._max_bytes = min(max_bytes, MAX_COLUMN_BYTES)
+        self._taken = bytearray(0 if self._packed is None else len(self._packed.places.lengths))
+        # By form of a global tensor (`id`: they belong to the index), slice, and shape; None: it is left to others.
         self._places: dict[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]], _Place | None] = {}
 
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def take(self, wants: Iterable[WholeWant]) -> list[bool]:
-        """Add what destinations want, where that is a small item that can be copied there as it is.
+    def take(self, requests: Iterable[UsualRequest]) -> list[UsualRequest]:
+        """Add what is requested, where that is a small item that can be copied to its destination as it is.
 
         Returns:
-            Of each whether it has been added. Otherwise it may be wrong, or merely unusual: nothing has been decided.
+            All other requests. They may be wrong, or merely unusual: nothing has been decided about them.
         """
         packed = self._packed
         if packed is None:
-            return [False for _ in wants]
+            return list(requests)
         row_of, forms, firsts, lengths = packed.rows.get, packed.forms, packed.firsts, packed.places.lengths
         tensors, addresses, numbers, kinds = self.tensors, self.addresses, self.numbers, self.kind_numbers
-        known = self._places.get
-        taken: list[bool] = []
-        for fqn, tensor, offsets, sizes, shape in wants:
-            fits, row = False, row_of(fqn)
+        known, taken = self._places.get, self._taken
+        others: list[UsualRequest] = []
+        for request in requests:
+            fqn, tensor, offsets, sizes, shape = request
+            row = row_of(fqn)
             if row is not None and tensor.shape == sizes:
                 form = forms[row]
                 place = known((id(form), offsets, sizes, shape), _UNKNOWN)
@@ -186,22 +159,23 @@ class WholeItems:
                 if place is not None:
                     chunk, kind, dtype, item_bytes = place
                     number, address = firsts[row] + chunk, address_of(tensor, dtype)
-                    if address and lengths[number] == item_bytes:
-                        fits = True
+                    if address and lengths[number] == item_bytes and not taken[number]:
+                        taken[number] = 1
                         tensors.append(tensor)
                         addresses.append(address)
                         numbers.append(number)
                         kinds.append(kind)
-            taken.append(fits)
-        return taken
+                        continue
+            others.append(request)
+        return others
 
     def _find(
         self, form: TensorForm, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]
     ) -> _Place | None:
         place = None
-        if form.shape == shape and len(form.offsets) <= _FEW_CHUNKS:
+        if form.shape == shape and len(form.offsets) <= FEW_CHUNKS:
             chunk = only_box(form.offsets, form.sizes, offsets, sizes)
-            dtype = known_dtype(form.dtype)
+            dtype = torch_dtype(form.dtype)
             kind = None if chunk is None or dtype is None else _kind(form.dtype, sizes, dtype)
             if chunk is not None and kind is not None and kind.item_bytes <= self._max_bytes:
                 place = _Place(chunk, len(self.kinds), kind.dtype, kind.item_bytes)
@@ -209,20 +183,18 @@ class WholeItems:
         self._places[id(form), offsets, sizes, shape] = place
         return place
 
-    def item(self, at: int) -> WholeItem:
-        """One of them."""
+    def wanted(self, at: int) -> WantedItem:
+        """One of them, as any other item that is requested."""
         assert self._packed is not None
         number = self.numbers[at]
         row = bisect_right(self._packed.firsts, number) - 1
-        form, item = self._packed.forms[row], self._packed.places.item(number)
-        which = number - self._packed.firsts[row]
-        chunk = StoredChunk(form.offsets[which], form.sizes[which], item)
-        kind = self.kinds[self.kind_numbers[at]]
-        return WholeItem(
-            item.file, item.offset, self.addresses[at], kind, self._packed.names[row], chunk, self.tensors[at]
-        )
+        form, which = self._packed.forms[row], number - self._packed.firsts[row]
+        chunk = StoredChunk(form.offsets[which], form.sizes[which], self._packed.places.item(number))
+        kind, sizes = self.kinds[self.kind_numbers[at]], chunk.sizes
+        want = Want(Box((0,) * len(sizes), sizes), True, self.tensors[at], self.addresses[at])
+        return WantedItem(self._packed.names[row], kind.dtype, chunk, kind.payload_bytes, [want])
 
-    def columns(self) -> Iterator[tuple[str, _Columns]]:
+    def by_file(self) -> Iterator[tuple[str, FileColumns]]:
         """Of each file its name, and the items in it, in the order in which they lie there."""
         if self._packed is None or not self.numbers:
             return
@@ -245,7 +217,7 @@ class WholeItems:
             looks = np.ascontiguousarray(table[kinds[own]].T)
             yield (
                 places.files[files[own[0]]],
-                _Columns.of(self, own, starts[own], addresses[own], crcs[own], kinds[own], looks),
+                FileColumns.of(self, own, starts[own], addresses[own], crcs[own], kinds[own], looks),
             )
             first = end
 
@@ -267,7 +239,7 @@ def _kind(dtype: str, sizes: tuple[int, ...], own: torch.dtype) -> _Kind | None:
 _kind_numbers = attrgetter("item_bytes", "head_bytes", "payload_bytes", "first_crc", "second_crc")
 
 
-class _Columns(NamedTuple):
+class FileColumns(NamedTuple):
     """Items of one file in the order in which they lie there; arrays of n int64 each, if nothing else is said.
 
     Attributes:
@@ -283,7 +255,7 @@ class _Columns(NamedTuple):
         memory, lowest: memory from the lowest of the addresses on to where the last payload ends.
     """
 
-    source: WholeItems
+    source: Columns
     members: _Ints
     kinds: _Ints
     starts: _Ints
@@ -302,14 +274,14 @@ class _Columns(NamedTuple):
     @classmethod
     def of(
         cls,
-        source: WholeItems,
+        source: Columns,
         members: _Ints,
         starts: _Ints,
         addresses: _Ints,
         crcs: np.ndarray[Any, Any],
         kinds: _Ints,
         looks: np.ndarray[Any, Any],
-    ) -> _Columns:
+    ) -> FileColumns:
         """The columns of items that are in order; `looks` are their `_kind_numbers`, a row for each of these."""
         lengths, heads, payloads, first_crcs, second_crcs = looks
         arounds = np.zeros(len(members) + 1, dtype=np.int64)
@@ -333,7 +305,7 @@ class _Columns(NamedTuple):
             lowest,
         )
 
-    def part(self, first: int, stop: int) -> _Columns:
+    def part(self, first: int, stop: int) -> FileColumns:
         """Items `first` to `stop` of them."""
         own = slice(first, stop)
         return self._replace(
@@ -351,9 +323,13 @@ class _Columns(NamedTuple):
             crcs=self.crcs[own],
         )
 
-    def items(self) -> list[WholeItem]:
+    def wanted(self) -> list[WantedItem]:
         """Each by itself."""
-        return list(map(self.source.item, self.members.tolist()))
+        return list(map(self.source.wanted, self.members.tolist()))
+
+    def first(self) -> WantedItem:
+        """The first of them, by itself."""
+        return self.source.wanted(int(self.members[0]))
 
     def expected_around(self) -> bytes:
         """What should stand around the payloads, side by side."""
@@ -368,59 +344,52 @@ class _Columns(NamedTuple):
 _FOUR = np.arange(4)
 
 
-class WholeSpan(NamedTuple):
+class ColumnSpan(NamedTuple):
     """One read: bytes `[start, stop)` of a file, and the items that lie in it, in order."""
 
     file: str
     start: int
     stop: int
-    items: _Columns
+    items: FileColumns
 
 
-def spans_of(items: WholeItems, *, window_bytes: int, max_gap_bytes: int) -> tuple[list[WholeSpan], list[WholeItem]]:
-    """Join items that lie close together into spans, as `coalesce` does.
-
-    Returns:
-        The spans, in order of file and start; and items that share their bytes with others.
-    """
-    spans: list[WholeSpan] = []
-    shared: list[WholeItem] = []
-    for file, columns in items.columns():
+def spans_of(items: Columns, *, window_bytes: int, max_gap_bytes: int) -> list[ColumnSpan]:
+    """Join items that lie close together into spans, as `coalesce` does; in order of file and start."""
+    spans: list[ColumnSpan] = []
+    for file, columns in items.by_file():
         gaps = columns.starts[1:] - columns.stops[:-1]
-        if (gaps < 0).any():
-            shared += columns.items()
-        elif ((gaps > CHEAP_GAP_BYTES) & (gaps <= max_gap_bytes)).any():
+        if ((gaps > CHEAP_GAP_BYTES) & (gaps <= max_gap_bytes)).any():
             extents = [
                 Extent(file, start, stop, stop - start, at)
                 for at, (start, stop) in enumerate(zip(columns.starts.tolist(), columns.stops.tolist(), strict=True))
             ]
             spans += [
-                WholeSpan(file, span.start, span.stop, columns.part(span.extents[0].owner, span.extents[-1].owner + 1))
+                ColumnSpan(file, span.start, span.stop, columns.part(span.extents[0].owner, span.extents[-1].owner + 1))
                 for span in coalesce(extents, window_bytes=window_bytes, max_gap_bytes=max_gap_bytes)
             ]
         else:
             ends = np.append(np.flatnonzero(gaps > min(CHEAP_GAP_BYTES, max_gap_bytes)) + 1, len(columns.starts))
             spans += _cut(file, columns, ends, window_bytes, len(columns.starts))
-    return spans, shared
+    return spans
 
 
-def cut(span: WholeSpan, window_bytes: int) -> list[WholeSpan]:
+def cut(span: ColumnSpan, window_bytes: int) -> list[ColumnSpan]:
     """The same in shorter spans, each of which can be scattered."""
     items = span.items
     return list(_cut(span.file, items, np.array([len(items.starts)]), window_bytes, MAX_SCATTERED))
 
 
-def _cut(file: str, items: _Columns, ends: _Ints, window_bytes: int, max_items: int) -> Iterator[WholeSpan]:
+def _cut(file: str, items: FileColumns, ends: _Ints, window_bytes: int, max_items: int) -> Iterator[ColumnSpan]:
     """Spans of at most `window_bytes` and `max_items`, or of one item, that end at `ends` at the latest."""
     at, starts, stops = 0, items.starts, items.stops
     while at < len(starts):
         fitting = min(int(np.searchsorted(stops, starts[at] + window_bytes, "right")), at + max_items)
         end = min(max(fitting, at + 1), int(ends[np.searchsorted(ends, at, "right")]))
-        yield WholeSpan(file, int(starts[at]), int(stops[end - 1]), items.part(at, end))
+        yield ColumnSpan(file, int(starts[at]), int(stops[end - 1]), items.part(at, end))
         at = end
 
 
-def scatter(span: WholeSpan, reader: RangeReader, buffer: ReadBuffer) -> ScatteredItems | None:
+def scatter(span: ColumnSpan, reader: RangeReader, buffer: ReadBuffer) -> ScatteredItems | None:
     """Have the payloads of a span put where they belong, and what stands around them into a buffer.
 
     Args:
@@ -456,7 +425,7 @@ class ScatteredItems(NamedTuple):
         around: what stood around the payloads.
     """
 
-    items: _Columns
+    items: FileColumns
     around: memoryview
 
     def are_sound(self, verify_crc: bool) -> bool:
@@ -471,7 +440,7 @@ class ScatteredItems(NamedTuple):
         return _same_sums(map(items.memory.__getitem__, parts), items)
 
 
-def place(span: WholeSpan, view: memoryview, address: int, shift: int, verify_crc: bool) -> bool:
+def place(span: ColumnSpan, view: memoryview, address: int, shift: int, verify_crc: bool) -> bool:
     """Check items in memory, and copy their payloads to where they belong.
 
     Args:
@@ -502,5 +471,5 @@ def place(span: WholeSpan, view: memoryview, address: int, shift: int, verify_cr
     return True
 
 
-def _same_sums(payloads: Iterable[memoryview], items: _Columns) -> bool:
+def _same_sums(payloads: Iterable[memoryview], items: FileColumns) -> bool:
     return np.array(crc32s(payloads), dtype="<u4").tobytes() == items.crcs.tobytes()
