@@ -14,17 +14,6 @@ from mcore_ckpt.core.errors import __all__ as _error_names
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
-    from mcore_ckpt.convert.conversion import ConversionReport
-    from mcore_ckpt.convert.exchange import (
-        export_checkpoint,
-        export_huggingface,
-        export_legacy,
-        import_checkpoint,
-        import_huggingface,
-        import_legacy,
-        import_megatron,
-    )
-    from mcore_ckpt.convert.reshard import ReshardReport, reshard_checkpoint
     from mcore_ckpt.dcp.planners import MCoreLoadPlanner, MCoreSavePlanner
     from mcore_ckpt.dcp.writer import FileSystemWriterAsync
     from mcore_ckpt.load.reader import FileSystemReader
@@ -32,6 +21,8 @@ if TYPE_CHECKING:
     from mcore_ckpt.megatron.optimizer_state import load_sharded_optimizer_state
     from mcore_ckpt.megatron.registry import get_strategy, register_strategy
     from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
+    from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, reshard_checkpoint
+    from mcore_ckpt.reshard.conversion import ConversionReport
     from mcore_ckpt.save.async_queue import AsyncCallsQueue
     from mcore_ckpt.tools.checkpoint import Checkpoint, LazyTensor, open_checkpoint
     from mcore_ckpt.tools.diff import DiffReport, diff_checkpoints
@@ -46,7 +37,7 @@ _HOME = {
     "AsyncCallsQueue": "save.async_queue",
     "Checkpoint": "tools.checkpoint",
     "CheckpointSummary": "tools.inspection",
-    "ConversionReport": "convert.conversion",
+    "ConversionReport": "reshard.conversion",
     "DiffReport": "tools.diff",
     "FileSystemReader": "load.reader",
     "FileSystemWriterAsync": "dcp.writer",
@@ -54,20 +45,14 @@ _HOME = {
     "MCoreLoadPlanner": "dcp.planners",
     "MCoreSavePlanner": "dcp.planners",
     "PruneReport": "tools.retention",
-    "ReshardReport": "convert.reshard",
     "RunReport": "tools.retention",
     "TorchDistLoadStrategy": "megatron.strategy",
     "TorchDistSaveStrategy": "megatron.strategy",
     "VerifyReport": "tools.verify",
     "diff_checkpoints": "tools.diff",
-    "export_checkpoint": "convert.exchange",
-    "export_huggingface": "convert.exchange",
-    "export_legacy": "convert.exchange",
+    "export_checkpoint": "models.conversions",
     "get_strategy": "megatron.registry",
-    "import_checkpoint": "convert.exchange",
-    "import_huggingface": "convert.exchange",
-    "import_legacy": "convert.exchange",
-    "import_megatron": "convert.exchange",
+    "import_checkpoint": "models.conversions",
     "install": "megatron.install",
     "list_run": "tools.retention",
     "load_sharded_optimizer_state": "megatron.optimizer_state",
@@ -75,7 +60,7 @@ _HOME = {
     "prune_run": "tools.retention",
     "register_strategy": "megatron.registry",
     "repair_checkpoint": "tools.repair",
-    "reshard_checkpoint": "convert.reshard",
+    "reshard_checkpoint": "models.conversions",
     "summarize_checkpoint": "tools.inspection",
     "uninstall": "megatron.install",
     "verify_checkpoint": "tools.verify",
@@ -94,7 +79,6 @@ __all__ = [
     "MCoreLoadPlanner",
     "MCoreSavePlanner",
     "PruneReport",
-    "ReshardReport",
     "RunReport",
     "SaveOptions",
     "TorchDistLoadStrategy",
@@ -103,13 +87,8 @@ __all__ = [
     "__version__",
     "diff_checkpoints",
     "export_checkpoint",
-    "export_huggingface",
-    "export_legacy",
     "get_strategy",
     "import_checkpoint",
-    "import_huggingface",
-    "import_legacy",
-    "import_megatron",
     "install",
     "list_run",
     "load_sharded_optimizer_state",

@@ -62,9 +62,9 @@ def _has_gpu() -> bool:
 # What `make test-quick` leaves out, by file or test, as measured: whatever starts trainers or Megatron many times over,
 # kills, waits for deadlines, or takes seconds for other reasons. The rest takes under two minutes on two quiet cores.
 NOT_QUICK = {
-    "convert/test_partition_megatron.py",
-    "convert/test_reshard_megatron.py",
-    "convert/test_torch_files.py",
+    "reshard/test_partition_megatron.py",
+    "reshard/test_reshard_megatron.py",
+    "target/test_torch_files.py",
     "core/test_boxes.py::test_a_hundred_thousand_chunks_are_checked_in_linear_time",
     "core/test_boxes.py::test_boxes_made_to_be_costly_are_refused_in_bounded_time",
     "format/test_safe_pickle.py::test_any_byte_changed_fails_as_ours_or_not_at_all",

@@ -170,7 +170,7 @@ def _write_npy(checkpoint: Checkpoint, tensor: LazyTensor, index: Any, path: str
         raise OptionError(f"{tensor.fqn}: {tensor.nbytes} bytes are more than a numpy file can hold; give a --slice")
     if Path(path).exists() and not Path(path).is_file():
         raise OptionError(f"--npy {path}: not a regular file; give a --slice, which is written as a stream")
-    # A damaged tensor must leave no file that looks whole, and nobody else's file may be in the way.
+    # A damaged tensor must leave no file that looks whole, and another program's file may not be in the way.
     handle, name = tempfile.mkstemp(prefix=f"{Path(path).name}.", suffix=".partial", dir=Path(path).absolute().parent)
     partial = Path(name)
     try:

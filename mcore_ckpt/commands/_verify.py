@@ -11,9 +11,9 @@ __all__ = ["add_arguments", "run"]
 
 _SHOWN = 50
 _OTHER_OPTIMIZER = (
-    "a launch that loads the optimizer goes on from its weights, not from the model's. Megatron-Core saves a fully "
-    "reshardable optimizer of several buckets shifted; the model's weights are not, and with --no-load-optim a launch "
-    "goes on from them"
+    "a job that loads the optimizer resumes from its weights, not from the model's. Megatron-Core saves a fully "
+    "reshardable optimizer of several buckets shifted; the model's weights are not, and with --no-load-optim a job "
+    "resumes from them"
 )
 
 
@@ -23,12 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repair-from",
         metavar="OTHER",
-        help="mend what is damaged with bytes of another copy (any sharding), each proved by its checksum",
+        help="repair what is damaged with bytes of another copy (any sharding), each checked by its checksum",
     )
     parser.add_argument(
         "--accept-common-state",
         action="store_true",
-        help="take the common state (common.pt) as it is: somebody has changed it on purpose",
+        help="take the common state (common.pt) as it is: it was changed on purpose",
     )
     parser.add_argument(
         "--optimizer",
@@ -73,9 +73,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
     )
     if arguments.optimizer:
         lines.append(
-            "the optimizer was not held against the model: other things are wrong"
+            "the optimizer was not compared with the model: other things are wrong"
             if report.compared is None
-            else f"the optimizer's weights were held against {report.compared} tensors of the model"
+            else f"the optimizer's weights were compared with {report.compared} tensors of the model"
             + ("" if report.compared else ": it stores none in float32 by their names")
         )
         lines += [_OTHER_OPTIMIZER] if any(problem.kind == "optimizer" for problem in report.problems) else []

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             _show(outcome, as_json=arguments.json)
         except BrokenPipeError:
-            # Whoever read our output has seen enough (`| head`); Python would complain once more while it shuts down.
+            # The reader of our output has enough (`| head`); Python would complain once more while it shuts down.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return outcome.code
     except KeyboardInterrupt:
@@ -102,7 +102,7 @@ def _one_line(error: BaseException) -> str:
     return text or type(error).__name__
 
 
-# Keys and arguments come from files that nobody vouches for: in a terminal, control characters of theirs would act.
+# Keys and arguments come from files that are not trusted: in a terminal, control characters of theirs would act.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 

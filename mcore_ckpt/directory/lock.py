@@ -384,10 +384,6 @@ class DirectoryLock:
         """The directory."""
         return self._life.storage
 
-    def moved_to(self, storage: Storage) -> None:
-        """The directory has been given another name."""
-        self._life.storage = storage
-
     def __enter__(self) -> DirectoryLock:
         return self
 

@@ -19,6 +19,7 @@ import math
 import pickle
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -40,6 +41,8 @@ __all__ = [
     "LARGE_TENSOR_BYTES",
     "PAGE_BYTES",
     "PICKLE_AT",
+    "ArchiveLayout",
+    "PayloadFrame",
     "TensorTemplate",
     "element_bytes",
     "encode_object",
@@ -169,17 +172,22 @@ def _tail(pickle: bytes, pickle_crc: int, head_bytes: int, payload_bytes: int, z
         else:
             directory.append(_central_entry(*record, position))
         position += len(parts[-1])
-    count, directory_bytes = len(directory), sum(map(len, directory))
     parts += directory
-    if zip64:
-        record_bytes = END64.size - 12  # it does not count its first two fields
-        versions = (_VERSION_45, _VERSION_45)
-        parts.append(END64.pack(_END64_MARK, record_bytes, *versions, 0, 0, count, count, directory_bytes, position))
-        parts.append(END64_LOCATOR.pack(_LOCATOR_MARK, 0, position + directory_bytes, 1))
-        parts.append(END.pack(_END_MARK, 0, 0, count, count, directory_bytes, _MAX_32, 0))
-    else:
-        parts.append(END.pack(_END_MARK, 0, 0, count, count, directory_bytes, position, 0))
+    parts.append(_end_records(len(directory), sum(map(len, directory)), position, zip64))
     return b"".join(parts)
+
+
+def _end_records(count: int, directory_bytes: int, directory_at: int, zip64: bool) -> bytes:
+    if not zip64:
+        return END.pack(_END_MARK, 0, 0, count, count, directory_bytes, directory_at, 0)
+    record_bytes = END64.size - 12  # it does not count its first two fields
+    fields = (record_bytes, _VERSION_45, _VERSION_45, 0, 0, count, count, directory_bytes, directory_at)
+    short = min(count, 0xFFFF)
+    return (
+        END64.pack(_END64_MARK, *fields)
+        + END64_LOCATOR.pack(_LOCATOR_MARK, 0, directory_at + directory_bytes, 1)
+        + END.pack(_END_MARK, 0, 0, short, short, min(directory_bytes, _MAX_32), _MAX_32, 0)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- templates
@@ -295,11 +303,93 @@ def encode_object(value: Any, pickler: Any = pickle.Pickler) -> bytes:
 
     pickled = io.BytesIO()
     WithoutTensors(pickled, protocol=2).dump(value)
-    content, directory = b"", b""
-    for name, record in ((_PICKLE_NAME, pickled.getvalue()), *_CONSTANTS):
-        fields = (name, _VERSION_20, _UTF8, zlib.crc32(record), len(record))
-        directory += _central_entry(*fields, len(content))
-        content += _local_header(*fields) + record
-    count = 1 + len(_CONSTANTS)
-    end = END.pack(_END_MARK, 0, 0, count, count, len(directory), len(content), 0)
-    return content + directory + end
+    layout = ArchiveLayout(pickled.getvalue(), ())
+    return layout.begin + layout.end(())
+
+
+# ---------------------------------------------------------------------------------------------------- several tensors
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadFrame:
+    """What is around one payload of an archive: its local header, and its data descriptor."""
+
+    head: bytes
+    payload_bytes: int
+    zip64: bool
+
+    def tail_with(self, payload_crc32: int) -> bytes:
+        """The descriptor of a payload that has this CRC-32."""
+        descriptor = DESCRIPTOR64 if self.zip64 else DESCRIPTOR
+        return descriptor.pack(_DESCRIPTOR_MARK, payload_crc32, self.payload_bytes, self.payload_bytes)
+
+
+class ArchiveLayout:
+    """Where everything lies in what `torch.save` writes of an object with tensors.
+
+    Args:
+        pickled: the object's pickle, which refers to storages by their number.
+        storage_bytes: size of each storage.
+
+    Attributes:
+        begin: the file up to the header of the first storage.
+        offsets: of each storage's header; header, payload and descriptor follow one another (`frame`), and so do all
+            storages. Payloads start on multiples of 64.
+        size_bytes: of the file.
+    """
+
+    def __init__(self, pickled: bytes, storage_bytes: Sequence[int]) -> None:
+        self._pickle = (_PICKLE_NAME, _VERSION_20, _UTF8, zlib.crc32(pickled), len(pickled))
+        self.begin = _local_header(*self._pickle) + pickled
+        self._storage_bytes = storage_bytes
+        offsets, position = [], len(self.begin)
+        for number, nbytes in enumerate(storage_bytes):
+            offsets.append(position)
+            frame = _payload_frame(number, nbytes, position)
+            position += len(frame.head) + nbytes + len(frame.tail_with(0))
+        self.offsets = tuple(offsets)
+        self._end_at = position
+        self.size_bytes = position + len(self.end([0] * len(storage_bytes)))
+
+    def frame(self, number: int) -> PayloadFrame:
+        """What is around the payload of a storage."""
+        return _payload_frame(number, self._storage_bytes[number], self.offsets[number])
+
+    def end(self, crcs: Sequence[int]) -> bytes:
+        """The file behind the last storage, for payloads that have these CRC-32s."""
+        directory = [_central_entry(*self._pickle, 0)]
+        for number, (nbytes, offset, crc) in enumerate(zip(self._storage_bytes, self.offsets, crcs, strict=True)):
+            directory.append(_large_entry(_payload_name(number), _UTF8_AND_DESCRIPTOR, crc, nbytes, offset))
+        content = b""
+        for name, record in _CONSTANTS:
+            fields = (name, _VERSION_20, _UTF8, zlib.crc32(record), len(record))
+            directory.append(_large_entry(name, _UTF8, fields[3], len(record), self._end_at + len(content)))
+            content += _local_header(*fields) + record
+        listed = b"".join(directory)
+        at, count = self._end_at + len(content), len(directory)
+        zip64 = at + len(listed) >= _MAX_32 or count >= 0xFFFF
+        return content + listed + _end_records(count, len(listed), at, zip64)
+
+
+def _payload_name(number: int) -> bytes:
+    return b"archive/data/%d" % number
+
+
+def _payload_frame(number: int, nbytes: int, offset: int) -> PayloadFrame:
+    name, zip64 = _payload_name(number), nbytes >= _ZIP64_FROM_BYTES
+    large = _zip64_extra(nbytes, nbytes) if zip64 else b""
+    padding_bytes = -(offset + LOCAL_HEADER.size + len(name) + len(large) + 4) % ITEM_ALIGNMENT
+    extra = large + struct.pack("<HH", _PADDING_EXTRA, padding_bytes) + b"Z" * padding_bytes
+    version, size = (_VERSION_45, _MAX_32) if zip64 else (_VERSION_20, 0)
+    return PayloadFrame(_local_header(name, version, _UTF8_AND_DESCRIPTOR, 0, size, len(extra)) + extra, nbytes, zip64)
+
+
+def _large_entry(name: bytes, flags: int, crc: int, nbytes: int, offset: int) -> bytes:
+    """A central entry, with zip64 fields for what 32 bits cannot hold."""
+    values = [nbytes, nbytes] if nbytes >= _ZIP64_FROM_BYTES else []
+    size = _MAX_32 if values else nbytes
+    if offset >= _MAX_32:
+        values.append(offset)
+        offset = _MAX_32
+    version = _VERSION_45 if values else _VERSION_20
+    return _central_entry(name, version, flags, crc, size, offset, _zip64_extra(*values) if values else b"")

@@ -50,13 +50,15 @@ class FileTensor(NamedTuple):
         record: number of its storage, which other tensors may share.
         dtype: torch's name without `torch.`.
         offset: of the first element, in elements of the storage.
-        shape: sizes, in elements; the elements follow one another in C order.
+        shape: sizes, in elements.
+        strides: in elements, where the elements do not follow one another in C order.
     """
 
     record: str
     dtype: str
     offset: int
     shape: tuple[int, ...]
+    strides: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -128,14 +130,14 @@ def _noted(storage: Any, dtype: str, offset: Any, size: Any, stride: Any) -> Fil
     (offset,), size, stride = checked_size((offset,)), checked_size(size), checked_size(stride)
     elements = math.prod(size)
     plain = contiguous_strides(size)
-    if len(stride) != len(size) or (
-        elements and any(n > 1 and a != b for n, a, b in zip(size, stride, plain, strict=True))
-    ):
-        raise WrongArgumentsError(f"a tensor whose elements do not follow one another: {size} in steps of {stride}")
+    if len(stride) != len(size):
+        raise WrongArgumentsError(f"a tensor of {len(size)} axes in {len(stride)} steps")
     held = storage.nbytes // DTYPES[dtype].element_bytes
-    if elements and offset + elements > held:
-        raise WrongArgumentsError(f"elements up to {offset + elements} inside a storage of {held}")
-    return FileTensor(storage.key, dtype, offset if elements else 0, size)
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if elements and last >= held:
+        raise WrongArgumentsError(f"elements up to {last} inside a storage of {held}")
+    strided = elements and any(n > 1 and a != b for n, a, b in zip(size, stride, plain, strict=True))
+    return FileTensor(storage.key, dtype, offset if elements else 0, size, stride if strided else ())
 
 
 def _tensor_v2(_: Budget, storage: Any, offset: Any, size: Any, stride: Any, *_rest: Any) -> FileTensor:

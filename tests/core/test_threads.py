@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from functools import partial
-from typing import Any, cast
 
 import pytest
 
-from mcore_ckpt.convert._read_ahead import ReadAhead
 from mcore_ckpt.core.threads import Crew, in_parallel
 
 
@@ -107,23 +105,3 @@ def test_nobody_works_on_when_starting_threads_was_interrupted(
     for thread in started:
         thread.join()
     assert len(done) == left < 5000
-
-
-@pytest.mark.parametrize("reason", ["can't start new thread", "can't create new thread at interpreter shutdown"])
-def test_of_two_threads_that_read_ahead_one_may_be_refused(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = threading.Thread.start
-
-    def refuse_the_second(thread: threading.Thread) -> None:
-        if thread.name.endswith("-1"):
-            raise RuntimeError(reason)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse_the_second)
-    ahead = ReadAhead(cast("Any", None))
-    if "shutdown" in reason:  # what there is does the work
-        with ahead:
-            pass
-    else:
-        with pytest.raises(RuntimeError, match=reason):
-            ahead.__enter__()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("mcore-ckpt-ahead")]

@@ -24,11 +24,10 @@ from torch.distributed import checkpoint as dcp
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the saves are those of Megatron's sharded state")
 
-from mcore_ckpt.convert.exchange import export_checkpoint, import_checkpoint
-from mcore_ckpt.convert.reshard import reshard_checkpoint
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, reshard_checkpoint
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support import seeded_state

@@ -20,8 +20,6 @@ from torch.distributed import checkpoint as dcp
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
-from mcore_ckpt.convert.exchange import import_checkpoint
-from mcore_ckpt.convert.reshard import reshard_checkpoint
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
@@ -30,6 +28,7 @@ from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, METADATA_FILE, en
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron import common_state
 from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
+from mcore_ckpt.models.conversions import import_checkpoint, reshard_checkpoint
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint

@@ -52,7 +52,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mcore_ckpt.convert.exchange import import_checkpoint
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
@@ -61,6 +60,7 @@ from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, read_index
 from mcore_ckpt.load.read_requests import ReadRequest, stored_dtype
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron.common_state import load_common
+from mcore_ckpt.models.conversions import import_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"

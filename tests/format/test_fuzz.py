@@ -21,8 +21,6 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_ckpt.convert._reshard_copy import JOURNAL_FILE, Journal
-from mcore_ckpt.convert._safetensors_files import read_safetensors, safetensors_header
 from mcore_ckpt.core.errors import CheckpointError, ChecksumError
 from mcore_ckpt.format.item_layout import encode_tensor
 from mcore_ckpt.format.item_reading import locate_tensor_in
@@ -30,6 +28,9 @@ from mcore_ckpt.format.metadata_read import encode_config, parse_index, read_con
 from mcore_ckpt.format.safe_pickle import load_object, read_plain
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.megatron.common_state import load_common
+from mcore_ckpt.models._safetensors_files import read_safetensors
+from mcore_ckpt.target._journal import Journal
+from mcore_ckpt.target.safetensors import safetensors_header
 
 HERE = Path(__file__).parent
 SECONDS = float(os.environ.get("MCORE_CKPT_TEST_FUZZ_SECONDS", "0"))
@@ -110,8 +111,8 @@ def _try_safetensors(content: bytes, directory: Path) -> None:
 
 
 def _try_journal(content: bytes, directory: Path) -> None:
-    (directory / JOURNAL_FILE).write_bytes(content)
-    with Journal(directory, "f"):
+    (directory / "1.journal").write_bytes(content)
+    with Journal(directory / "1.journal"):
         pass
 
 
@@ -127,10 +128,9 @@ def _seeds() -> dict[str, list[bytes]]:
     tensor = torch.arange(15.0).view(3, 5)
     header, _ = safetensors_header([("a", "float32", (2, 3)), ("b", "int64", (4,))], {"format": "pt"})
     journal: list[dict[str, Any]] = [
-        {"version": 2, "fingerprint": "f"},
-        {"worker": 0, "done": 3, "crcs": {"a": [1, 2]}},
+        {"version": 3, "fingerprint": "f"},
+        {"worker": 0, "done": 3, "crcs": {"a": [1, 2]}, "sums": {"a": [[1, [2, 3]]]}, "unproved": False},
     ]
-    journal[1]["sums"] = {"a": [[1, [2, 3]]]}
     return {
         "index": [path.read_bytes() for path in sorted((HERE / "golden").glob("*/.metadata"))],
         "item": [

@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.convert._safetensors_files import read_safetensors
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, UnsafePickleError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format._plain_index import plainly_built
 from mcore_ckpt.format.metadata_read import parse_index, read_index
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.format.seal import FOOTER_BYTES, FileSealPlan, TableColumns, decode_footer, decode_table
+from mcore_ckpt.models._safetensors_files import read_safetensors
 from mcore_ckpt.tools.verify import verify_checkpoint
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mcore_ckpt.convert.exchange import export_huggingface, import_huggingface
-from mcore_ckpt.convert.logits import check_logits
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
+from mcore_ckpt.models.logits import check_logits
 from tests.launch.pretrain import launch, tracked_iteration
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def test_what_a_launch_has_trained_is_that_model_there_and_back(launches: Path, 
     trained = launches / "llama-checkpoints"
     launch("ours", 2, [*_LLAMA, "--save", str(trained), "--save-interval", "6"], launches / "llama")
     assert tracked_iteration(trained) == 6
-    report = export_huggingface(trained, tmp_path / "model")
+    report = export_checkpoint(trained, tmp_path / "model", to="hf")
     assert report.family == "llama"
     check = check_logits(trained, tmp_path / "model", report.family)
     assert check.scale > 0.1
@@ -40,9 +40,9 @@ def test_what_a_launch_has_trained_is_that_model_there_and_back(launches: Path, 
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "config.json").write_text(json.dumps({**config, "vocab_size": 1024}))
-    export_huggingface(trained, tmp_path / "all-rows", hf_config=tmp_path / "whole")
+    export_checkpoint(trained, tmp_path / "all-rows", to="hf", hf_config=tmp_path / "whole")
     start = tmp_path / "start" / "release"
-    import_huggingface(tmp_path / "all-rows", start, tp=2, pp=1, transformer_impl="local")
+    import_checkpoint(tmp_path / "all-rows", start, kind="hf", tp=2, pp=1, transformer_impl="local")
     again = ["--finetune", "--train-iters", "3", *_LLAMA]
     on = launch("stock", 2, ["--load", str(trained), *again], launches / "llama-on")
     imported = launch("stock", 2, ["--load", str(start.parent), *again], launches / "llama-imported")

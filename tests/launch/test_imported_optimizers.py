@@ -83,9 +83,10 @@ def test_an_imported_optimizer_goes_on_as_if_it_had_never_stopped(launches: Path
     assert sorted(later) == [4, 5, 6]
     for name, more in (("known", []), ("unknown", ["--override-opt_param-scheduler"])):
         _save_as_megatron_fsdp(place / "saved" / "iter_0000003", place / name, with_schedule=name == "known")
-        report = mcore_ckpt.import_megatron(
+        report = mcore_ckpt.import_checkpoint(
             place / name,
             place / f"{name}-imported" / "iter_0000003",
+            kind="dcp",
             global_batch_size=None if name == "known" else _BATCH,
         )
         assert any("--override-opt_param-scheduler" in note for note in report.notes) is (name == "unknown")
@@ -101,7 +102,7 @@ def test_the_optimizer_of_experts_goes_on_too(launches: Path) -> None:
     arguments += "--expert-model-parallel-size 2 --disable-bias-linear".split()
     whole = launch("stock", 2, [*arguments, "--save", str(place / "saved"), "--save-interval", "3"], place / "run")
     _save_as_megatron_fsdp(place / "saved" / "iter_0000003", place / "foreign", with_schedule=True)
-    mcore_ckpt.import_megatron(place / "foreign", place / "imported" / "iter_0000003", ep=2)
+    mcore_ckpt.import_checkpoint(place / "foreign", place / "imported" / "iter_0000003", kind="dcp", ep=2)
     on = launch("stock", 2, [*arguments, "--load", str(place / "imported")], place / "on")
     assert on.losses == {iteration: loss for iteration, loss in whole.losses.items() if iteration > 3}
     assert sorted(on.losses) == [4, 5, 6]

@@ -122,7 +122,7 @@ def fsdp_to_megatron(
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 
-    from mcore_ckpt.convert.exchange import import_huggingface
+    from mcore_ckpt.models.conversions import import_checkpoint
 
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     found: dict[str, torch.Tensor] = {}
@@ -135,9 +135,10 @@ def fsdp_to_megatron(
         fully_shard(model, mesh=mesh)
         dcp.save({"model": model.state_dict()}, checkpoint_id=target / "fsdp")
         if rank == 0:
-            import_huggingface(
+            import_checkpoint(
                 target / "fsdp",
                 target / "megatron",
+                kind="hf",
                 hf_config=source,
                 transformer_impl="local",
                 tp=parallel.tensor,

@@ -13,14 +13,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.convert.reshard import ReshardOptions, reshard
-from mcore_ckpt.convert.reshard_plan import TargetLayout
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.models.conversions import reshard_checkpoint
 from mcore_ckpt.tools import verify
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.repair import repair_checkpoint
@@ -198,7 +197,7 @@ class TestRepair:
 
     @pytest.fixture
     def resharded(self, checkpoint: Path) -> Path:
-        reshard(checkpoint, checkpoint.parent / "resharded", ReshardOptions(TargetLayout(1, 1)))
+        reshard_checkpoint(checkpoint, checkpoint.parent / "resharded", tp=1, pp=1)
         return checkpoint.parent / "resharded"
 
     def test_from_a_copy(self, checkpoint: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -314,7 +313,7 @@ def test_elements_that_are_not_there(tmp_path: Path, shape: tuple[int, ...], ite
     with pytest.raises(CorruptCheckpointError, match="w at"):
         FileSystemReader(tmp_path / "c").read_items([request])
     with pytest.raises(CorruptCheckpointError, match="w at"):
-        reshard(tmp_path / "c", tmp_path / "t", ReshardOptions(TargetLayout(1, 1)))
+        reshard_checkpoint(tmp_path / "c", tmp_path / "t", tp=1, pp=1)
 
 
 class TestCommonState:
@@ -401,7 +400,7 @@ def test_an_optimizers_weights_round_to_the_models(
     main_weight[0, 1, 2] = torch.nan
     good = write_optimizer(tmp_path / "good", main_weight.to(dtype), main_weight)
     assert main(["verify", str(good), "--optimizer"]) == 0
-    assert "held against 1 tensors of the model" in capsys.readouterr().out
+    assert "compared with 1 tensors of the model" in capsys.readouterr().out
     weight = main_weight.to(dtype).clone()
     weight[1, 2, 3:] += 0.5
     bad = write_optimizer(tmp_path / "bad", weight, main_weight, "chained_1.optimizer.state.fp32_param.w")
@@ -417,7 +416,7 @@ def test_an_optimizers_weights_round_to_the_models(
     payload = (bad / item.file).read_bytes().index(weight.contiguous().view(torch.uint8).numpy().tobytes())
     flip(bad, item, payload - item.offset)
     assert main(["verify", str(bad), "--optimizer"]) == 1
-    assert "was not held against the model" in capsys.readouterr().out
+    assert "was not compared with the model" in capsys.readouterr().out
 
 
 def test_where_the_optimizer_has_no_weights_of_its_own_it_is_said(

@@ -1,0 +1,483 @@
+"""Models of the Hugging Face libraries, by architecture: a `torch_dist` checkpoint as one, and one as a checkpoint.
+
+    config.json or Megatron's arguments -> family and sizes -> which box is which (`families`) -> a view of what is
+    stored under the requested keys -> an export or a reshard like any other
+
+No model is built, and neither `transformers` nor Megatron is needed. Every stored tensor has to be accounted for, and
+every tensor of the target has to be filled: what is missing, and what is too much, is an error that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from argparse import Namespace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
+from mcore_ckpt.format.index import CheckpointIndex, object_key
+from mcore_ckpt.format.metadata_read import read_small_file
+from mcore_ckpt.models._foreign import (
+    OptimizerPlan,
+    Training,
+    is_foreign_optimizer_key,
+    launch_state,
+    plain_names,
+    plan_optimizer,
+    refuse_another,
+)
+from mcore_ckpt.models._imports import import_conversion, layout_of
+from mcore_ckpt.models._nemo import nemo_arguments
+from mcore_ckpt.models._quantized import plain_payloads
+from mcore_ckpt.models._safetensors_files import parse_json
+from mcore_ckpt.models._sources import Opened
+from mcore_ckpt.models.families._registry import (
+    compare_settings,
+    family_named,
+    family_of_arguments,
+    family_of_config,
+    launch_notes,
+)
+from mcore_ckpt.models.families._table import Family, Link, Model, Naming, Relation, relate
+from mcore_ckpt.models.options import ExportOptions, ImportOptions
+from mcore_ckpt.reshard.conversion import Conversion, KeyPlan, arguments_of, in_dtype
+from mcore_ckpt.reshard.names import EMBEDDING, expert_of, extra_states, is_expert_key, layer_of, prefix_of, split_half
+from mcore_ckpt.reshard.plan import target_dtype, token_count
+from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.target.safetensors import Exported, plan_safetensors
+from mcore_ckpt.target.state_pickle import encode_state
+from mcore_ckpt.tools.keys import is_optimizer_key
+from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
+from mcore_ckpt.tools.plain_state import read_plain_state
+from mcore_ckpt.view.derived import RegroupedPayloads, cast_payloads
+from mcore_ckpt.view.payloads import ViewPayloads
+from mcore_ckpt.view.slices import Part, TensorView
+from mcore_ckpt.view.source_files import SourceFiles
+
+__all__ = ["export_model", "import_model"]
+
+_MODEL_CONFIG = "config.json"
+_GENERATION_CONFIG = "generation_config.json"
+_MAX_CONFIG_BYTES = 16 * 1024**2
+_MAX_MODEL_FILE_BYTES = 256 * 1024**2
+_STATE = "optimizer.state"
+# What lies next to the weights of a model of the Hugging Face libraries.
+_MODEL_FILES = (
+    "config.json generation_config.json tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json "
+    "added_tokens.json vocab.json vocab.txt merges.txt chat_template.json chat_template.jinja spiece.model"
+).split()
+
+
+@dataclass(frozen=True, slots=True)
+class _Converted:
+    """A model on both sides: its family, its settings, and which slice is which."""
+
+    family: Family
+    model: Model
+    config: dict[str, Any]
+    arguments: dict[str, Any]
+    relation: Relation
+    naming: Naming
+    tensors: dict[str, TensorView]
+    notes: tuple[str, ...]
+    left_out: tuple[str, ...]
+    names: Mapping[str, str] = field(default_factory=dict)  # stored keys by Hugging Face's, where they are others
+    optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
+
+    def keys(self, dtype_of: Callable[[str], str], *, to_megatron: bool) -> Iterator[KeyPlan]:
+        """One after another, for showing; `dtype_of` gives the target's, by Hugging Face's key."""
+        seen = set()
+        for link in self.relation.links:
+            shape = self.relation.joined.get(link.hf, self.relation.hf[link.hf])
+            lead = link.lead
+            index = ", ".join(map(str, link.megatron_box.offsets[:lead]))
+            megatron = f"{link.megatron}[{index}]" if index else link.megatron
+            if (link.hf, megatron) in seen:
+                continue
+            seen.add((link.hf, megatron))
+            stored = self.names.get(link.hf, link.hf)
+            pair = (stored, megatron) if to_megatron else (megatron, stored)
+            yield KeyPlan(pair[0], 1, link.how, pair[1], shape, dtype_of(link.hf))
+            for state, keys in self.optimizer.states.items():
+                yield KeyPlan(keys[link.hf], 1, link.how, f"{_STATE}.{state}.{megatron}", shape, "float32")
+
+
+# --- to Hugging Face
+
+
+def export_model(index: CheckpointIndex, options: ExportOptions) -> Conversion:
+    """The model in a checkpoint as a directory that `AutoModelForCausalLM.from_pretrained` loads.
+
+    Raises:
+        OptionError: the model is of no family known here, or keys or shapes are not what its family has.
+        CheckpointNotFoundError, CorruptCheckpointError: the checkpoint, or what `hf_config` names, is not there or is
+            damaged.
+    """
+    files = SourceFiles(index)
+    found = _export_conversion(index, options)
+    payloads = in_dtype(ViewPayloads(StoredPayloads(index), found.tensors), options.dtype)
+    entries = payloads.index.tensors
+    tensors = [Exported(key, entry, found.relation.joined.get(key)) for key, entry in entries.items()]
+    return Conversion(
+        format="hf",
+        family=found.family.name,
+        payloads=payloads,
+        source=files,
+        plan=plan_safetensors(tensors, options.max_shard_bytes),
+        keys=lambda: found.keys(lambda key: entries[key].dtype, to_megatron=False),
+        config=found.config,
+        arguments=found.arguments,
+        notes=found.notes,
+        left_out=found.left_out,
+        carry=lambda folder: _write_model_files(folder, found, tensors, options),
+    )
+
+
+def _export_conversion(index: CheckpointIndex, options: ExportOptions) -> _Converted:
+    keys = [key for key in index.tensors if not is_optimizer_key(key)]
+    check_tiled(index, keys)
+    arguments = arguments_of(read_plain_state(index))
+    notes: list[str] = []
+    try:
+        arguments = arguments or nemo_arguments(Path(index.path))
+    except OptionError as error:
+        if options.hf_config is None:
+            raise
+        notes.append(f"config.json was not compared with the stored configuration: {error}")
+    prefix = prefix_of(keys) or ""
+    names = {key.removeprefix(prefix): key for key in keys}
+    embedding = index.tensors.get(prefix + EMBEDDING)
+    if embedding is None or len(embedding.shape) != 2 or len(names) != len(keys):
+        raise OptionError(
+            f"{index.path}: has no {EMBEDDING}, which every model here begins with; `mcore-ckpt inspect --tensors` "
+            "lists what there is"
+        )
+    padded = embedding.shape[0]
+    if options.hf_config is not None:
+        config = _read_config(Path(options.hf_config))
+        where = str(Path(options.hf_config) / _MODEL_CONFIG)
+        family = family_of_config(config, where) if options.arch == "auto" else family_named(options.arch)
+    else:
+        if not arguments:
+            raise OptionError(
+                f"{index.path}: stores no arguments of Megatron, which would tell what the model is; give its "
+                "config.json (--hf-config DIR)"
+            )
+        where = f"{index.path}: its stored arguments"
+        family = family_of_arguments(arguments, index.path) if options.arch == "auto" else family_named(options.arch)
+        vocabulary = token_count(arguments)
+        if vocabulary is None or vocabulary > padded:
+            vocabulary = padded
+            notes.append(
+                f"the stored arguments do not tell the vocabulary's size: all {padded} rows of the embedding are "
+                "taken, padding included; a config.json of the model (--hf-config) tells it"
+            )
+        config = family.config(arguments, vocabulary)
+    config = {**config, "model_type": config.get("model_type", family.model_types[0])}
+    config.setdefault("architectures", [family.architecture])
+    model = family.model(config)
+    _refuse_too_many(model, index, where)
+    notes += compare_settings(family, config, arguments, where, given=options.hf_config is not None)
+    naming, relation = _naming_of(index, names, family, model, padded)
+    _compare_tensors(
+        {name: index.tensors[key].shape for name, key in names.items()},
+        relation.megatron,
+        f"{family.name}, {where}",
+        index.path,
+    )
+    parts = _by_hf_key(relation, names)
+    tensors = {key: TensorView(shape, tuple(parts[key])) for key, shape in relation.hf.items()}
+    optimizer = sum(map(is_optimizer_key, (*index.tensors, *index.objects)))
+    left_out = (f"{optimizer} keys of the optimizer's state",) if optimizer else ()
+    return _Converted(family, model, config, arguments, relation, naming, tensors, tuple(notes), left_out)
+
+
+def _by_hf_key(relation: Relation, names: Mapping[str, str]) -> dict[str, list[Part]]:
+    found: dict[str, list[Part]] = {key: [] for key in relation.hf}
+    for link in relation.links:
+        axes = None if link.axes is None else tuple((theirs, mine) for mine, theirs in link.axes)
+        found[link.hf].append(Part(link.hf_box, names[link.megatron], link.megatron_box, axes))
+    return found
+
+
+def _naming_of(
+    index: CheckpointIndex, keys: Iterable[str], family: Family, model: Model, padded: int
+) -> tuple[Naming, Relation]:
+    """How a checkpoint names things, from its keys, and the family's table under those names."""
+    found = set(keys)
+    layers, experts = map(layer_of, found), map(expert_of, found)
+    naming = Naming(
+        stacked_layers=not any(layer is not None and layer.number is not None for layer in layers),
+        stacked_experts=not any(expert is not None and expert.number is not None for expert in experts),
+        halves_apart=any(split_half(name)[1] for name in found),
+    )
+    relation = relate(family, model, naming, padded)
+    if relation.megatron.keys() != found:
+        engine = replace(naming, implementation="transformer_engine")
+        other = relate(family, model, engine, padded)
+        if len(other.megatron.keys() ^ found) < len(relation.megatron.keys() ^ found):
+            return engine, other
+    return naming, relation
+
+
+def _refuse_too_many(model: Model, index: CheckpointIndex, where: str) -> None:
+    """Raise `OptionError` for more layers and experts than the stored elements can be of, before each gets its rows.
+
+    A norm of each layer has an element for each of the hidden size, and each expert's matrices have more.
+    """
+    instances = model.layers + sum(model.expert_layers) * model.experts
+    elements = sum(math.prod(entry.shape) for entry in index.tensors.values())
+    if instances * model.sizes["hidden"] > elements:
+        raise OptionError(
+            f"{where}: {model.layers} layers, {model.experts} experts and a hidden size of {model.sizes['hidden']}, of "
+            f"which the {elements} elements in {index.path} cannot be. Nothing was written"
+        )
+
+
+def _compare_tensors(
+    stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], who: str, path: str
+) -> None:
+    """Raise `OptionError` unless the tensors that are stored are those that a model has."""
+    unknown = sorted(stored.keys() - expected.keys())
+    missing = sorted(expected.keys() - stored.keys())
+    if unknown or missing:
+        parts = [f"{path}: its tensors are not those of {who}"]
+        if unknown:
+            parts.append(f"{len(unknown)} that no row of the family's table covers, the first {unknown[0]}")
+        if missing:
+            parts.append(f"{len(missing)} that the model has are not stored, the first {missing[0]}")
+        raise OptionError("; ".join(parts) + ". Nothing was written")
+    for key, shape in expected.items():
+        if stored[key] != shape:
+            raise OptionError(
+                f"{path}: {key} has the shape {list(stored[key])}, expected {list(shape)} by {who}. Nothing was written"
+            )
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / _MODEL_CONFIG
+    if not path.is_file():
+        raise CheckpointNotFoundError(f"{path}: no such file; expected the configuration of a Hugging Face model")
+    content = read_small_file(directory, _MODEL_CONFIG, _MAX_CONFIG_BYTES, follow_links=True)
+    document = parse_json(content, str(path))
+    if not isinstance(document, dict):
+        raise CorruptCheckpointError(f"{path}: expected settings by name, got {type(document).__name__}")
+    return document
+
+
+def _write_model_files(folder: Path, conversion: _Converted, tensors: list[Exported], options: ExportOptions) -> None:
+    """`config.json`, and what else belongs model_directory the weights."""
+    storage = storage_at(folder)
+    # What most elements are: norms and routers may be kept in another.
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        sizes[tensor.entry.dtype] = sizes.get(tensor.entry.dtype, 0) + tensor.nbytes
+    dtype = max(sizes, key=lambda name: sizes[name])
+    config = {name: value for name, value in conversion.config.items() if name != "quantization_config"}  # it is plain
+    config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    storage.publish(_MODEL_CONFIG, json.dumps(config, indent=2, sort_keys=True).encode() + b"\n")
+    carried = set()
+    if options.hf_config is not None:
+        directory = Path(options.hf_config)
+        for name in _MODEL_FILES:
+            if name != _MODEL_CONFIG and (directory / name).is_file():
+                storage.publish(name, read_small_file(directory, name, _MAX_MODEL_FILE_BYTES, follow_links=True))
+                carried.add(name)
+    if _GENERATION_CONFIG not in carried:
+        document: dict[str, Any] = {"_from_model_config": True}
+        document |= {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+        storage.publish(_GENERATION_CONFIG, json.dumps(document, indent=2, sort_keys=True).encode() + b"\n")
+
+
+# --- from Hugging Face
+
+
+def import_model(opened: Opened, options: ImportOptions) -> Conversion:
+    """A Hugging Face model as a checkpoint with which a job of Megatron starts.
+
+    Args:
+        opened: files of the model, or a checkpoint of others with its parameters under Hugging Face's names.
+        options: what to make of it.
+
+    Raises:
+        OptionError: it is of no family known here, or has settings, keys or shapes that Megatron-Core has not.
+        CheckpointNotFoundError, CorruptCheckpointError: its configuration is not there, or is none.
+    """
+    found, payloads = _import_conversion(opened, options)
+    index = payloads.index
+    state, arguments, notes = launch_state(found.optimizer, Training(), found.arguments, options.global_batch_size)
+    empty = [None]
+    objects = extra_states(found.relation.parameters(), engine=options.transformer_impl == "transformer_engine")
+
+    def dtype_of(key: str) -> str:
+        return target_dtype(index.tensors[found.names[key]], options.dtype)
+
+    def common(dtypes: set[str]) -> bytes:
+        return encode_state({"args": _stored_arguments(found, opened.directory, dtypes, options, arguments), **state})
+
+    return import_conversion(
+        payloads,
+        options,
+        layout_of(options),
+        found.arguments,
+        common,
+        format=opened.kind,
+        keys=lambda: found.keys(dtype_of, to_megatron=True),
+        tensors=found.tensors,
+        objects={object_key(*state): empty for state in objects},
+        family=found.family.name,
+        config=found.config,
+        notes=(*found.notes, *notes),
+        left_out=found.left_out,
+    )
+
+
+def _import_conversion(opened: Opened, options: ImportOptions) -> tuple[_Converted, StoredPayloads]:
+    """What is to be done, and the plain tensors, of which it is to be done."""
+    stored, directory = opened.payloads, opened.directory
+    layout = layout_of(options)
+    model_directory = directory if options.hf_config is None else Path(options.hf_config)
+    config = _read_config(model_directory)
+    where = str(model_directory / _MODEL_CONFIG)
+    family = family_of_config(config, where) if options.arch == "auto" else family_named(options.arch)
+    family = family.of_keys(stored.index.tensors)
+    model = family.model(config)
+    _refuse_too_many(model, stored.index, where)
+    arguments = family.arguments(config)
+    # With a list of the layers that have experts Megatron asks for numbered ones, also where all are alike.
+    alike = arguments.get("moe_layer_freq", 1) == 1
+    naming = Naming(options.transformer_impl, stacked_layers=alike and not options.numbered_layers)
+    unit = options.vocabulary_multiple * layout.tp
+    padded = -(-model.sizes["vocab"] // unit) * unit
+    relation = relate(family, model, naming, padded)
+    payloads, transposed = plain_payloads(stored, config, options.dtype)
+    index = payloads.index
+    names, left_out, copies = _known_names(index, family, relation, model)
+    _compare_tensors(
+        {name: index.tensors[key].shape for name, key in names.items()},
+        {
+            key: _transposed(shape, names.get(key), transposed)
+            for key, shape in {**relation.hf, **relation.joined}.items()
+        },
+        f"{family.name}, {where}",
+        str(directory),
+    )
+    embedding = next(names[link.hf] for link in relation.links if link.megatron == EMBEDDING)
+    for key in copies:
+        refuse_another(payloads, key, embedding, "the configuration says tie_word_embeddings")
+    if relation.joined:
+        apart = {names[name]: _transposed(relation.hf[name], names[name], transposed) for name in relation.joined}
+        payloads = RegroupedPayloads(payloads, apart)
+    tensors = _by_megatron_key(relation, names, transposed)
+    payloads = _of_one_dtype(payloads, tensors.values(), options.dtype)
+    experts = {link.hf: link.megatron for link in relation.links if is_expert_key(link.megatron)}
+    optimizer = plan_optimizer(index, names, opened.settings, experts if layout.ep > 1 else {})
+    for state, keys in optimizer.states.items():
+        tensors |= {f"{_STATE}.{state}.{key}": tensor for key, tensor in _by_megatron_key(relation, keys).items()}
+    arguments = {
+        **arguments,
+        "padded_vocab_size": padded,
+        "make_vocab_size_divisible_by": options.vocabulary_multiple,
+        "transformer_impl": options.transformer_impl,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.expert_tp,
+    }
+    left_out += [*optimizer.left_out, *opened.left_out]
+    notes = (*family.remarks(family.complete(config)), *launch_notes(arguments))
+    conversion = _Converted(
+        family, model, config, arguments, relation, naming, tensors, notes, tuple(left_out), names, optimizer
+    )
+    return conversion, payloads
+
+
+def _by_megatron_key(
+    relation: Relation, names: Mapping[str, str], transposed: Collection[str] = ()
+) -> dict[str, TensorView]:
+    """Megatron's tensors, of stored ones with these keys."""
+    found: dict[str, list[Part]] = {key: [] for key in relation.megatron}
+    for link in relation.links:
+        found[link.megatron].append(_part(link, names[link.hf], transposed))
+    for key, box in relation.padding.items():
+        found[key].append(Part(box, None))
+    return {key: TensorView(shape, tuple(found[key])) for key, shape in relation.megatron.items()}
+
+
+def _transposed(shape: tuple[int, ...], key: str | None, transposed: Collection[str]) -> tuple[int, ...]:
+    """A shape as it is stored: inputs behind outputs, where they are transposed."""
+    return (shape[0], *shape[2:], shape[1]) if key in transposed and len(shape) > 2 else shape
+
+
+def _part(link: Link, key: str, transposed: Collection[str]) -> Part:
+    """Where a box of Megatron's comes from."""
+    box = link.hf_box
+    if key not in transposed:
+        return Part(link.megatron_box, key, box, link.axes)
+    assert link.axes is not None
+    count = len(box.sizes)
+    order = [0, *range(2, count), 1]
+    there = {axis - count: place - count for place, axis in enumerate(order)}
+    return Part(
+        link.megatron_box,
+        key,
+        Box(tuple(box.offsets[axis] for axis in order), tuple(box.sizes[axis] for axis in order)),
+        tuple((mine, there[theirs]) for mine, theirs in link.axes),
+    )
+
+
+def _of_one_dtype(payloads: StoredPayloads, wanted: Iterable[TensorView], dtype: str | None) -> StoredPayloads:
+    """Payloads in which parts of one tensor that are stored in several dtypes have the one that it is going to have."""
+    tensors = payloads.index.tensors
+    cast: dict[str, str] = {}
+    for tensor in wanted:
+        keys = {part.key for part in tensor.parts if part.key is not None}
+        if dtype is not None and len({tensors[key].dtype for key in keys}) > 1:
+            cast |= {key: target_dtype(tensors[key]._replace(dtype="float32"), dtype) for key in keys}
+    return cast_payloads(payloads, lambda entry: cast.get(entry.fqn, entry.dtype))
+
+
+def _known_names(
+    index: CheckpointIndex, family: Family, relation: Relation, model: Model
+) -> tuple[dict[str, str], list[str], list[str]]:
+    """Stored keys by those of the table; what a family's models hold nothing of their own in; what is to be tied."""
+    names: dict[str, str] = {}
+    left_out: list[str] = []
+    copies: list[str] = []
+    derived = [re.compile(pattern.replace("{layers}", str(model.layers))) for pattern in family.derived]
+    tied = {key for row in family.rows if "untied" in row.when for part in row.parts for key in [part.key]}
+    optional = {key.removeprefix(family.optional_prefix): key for key in relation.hf} if family.optional_prefix else {}
+    stored = [key for key in index.tensors if not is_foreign_optimizer_key(key)]
+    for name, key in plain_names(stored, relation.hf.keys() | optional.keys()).items():
+        if name in relation.hf:
+            names[name] = key
+        elif name in optional:
+            names[optional[name]] = key
+        elif any(pattern.search(name) for pattern in derived):
+            left_out.append(f"{key} (not a parameter of the model that is made)")
+        elif name in tied and "untied" not in model.holds:
+            left_out.append(f"{key} (tied to the embedding)")
+            copies.append(key)
+        else:
+            names[key] = key  # which `_compare_tensors` is going to name
+    return names, left_out, copies
+
+
+def _stored_arguments(
+    conversion: _Converted, directory: Path, dtypes: set[str], options: ImportOptions, more: Mapping[str, Any]
+) -> Namespace:
+    """Megatron's arguments, as a job looks for them."""
+    return Namespace(
+        **conversion.arguments,
+        bf16="bfloat16" in dtypes,
+        fp16="float16" in dtypes and "bfloat16" not in dtypes,
+        ckpt_format="torch_dist",
+        tokenizer_type="HuggingFaceTokenizer",
+        tokenizer_model=options.hf_config or str(directory),
+        **more,
+    )

@@ -1,0 +1,92 @@
+"""The last step of all imports: from payloads of a source to the plan of a `torch_dist` checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_config
+from mcore_ckpt.models.options import ImportOptions
+from mcore_ckpt.reshard.conversion import Conversion, KeyPlan, in_dtype
+from mcore_ckpt.reshard.partition import Partitioner
+from mcore_ckpt.reshard.plan import TargetLayout, make_plan
+from mcore_ckpt.reshard.rules import PartitionRule
+from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.target.state_pickle import encode_state
+from mcore_ckpt.tools.payloads import StoredPayloads
+from mcore_ckpt.view.payloads import ViewPayloads
+from mcore_ckpt.view.slices import TensorView
+from mcore_ckpt.view.source_files import SourceFiles
+
+__all__ = ["import_conversion", "layout_of"]
+
+_UNDIVIDED = TargetLayout(1, 1)
+
+
+def layout_of(options: ImportOptions, source: TargetLayout = _UNDIVIDED) -> TargetLayout:
+    """The sizes together, as the source has them where nothing was said; raises `OptionError` where they cannot be."""
+    etp = options.etp if options.etp is not None or options.tp is not None else source.etp
+    tp, pp, ep = (
+        own if size is None else size
+        for size, own in ((options.tp, source.tp), (options.pp, source.pp), (options.ep, source.ep))
+    )
+    return TargetLayout(tp, pp, ep, etp)
+
+
+def import_conversion(
+    payloads: StoredPayloads,
+    options: ImportOptions,
+    layout: TargetLayout,
+    arguments: Mapping[str, Any],
+    common: Callable[[set[str]], bytes],
+    *,
+    format: str,
+    keys: Callable[[], Iterable[KeyPlan]],
+    tensors: Mapping[str, TensorView] | None = None,
+    objects: Mapping[str, Any] | None = None,
+    rules: tuple[PartitionRule, ...] = (),
+    **more: Any,
+) -> Conversion:
+    """Plan the target of an import.
+
+    Args:
+        payloads: of the source.
+        options: what to make.
+        layout: of the target's files.
+        arguments: Megatron's.
+        common: the content of `common.pt`, given the dtypes that the target's tensors have.
+        format: of the source.
+        keys: rows, for showing.
+        tensors: of the target; None: those of the source, as they are.
+        objects: of the target, by full key.
+        rules: how tensors are divided.
+        more: further fields of `Conversion`.
+    """
+    files = SourceFiles(payloads.index)
+    if tensors is not None:
+        # Many of the objects are one and the same.
+        contents = {id(value): encode_state(value) for value in (objects or {}).values()}
+        payloads = ViewPayloads(payloads, tensors, {key: contents[id(value)] for key, value in (objects or {}).items()})
+    payloads = in_dtype(payloads, options.dtype)
+    index = payloads.index
+    partitioner = Partitioner(index, rules=rules, arguments=arguments, chunks_tell=tensors is None)
+    plan = make_plan(index, layout, partitioner, workers=options.workers, arguments=arguments)
+
+    def carry(folder: Path) -> None:
+        storage = storage_at(folder)
+        storage.publish(CONFIG_FILE, encode_config())
+        storage.publish(COMMON_FILE, common({entry.dtype for entry in index.tensors.values()}))
+
+    return Conversion(
+        format=format,
+        payloads=payloads,
+        source=files,
+        plan=plan.target,
+        keys=keys,
+        target_layout=str(layout),
+        arguments=arguments,
+        objects=len(objects or ()),
+        carry=carry,
+        **more,
+    )

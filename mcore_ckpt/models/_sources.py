@@ -1,0 +1,338 @@
+"""What there is to import: tensors in files of others, found, checked and described as the index of a checkpoint is.
+
+Safetensors, torch files, a DCP checkpoint; and a universal checkpoint of DeepSpeed's (`ds_to_universal`), which has a
+folder for each parameter, and in it a file for each state of it:
+
+    DIR/zero/NAME/fp32.pt            the parameter in float32: {"param": tensor, "cat_dim": ...}; of ZeRO 3 the elements
+    DIR/zero/NAME/exp_avg.pt         alone, one after another; the moments likewise
+    DIR/zero/NAME/exp_avg_sq.pt
+    DIR/zero/NAME/step.pt            a number, or a tensor of one
+    DIR/zero/optimizer_state.pt      groups of parameters
+    DIR/*model_states.pt             ranks' files: shapes, arguments, random states, weights in 16 bits
+    DIR/../latest_universal          which DIR it is
+
+By `deepspeed/checkpoint/ds_to_universal.py` and `universal_checkpoint.py` (DeepSpeed 0.19). Every file is read as a
+state file: nothing of DeepSpeed's is imported, and elements are read where they are needed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from mcore_ckpt.core.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, OptionError
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
+from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index, read_small_file
+from mcore_ckpt.format.state_file import FileTensor, StateFile
+from mcore_ckpt.models._foreign import OptimizerSettings, stored_settings
+from mcore_ckpt.models._legacy_files import carried_arguments, reading
+from mcore_ckpt.models._safetensors_files import parse_json, read_safetensors
+from mcore_ckpt.models._torch_files import file_range, read_state, read_torch_file
+from mcore_ckpt.reshard.rules import RenameRule, rename_keys
+from mcore_ckpt.storage.base import Storage
+from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.tools.dtype_cast import as_numbers
+from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
+from mcore_ckpt.view.file_payloads import FilePayloads, FileRange
+
+__all__ = ["ImportFormat", "Opened", "no_tensor", "open_model", "open_source", "rank_state", "universal_directory"]
+
+ImportFormat = Literal["safetensors", "torch", "dcp", "ucp"]
+
+# Of an index file, some hundred bytes for each key.
+_MAX_INDEX_BYTES = 256 * 1024**2
+_TORCH_ENDINGS = (".bin", ".pt", ".pth")
+
+
+class Opened(NamedTuple):
+    """A source of a model, and what is known of it before anybody asks what model it is.
+
+    Attributes:
+        directory: where it is.
+        payloads: its tensors, open.
+        left_out: what is no tensor of it, each with the reason.
+        settings: of an optimizer whose state it has.
+    """
+
+    directory: Path
+    kind: ImportFormat
+    payloads: StoredPayloads
+    left_out: list[str]
+    settings: OptimizerSettings
+
+
+def open_model(directory: Path, rename: Sequence[RenameRule]) -> Opened:
+    """A model of others, in whichever format it is; raises what `open_source` raises."""
+    if _is_universal(directory):
+        payloads, left_out, settings = _open_universal(directory, rename)
+        return Opened(directory, "ucp", payloads, left_out, settings)
+    kind, stored, others = open_source(directory, rename)
+    settings = stored_settings(stored, directory) if kind == "dcp" else OptimizerSettings()
+    return Opened(directory, kind, stored, list(map(no_tensor, others)), settings)
+
+
+def no_tensor(key: str) -> str:
+    """What is said of an object that is left out."""
+    return f"{key} (no tensor)"
+
+
+def open_source(source: Path, rename: Sequence[RenameRule]) -> tuple[ImportFormat, StoredPayloads, list[str]]:
+    """What is there, its tensors under their new keys, and the keys of what is no tensor.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing to import.
+        CorruptCheckpointError: it contradicts itself.
+        UnsafePickleError: a torch file holds more than tensors and plain values.
+        OptionError: nothing is left of it.
+    """
+    if source.is_dir() and (source / METADATA_FILE).exists():
+        index = read_index(source)
+        names = _new_names(index.tensors, rename, source)
+        check_tiled(index, names)
+        return "dcp", StoredPayloads(_renamed(index, names), stored=index), list(index.objects)
+    directory = source if source.is_dir() else source.parent
+    files, mapped = _files(source)
+    storage = storage_at(directory, follow_links=True)
+    for file in files:
+        storage.size(file)  # raises for what is no regular file: a pipe would never end
+    kind: ImportFormat = "safetensors" if files[0].endswith(".safetensors") else "torch"
+    tensors: dict[str, FileRange] = {}
+    left_out: list[str] = []
+    for file in files:
+        found = read_safetensors(directory, file) if kind == "safetensors" else None
+        if found is None:
+            found, others = read_torch_file(storage, file)
+            left_out += others
+        twice = tensors.keys() & found.keys()
+        if twice:
+            raise CorruptCheckpointError(f"{directory / file}: {min(twice)} is in another of the files too")
+        tensors.update(found)
+    _check_mapped(mapped, {key: at.file for key, at in tensors.items()}, source)
+    names = _new_names(tensors, rename, source)
+    return kind, FilePayloads(directory, {new: tensors[old] for old, new in names.items()}, storage), left_out
+
+
+def _files(source: Path) -> tuple[list[str], dict[str, str]]:
+    """The files to read: one, or those of an index, or all of one kind; and the file of each key, if an index says."""
+    if source.is_file():
+        return [source.name], {}
+    if not source.is_dir():
+        raise CheckpointNotFoundError(f"{source}: no such file or directory")
+    for ending in (".safetensors", *_TORCH_ENDINGS):
+        indexes = sorted(source.glob(f"*{ending}.index.json"))
+        if len(indexes) == 1:
+            mapped = _weight_map(indexes[0])
+            return sorted(set(mapped.values())), mapped
+        files = sorted(path.name for path in source.glob(f"*{ending}"))
+        if files:
+            return files, {}
+    raise CheckpointNotFoundError(
+        f"{source}: nothing to import: expected *.safetensors, *.bin, *.pt or *.pth files, or a DCP checkpoint"
+    )
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Which file each key is in, as an index of the Hugging Face libraries says."""
+    document = parse_json(read_small_file(path.parent, path.name, _MAX_INDEX_BYTES, follow_links=True), str(path))
+    mapped = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(mapped, dict) or not mapped:
+        raise CorruptCheckpointError(f"{path}: expected a `weight_map` from keys to files")
+    for key, file in mapped.items():
+        if not isinstance(file, str) or not file or Path(file).name != file:
+            raise CorruptCheckpointError(f"{path}: {key}: expected the name of a file next to it, got {file!r:.200}")
+    return mapped
+
+
+def _check_mapped(mapped: Mapping[str, str], found: Mapping[str, str], source: Path) -> None:
+    """Compare what the index says with what the files hold; raises `CorruptCheckpointError`."""
+    wrong = [key for key, file in mapped.items() if found.get(key) != file]
+    if wrong:
+        where = found.get(wrong[0])
+        raise CorruptCheckpointError(
+            f"{source}: {len(wrong)} keys are not where its index says: {wrong[0]} is not in {mapped[wrong[0]]}, but "
+            f"{'in no file' if where is None else f'in {where}'}; fetch the files and their index again"
+        )
+
+
+def _new_names(keys: Iterable[str], rules: Sequence[RenameRule], source: Path) -> dict[str, str]:
+    names = rename_keys(keys, rules)
+    if not names:
+        raise OptionError(f"{source}: no tensor is left to import")
+    return names
+
+
+def _renamed(index: CheckpointIndex, names: dict[str, str]) -> CheckpointIndex:
+    tensors = {}
+    for old, new in names.items():
+        entry = index.tensors[old]
+        tensors[new] = TensorEntry(new, entry.dtype, entry.shape, entry.chunks, entry.requires_grad)
+    return CheckpointIndex(index.path, tensors, {})
+
+
+# --- universal checkpoints of DeepSpeed's
+
+_ZERO, _LATEST = "zero", "latest_universal"
+_MAX_NAME_BYTES = 4096
+_STATES = {"fp32": "{}", "exp_avg": "optim.state.{}.exp_avg", "exp_avg_sq": "optim.state.{}.exp_avg_sq"}
+_MODEL_STATES = "_model_states.pt"
+
+
+def universal_directory(source: Path) -> Path:
+    """`source`, or the checkpoint in it that `latest_universal` names."""
+    if not (source / _ZERO).is_dir() and (source / _LATEST).is_file():
+        content = read_small_file(source, _LATEST, _MAX_NAME_BYTES).decode(errors="replace").strip()
+        if re.fullmatch(r"[\w.-]+", content) and not content.startswith("."):
+            return source / content
+    return source
+
+
+def _is_universal(source: Path) -> bool:
+    """Whether a directory is a universal checkpoint; raises `OptionError` for another one of DeepSpeed's."""
+    universal = (source / _ZERO).is_dir()
+    if not universal and any(source.glob("*_optim_states.pt")):
+        raise OptionError(
+            f"{source}: a checkpoint of DeepSpeed's as its ranks have saved it; make a universal one of it "
+            f"(`ds_to_universal.py --input_folder {source} --output_folder ...`), and import that"
+        )
+    return universal
+
+
+def _open_universal(source: Path, rename: Sequence[RenameRule]) -> tuple[FilePayloads, list[str], OptimizerSettings]:
+    """Parameters by their names, moments as `optim.state.NAME.exp_avg`; what is left out; settings of the optimizer.
+
+    Raises:
+        CheckpointNotFoundError: there are no parameters.
+        CorruptCheckpointError, ChecksumError, UnsafePickleError: a file is damaged, or not what DeepSpeed writes.
+        OptionError: a parameter has no shape.
+    """
+    storage = storage_at(source)
+    tensors: dict[str, FileRange] = {}
+    left_out: list[str] = []
+    steps: list[float] = []
+    shapes: dict[str, tuple[int, ...]] | None = None
+    for name in _parameters(source):
+        for path in sorted((source / _ZERO / name).iterdir()):
+            file, state = f"{_ZERO}/{name}/{path.name}", path.name.removesuffix(".pt")
+            if state == "step":
+                steps.append(_number(storage, file))
+                continue
+            if state not in _STATES or not path.name.endswith(".pt"):
+                left_out.append(f"{file} (no state of Adam's)")
+                continue
+            read = read_state(storage, file)
+            tensor = read.value.get("param") if isinstance(read.value, dict) else read.value
+            if type(tensor) is not FileTensor:
+                raise CorruptCheckpointError(
+                    f"{storage.path(file)}: expected a tensor, or a dict with one as `param`; got "
+                    f"{type(tensor).__name__}"
+                )
+            shape = tensor.shape
+            if type(read.value) is FileTensor and len(shape) == 1:
+                shapes = _shapes(storage, source) if shapes is None else shapes
+                shape = shapes.get(name, shape)
+                if math.prod(shape) != math.prod(tensor.shape):
+                    raise CorruptCheckpointError(
+                        f"{storage.path(file)}: {tensor.shape[0]} elements; the ranks' files say that {name} has the "
+                        f"shape {list(shape)}"
+                    )
+            tensors[_STATES[state].format(name)] = file_range(file, tensor, read)._replace(shape=shape)
+    ranks = sorted(path.name for path in source.glob(f"*{_MODEL_STATES}"))
+    left_out += [f"{name} (a rank's file: random states, schedules, the weights in 16 bits)" for name in ranks]
+    names = rename_keys(tensors, rename)
+    if not any(not key.startswith("optim.state.") for key in names.values()):
+        raise OptionError(f"{source}: no parameter is left to import")
+    settings = OptimizerSettings(tuple(steps), tuple(_groups(storage, source, steps)))
+    if settings.groups and not steps:
+        settings = _with_inner_step(storage, settings)
+    return FilePayloads(source, {new: tensors[old] for old, new in names.items()}), left_out, settings
+
+
+def rank_state(source: Path) -> tuple[Mapping[str, Any], list[str]]:
+    """The state of the first rank's file that has Megatron's arguments, and what of these is of no class known here."""
+    storage = storage_at(source)
+    for path in sorted(source.glob(f"*{_MODEL_STATES}")):
+        read = read_state(storage, path.name)
+        given = read.value.get("args") if isinstance(read.value, dict) else None
+        if isinstance(given, Namespace):
+            arguments, left_out = carried_arguments(vars(given), reading(storage, path.name), path.name, read.records)
+            return {**read.value, "args": arguments}, left_out
+    return {}, []
+
+
+def _parameters(source: Path) -> list[str]:
+    found = sorted(path.name for path in (source / _ZERO).iterdir() if path.is_dir() and not path.is_symlink())
+    if not found:
+        raise CheckpointNotFoundError(
+            f"{source / _ZERO}: holds no folders of parameters; make a universal checkpoint of DeepSpeed's by its "
+            "`ds_to_universal.py`"
+        )
+    return found
+
+
+def _number(storage: Storage, file: str) -> float:
+    """A number in a file, or in a tensor of one element in it."""
+    read = read_state(storage, file)
+    number = _plain_number(storage, file, read, read.value)
+    if number is None:
+        raise CorruptCheckpointError(f"{storage.path(file)}: expected a number, got {type(read.value).__name__}")
+    return number
+
+
+def _plain_number(storage: Storage, file: str, read: StateFile, value: Any) -> float | None:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not FileTensor or math.prod(value.shape) != 1 or value.nbytes > 8:
+        return None
+    record = read.records[value.record]
+    if record.nbytes > 4096:
+        return None
+    with storage.open_reader(file) as reader:
+        content = reader.read(record.start, record.nbytes)
+    if record.crc32 is not None and crc32(content) != record.crc32:
+        raise ChecksumError(
+            f"{storage.path(file)}: record data/{value.record} has CRC-32 {crc32(content):#010x}, expected "
+            f"{record.crc32:#010x}; take a sound copy"
+        )
+    numbers = as_numbers(memoryview(content)[value.first_byte : value.first_byte + value.nbytes], value.dtype)
+    return None if numbers is None else float(numbers[0])
+
+
+def _shapes(storage: Storage, source: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of parameters, from the ranks' files: ZeRO 3 writes elements without any."""
+    found: dict[str, tuple[int, ...]] = {}
+    for path in sorted(source.glob(f"*{_MODEL_STATES}")):
+        value = read_state(storage, path.name).value
+        stated = value.get("param_shapes") if isinstance(value, dict) else None
+        for group in stated if isinstance(stated, list) else [stated]:
+            for name, shape in group.items() if isinstance(group, dict) else ():
+                if isinstance(shape, tuple) and all(isinstance(size, int) for size in shape):
+                    found[str(name)] = tuple(shape)
+    return found
+
+
+def _groups(storage: Storage, source: Path, steps: Sequence[float]) -> Iterator[Mapping[str, Any]]:
+    file = f"{_ZERO}/optimizer_state.pt"
+    if not (source / file).is_file():
+        return
+    value = read_state(storage, file).value
+    for group in value.get("param_groups") or () if isinstance(value, dict) else ():
+        if isinstance(group, dict):
+            yield {name: group[name] for name in ("lr", "betas", "eps", "weight_decay") if name in group}
+
+
+def _with_inner_step(storage: Storage, settings: OptimizerSettings) -> OptimizerSettings:
+    """ZeRO 3 writes no steps next to its parameters; they stay in the optimizer's own state, for each flat group."""
+    file = f"{_ZERO}/optimizer_state.pt"
+    read = read_state(storage, file)
+    inner = read.value.get("optimizer_state_dict") if isinstance(read.value, dict) else None
+    states = inner.get("state") if isinstance(inner, dict) else None
+    found = []
+    for state in states.values() if isinstance(states, dict) else ():
+        number = _plain_number(storage, file, read, state.get("step")) if isinstance(state, dict) else None
+        found += [] if number is None else [number]
+    return OptimizerSettings(tuple(found), settings.groups)

@@ -1,0 +1,283 @@
+"""Which of Megatron's arguments change what a model computes, and where two sets of them compute something else."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mcore_ckpt.models.families._rotary import YARN_DEFAULTS, YARN_SCALES, latent_rope_type, yarn_scales
+from mcore_ckpt.models.families._values import MOST_LAYERS, expert_layers_of, groups_of, setting
+
+__all__ = ["COMPUTATION", "TRAINED_WITH", "contradictions"]
+
+_Arguments = Mapping[str, Any]
+
+
+def _always(_: _Arguments) -> bool:
+    return True
+
+
+def _never(_: _Arguments) -> bool:
+    return False
+
+
+def _is_rotary(arguments: _Arguments) -> bool:
+    return setting(arguments, "position_embedding_type", default="rope") in ("rope", "yarn", "mrope")
+
+
+def _is_latent(arguments: _Arguments) -> bool:
+    return bool(arguments.get("multi_latent_attention"))
+
+
+def _is_not_latent(arguments: _Arguments) -> bool:
+    return not _is_latent(arguments)
+
+
+def _is_plainly_rotary(arguments: _Arguments) -> bool:
+    return _is_rotary(arguments) and not _is_latent(arguments)
+
+
+def _is_stretched(arguments: _Arguments) -> bool:
+    return _is_plainly_rotary(arguments) and bool(arguments.get("use_rope_scaling"))
+
+
+def _has_window(arguments: _Arguments) -> bool:
+    return _window(arguments.get("window_size")) is not None
+
+
+def _has_yarn(arguments: _Arguments) -> bool:
+    return arguments.get("position_embedding_type") == "yarn"
+
+
+def _has_latent_yarn(arguments: _Arguments) -> bool:
+    return _is_latent(arguments) and latent_rope_type(arguments) == "yarn"
+
+
+def _has_gelu(arguments: _Arguments) -> bool:
+    return not any(arguments.get(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
+
+
+def _is_gated(arguments: _Arguments) -> bool:
+    return any(arguments.get(name) for name in ("swiglu", "quick_geglu", "gated_linear_unit"))
+
+
+def _has_experts(arguments: _Arguments) -> bool:
+    return bool(arguments.get("num_experts"))
+
+
+def _has_groups_of_experts(arguments: _Arguments) -> bool:
+    """Whether a router leaves out groups: without a number of those to choose Megatron-Core looks at none."""
+    groups, chosen = arguments.get("moe_router_num_groups"), arguments.get("moe_router_group_topk")
+    return _has_experts(arguments) and bool(chosen) and chosen != groups
+
+
+def _has_softmax_router(arguments: _Arguments) -> bool:
+    return _has_experts(arguments) and setting(arguments, "moe_router_score_function", default="softmax") == "softmax"
+
+
+# Which models read these arguments (a job stores all that there are, whatever the model), and for each argument the
+# values by which it changes nothing; without any, each value says something.
+_READ: tuple[tuple[Callable[[_Arguments], bool], Mapping[str, tuple[Any, ...]]], ...] = (
+    (
+        _always,
+        {
+            "num_layers": (),
+            "hidden_size": (),
+            "apply_residual_connection_post_layernorm": (False,),
+            "normalization": (),
+            "norm_epsilon": (),
+            "layernorm_epsilon": (),
+            "apply_layernorm_1p": (False,),
+            "layernorm_zero_centered_gamma": (False,),
+            "heterogeneous_block_specs": (False,),
+            "heterogeneous_layers_config_path": (None,),
+            "heterogeneous_layers_config_encoded_json": (None,),
+            "is_hybrid_model": (False,),
+            "hybrid_layer_pattern": (None,),
+            "hybrid_override_pattern": (None,),
+            "mtp_num_layers": (None, 0),
+            "use_mup": (False,),
+            "scale_embeddings_by_hidden_size": (False,),
+            "swiglu": (False,),
+            "quick_geglu": (False,),
+            "squared_relu": (False,),
+            "num_attention_heads": (),
+            "softmax_scale": (None,),
+            "softmax_type": ("vanilla",),
+            "qk_layernorm": (False,),
+            "qk_l2_norm": (False,),
+            "attention_output_gate": (False,),
+            "window_size": (None,),
+            "experimental_attention_variant": (None,),
+            "linear_attention_freq": (None,),
+            "linear_attention_type": (None,),
+            "position_embedding_type": (),
+            "mrope_section": (None,),
+            "multi_latent_attention": (False,),
+        },
+    ),
+    # The fused kernel of GELU has the approximation.
+    (_has_gelu, {"gated_linear_unit": (False,), "bias_gelu_fusion": (True,), "use_te_activation_func": (False,)}),
+    (_is_gated, {"glu_linear_offset": (0.0,), "activation_func_clamp_value": (None,)}),
+    (_is_not_latent, {"kv_channels": (), "num_query_groups": ()}),
+    (_has_window, {"window_attn_skip_freq": (None,)}),
+    (
+        _is_rotary,
+        {"no_rope_freq": (None, 0), "rotary_base": (), "rotary_percent": (1.0,), "rotary_interleaved": (False,)},
+    ),
+    (_is_plainly_rotary, {"rotary_seq_len_interpolation_factor": (None, 1), "use_rope_scaling": (False,)}),
+    (_is_stretched, {"rope_scaling_factor": ()}),
+    (
+        _has_yarn,
+        {
+            "yarn_rotary_scaling_factor": (),
+            "yarn_original_max_position_embeddings": (),
+            "yarn_beta_fast": (),
+            "yarn_beta_slow": (),
+            "yarn_mscale": (),
+            "yarn_correction_range_round_to_int": (),
+        },
+    ),
+    (_never, {"yarn_mscale_all_dim": ()}),  # but for its part in what `yarn_mscale` comes to
+    (
+        _is_latent,
+        {
+            "q_lora_rank": (None,),
+            "kv_lora_rank": (),
+            "qk_head_dim": (),
+            "qk_pos_emb_head_dim": (),
+            "v_head_dim": (),
+            "rope_type": (),
+            "mscale_all_dim": (),  # softmax is scaled by it whatever the kind of rotary embedding
+        },
+    ),
+    (
+        _has_latent_yarn,
+        {
+            "rotary_scaling_factor": (),
+            "original_max_position_embeddings": (),
+            "beta_fast": (),
+            "beta_slow": (),
+            "mscale": (),
+        },
+    ),
+    (
+        _has_experts,
+        {
+            "moe_layer_freq": (),
+            "moe_router_topk": (),
+            "moe_router_score_function": ("softmax",),
+            "moe_router_topk_scaling_factor": (None, 1.0, 0.0),  # zero is as none
+            "moe_router_topk_limited_devices": (None,),
+            "moe_router_enable_expert_bias": (False,),
+            "moe_router_load_balancing_type": ("top-k",),
+            "moe_router_force_load_balancing": (False,),
+            "moe_router_force_biased": (None,),
+            "moe_apply_probs_on_input": (False,),
+            "moe_latent_size": (None,),
+            "moe_shared_expert_gate": (False,),
+            "moe_mlp_glu_interleave_size": (None,),
+            "moe_shared_expert_glu_interleave_size": (None,),
+        },
+    ),
+    (_has_softmax_router, {"moe_router_pre_softmax": (False,)}),
+    (_has_groups_of_experts, {"moe_router_num_groups": (None, 1), "moe_router_group_topk": (None,)}),
+)
+
+COMPUTATION: Mapping[str, tuple[Any, ...]] = {name: neutral for _, group in _READ for name, neutral in group.items()}
+"""Megatron's arguments that change what a model computes, each with the values by which it changes nothing.
+
+Sizes that shapes of tensors show, and biases and norms that have tensors of their own, are not here; nor is what only
+rounds otherwise.
+"""
+
+TRAINED_WITH: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "moe_expert_capacity_factor": ((None,), "an expert takes no tokens beyond its capacity"),
+    "moe_expert_rank_capacity_factor": ((None,), "a rank takes no tokens beyond the capacity of its experts"),
+    "moe_input_jitter_eps": ((None, 0.0), "what a router sees is multiplied by noise"),
+    "spec": ((None,), "the layers are what that function makes of them"),
+}
+"""Arguments of a job that no model of Hugging Face has, and that its weights may do without: they are named."""
+
+
+def _window(value: Any) -> Any:
+    """A window; nothing for an infinite one."""
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        return value
+    return None if value[0] == -1 else (value[0], 0 if value[1] == -1 else value[1])
+
+
+def _layers_of(value: Any, layers: Any, *, last: bool) -> Any:
+    """A pattern of layers, given as one for each, or by how often a layer is another; None: all are as most are."""
+    if type(value) is int and value > 0 and type(layers) is int and 0 < layers <= MOST_LAYERS:
+        value = [((layer + 1) % value == 0) is last for layer in range(layers)]
+    if not isinstance(value, (list, tuple)):
+        return value
+    pattern = tuple(map(bool, value))
+    return None if all(kind is not last for kind in pattern) else pattern
+
+
+def _meaning(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that change what is computed, in one way of saying it; without those that nothing asks for."""
+    read = [name for reads, group in _READ if reads(arguments) for name in group]
+    found = {name: arguments[name] for name in read if name in arguments}
+    layers = arguments.get("num_layers")
+    for name, meaning in (
+        ("window_size", _window),
+        ("window_attn_skip_freq", functools.partial(_layers_of, layers=layers, last=False)),
+        ("no_rope_freq", functools.partial(_layers_of, layers=layers, last=True)),
+        ("moe_router_load_balancing_type", _selection),
+    ):
+        if name in found:
+            found[name] = meaning(found[name])
+    if "group_query_attention" not in arguments or arguments.get("num_attention_heads") is None:
+        found.pop("num_query_groups", None)
+    elif "num_query_groups" in found:
+        found["num_query_groups"] = groups_of(arguments)
+    if "rope_type" in found:
+        found["rope_type"] = latent_rope_type(arguments)
+    for prefix in YARN_DEFAULTS:
+        scales = {prefix + name for name in YARN_SCALES} & found.keys()
+        if prefix and arguments.get(f"{prefix}rotary_scaling_factor") is None:
+            found = {name: value for name, value in found.items() if name not in scales}
+        elif scales:
+            values = zip(YARN_SCALES, yarn_scales(arguments, prefix), strict=True)
+            found |= {prefix + name: round(value, 9) for name, value in values if prefix + name in scales}
+    if "moe_layer_freq" in found:
+        if layers is None:
+            del found["moe_layer_freq"]
+        else:
+            found["moe_layer_freq"] = expert_layers_of(arguments)
+    return found
+
+
+def _selection(value: Any) -> Any:
+    """How experts are chosen, for a way to balance their load: most ways leave that as it is."""
+    kinds = value if isinstance(value, (list, tuple)) else [value]
+    return next((kind for kind in kinds if kind in ("sinkhorn", "quantile_balancing")), "top-k")
+
+
+def contradictions(stored: Mapping[str, Any], family: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Stored arguments that change what is computed, where a model of the family computes something else.
+
+    Args:
+        stored: a job's arguments; what is absent, or None without meaning anything by it, is not compared.
+        family: all that the family has to say of a model, as `Family.arguments` does.
+
+    Returns:
+        For each the name, what is stored, and what the family has; None: nothing.
+
+    Raises:
+        OptionError: a stored argument says nothing that can be understood.
+    """
+    ours, theirs = _meaning(stored), _meaning(family)
+    found = []
+    for name, value in ours.items():
+        neutral = COMPUTATION[name]
+        if (value is None and None not in neutral) or (name not in theirs and not neutral):
+            continue
+        other = theirs.get(name, neutral[0] if neutral else None)
+        if value != other and not (value in neutral and other in neutral):
+            found.append((name, stored[name], family.get(name)))
+    return found

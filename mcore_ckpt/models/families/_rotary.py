@@ -1,0 +1,235 @@
+"""Rotary positions and their scaling: what `transformers` and Megatron-Core compute for which settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.models.families._values import count, expect, number, setting
+
+__all__ = [
+    "YARN_DEFAULTS",
+    "YARN_SCALES",
+    "latent_rope_type",
+    "rope_arguments",
+    "rope_config",
+    "rope_settings",
+    "yarn_arguments",
+    "yarn_config",
+    "yarn_scales",
+]
+
+# What Megatron-Core's scaled rotary embedding has fixed, by the names of Hugging Face.
+_LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# What `transformers` reads of each kind of scaling.
+_YARN_FIELDS = (
+    "attention_factor beta_fast beta_slow factor mscale mscale_all_dim original_max_position_embeddings truncate"
+)
+_ROPE_FIELDS: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", *_LLAMA3_SCALING}),
+    "yarn": frozenset(_YARN_FIELDS.split()),
+}
+_LENGTH = "original_max_position_embeddings"
+YARN_SCALES = ("mscale", "mscale_all_dim")
+# What Megatron-Core takes where a job says nothing, by what arguments begin with: those of latent attention, others.
+YARN_DEFAULTS: Mapping[str, Mapping[str, float | None]] = {
+    "": {"rotary_scaling_factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.0},
+    "yarn_": {"rotary_scaling_factor": None, "mscale": None, "mscale_all_dim": None},
+}
+_TRUNCATED = "yarn_correction_range_round_to_int"
+
+
+def rope_settings(config: Mapping[str, Any], *kinds: str, otherwise: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What `transformers` 5 makes of all places where rotary settings may stand: `rope_type` and what that kind reads.
+
+    `rope_scaling` goes before `rope_parameters`, and a length that the model had first next to them before one in them.
+
+    Args:
+        config: of a model, with the defaults of its class.
+        kinds: that the family can have.
+        otherwise: what its class takes where there are no rotary settings.
+
+    Raises:
+        OptionError: another kind; a setting that cannot be, or that no library reads.
+    """
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if scaling is None:
+        scaling = otherwise or {}
+    if not isinstance(scaling, Mapping):
+        raise OptionError(f"rope_parameters={scaling!r:.80}: expected settings by name")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in kinds:
+        expected = " or ".join("none" if kind == "default" else repr(kind) for kind in kinds)
+        raise OptionError(f"rotary scaling {kind!r:.80}: expected {expected} for this family")
+    for settings in (config, scaling):
+        expect(settings, "partial_rotary_factor", 1.0, None)
+    read = _ROPE_FIELDS[kind]
+    for name, value in scaling.items():
+        if value is not None and name not in {"rope_type", "type", "rope_theta", "partial_rotary_factor", *read}:
+            known = f"it has {', '.join(sorted(read))}" if read else "it has none"
+            raise OptionError(
+                f"rotary settings of the kind {kind!r} with {name!r:.80}={value!r:.80}: no library reads it "
+                f"({known}), so that the model may be meant otherwise than it is computed"
+            )
+    theta = number(scaling if "rope_theta" in scaling else config, "rope_theta")
+    found = {"rope_type": kind, "rope_theta": int(theta) if theta == int(theta) else theta}
+    for name in sorted(read - {_LENGTH, "truncate"}):
+        optional = kind == "yarn" and name != "factor"
+        found[name] = None if optional and scaling.get(name) is None else number(scaling, name)
+    if _LENGTH in read:
+        place = next((place for place in (config, scaling) if _LENGTH in place), None)
+        found[_LENGTH] = count(config, "max_position_embeddings") if place is None else count(place, _LENGTH)
+    if kind == "yarn":
+        found["truncate"] = bool(scaling.get("truncate", True))
+        found["beta_fast"], found["beta_slow"] = found["beta_fast"] or 32, found["beta_slow"] or 1
+    return found
+
+
+def rope_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's rotary arguments; `transformers` 5 writes `rope_parameters`, 4 `rope_theta` and `rope_scaling`."""
+    found = rope_settings(config, "default", "linear", "llama3", "yarn")
+    base = {"rotary_base": found["rope_theta"], "use_rope_scaling": found["rope_type"] == "llama3"}
+    if found["rope_type"] == "linear":
+        return {**base, "rotary_seq_len_interpolation_factor": found["factor"]}
+    if found["rope_type"] == "default":
+        return base
+    if found["rope_type"] == "yarn":
+        return {**base, "position_embedding_type": "yarn", **yarn_arguments(found, "yarn_")}
+    for name, fixed in _LLAMA3_SCALING.items():
+        if found[name] != fixed:
+            raise OptionError(f"rotary scaling with {name}={found[name]!r}: Megatron-Core has {fixed} built in")
+    return {**base, "rope_scaling_factor": found["factor"]}
+
+
+def rope_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings as any `transformers` reads them."""
+    theta = float(number(arguments, "rotary_base", 10000))
+    scaling: dict[str, Any] | None = None
+    if arguments.get("position_embedding_type") == "yarn":
+        scaling = yarn_config(arguments, "yarn_")
+    elif arguments.get("use_rope_scaling"):
+        scaling = {"rope_type": "llama3", "factor": number(arguments, "rope_scaling_factor", 8.0), **_LLAMA3_SCALING}
+    elif number(arguments, "rotary_seq_len_interpolation_factor", 1) != 1:
+        scaling = {"rope_type": "linear", "factor": float(number(arguments, "rotary_seq_len_interpolation_factor"))}
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _magnitude(factor: float, mscale: float = 1.0) -> float:
+    """What YaRN multiplies by, in either library: softmax's scale by its square, cosines by a quotient of two."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _quotient(factor: float, mscale: float, mscale_all_dim: float) -> float:
+    below = _magnitude(factor, mscale_all_dim)
+    return _magnitude(factor, mscale) / below if below else math.inf
+
+
+def _transformers_magnitude(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """What `transformers` multiplies cosines and sines by, without an `attention_factor`."""
+    return _quotient(factor, mscale, mscale_all_dim) if mscale and mscale_all_dim else _magnitude(factor)
+
+
+def _megatron_magnitude(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """What Megatron-Core (0.16, 0.19) multiplies cosines and sines by."""
+    if mscale is None or mscale_all_dim is None:
+        return _magnitude(factor)
+    return _quotient(factor, mscale, mscale_all_dim)
+
+
+def _yarn_numbers(arguments: Mapping[str, Any], prefix: str) -> tuple[float, float | None, float | None]:
+    """Megatron's factor, mscale and mscale_all_dim, with its defaults; raises `OptionError`."""
+    defaults = YARN_DEFAULTS[prefix]
+    factor = number(arguments, f"{prefix}rotary_scaling_factor", defaults["rotary_scaling_factor"])
+    mscale, mscale_all_dim = (
+        None
+        if setting(arguments, prefix + name, default=defaults[name]) is None
+        else number(arguments, prefix + name, defaults[name])
+        for name in YARN_SCALES
+    )
+    return factor, mscale, mscale_all_dim
+
+
+def yarn_scales(arguments: Mapping[str, Any], prefix: str) -> tuple[float, float]:
+    """What cosines and sines are multiplied by, and what softmax's scale is: with the square of the second.
+
+    Args:
+        arguments: Megatron's.
+        prefix: what those of YaRN begin with: `yarn_`, or nothing, those of latent attention.
+
+    Raises:
+        OptionError: they are no numbers.
+    """
+    factor, mscale, mscale_all_dim = _yarn_numbers(arguments, prefix)
+    return _megatron_magnitude(factor, mscale, mscale_all_dim), _magnitude(factor, mscale_all_dim or 0.0)
+
+
+def latent_rope_type(arguments: Mapping[str, Any]) -> str:
+    """What kind of rotary embedding latent attention has; YaRN by a factor of one is none. Raises `OptionError`."""
+    kind = setting(arguments, "rope_type", default="yarn")
+    if kind not in ("rope", "yarn"):
+        raise OptionError(f"the stored argument rope_type={kind!r:.80}: expected 'rope' or 'yarn'")
+    return "rope" if _yarn_numbers(arguments, "")[0] == 1 else str(kind)
+
+
+def yarn_arguments(found: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Megatron's arguments of YaRN.
+
+    Args:
+        found: of `rope_settings`.
+        prefix: what its arguments begin with: `yarn_`, or nothing, those of latent attention.
+
+    Raises:
+        OptionError: Megatron-Core computes something else with these settings, and has no argument for that.
+    """
+    factor = found["factor"]
+    mscale, mscale_all_dim = (
+        YARN_DEFAULTS[prefix][name] if found[name] is None else found[name] for name in YARN_SCALES
+    )
+    theirs = found["attention_factor"]
+    if theirs is None:
+        theirs = _transformers_magnitude(factor, found["mscale"], found["mscale_all_dim"])
+    ours = _megatron_magnitude(factor, mscale, mscale_all_dim)
+    if not math.isclose(theirs, ours, rel_tol=1e-9):
+        given = ", ".join(f"{name}={found[name]}" for name in ("factor", *YARN_SCALES, "attention_factor"))
+        raise OptionError(
+            f"YaRN with {given}: transformers multiplies cosines and sines by {theirs:.6g} (attention_factor; or else "
+            "a quotient of mscale by mscale_all_dim where neither is zero; or else by factor alone), Megatron-Core by "
+            f"{ours:.6g} (always the quotient), and it has no other argument for that"
+        )
+    settings = {
+        f"{prefix}rotary_scaling_factor": factor,
+        f"{prefix}{_LENGTH}": found[_LENGTH],
+        **{f"{prefix}{name}": found[name] for name in ("beta_fast", "beta_slow")},
+        f"{prefix}mscale": mscale,
+        f"{prefix}mscale_all_dim": mscale_all_dim,
+    }
+    if prefix:
+        return {**settings, _TRUNCATED: found["truncate"]}
+    if not found["truncate"]:
+        raise OptionError(
+            "YaRN with truncate=False: Megatron-Core's latent attention always rounds the range of dimensions between "
+            "beta_fast and beta_slow to whole numbers"
+        )
+    return settings
+
+
+def yarn_config(arguments: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """YaRN's settings for Megatron's arguments, with which `transformers` computes the same; raises `OptionError`."""
+    factor, mscale, mscale_all_dim = _yarn_numbers(arguments, prefix)
+    scales = {"mscale": mscale, "mscale_all_dim": mscale_all_dim}
+    ours = _megatron_magnitude(factor, mscale, mscale_all_dim)
+    if not math.isclose(ours, _transformers_magnitude(factor, mscale, mscale_all_dim), rel_tol=1e-9):
+        scales["attention_factor"] = ours  # which goes before the other two
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        _LENGTH: count(arguments, prefix + _LENGTH, 4096),
+        "beta_fast": number(arguments, f"{prefix}beta_fast", 32.0),
+        "beta_slow": number(arguments, f"{prefix}beta_slow", 1.0),
+        **{name: value for name, value in scales.items() if value is not None},
+        **({"truncate": bool(setting(arguments, _TRUNCATED, default=True))} if prefix else {}),
+    }

@@ -1,0 +1,488 @@
+"""What a family of models is: a table of parameters, and a table of settings. A family is data; this gives it meaning.
+
+    FAMILY = Family(
+        name="llama",
+        model_types=("llama",),
+        architecture="LlamaForCausalLM",
+        rows=(*EMBEDDING, *ATTENTION, *GATED_MLP),
+        ...
+    )
+
+A row names a parameter of Megatron-Core, the tensors of Hugging Face that it is made of, and how. `how` is the name of
+a transform: it says which box of which part is which box of the parameter, and nothing else, so that every row can be
+read in both directions. Keys have `{layer}` and `{expert}` in them; shapes are words, sizes that a model has by name.
+
+`relate` unfolds a table for one model: every tensor on both sides with its shape, and the links between them. It proves
+that links cover each tensor exactly once, on either side, before anybody moves a byte.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+from mcore_ckpt.core.boxes import Box, covers
+from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.reshard.names import ShardedName
+
+__all__ = [
+    "Axes",
+    "Family",
+    "Implementation",
+    "Link",
+    "Model",
+    "Naming",
+    "Part",
+    "Relation",
+    "Row",
+    "relate",
+]
+
+Implementation = Literal["local", "transformer_engine"]
+Axes = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of Hugging Face.
+
+    Attributes:
+        key: with `{layer}` and `{expert}` where there is one for each.
+        shape: names of sizes, or numbers, one for each axis; of an axis that counts pairs, or more, one for each that
+            it would be if they were counted apart, the slowest first: `("ffn", 2)` for `gate, up, gate, up, ...`.
+    """
+
+    key: str
+    shape: tuple[str | int | tuple[str | int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A parameter of Megatron-Core, and what it is made of.
+
+    Attributes:
+        megatron: its key; of layers and experts, as if they were numbered.
+        parts: the tensors of Hugging Face, in the order in which the transform wants them.
+        how: name of the transform.
+        when: words, all of which have to hold of the model or of the layer.
+        engine: the key that Transformer Engine's layers have, where it is another.
+    """
+
+    megatron: str
+    parts: tuple[Part, ...]
+    how: str = "same"
+    when: tuple[str, ...] = ()
+    engine: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model of a family: what its `config.json` says, as far as shapes hang on it.
+
+    Attributes:
+        layers: how many.
+        sizes: by name, in elements: `hidden`, `ffn`, `vocab`, `q`, `kv`, ...
+        heads, groups, head_dim: of attention.
+        experts: for each layer that has some; 0 for a dense model.
+        expert_layers: for each layer, whether its MLP is one of experts.
+        holds: words that hold of the model, for the rows' `when`.
+    """
+
+    layers: int
+    sizes: Mapping[str, int]
+    heads: int
+    groups: int
+    head_dim: int
+    experts: int = 0
+    expert_layers: tuple[bool, ...] = ()
+    holds: frozenset[str] = frozenset()
+
+    def shape(self, names: Sequence[str | int | tuple[str | int, ...]]) -> tuple[int, ...]:
+        """A shape in elements, axes that count several things at once taken apart."""
+        flat = [part for name in names for part in (name if isinstance(name, tuple) else (name,))]
+        return tuple(name if isinstance(name, int) else self.sizes[name] for name in flat)
+
+    def stored_shape(self, names: Sequence[str | int | tuple[str | int, ...]]) -> tuple[int, ...]:
+        """The same, as it is stored."""
+        return tuple(math.prod(self.shape(name if isinstance(name, tuple) else (name,))) for name in names)
+
+
+# What `transformers` reads of the configuration of any model: whether tokens see those behind them, and settings that
+# layers have of their own.
+_EVERYWHERE: Mapping[str, Any] = {"is_causal": True, "per_layer_config": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of models.
+
+    Attributes:
+        name: as people give it to `--arch`.
+        model_types: what `config.json` calls it.
+        architecture: the class that `transformers` loads it with.
+        rows: the table of parameters.
+        defaults: what `transformers` takes for a setting that `config.json` leaves out, of all that is asked for but
+            sizes without which no shape is known.
+        model_of: what a complete `config.json` says about shapes.
+        arguments_of: Megatron's arguments for a complete `config.json`; raises `OptionError` for what Megatron-Core has
+            not. What it says is also what a model of the family computes: stored arguments are compared with it.
+        config_of: a `config.json` for Megatron's arguments, the vocabulary's size given; raises `OptionError` likewise.
+        recognizes: whether arguments are of this family; of several that do, the first in the registry is taken.
+        derived: regular expressions of keys that hold nothing of their own: buffers that are computed, or layers that
+            this family's models are loaded without.
+        optional_prefix: of keys that some checkpoints of the family leave out.
+        remarks: where `transformers` computes a little else than Megatron-Core for a complete `config.json`.
+        loaded: the table of a model that `transformers` has loaded, where its parameters are others than in files: what
+            a trainer saves that holds such a model.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    architecture: str
+    rows: tuple[Row, ...]
+    defaults: Mapping[str, Any]
+    model_of: Callable[[Mapping[str, Any]], Model]
+    arguments_of: Callable[[Mapping[str, Any]], dict[str, Any]]
+    config_of: Callable[[Mapping[str, Any], int], dict[str, Any]]
+    recognizes: Callable[[Mapping[str, Any]], bool]
+    derived: tuple[str, ...] = ()
+    optional_prefix: str = ""
+    remarks: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda config: ()
+    loaded: tuple[Row, ...] = ()
+
+    def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A `config.json` as `transformers` reads it: with the defaults of what it leaves out."""
+        return {**self.defaults, **config}
+
+    def model(self, config: Mapping[str, Any]) -> Model:
+        """What a `config.json` says about shapes; raises `OptionError` if it cannot be."""
+        return self.model_of(self.complete(config))
+
+    def arguments(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Megatron's arguments for a `config.json`; raises `OptionError` for what Megatron-Core has not."""
+        for name, only in _EVERYWHERE.items():
+            if config.get(name, only) is not only:
+                raise OptionError(f"{name}={config[name]!r:.80}: models in Megatron-Core have {only!r} only")
+        return self.arguments_of(self.complete(config))
+
+    def config(self, arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+        """A `config.json` for Megatron's arguments; raises `OptionError` for what the family has not.
+
+        Args:
+            arguments: Megatron's, by name.
+            vocabulary: its size, without padding.
+        """
+        return self.config_of(arguments, vocabulary)
+
+    def of_keys(self, keys: Iterable[str]) -> Family:
+        """This family, with the table that stored keys are of: that of files, or that of a loaded model."""
+        files, loaded = ({part.key for row in rows for part in row.parts} for rows in (self.rows, self.loaded))
+        leaves = tuple(key.rpartition("}")[2] for key in loaded - files)
+        return replace(self, rows=self.loaded) if leaves and any(key.endswith(leaves) for key in keys) else self
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How a checkpoint of Megatron-Core names what its layers hold.
+
+    Attributes:
+        implementation: of the layers: Megatron's own, or Transformer Engine's.
+        stacked_layers: one tensor holds a parameter of all layers, along its first axis; otherwise keys have numbers.
+        stacked_experts: likewise for experts, along the next axis.
+        halves_apart: the halves of a gated layer are two tensors, `weight_w` and `weight_v`.
+    """
+
+    implementation: Implementation = "local"
+    stacked_layers: bool = True
+    stacked_experts: bool = True
+    halves_apart: bool = False
+
+    def place(
+        self, key: str, model: Model, layer: int | None, expert: int | None
+    ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """The stored key of a row's key, and index and size of each axis that counts layers or experts."""
+        index: tuple[int, ...] = ()
+        sizes: tuple[int, ...] = ()
+        if layer is not None:
+            if self.stacked_layers:
+                key, index, sizes = key.replace("{layer}.", ""), (layer,), (model.layers,)
+            else:
+                key = key.replace("{layer}", str(layer))
+        if expert is not None:
+            if self.stacked_experts:
+                key, index, sizes = key.replace("{expert}.", ""), (*index, expert), (*sizes, model.experts)
+            else:
+                key = key.replace("{expert}", str(expert))
+        return key, index, sizes
+
+
+class Link(NamedTuple):
+    """Elements that are the same on both sides: a box of each, of equal sizes but for axes of one element.
+
+    Attributes:
+        axes: which axis of one is which of the other, `(Megatron's, Hugging Face's)`, counted from the last, -1; all
+            others have one element in either box. None: the last axes are the same, as many as both have.
+        how: the transform that gave it.
+        lead: how many of the first axes of Megatron's box count layers or experts.
+    """
+
+    megatron: str
+    megatron_box: Box
+    hf: str
+    hf_box: Box
+    axes: Axes | None
+    how: str
+    lead: int = 0
+
+
+@dataclass(slots=True)
+class Relation:
+    """A table unfolded for one model.
+
+    Attributes:
+        megatron, hf: shape of each tensor, by key; of Hugging Face's with axes taken apart that count several things.
+        joined: Hugging Face's as they are stored, where that is another shape.
+        links: in the order of the rows.
+        padding: rows of Megatron's tensors that nothing stands for.
+    """
+
+    megatron: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    hf: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    joined: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    links: list[Link] = field(default_factory=list)
+    padding: dict[str, Box] = field(default_factory=dict)
+
+    def parameters(self) -> Iterator[ShardedName]:
+        """Megatron's, one by one."""
+        for key, box, *_, lead in self.links:
+            yield ShardedName(key, box.offsets[:lead], self.megatron[key][:lead])
+
+
+_MOST_INSTANCES = 1_000_000
+
+# Part, box of the parameter, box of the part, which axis is which.
+_Slice = tuple[int, Box, Box, Axes | None]
+_Shape = tuple[int, ...]
+_Transform = Callable[[Model, Sequence[_Shape], int], tuple[_Shape, list[_Slice]]]
+_EXCHANGED: Axes = ((-2, -1), (-1, -2))
+
+
+def _all_of(shape: _Shape) -> Box:
+    return Box((0,) * len(shape), shape)
+
+
+def _rows(shape: _Shape, start: int, count: int) -> Box:
+    """Rows `[start, start + count)` of a tensor."""
+    return Box((start, *(0,) * (len(shape) - 1)), (count, *shape[1:]))
+
+
+def _same(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
+    """The one part is the parameter."""
+    (shape,) = shapes
+    return shape, [(0, _all_of(shape), _all_of(shape), None)]
+
+
+def _transposed(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
+    """The one part is stored the other way round: inputs before outputs."""
+    ((inputs, outputs),) = shapes
+    return (outputs, inputs), [(0, _all_of((outputs, inputs)), _all_of((inputs, outputs)), _EXCHANGED)]
+
+
+def _halves(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
+    """Parts follow one another along the first axis: the gate, then what it lets through."""
+    slices: list[_Slice] = []
+    start = 0
+    for number, shape in enumerate(shapes):
+        slices.append((number, _rows(shape, start, shape[0]), _all_of(shape), None))
+        start += shape[0]
+    return (start, *shapes[0][1:]), slices
+
+
+def _group_rows(model: Model) -> Iterator[tuple[int, int, int, int]]:
+    """Of grouped queries, keys and values: which (0, 1, 2), first row there, first row in the parameter, rows."""
+    queries, row = model.heads // model.groups * model.head_dim, 0
+    for group in range(model.groups):
+        for which, rows in enumerate((queries, model.head_dim, model.head_dim)):
+            yield which, group * rows, row, rows
+            row += rows
+
+
+def _qkv(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
+    """Group by group: the queries of the group, its key, its value."""
+    inner = shapes[0][1:]
+    total = (sum(shape[0] for shape in shapes), *inner)
+    slices: list[_Slice] = [
+        (which, _rows(total, row, rows), _rows(shapes[which], first, rows), None)
+        for which, first, row, rows in _group_rows(model)
+    ]
+    return total, slices
+
+
+def _joined_qkv(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
+    """As `grouped qkv`, of one part that has all queries, then all keys, then all values."""
+    (shape,) = shapes
+    starts = (0, model.heads * model.head_dim, (model.heads + model.groups) * model.head_dim)
+    slices: list[_Slice] = [
+        (0, _rows(shape, row, rows), _rows(shape, starts[which] + first, rows), None)
+        for which, first, row, rows in _group_rows(model)
+    ]
+    return shape, slices
+
+
+def _joined_qkv_transposed(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
+    """As `joined qkv`, stored the other way round."""
+    ((inputs, outputs),) = shapes
+    total, slices = _joined_qkv(model, [(outputs, inputs)], expert)
+    transposed: list[_Slice] = [
+        (0, mine, Box((0, theirs.offsets[0]), (inputs, theirs.sizes[0])), _EXCHANGED) for _, mine, theirs, _ in slices
+    ]
+    return total, transposed
+
+
+def _of_all(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
+    """The expert's part of one that has all experts', one after another: a vector, or a matrix the other way round."""
+    ((_, *inner),) = shapes
+    axes = tuple((-1 - n, n - len(inner)) for n in range(len(inner)))
+    own = tuple(reversed(inner))
+    return own, [(0, _all_of(own), Box((expert, *(0,) * len(inner)), (1, *inner)), axes)]
+
+
+def _paired_of_all(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
+    """As `of all experts`, where the last axis counts pairs: the first of each, then the second of each."""
+    ((_, *inner, pairs, two),) = shapes
+    own = (two * pairs, *reversed(inner))
+    axes = (*((-1 - n, n - len(inner) - 2) for n in range(len(inner))), (-1 - len(inner), -2))
+    slices: list[_Slice] = []
+    for half in range(two):
+        theirs = Box((expert, *(0,) * len(inner), 0, half), (1, *inner, pairs, 1))
+        slices.append((0, _rows(own, half * pairs, pairs), theirs, axes))
+    return own, slices
+
+
+def _each_of_all(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
+    """The expert's part of one that has all experts', one after another, each as it is."""
+    ((_, *inner),) = shapes
+    own = tuple(inner)
+    return own, [(0, _all_of(own), Box((expert, *(0,) * len(own)), (1, *own)), None)]
+
+
+def _halves_of_all(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
+    """The same, of gates in front of what they let through."""
+    ((_, rows, *inner),) = shapes
+    own, half = (rows, *inner), rows // 2
+    slices: list[_Slice] = []
+    for start in (0, half):
+        theirs = Box((expert, start, *(0,) * len(inner)), (1, half, *inner))
+        slices.append((0, _rows(own, start, half), theirs, None))
+    return own, slices
+
+
+_TRANSFORMS: dict[str, _Transform] = {
+    "same": _same,
+    "vocabulary": _same,  # and Megatron's has rows behind it, up to a number that divides among its ranks
+    "transposed": _transposed,
+    "halves": _halves,
+    "grouped qkv": _qkv,
+    "joined qkv": _joined_qkv,
+    "joined qkv transposed": _joined_qkv_transposed,
+    "of all experts": _of_all,
+    "pairs of all experts": _paired_of_all,
+    "each of all experts": _each_of_all,
+    "halves of all experts": _halves_of_all,
+}
+
+
+def relate(family: Family, model: Model, naming: Naming, padded_vocabulary: int) -> Relation:
+    """Unfold a family's table for one model.
+
+    Args:
+        family: whose table.
+        model: the sizes.
+        naming: of the checkpoint.
+        padded_vocabulary: rows that Megatron's embedding has.
+
+    Raises:
+        OptionError: the sizes contradict one another, or the table leaves elements of a tensor out.
+    """
+    instances = model.layers * max(1, model.experts)
+    if instances > _MOST_INSTANCES or model.heads > _MOST_INSTANCES:
+        raise OptionError(
+            f"{model.layers} layers of {model.experts} experts and {model.heads} heads: no model has that many"
+        )
+    if model.groups < 1 or model.heads % model.groups:
+        raise OptionError(f"{model.heads} attention heads cannot be divided into {model.groups} groups")
+    if padded_vocabulary < model.sizes["vocab"]:
+        raise OptionError(
+            f"Megatron's embedding has {padded_vocabulary} rows, fewer than the vocabulary of {model.sizes['vocab']}"
+        )
+    if naming.stacked_layers and len(set(model.expert_layers)) > 1:
+        raise OptionError("layers with experts and layers without cannot be stacked in one tensor")
+    relation = Relation()
+    for row in family.rows:
+        for layer, expert in _instances(row, model):
+            _add(relation, row, model, naming, padded_vocabulary, layer, expert)
+    _prove_complete(relation)
+    return relation
+
+
+def _instances(row: Row, model: Model) -> Iterator[tuple[int | None, int | None]]:
+    """Layer and expert of each parameter that a row stands for."""
+    if "{layer}" not in row.megatron:
+        if set(row.when) <= model.holds:
+            yield None, None
+        return
+    for layer in range(model.layers):
+        kind = "expert layer" if model.expert_layers and model.expert_layers[layer] else "dense layer"
+        if set(row.when) <= {*model.holds, kind}:
+            for expert in range(model.experts) if "{expert}" in row.megatron else (None,):
+                yield layer, expert
+
+
+def _add(
+    relation: Relation,
+    row: Row,
+    model: Model,
+    naming: Naming,
+    padded_vocabulary: int,
+    layer: int | None,
+    expert: int | None,
+) -> None:
+    template = row.engine if row.engine and naming.implementation == "transformer_engine" else row.megatron
+    key, index, counts = naming.place(template, model, layer, expert)
+    keys = [part.key.format(layer=layer, expert=expert) for part in row.parts]
+    shapes = [model.shape(part.shape) for part in row.parts]
+    own, slices = _TRANSFORMS[row.how](model, shapes, expert or 0)
+    for hf_key, shape, part in zip(keys, shapes, row.parts, strict=True):
+        relation.hf[hf_key] = shape
+        joined = model.stored_shape(part.shape)
+        if joined != shape:
+            relation.joined[hf_key] = joined
+    apart = naming.halves_apart and row.how in ("halves", "halves of all experts", "pairs of all experts")
+    if row.how == "vocabulary":
+        if padded_vocabulary > own[0]:
+            relation.padding[key] = _rows(own, own[0], padded_vocabulary - own[0])
+        own = (padded_vocabulary, *own[1:])
+    for number, mine, theirs, axes in slices:
+        stored, shape, box = key, own, mine
+        if apart:
+            stored, shape = f"{key}_{'wv'[mine.offsets[0] // mine.sizes[0]]}", mine.sizes
+            box = _all_of(shape)
+        relation.megatron[stored] = (*counts, *shape)
+        lead = Box((*index, *box.offsets), (*(1,) * len(index), *box.sizes))
+        relation.links.append(Link(stored, lead, keys[number], theirs, axes, row.how, len(index)))
+
+
+def _prove_complete(relation: Relation) -> None:
+    """Each element of each tensor, on either side, is in exactly one link (or padding)."""
+    mine: dict[str, list[Box]] = {key: [box] for key, box in relation.padding.items()}
+    theirs: dict[str, list[Box]] = {}
+    for link in relation.links:
+        mine.setdefault(link.megatron, []).append(link.megatron_box)
+        theirs.setdefault(link.hf, []).append(link.hf_box)
+    for shapes, found, side in ((relation.megatron, mine, "Megatron"), (relation.hf, theirs, "Hugging Face")):
+        for key, shape in shapes.items():
+            problem = covers(shape, found.get(key, []))
+            if problem and math.prod(shape):
+                raise OptionError(f"{key} ({side}, {list(shape)}): the family's table does not cover it: {problem}")

@@ -1,0 +1,366 @@
+"""The optimizer's state of a checkpoint in the layout that every later job loads, under any division of the model.
+
+    fully_sharded_model_space (0.12 to 0.14)   stretches of flattened parameters, under the parameters' keys
+    dp_reshardable                             flat buckets, which say nothing of parameters
+    -> fully_reshardable (from 0.15 on)        a tensor of the parameter's own shape for each state
+
+As with models, the target is a view: its tensors are slices of what is stored, and no element is computed. Which slice
+of a bucket is which parameter, the caller tells (`models._flat_buckets`). The checkpoint's own elements confirm it: the
+optimizer's copy of a parameter, rounded to the model's dtype, is the model's parameter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from mcore_ckpt.core.boxes import Box, intersect, relative, runs
+from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
+from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, object_key
+from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.reshard.buckets import FlatParameter, ParameterBox, ParameterOrders, places_in_buckets
+from mcore_ckpt.reshard.options import FULLY_RESHARDABLE
+from mcore_ckpt.target.state_pickle import decode_state, encode_state
+from mcore_ckpt.tools.dtype_cast import cast_floats
+from mcore_ckpt.tools.keys import is_optimizer_key
+from mcore_ckpt.tools.parallel_layout import optimizer_layout
+from mcore_ckpt.tools.payloads import StoredPayloads
+from mcore_ckpt.tools.plain_state import read_object, stored_common_state, unwrapped
+from mcore_ckpt.view.slices import Part, TensorView, as_stored
+
+__all__ = ["ConvertedOptimizer", "convert_optimizer"]
+
+_BUCKET = re.compile(
+    r"(?P<chained>chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)"
+    r"\.dtype_(?P<dtype>.+)\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)"
+)
+_GROUP_OBJECT = re.compile(
+    r"(?P<chained>chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<name>\w+)/shard_0_1"
+)
+_STATE_KEY = re.compile(r"(?P<prefix>(?:chained_\d+\.)?optimizer\.state\.)(?P<state>[^.]+)\.(?P<key>.+)")
+_BUCKET_SIZES = ("per_bucket_numel", "per_bucket_numel_unpadded")
+_COMMON_OBJECT = object_key("common_state", (0,), (1,))
+_ELEMENTS_COMPARED = 64
+_MAIN_PARAMETER = "param"
+# Members of a state that differ in nothing else: Megatron 0.15 and later call the first one the second.
+_OLD_MAIN_PARAMETER = "fp32_param"
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedOptimizer:
+    """What a checkpoint is to be made of.
+
+    Attributes:
+        tensors: of the target, the model's included.
+        kept_objects: stored objects that stay as they are.
+        objects: contents of new objects.
+        common: content of `common.pt`, where the common state is that file; else it is among `objects`.
+        notes: what was done, for a person.
+    """
+
+    tensors: dict[str, TensorView]
+    kept_objects: tuple[str, ...]
+    objects: dict[str, bytes] = field(default_factory=dict)
+    common: bytes | None = None
+    notes: tuple[str, ...] = ()
+
+
+def convert_optimizer(
+    payloads: StoredPayloads, common: Mapping[str, Any], orders_of: ParameterOrders
+) -> ConvertedOptimizer | None:
+    """Plan the conversion to `fully_reshardable`; None if that is the layout already.
+
+    Args:
+        payloads: the checkpoint; a few elements of each parameter are read.
+        common: its common state, plain values.
+        orders_of: asked for the order of parameters in flat buckets.
+
+    Raises:
+        OptionError: there is nothing to convert, or it cannot be done; nothing has been written.
+        CorruptCheckpointError: what is stored contradicts itself.
+    """
+    index = payloads.index
+    kind = optimizer_layout(index, common)
+    if kind is None:
+        raise OptionError(f"{index.path}: holds no optimizer state whose layout could be changed")
+    flattened = any(is_optimizer_key(key) and index.mcore_data.get(key) for key in index.tensors)
+    if kind == FULLY_RESHARDABLE and not flattened:
+        return None
+    if kind == "dp_reshardable":
+        return _from_buckets(payloads, common, orders_of)
+    if kind in ("fully_sharded_model_space", FULLY_RESHARDABLE):
+        return _from_stretches(index, common)
+    raise OptionError(
+        f"{index.path}: its optimizer state is {kind!r}; expected dp_reshardable or fully_sharded_model_space, which "
+        f"can be made {FULLY_RESHARDABLE}. Reshard the model alone with --drop optimizer. Nothing was written"
+    )
+
+
+# --- from stretches of flattened parameters
+
+
+def _from_stretches(index: CheckpointIndex, common: Mapping[str, Any]) -> ConvertedOptimizer:
+    views: dict[str, TensorView] = {}
+    changed = 0
+    for key, entry in index.tensors.items():
+        found = _STATE_KEY.fullmatch(key)
+        name = key
+        if found is not None and found["state"] == _OLD_MAIN_PARAMETER:
+            name = f"{found['prefix']}{_MAIN_PARAMETER}.{found['key']}"
+        if name != key and name in index.tensors:
+            raise OptionError(f"{index.path}: holds {key} and {name}; expected one of them. Nothing was written")
+        shape = index.mcore_data.get(key, {}).get("nd_reformulated_orig_global_shape")
+        if shape is None:
+            views[name] = as_stored(entry)
+        else:
+            views[name] = _unflattened(entry, tuple(shape))
+            changed += 1
+    objects, content = _with_layout(index, common, {})
+    kept = tuple(key for key in index.objects if key not in objects)
+    note = f"optimizer: {changed} flattened tensors become tensors of their parameters' shapes ({FULLY_RESHARDABLE})"
+    return ConvertedOptimizer(views, kept, objects, content, (note,))
+
+
+def _unflattened(entry: TensorEntry, shape: tuple[int, ...]) -> TensorView:
+    """A parameter that is stored as a grid of flattened boxes, `[boxes along each axis..., elements of a box]`."""
+    grid = entry.shape[:-1]
+    cells_fit = len(grid) == len(shape) and all(n > 0 and size % n == 0 for size, n in zip(shape, grid, strict=False))
+    cell = tuple(size // n for size, n in zip(shape, grid, strict=True)) if cells_fit else ()
+    if not cells_fit or math.prod(cell) != entry.shape[-1]:
+        raise CorruptCheckpointError(
+            f"{entry.fqn}: stored as a grid {list(entry.shape)} of flattened boxes of a tensor {list(shape)}, which it "
+            "does not divide; `.metadata` contradicts itself"
+        )
+    parts = []
+    for place in itertools.product(*map(range, grid)):
+        box = Box(tuple(map(operator.mul, place, cell)), cell)
+        parts.append(Part(box, entry.fqn, Box((*place, 0), (*(1,) * len(grid), entry.shape[-1])), flat=0))
+    return TensorView(shape, tuple(parts))
+
+
+# --- from flat buckets
+
+
+class _Buffer(NamedTuple):
+    """Which buffer of the optimizer: the prefix of its keys, the group of ranks, and its number there."""
+
+    chained: str
+    group: int
+    number: int
+
+
+def _from_buckets(
+    payloads: StoredPayloads, common: Mapping[str, Any], orders_of: ParameterOrders
+) -> ConvertedOptimizer:
+    index = payloads.index
+    content = common.get("content_metadata")
+    content = content if isinstance(content, dict) else {}
+    arguments = common.get("args")
+    orders = orders_of(arguments if isinstance(arguments, dict) else {}, content)
+    buffers = _buffers(index)
+    views = {key: as_stored(entry) for key, entry in index.tensors.items() if not _BUCKET.fullmatch(key)}
+    _compare_model(index, itertools.chain.from_iterable(orders.values()))
+    avoid_prefix = bool(content.get("chained_optim_avoid_prefix"))
+    sources: dict[str, list[Part]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    done: set[tuple[bool, int]] = set()
+    for (chained, group), numbers in _by_group(buffers).items():
+        held_by = chained == "chained_1.", group
+        chunks = [chunk for chunk in orders.get(held_by, []) if chunk]
+        where = f"{index.path}: {chained}optimizer.distributed.dp_group_idx_{group}"
+        if chained not in ("", "chained_0.", "chained_1.") or len(chunks) != len(numbers):
+            raise OptionError(
+                f"{where}: holds {len(numbers)} buffers, expected {len(chunks)}, one for each chunk of the model that "
+                "megatron-core builds from the stored arguments; parameters of several dtypes, or several optimizers, "
+                "are not converted. Nothing was written"
+            )
+        done.add(held_by)
+        for number, chunk in zip(sorted(numbers), chunks, strict=True):
+            states = buffers[_Buffer(chained, group, number)]
+            sizes = _bucket_sizes(index, states, f"{where}.gbuf_idx_{number}")
+            places = places_in_buckets(chunk, sizes, f"{where}.gbuf_idx_{number}")
+            prefix = "" if avoid_prefix else chained
+            for parameter, place in zip(chunk, places, strict=True):
+                for part in parameter.boxes:
+                    first = place.first + part.first
+                    _compare_elements(payloads, states[_MAIN_PARAMETER][place.bucket], first, part)
+                    if parameter.is_copy:
+                        continue
+                    for state, keys in states.items():
+                        key = f"{prefix}optimizer.state.{state}.{part.key}"
+                        shapes[key] = part.shape
+                        array = Box((0,), (sizes[place.bucket],))
+                        sources.setdefault(key, []).append(Part(part.box, keys[place.bucket], array, flat=first))
+    missing = sorted(orders.keys() - done)
+    if missing:
+        raise OptionError(
+            f"{index.path}: no buckets are stored for group {missing[0][1]} of the ranks that the stored arguments "
+            f"name, and {len(missing) - 1} more. Nothing was written"
+        )
+    views |= {key: TensorView(shapes[key], tuple(parts)) for key, parts in sources.items()}
+    group_objects = {key: found for key in index.objects if (found := _GROUP_OBJECT.fullmatch(key))}
+    objects, common_file = _with_layout(index, common, _shared_state(index, group_objects))
+    kept = tuple(key for key in index.objects if key not in objects and key not in group_objects)
+    note = (
+        f"optimizer: {sum(len(keys) for states in buffers.values() for keys in states.values())} flat buckets become "
+        f"{len(sources)} tensors of the parameters' shapes ({FULLY_RESHARDABLE})"
+    )
+    return ConvertedOptimizer(views, kept, objects, common_file, (note,))
+
+
+def _buffers(index: CheckpointIndex) -> dict[_Buffer, dict[str, list[str]]]:
+    """For each buffer and state, the keys of its buckets in order."""
+    found: dict[_Buffer, dict[str, dict[int, str]]] = {}
+    for key in index.tensors:
+        match = _BUCKET.fullmatch(key)
+        if match is not None:
+            buffer = _Buffer(match["chained"] or "", int(match["group"]), int(match["buffer"]))
+            found.setdefault(buffer, {}).setdefault(match["state"], {})[int(match["bucket"])] = key
+    buffers: dict[_Buffer, dict[str, list[str]]] = {}
+    for buffer, states in found.items():
+        for state, buckets in states.items():
+            if sorted(buckets) != list(range(len(buckets))):
+                raise CorruptCheckpointError(
+                    f"{index.path}: {next(iter(buckets.values()))}: buckets {sorted(buckets)[:8]} of {state} are "
+                    f"stored, expected all from 0 to {max(buckets)}. Nothing was written"
+                )
+            buffers.setdefault(buffer, {})[state] = [buckets[n] for n in range(len(buckets))]
+    return buffers
+
+
+def _by_group(buffers: Iterable[_Buffer]) -> dict[tuple[str, int], list[int]]:
+    groups: dict[tuple[str, int], list[int]] = {}
+    for chained, group, number in sorted(buffers):
+        groups.setdefault((chained, group), []).append(number)
+    return groups
+
+
+def _bucket_sizes(index: CheckpointIndex, states: Mapping[str, Sequence[str]], where: str) -> list[int]:
+    """Elements of each bucket, which all states have in common.
+
+    Raises:
+        CorruptCheckpointError: they have not.
+        OptionError: the elements are not those that a job loads in the other layout.
+    """
+    if _MAIN_PARAMETER not in states:
+        raise OptionError(f"{where}: holds {', '.join(sorted(states))}, expected {_MAIN_PARAMETER} among them")
+    sizes = [index.tensors[key].shape for key in states[_MAIN_PARAMETER]]
+    for state, keys in states.items():
+        entries = [index.tensors[key] for key in keys]
+        if [entry.shape for entry in entries] != sizes:
+            raise CorruptCheckpointError(
+                f"{where}: buckets of {state} have {[entry.shape for entry in entries][:8]} elements, those of "
+                f"{_MAIN_PARAMETER} {sizes[:8]}. Nothing was written"
+            )
+        other = next((entry for entry in entries if entry.dtype != "float32"), None)
+        if other is not None:
+            raise OptionError(
+                f"{other.fqn}: its elements are {other.dtype}; expected float32, as jobs keep them in the layout "
+                f"{FULLY_RESHARDABLE}. Nothing was written"
+            )
+    return [shape[0] for shape in sizes]
+
+
+def _compare_model(index: CheckpointIndex, chunks: Iterable[Sequence[FlatParameter]]) -> None:
+    """Raise `OptionError` unless the model that was built is the one that is stored."""
+    built = {(part.key, part.shape) for chunk in chunks for parameter in chunk for part in parameter.boxes}
+    for key, shape in sorted(built):
+        entry = index.tensors.get(key)
+        if entry is None or entry.shape != shape:
+            got = "holds no such tensor" if entry is None else f"holds it with the shape {list(entry.shape)}"
+            raise OptionError(
+                f"{index.path}: the model that megatron-core builds from the stored arguments has {key} of shape "
+                f"{list(shape)}, the checkpoint {got}. Where its parameters lie in the optimizer's buckets is not "
+                "known. Nothing was written"
+            )
+
+
+def _compare_elements(payloads: StoredPayloads, bucket: str, first: int, part: ParameterBox) -> None:
+    """Compare the first and the last elements of a parameter with the optimizer's copy of them."""
+    index = payloads.index
+    stored, copy = index.tensors[part.key], index.tensors[bucket]
+    count = min(_ELEMENTS_COMPARED, part.box.sizes[-1] if part.box.sizes else 1)
+    ends = [offset + size for offset, size in zip(part.box.offsets, part.box.sizes, strict=True)]
+    sizes = (*(1,) * (len(ends) - 1), count)
+    for at, offsets in (
+        (first, part.box.offsets),
+        (first + math.prod(part.box.sizes) - count, tuple(map(operator.sub, ends, sizes))),
+    ):
+        expected = _elements(payloads, stored, Box(offsets, sizes if ends else ()))
+        got = cast_floats(_elements(payloads, copy, Box((at,), (count,))), copy.dtype, stored.dtype)
+        if bytes(got) != bytes(expected):
+            raise CorruptCheckpointError(
+                f"{index.path}: elements [{at}, {at + count}) of {bucket} ought to be those of {part.key} at "
+                f"{list(offsets)}, and are others. The optimizer that was saved keeps its parameters in another order "
+                "than the model that megatron-core builds from the stored arguments, or its state is not that of these "
+                "weights. Nothing was written"
+            )
+
+
+def _elements(payloads: StoredPayloads, entry: TensorEntry, box: Box) -> memoryview:
+    """A few elements of a tensor along its last axis, which may lie in several chunks."""
+    elem_bytes = element_bytes(entry.dtype)
+    found = memoryview(bytearray(math.prod(box.sizes) * elem_bytes))
+    for chunk in entry.chunks:
+        shared = intersect(Box(chunk.offsets, chunk.sizes), box)
+        if shared is not None:
+            at = (shared.offsets[-1] - box.offsets[-1]) * elem_bytes if box.sizes else 0
+            first = runs(chunk.sizes, relative(shared, chunk.offsets), elem_bytes).first_byte
+            nbytes = math.prod(shared.sizes) * elem_bytes
+            payloads.read_into(payloads.locate(entry, chunk), first, found[at : at + nbytes])
+    return found
+
+
+def _shared_state(index: CheckpointIndex, objects: Mapping[str, re.Match[str]]) -> dict[str, dict[str, Any]]:
+    """What is no tensor of the optimizer's state, by prefix and name: the first group's, as a save would keep it."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, match in objects.items():
+        if int(match["group"]) == 0 and match["name"] not in _BUCKET_SIZES:
+            value = unwrapped(decode_state(read_object(index, index.objects[key]), key))
+            found.setdefault(match["chained"] or "", {})[match["name"]] = value
+    return found
+
+
+# --- the common state
+
+
+def _with_layout(
+    index: CheckpointIndex, common: Mapping[str, Any], shared: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, bytes], bytes | None]:
+    """The common state that says how the optimizer's state is laid out: as an object, or as the content of a file."""
+    stored = stored_common_state(index)
+    if stored is None or stored.transforms:
+        raise OptionError(
+            f"{index.path}: holds no common state that could say how the optimizer's state is laid out; expected that "
+            "of a job of Megatron. Nothing was written"
+        )
+    decoded = decode_state(stored.content, stored.where)
+    state = unwrapped(decoded)
+    if not isinstance(state, dict):
+        raise CorruptCheckpointError(f"{stored.where}: expected a dict, got {type(state).__name__}")
+    metadata = state.get("content_metadata")
+    metadata = {**metadata} if isinstance(metadata, dict) else {}
+    metadata["distrib_optim_sharding_type"] = FULLY_RESHARDABLE
+    metadata.setdefault("distrib_optim_fully_reshardable_mem_efficient", False)
+    optimizer = state.get("optimizer")
+    optimizer = {**optimizer} if isinstance(optimizer, dict) else {}
+    if any(isinstance(name, int) for name in optimizer):
+        for number, part in optimizer.items():
+            optimizer[number] = _laid_out(part, shared.get(f"chained_{number}.", {}))
+    else:
+        optimizer = _laid_out(optimizer, shared.get("", {}))
+    changed = {**state, "optimizer": optimizer, "content_metadata": metadata}
+    content = encode_state([changed] if isinstance(decoded, list) else changed)
+    if _COMMON_OBJECT in index.objects and stored.where.startswith(_COMMON_OBJECT):
+        return {_COMMON_OBJECT: content}, None
+    return {}, content
+
+
+def _laid_out(optimizer: Any, shared: Mapping[str, Any]) -> dict[str, Any]:
+    part = {**optimizer} if isinstance(optimizer, dict) else {}
+    return {**shared, **part, "param_state_sharding_type": FULLY_RESHARDABLE}

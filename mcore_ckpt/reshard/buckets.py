@@ -1,0 +1,108 @@
+"""Where each parameter lies in the flat buckets of Megatron-Core's distributed optimizer.
+
+The optimizer keeps its state in buffers, one for each chunk of the model and kind of element, cut into buckets. A
+buffer holds the parameters of the chunk in the reverse order of `named_parameters()`, each from a multiple of 64
+elements on. Where buckets begin follows from their stored sizes, whatever made them end there. Which parameters there
+are, in which order, only the model tells (`models._flat_buckets`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.errors import CorruptCheckpointError
+
+__all__ = ["BucketOffset", "FlatParameter", "ParameterBox", "ParameterOrders", "places_in_buckets"]
+
+_ALIGNMENT = 64
+
+
+class ParameterBox(NamedTuple):
+    """A part of a parameter, which is a box of a global tensor.
+
+    Attributes:
+        key: the tensor's in the model's state.
+        shape: of the tensor.
+        box: of it.
+        first: of the flattened parameter, the element that the box begins with; it has them all in its own order.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    box: Box
+    first: int
+
+
+class FlatParameter(NamedTuple):
+    """A parameter of one rank.
+
+    Attributes:
+        name: in the rank's chunk of the model.
+        numel: its elements.
+        own_bucket: it shares no bucket with others, as embeddings that two stages hold.
+        is_copy: another rank's is the one that counts.
+        boxes: which together are all of it.
+    """
+
+    name: str
+    numel: int
+    own_bucket: bool
+    is_copy: bool
+    boxes: tuple[ParameterBox, ...]
+
+
+class BucketOffset(NamedTuple):
+    """Where a parameter begins: number of the bucket, and its first element in it."""
+
+    bucket: int
+    first: int
+
+
+def places_in_buckets(parameters: Sequence[FlatParameter], sizes: Sequence[int], where: str) -> list[BucketOffset]:
+    """Lay parameters into buckets, as Megatron-Core does.
+
+    Args:
+        parameters: of one buffer, in its order.
+        sizes: of its buckets, in elements, without what pads their ends.
+        where: the buffer, for messages.
+
+    Raises:
+        CorruptCheckpointError: they do not fill buckets of these sizes.
+    """
+    places: list[BucketOffset] = []
+    bucket, at = 0, 0
+    for parameter in parameters:
+        start = _aligned(at)
+        # A bucket before an embedding that gets one of its own ends where that would have begun.
+        if bucket < len(sizes) and at and sizes[bucket] in (at, start):
+            bucket, start = bucket + 1, 0
+        if bucket >= len(sizes) or start + parameter.numel > sizes[bucket]:
+            raise CorruptCheckpointError(
+                f"{where}: the parameters of the model do not fill the buckets that are stored: {parameter.name} of "
+                f"{parameter.numel} elements would end at element {start + parameter.numel} of bucket {bucket}, "
+                + (f"which has {sizes[bucket]}" if bucket < len(sizes) else f"and there are {len(sizes)}")
+                + ". The stored arguments are not those of the model that was saved. Nothing was written"
+            )
+        places.append(BucketOffset(bucket, start))
+        at = start + parameter.numel
+    if bucket != len(sizes) - 1 or (sizes and sizes[bucket] not in (at, _aligned(at))):
+        raise CorruptCheckpointError(
+            f"{where}: the {len(parameters)} parameters of the model end at element {at} of bucket {bucket}, expected "
+            f"{len(sizes)} buckets of {list(sizes)[:8]} elements to be filled; the stored arguments are not those of "
+            "the model that was saved. Nothing was written"
+        )
+    return places
+
+
+def _aligned(element: int) -> int:
+    return -(-element // _ALIGNMENT) * _ALIGNMENT
+
+
+ParameterOrders = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[tuple[bool, int], list[list[FlatParameter]]]]
+"""Tells for Megatron's stored arguments and content metadata what each group of the model-parallel ranks holds.
+
+(of experts that are divided among ranks, number of the group) -> for each chunk of the model, its parameters in the
+order of the buffer.
+"""

@@ -1,0 +1,198 @@
+"""One conversion, whatever it is from and to: what was thought of it, and what came of it.
+
+a source, options -> `Conversion`, nothing written -> with `dry_run`, its rows -> otherwise the target
+                                                    `ConversionReport` says either
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.format.index import TensorEntry
+from mcore_ckpt.reshard.options import ConversionOptions
+from mcore_ckpt.reshard.plan import target_dtype
+from mcore_ckpt.target.build import BuildOptions, Built, build_target
+from mcore_ckpt.target.slots import TargetPlan
+from mcore_ckpt.tools.payloads import StoredPayloads
+from mcore_ckpt.view.derived import cast_payloads
+from mcore_ckpt.view.source_files import SourceFiles
+
+__all__ = ["Conversion", "ConversionReport", "KeyPlan", "arguments_of", "in_dtype", "run_conversion"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPlan:
+    """A tensor of the target, or a part of one, and what it is made of.
+
+    Attributes:
+        source: key of the tensor that it comes from; with `*` where many have one row.
+        parts: how many of the source's tensors it is put together from, or into how many it is taken apart.
+        target: its key; in brackets the index along axes that count layers and experts.
+        shape: of the tensor on the side that keeps each parameter by itself.
+        decided_by: for a reshard, what tells the axis; `guess` if that is a name or a shape alone.
+    """
+
+    source: str
+    parts: int
+    transform: str
+    target: str
+    shape: tuple[int, ...]
+    dtype: str
+    decided_by: str = ""
+    guess: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionReport:
+    """What a conversion does, and what it has written.
+
+    Attributes:
+        format: of the side that is not `torch_dist`: `safetensors`, `torch`, `dcp`, `ucp`, `hf`, `megatron-legacy`; of
+            a reshard `torch_dist`.
+        family: of the model, where one was found.
+        source_layout, target_layout: parallel sizes, for showing; empty where a side is not divided.
+        keys: row by row; with `dry_run` alone.
+        config: the model's `config.json`.
+        arguments: Megatron's.
+        objects: how many objects the target has.
+        tensors, payload_bytes, chunks: of the target.
+        guesses: how many tensors are divided by a guess.
+        notes: what is good to know.
+        left_out: what has no place in the target, with the reason where it is not plain.
+        files: that were written; none with `dry_run`.
+        file_bytes: of them.
+        resumed: an earlier run had begun the target.
+        verified: the target was read back and compared with the source.
+        copy_s, verify_s: seconds.
+    """
+
+    source: str
+    target: str
+    format: str
+    family: str
+    source_layout: str
+    target_layout: str
+    keys: tuple[KeyPlan, ...]
+    config: Mapping[str, Any]
+    arguments: Mapping[str, Any]
+    objects: int
+    tensors: int
+    payload_bytes: int
+    chunks: int
+    guesses: int
+    notes: tuple[str, ...]
+    left_out: tuple[str, ...]
+    files: tuple[str, ...] = ()
+    file_bytes: int = 0
+    resumed: bool = False
+    verified: bool = False
+    copy_s: float = 0.0
+    verify_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """A conversion that has been thought through; nothing has been written.
+
+    Attributes:
+        payloads: of everything that is written, open.
+        source: the files behind them, as they were at first.
+        plan: of the target.
+        keys: rows, one after another, for showing.
+        carry: adds to the target's folder what is no tensor.
+        after: called when the target has its name.
+        objects: how many the target has.
+    """
+
+    format: str
+    payloads: StoredPayloads
+    source: SourceFiles
+    plan: TargetPlan
+    keys: Callable[[], Iterable[KeyPlan]]
+    family: str = ""
+    source_layout: str = ""
+    target_layout: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    objects: int = 0
+    guesses: int = 0
+    notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    carry: Callable[[Path], None] = lambda _: None
+    after: Callable[[], None] = lambda: None
+
+
+def run_conversion(
+    conversion: Conversion,
+    source: str,
+    target: Path,
+    options: ConversionOptions,
+    *,
+    dry_run: bool,
+    progress: bool | None,
+    move_files: bool = True,
+) -> ConversionReport:
+    """Do what was thought through, or say it.
+
+    Args:
+        conversion: its payloads are closed.
+        source: for the report.
+        target: directory to make.
+        options: how.
+        dry_run: write nothing.
+        progress: show bars; None: if standard error is a terminal.
+        move_files: let the kernel copy payloads that stay as they are.
+    """
+    with conversion.payloads as payloads:
+        rows = tuple(conversion.keys()) if dry_run else ()
+        built = Built((), 0, False, False, 0.0, 0.0)
+        if not dry_run:
+            built = build_target(
+                payloads,
+                conversion.plan,
+                target,
+                BuildOptions(options.workers, options.verify, options.restart, move_files, options.memory_bytes),
+                source=conversion.source,
+                carry=conversion.carry,
+                progress=progress,
+            )
+            conversion.after()
+    moves = list(conversion.plan.moves)
+    return ConversionReport(
+        source,
+        str(target),
+        conversion.format,
+        conversion.family,
+        conversion.source_layout,
+        conversion.target_layout,
+        rows,
+        conversion.config,
+        conversion.arguments,
+        conversion.objects,
+        len(moves),
+        conversion.plan.payload_bytes,
+        sum(len(move.slots) for move in moves),
+        conversion.guesses,
+        conversion.notes,
+        conversion.left_out,
+        *astuple(built),
+    )
+
+
+def arguments_of(common: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's arguments in a common state of plain values; empty if it has none."""
+    found = common.get("args")
+    return found if isinstance(found, dict) else {}
+
+
+def in_dtype(payloads: StoredPayloads, dtype: str | None) -> StoredPayloads:
+    """Payloads in which the model's floating-point tensors have this dtype."""
+
+    def wanted(entry: TensorEntry) -> str:
+        return target_dtype(entry, dtype)
+
+    return cast_payloads(payloads, wanted)

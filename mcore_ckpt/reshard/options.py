@@ -1,0 +1,198 @@
+"""Options of conversions, each described once: the commands and the documentation take names and help from here.
+
+A conversion's options are a dataclass whose fields are made by `option`. `TAKES` says which of them each kind of
+conversion takes. Values come as people write them (`"bf16"`, `"1G"`, a file of rules) and are checked when the options
+are made, for the functions as for the commands.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, ClassVar, Final, TypeVar
+
+from mcore_ckpt.core.console import human_bytes
+from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.reshard.rules import PartitionRule, RenameRule, parse_partition_rules, parse_rename_rules, rules_in
+
+__all__ = [
+    "FULLY_RESHARDABLE",
+    "ConversionOptions",
+    "ReshardOptions",
+    "flag_of",
+    "help_of",
+    "kinds_of",
+    "made_options",
+    "option",
+    "option_table",
+    "parse_size",
+    "partition_rules",
+    "rename_rules",
+]
+
+FULLY_RESHARDABLE: Final = "fully_reshardable"
+"""The layout that an optimizer's state can be given."""
+
+_FACTORS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
+_MIN_MEMORY_BYTES: Final = 384 * 1024**2
+"""The process itself and the smallest buffers."""
+
+
+def option(default: Any, text: str, *, flag: str = "", metavar: str = "", choices: Sequence[str] = ()) -> Any:
+    """A field of an options class.
+
+    Args:
+        default: its value where nothing is said.
+        text: what it does, in a few words.
+        flag: its name in the shell; by default made of the field's.
+        metavar: what stands for its value in help texts.
+        choices: the values that it can have.
+    """
+    return field(default=default, metadata={"text": text, "flag": flag, "metavar": metavar, "choices": tuple(choices)})
+
+
+def flag_of(described: Field[Any]) -> str:
+    """The name of an option in the shell."""
+    return str(described.metadata["flag"]) or f"--{described.name.replace('_', '-')}"
+
+
+def help_of(described: Field[Any]) -> str:
+    """What an option does, and its default."""
+    default = described.default
+    shown = default
+    if described.name.endswith("_bytes") and isinstance(default, int):
+        shown = f"{default >> 30}G" if default % (1 << 30) == 0 else human_bytes(default)
+    plain = default is None or default == () or isinstance(default, bool)
+    return str(described.metadata["text"]) + ("" if plain else f" ({shown})")
+
+
+def parse_size(given: str | int, *, at_least: int = 1) -> int:
+    """Bytes, from `512M`, `2G` or a plain number (binary units); raises `OptionError`."""
+    text = str(given)
+    number, unit = text.strip().upper().removesuffix("B").removesuffix("I"), ""
+    if number and number[-1] in _FACTORS:
+        number, unit = number[:-1], number[-1:]
+    try:
+        value = int(float(number) * _FACTORS[unit])
+    except (ValueError, OverflowError):
+        value = -1
+    if value < at_least:
+        raise OptionError(f"size {text!r}: expected a number with K, M, G or T, and at least {human_bytes(at_least)}")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionOptions:
+    """What every conversion takes."""
+
+    TAKES: ClassVar[Mapping[str, str]] = {}
+
+    dtype: str | None = option(
+        None, "convert the model's floating-point tensors: bf16, fp16, fp32, or torch's names", metavar="TYPE"
+    )
+    drop_optimizer: bool = option(False, "leave the optimizer's state out", flag="--drop", choices=("optimizer",))
+    workers: int = option(2, "threads, and tensors in progress at once", metavar="W")
+    memory_bytes: int = option(1024**3, "memory to stay within, e.g. 512M", flag="--memory", metavar="SIZE")
+    verify: bool = option(True, "compare DST with SRC by checksum before it appears, if DST is a checkpoint")
+    restart: bool = option(False, "throw away what an interrupted run has left, instead of resuming it")
+
+    def __post_init__(self) -> None:
+        for name, value in self.normal().items():
+            object.__setattr__(self, name, value)
+        if self.workers < 1:
+            raise OptionError(f"--workers {self.workers}: expected at least 1")
+
+    def normal(self) -> dict[str, Any]:
+        """Values as the rest of the package has them; raises `OptionError`."""
+        from mcore_ckpt.tools.dtype_cast import floating_dtype  # imports numpy, which no help text needs
+
+        found: dict[str, Any] = {
+            "dtype": floating_dtype(self.dtype, "dtype"),
+            "drop_optimizer": bool(self.drop_optimizer),
+            "memory_bytes": parse_size(self.memory_bytes, at_least=_MIN_MEMORY_BYTES),
+        }
+        for described in fields(self):
+            value = getattr(self, described.name)
+            if described.name in ("hf_config", "like", "common") and value is not None:
+                found[described.name] = os.fspath(value)
+        return found
+
+    def refuse_others(self, kind: str, direction: str) -> None:
+        """Raise `OptionError` for an option that a kind of conversion does not take."""
+        for described in fields(self):
+            kinds = [known for known, names in self.TAKES.items() if described.name in names.split()]
+            if kinds and kind not in kinds and getattr(self, described.name) != described.default:
+                raise OptionError(f"{flag_of(described)}: not with {direction} {kind}; it goes with {', '.join(kinds)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardOptions(ConversionOptions):
+    """What to make of a checkpoint. Without `tp` and `pp` the layout of `like`, or the one it has, is taken over."""
+
+    TAKES: ClassVar[Mapping[str, str]] = {}
+
+    tp: int | None = option(None, "tensor parallel size", metavar="N")
+    pp: int | None = option(None, "pipeline parallel size", metavar="M")
+    ep: int = option(1, "expert parallel size", metavar="K")
+    etp: int | None = option(None, "tensor parallel size of experts; by default as --tp", metavar="N")
+    dp: int | None = option(None, "spread chunks over so many data parallel ranks", metavar="D")
+    like: str | None = option(
+        None, "take axes (without --tp and --pp: chunks and files) from this checkpoint", metavar="CKPT"
+    )
+    rules: tuple[PartitionRule, ...] = option(
+        (), "file of lines: key pattern (regular expression), axis or `whole`, [x2] for two halves", metavar="FILE"
+    )
+    merge: bool = option(False, "one file for each rank, instead of one for each rank and worker")
+    only: str | None = option(None, "keys to carry (shell pattern, or a part of the key)", metavar="PATTERN")
+    optimizer: str | None = option(
+        None,
+        "give the optimizer's state this layout, which loads under any division of the model",
+        choices=(FULLY_RESHARDABLE,),
+    )
+    file_copy: bool = option(True, "let the kernel copy payloads that stay as they are")
+
+    def normal(self) -> dict[str, Any]:
+        """As `ConversionOptions.normal`."""
+        return {**ConversionOptions.normal(self), "rules": partition_rules(self.rules)}
+
+
+_Options = TypeVar("_Options", bound=ConversionOptions)
+
+
+def made_options(cls: type[_Options], given: Mapping[str, Any]) -> _Options:
+    """Options by name; raises `OptionError` for names that there are not."""
+    known = [described.name for described in fields(cls)]
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            raise OptionError(f"{name}: no such option" + (f"; did you mean {close[0]}?" if close else ""))
+    return cls(**given)
+
+
+def kinds_of(cls: type[ConversionOptions], name: str) -> tuple[str, ...]:
+    """The kinds of conversion that take an option; empty: all."""
+    kinds = tuple(kind for kind, names in cls.TAKES.items() if name in names.split())
+    return () if len(kinds) == len(cls.TAKES) else kinds
+
+
+def _table_rows(cls: type[ConversionOptions]) -> Iterator[str]:
+    for described in fields(cls):
+        kinds = kinds_of(cls, described.name)
+        yield f"    {described.name}: {help_of(described)}" + (f"; with {', '.join(kinds)}" if kinds else "")
+
+
+def option_table(cls: type[ConversionOptions]) -> str:
+    """All options, one a line, for docstrings."""
+    return "\n".join(_table_rows(cls))
+
+
+def partition_rules(given: Any) -> tuple[PartitionRule, ...]:
+    """Rules as a caller gives them: a file, or the rules themselves."""
+    return rules_in(given or None, parse_partition_rules)
+
+
+def rename_rules(given: Any) -> tuple[RenameRule, ...]:
+    """Rules as a caller gives them: a file, or the rules themselves."""
+    return rules_in(given or None, parse_rename_rules)

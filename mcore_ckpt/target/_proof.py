@@ -1,0 +1,123 @@
+"""Is a target, as it lies on the disk, its source? Shown by checksum, without reading the source again.
+
+The target is read back and divided once more into the chunks of the source. Each must have the CRC-32 that is stored
+with the source's chunk, or where none is stored, the one that the writer found. So one pass over the target checks data
+and layout at once, from the target's own index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError
+from mcore_ckpt.core.threads import in_parallel
+from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
+from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.target._journal import Journal
+from mcore_ckpt.target._read_ahead import AheadSource, ReadAhead
+from mcore_ckpt.target.slots import TargetPlan, TensorMove
+from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
+from mcore_ckpt.tools.regrid import CrcSink, Walk, reads_of
+from mcore_ckpt.tools.tilings import Block, blocks
+
+__all__ = ["check_all"]
+
+_WINDOW_BYTES = 4 * 1024 * 1024
+# Less is read where it is compared: threads and buffers would cost more than they save.
+_MIN_AHEAD_BYTES = 16 * 1024 * 1024
+
+
+def check_all(
+    plan: TargetPlan,
+    payloads: StoredPayloads,
+    target: CheckpointIndex,
+    journal: Journal,
+    *,
+    workers: int,
+    advance: Callable[[int], None],
+) -> None:
+    """Compare a target with its source.
+
+    Args:
+        plan: what was written.
+        payloads: of the source.
+        target: index of the target; its path is where the files lie now.
+        journal: holds CRC-32s that are stored nowhere else.
+        workers: threads.
+        advance: called with payload bytes that have been compared.
+
+    Raises:
+        ChecksumError, CorruptCheckpointError: the target is not what it should be.
+    """
+    with StoredPayloads(target) as written:
+        threads = threading.local()
+
+        def check(move: TensorMove) -> None:
+            if not hasattr(threads, "window"):
+                threads.window = memoryview(bytearray(_WINDOW_BYTES))
+            _check_tensor(move, target.tensors[move.key], payloads, written, journal, threads.window)
+            advance(move.payload_bytes)
+
+        in_parallel(sorted(plan.moves, key=lambda move: move.slots[:1]), check, workers)
+        for fqn, entry in target.objects.items():  # objects keep their keys
+            item, origin = entry.item, payloads.index.objects[fqn].item
+            with written.files.reader(item.file) as copy, payloads.files.reader(origin.file) as original:
+                if copy.read(item.offset, item.length) != original.read(origin.offset, origin.length):
+                    raise CorruptCheckpointError(
+                        f"{fqn}: bytes [{item.offset}, {item.offset + item.length}) of {copy.name} differ from the "
+                        "source's item; check the device, then run the command again"
+                    )
+
+
+def _check_tensor(
+    move: TensorMove,
+    entry: TensorEntry,
+    payloads: StoredPayloads,
+    written: StoredPayloads,
+    journal: Journal,
+    window: memoryview,
+) -> None:
+    stored = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+    expected = journal.crcs.get(move.entry.fqn)
+    if expected is None:
+        expected = [payloads.locate(move.entry, chunk).crc32 or 0 for chunk in move.entry.chunks]
+    walk = Walk(element_bytes(entry.dtype))
+    source_boxes = move.source_boxes
+
+    def locate(block: Block) -> tuple[Block, list[StoredPayload]]:
+        return block, [written.locate(entry, entry.chunks[n]) for n in block.sources]
+
+    def reads(located: tuple[Block, list[StoredPayload]]) -> Iterator[tuple[StoredPayload, int, int]]:
+        block, found = located
+        targets = [source_boxes[n] for n in block.targets]
+        for n, start, nbytes in reads_of([stored[n] for n in block.sources], targets, walk.elem_bytes):
+            yield found[n], start, nbytes
+
+    ahead = ReadAhead(written.files)
+    with ahead if move.payload_bytes >= _MIN_AHEAD_BYTES else contextlib.nullcontext():
+        for block, found in ahead.steps(map(locate, blocks(stored, source_boxes)), reads):
+            sinks = [CrcSink(window) for _ in block.targets]
+            read = walk.move(
+                [stored[n] for n in block.sources],
+                [AheadSource(ahead, written, payload) for payload in found],
+                [source_boxes[n] for n in block.targets],
+                sinks,
+            )
+            for payload, value in zip(found, read, strict=True):
+                if payload.crc32 != value:
+                    raise _wrong(payload.where, payload.crc32, value)
+            for n, sink in zip(block.targets, sinks, strict=True):
+                if sink.crc32 != expected[n]:
+                    where = f"{entry.fqn}: the source's chunk at {list(source_boxes[n].offsets)}, put together from the"
+                    raise _wrong(f"{where} target", expected[n], sink.crc32)
+
+
+def _wrong(where: str, expected: int | None, got: int) -> ChecksumError:
+    shown = "none" if expected is None else f"{expected:#010x}"
+    return ChecksumError(
+        f"{where}: has CRC-32 {got:#010x}, expected {shown}: what was written is not what is on the disk. Check the "
+        "device and the source (`mcore-ckpt verify`), then run the command again"
+    )

@@ -1,0 +1,150 @@
+"""A target from the first byte to the moment it appears: folder, files, comparison with the source, name.
+
+`.metadata`, where a format has one, is written last into the folder, and the rename to the target's name comes after
+everything is durable and compared. So nothing ever looks like a checkpoint and is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt.core.console import Progress
+from mcore_ckpt.core.errors import CorruptCheckpointError, SaveError
+from mcore_ckpt.directory.common_file import bind_common_file
+from mcore_ckpt.format.metadata_read import METADATA_FILE, parse_index
+from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.target._proof import check_all
+from mcore_ckpt.target._writer import write_all
+from mcore_ckpt.target.directory import target_folder
+from mcore_ckpt.target.slots import TargetPlan
+from mcore_ckpt.tools.payloads import StoredPayloads
+from mcore_ckpt.view.source_files import SourceFiles
+
+__all__ = ["BuildOptions", "Built", "build_target"]
+
+# What the interpreter, numpy and the index take before the first buffer.
+_BASE_BYTES = 256 * 1024**2
+_MIN_BUFFER_BYTES = 64 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """How to build.
+
+    Attributes:
+        workers: threads that compare.
+        verify: compare the target with the source before it appears, if its format can be read back.
+        restart: remove what an earlier run has left.
+        move_files: let the kernel copy payloads that stay as they are.
+        memory_bytes: for everything.
+    """
+
+    workers: int = 2
+    verify: bool = True
+    restart: bool = False
+    move_files: bool = True
+    memory_bytes: int = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What was written, and how: whether an earlier run had begun it, whether it was compared, seconds."""
+
+    files: tuple[str, ...]
+    file_bytes: int
+    resumed: bool
+    verified: bool
+    copy_s: float
+    verify_s: float
+
+
+def build_target(
+    payloads: StoredPayloads,
+    plan: TargetPlan,
+    target: Path,
+    options: BuildOptions,
+    *,
+    source: SourceFiles,
+    carry: Callable[[Path], None] = lambda _: None,
+    progress: bool | None = False,
+) -> Built:
+    """Write, check and publish a target.
+
+    Args:
+        payloads: what is written.
+        plan: what goes where.
+        target: directory to make.
+        options: how.
+        source: the files that the payloads come from, as they were at first.
+        carry: called with the folder, to add what is no tensor, before `.metadata` is written.
+        progress: show bars; None: if standard error is a terminal.
+
+    Raises:
+        ChecksumError, CorruptCheckpointError: a damaged source, or a target that is not what was written.
+        CheckpointExistsError: there is something at `target`.
+        OptionError: an earlier run has left other work in the temporary directory.
+        SaveError: the target cannot be written; what is done is kept for the next run.
+        LoadError: the source cannot be read, or another program has changed its files meanwhile.
+    """
+    fingerprint = plan.fingerprint(payloads, source.states)
+    with target_folder(target, fingerprint, restart=options.restart) as (folder, journal):
+        resumed = bool(journal.done)
+        if not resumed:
+            _check_space(folder, plan.sizes)
+        folders = {(folder / name).parent for name in plan.sizes} - {folder}
+        for inner in folders:
+            inner.mkdir(parents=True, exist_ok=True)
+        started, total = time.monotonic(), plan.payload_bytes
+        with Progress("copy", total, shown=progress) as bar:
+            write_all(
+                plan,
+                payloads,
+                folder,
+                journal,
+                memory_bytes=max(_MIN_BUFFER_BYTES, (options.memory_bytes - _BASE_BYTES) // 2),
+                advance=bar.advance,
+                # What the kernel copies does not pass through here: it is compared when the target is read back.
+                move_files=options.move_files and options.verify and plan.index is not None,
+            )
+        payloads.check_rest()
+        content = plan.finish(folder, journal, payloads)
+        copied = time.monotonic()
+        verified = content is not None and (options.verify or journal.unproved)
+        if verified and content is not None:
+            written = parse_index(content, str(folder))
+            try:
+                with Progress("verify", total, shown=progress) as bar:
+                    check_all(plan, payloads, written, journal, workers=options.workers, advance=bar.advance)
+            except CorruptCheckpointError:
+                journal.forget()  # the next run is not to resume what was written
+                raise
+        checked = time.monotonic()
+        carry(folder)
+        source.refuse_changes()
+        for inner in folders:
+            storage_at(inner).sync()
+        if content is not None:
+            storage = storage_at(folder)
+            storage.sync()
+            storage.publish(METADATA_FILE, bind_common_file(content, folder))
+    file_bytes = sum(plan.sizes.values())
+    return Built(tuple(sorted(plan.sizes)), file_bytes, resumed, verified, copied - started, checked - copied)
+
+
+def _check_space(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Raise `SaveError` unless the files fit; what an earlier run has reserved for them already counts for them."""
+    needed_bytes = sum(sizes.values())
+    for name, size in sizes.items():
+        with contextlib.suppress(FileNotFoundError):
+            needed_bytes -= min(size, (folder / name).stat().st_blocks * 512)
+    stat = os.statvfs(folder)
+    free = stat.f_bavail * stat.f_frsize
+    if free < needed_bytes:
+        raise SaveError(
+            f"{folder}: {needed_bytes} bytes are needed, {free} are free: free space, or choose another disk"
+        )

@@ -1,0 +1,200 @@
+"""A target's directory: it appears by one rename, when everything in it is complete, and replaces nothing.
+
+    TARGET.partial/<id>/          the files, while they are written
+    TARGET.partial/<id>.journal   how far they are; the lock on it shows that a run is at work
+    TARGET                        a rename of the folder, which fails where there is something already
+
+A run locks its journal before it makes its folder, and removes the journal after the rename. So a folder whose journal
+is missing or not locked belongs to a run that has ended. The next run resumes it, if it is the same work, or removes
+it. A folder is renamed before it is removed: if its run is at work after all (another host, no locks), that run finds
+nothing to give the target's name to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mcore_ckpt.core.errors import CheckpointError, CheckpointExistsError, OptionError, SaveError
+from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.target._journal import InUseError, Journal
+
+__all__ = ["partial_directory", "refuse_target", "target_folder"]
+
+_ENTRY = re.compile(r"(?P<id>[0-9a-f]{16})(?P<kind>\.journal|\.gone)?")
+_EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
+
+
+def partial_directory(target: Path) -> Path:
+    """Where a target is written until it is complete."""
+    return target.with_name(target.name + ".partial")
+
+
+def refuse_target(source: Path, target: Path) -> None:
+    """Raise unless `target` is free, and not inside the source."""
+    _refuse_existing(target)
+    here, there = source.resolve(), target.resolve()
+    if here == there or here in there.parents:
+        raise OptionError(f"{target}: lies inside the source {source}, which is never written to")
+
+
+def _refuse_existing(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise _exists(target)
+
+
+def _exists(target: Path) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"{target}: there is something already, and nothing is ever overwritten: choose another name"
+    )
+
+
+@contextmanager
+def target_folder(target: Path, fingerprint: str, *, restart: bool = False) -> Iterator[tuple[Path, Journal]]:
+    """A folder to write into, which becomes `target` at the end of the block.
+
+    What was done stays for a later run if this one is interrupted, or cannot write. Any other error is one of the
+    source or of the options: the folder is removed.
+
+    Args:
+        target: it must not exist, or be empty.
+        fingerprint: of the work; an unfinished folder of the same work is resumed.
+        restart: remove what an earlier run has left, instead of resuming or refusing it.
+
+    Raises:
+        OptionError: an earlier run has left other work, or something else lies in the temporary directory.
+        CheckpointExistsError: there is something at `target`.
+        SaveError: another run is making `target`; or it cannot be written.
+    """
+    folder, journal = _open(target, fingerprint, restart=restart)
+    with journal:
+        kept = False
+        try:
+            yield folder, journal
+            storage_at(folder).sync()
+            _appear(folder, target)
+        except CheckpointError as error:
+            kept = bool(journal.done) and isinstance(error, SaveError) and not isinstance(error, CheckpointExistsError)
+            raise
+        except BaseException:
+            kept = bool(journal.done)
+            raise
+        finally:
+            if not kept:
+                shutil.rmtree(folder, ignore_errors=True)
+                journal.remove()
+                with contextlib.suppress(OSError):
+                    folder.parent.rmdir()
+
+
+def _open(target: Path, fingerprint: str, *, restart: bool) -> tuple[Path, Journal]:
+    """The folder and the journal of this run; of two runs that begin at once, the second sees the first."""
+    partial = partial_directory(target)
+    try:
+        with _alone_in(partial):
+            _refuse_existing(target)
+            found = _left(partial, fingerprint, restart=restart)
+            if found is None:
+                folder = partial / secrets.token_hex(8)
+                found = folder, Journal(folder.with_suffix(".journal"))
+                found[1].begin(fingerprint)
+            found[0].mkdir(exist_ok=True)
+            return found
+    except OSError as error:
+        raise SaveError(f"{partial}: the directory cannot be made: {error.strerror or error}") from error
+
+
+@contextmanager
+def _alone_in(partial: Path) -> Iterator[None]:
+    """No other run looks at the temporary directory meanwhile, where directories can be locked."""
+    while True:
+        partial.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            try:
+                if not os.path.samestat(os.fstat(fd), partial.stat()):
+                    continue
+            except FileNotFoundError:  # a run that has finished has removed it
+                continue
+            yield
+            return
+        finally:
+            os.close(fd)
+
+
+def _left(partial: Path, fingerprint: str, *, restart: bool) -> tuple[Path, Journal] | None:
+    """The folder of an earlier run that is resumed; what other runs have left is removed, or refused."""
+    names = sorted(path.name for path in partial.iterdir())
+    foreign = [name for name in names if not _ENTRY.fullmatch(name)]
+    if foreign:
+        raise OptionError(
+            f"{partial}: holds {foreign[0]}, which no command of mcore-ckpt has left there; remove that, or choose "
+            "another name for the target"
+        )
+    resumed: tuple[Path, Journal] | None = None
+    try:
+        for name in sorted({name[:16] for name in names}):
+            folder = partial / name
+            journal = _journal_of(folder, partial, restart=restart)
+            if journal is None:
+                continue
+            if journal.done and not restart:
+                if journal.fingerprint == fingerprint and folder.is_dir() and resumed is None:
+                    resumed = folder, journal
+                    continue
+                if folder.is_dir() and journal.fingerprint != fingerprint:
+                    journal.close()
+                    raise OptionError(
+                        f"{folder}: left by a run with another source, layout or set of options; repeat that command "
+                        "to finish it, or throw its work away with --restart"
+                    )
+            _remove(folder)
+            journal.remove()
+            journal.close()
+    except BaseException:
+        if resumed is not None:
+            resumed[1].close()
+        raise
+    return resumed
+
+
+def _journal_of(folder: Path, partial: Path, *, restart: bool) -> Journal | None:
+    """The journal of a run that has ended; None if it may be at work, and is to be left alone."""
+    try:
+        return Journal(folder.with_suffix(".journal"))
+    except InUseError as error:
+        if restart and not error.is_certain:
+            return None
+        raise SaveError(f"{partial}: another command is making this target: {error}") from error
+
+
+def _remove(folder: Path) -> None:
+    gone = folder.with_suffix(".gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _appear(folder: Path, target: Path) -> None:
+    """Give a complete directory its name, durably; a directory that is renamed replaces at most an empty one."""
+    try:
+        folder.rename(target)
+    except OSError as error:
+        if error.errno in _EXISTS:
+            raise _exists(target) from error
+        raise SaveError(f"{folder}: complete, but cannot be renamed to {target}: {error.strerror}") from error
+    storage_at(target.parent).sync()

@@ -1,0 +1,167 @@
+"""Safetensors files, sharded by size, as the Hugging Face libraries name them.
+
+    8 bytes    length of the header, little-endian
+    header     {"name": {"dtype": "BF16", "shape": [...], "data_offsets": [start, stop]}, "__metadata__": {...}}
+    data       offsets count from here
+
+`model-00001-of-00004.safetensors` with `model.safetensors.index.json`, or one `model.safetensors`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.format.index import TensorEntry
+from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.target._journal import Journal
+from mcore_ckpt.target.slots import Blob, TargetPlan, TensorMove, all_in_one, in_two_shares
+from mcore_ckpt.tools.payloads import StoredPayloads
+
+__all__ = ["DTYPES", "METADATA_KEY", "Exported", "plan_safetensors", "safetensors_header", "shard_names", "weight_map"]
+
+METADATA_KEY: Final = "__metadata__"
+"""Name that the header keeps for itself."""
+
+# Readers that map the file want elements aligned; the header is padded with spaces, as the format provides.
+_ALIGNMENT = 64
+
+DTYPES: Mapping[str, str] = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "complex64": "C64",
+}
+"""The format's names, by those of torch without `torch.`."""
+
+
+class Exported(NamedTuple):
+    """A tensor on its way out; `joined` is its shape there, where that is another for the same elements in order."""
+
+    name: str
+    entry: TensorEntry
+    joined: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape if self.joined is None else self.joined
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.entry.shape) * element_bytes(self.entry.dtype)
+
+
+def safetensors_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """The file up to the data, and where each tensor starts in the file.
+
+    Args:
+        tensors: name, torch's dtype and shape of each, in the order in which their bytes follow.
+        metadata: strings for `__metadata__`.
+
+    Raises:
+        OptionError: the format has no such dtype, or no place for such a name.
+    """
+    header: dict[str, Any] = {METADATA_KEY: dict(metadata)}
+    starts: dict[str, int] = {}
+    position = 0
+    for name, dtype, shape in tensors:
+        if name == METADATA_KEY:
+            raise OptionError(f"{name}: safetensors keeps this name for itself; give the tensor another one (--rename)")
+        if dtype not in DTYPES:
+            raise OptionError(
+                f"{name}: safetensors has no {dtype}; leave it out (--only, --rename), convert it (--dtype), or export "
+                "to torch"
+            )
+        stop = position + math.prod(shape) * element_bytes(dtype)
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [position, stop]}
+        starts[name] = position
+        position = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    first = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: first + start for name, start in starts.items()}
+
+
+def shard_names(tensors: Sequence[Exported], most_bytes: int, stem: str, ending: str) -> dict[str, list[Exported]]:
+    """Tensors in their order by file, none of which has more than so many bytes, unless one tensor is larger."""
+    shards: list[list[Exported]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > most_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    count = len(shards)
+    names = (
+        [f"{stem}.{ending}"] if count == 1 else [f"{stem}-{n:05d}-of-{count:05d}.{ending}" for n in range(1, count + 1)]
+    )
+    return dict(zip(names, shards, strict=True))
+
+
+def weight_map(shards: Mapping[str, Sequence[Exported]]) -> bytes:
+    """The index file of several shards: which file has which tensor."""
+    weights = {tensor.name: file for file, tensors in shards.items() for tensor in tensors}
+    total = sum(tensor.nbytes for tensors in shards.values() for tensor in tensors)
+    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+    return json.dumps(document, indent=2).encode() + b"\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SafetensorsPlan(TargetPlan):
+    index_file: bytes | None
+
+    def finish(self, folder: Path, journal: Journal, payloads: StoredPayloads) -> None:
+        """As `TargetPlan.finish`."""
+        if self.index_file is not None:
+            storage_at(folder).publish("model.safetensors.index.json", self.index_file)
+
+
+def plan_safetensors(tensors: Sequence[Exported], most_bytes: int) -> TargetPlan:
+    """Where each tensor goes.
+
+    Args:
+        tensors: in the order in which they are written.
+        most_bytes: no file holds more, unless one tensor is larger.
+
+    Raises:
+        OptionError: as for `safetensors_header`.
+    """
+    shards = shard_names(tensors, most_bytes, "model", "safetensors")
+    moves: list[TensorMove] = []
+    blobs, sizes = [], {}
+    for file, shard in shards.items():
+        described = [(tensor.name, tensor.entry.dtype, tensor.shape) for tensor in shard]
+        header, starts = safetensors_header(described, {"format": "pt"})
+        blobs.append(Blob(file, 0, header))
+        sizes[file] = len(header) + sum(tensor.nbytes for tensor in shard)
+        moves += [all_in_one(tensor.entry, tensor.name, file, starts[tensor.name]) for tensor in shard]
+    return _SafetensorsPlan(
+        work=in_two_shares(moves),
+        blobs=tuple(blobs),
+        sizes=sizes,
+        files_at_once=1,
+        summed=False,
+        index_file=weight_map(shards) if len(shards) > 1 else None,
+    )

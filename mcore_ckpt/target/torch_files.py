@@ -1,0 +1,98 @@
+"""Files of `torch.save` with any number of tensors, whose elements are written where they belong in the archive.
+
+The pickle is made first, so sizes and offsets of all records are known before a byte is written. The CRC-32 of each
+tensor follows its elements, and stands once more in the directory at the end of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.format.item_layout import ArchiveLayout
+from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.target._file_stream import write_end
+from mcore_ckpt.target._journal import Journal
+from mcore_ckpt.target.safetensors import Exported, shard_names, weight_map
+from mcore_ckpt.target.slots import Blob, Frame, TargetPlan, TensorMove, all_in_one, in_two_shares
+from mcore_ckpt.target.state_pickle import SavedTensor, pickle_state
+from mcore_ckpt.tools.payloads import StoredPayloads
+
+__all__ = ["plan_state_files", "plan_torch_files"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Archive:
+    """One file: its layout, and of each tensor its CRC-32, or the key of the move that writes it."""
+
+    layout: ArchiveLayout
+    sums: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TorchPlan(TargetPlan):
+    archives: Mapping[str, _Archive]
+    index_file: bytes | None
+
+    def frame(self, move: TensorMove, number: int) -> Frame:
+        """As `TargetPlan.frame`."""
+        return self.archives[move.slots[number].file].layout.frame(int(move.key.rpartition(" ")[2]))
+
+    def finish(self, folder: Path, journal: Journal, payloads: StoredPayloads) -> None:
+        """As `TargetPlan.finish`."""
+        for name, archive in self.archives.items():
+            crcs = [known if isinstance(known, int) else journal.sums[known][0][0] for known in archive.sums]
+            write_end(folder / name, self.sizes[name], archive.layout.end(crcs))
+        if self.index_file is not None:
+            storage_at(folder).publish("pytorch_model.bin.index.json", self.index_file)
+
+
+def plan_state_files(states: Mapping[str, Any], index: CheckpointIndex, index_file: bytes | None = None) -> TargetPlan:
+    """Where each tensor of some state dicts goes.
+
+    Args:
+        states: what each file holds, by name; tensors are `SavedTensor`s.
+        index: of the payloads whose keys they name.
+        index_file: content of `pytorch_model.bin.index.json`.
+    """
+    moves: list[TensorMove] = []
+    blobs: list[Blob] = []
+    sizes: dict[str, int] = {}
+    archives: dict[str, _Archive] = {}
+    for file, state in states.items():
+        pickled, tensors = pickle_state(state)
+        layout = ArchiveLayout(pickled, [tensor.nbytes for tensor in tensors])
+        blobs.append(Blob(file, 0, layout.begin))
+        sums: list[int | str] = []
+        for number, (tensor, offset) in enumerate(zip(tensors, layout.offsets, strict=True)):
+            if isinstance(tensor.content, bytes):
+                crc, frame = crc32(tensor.content), layout.frame(number)
+                sums.append(crc)
+                blobs.append(Blob(file, offset, frame.head + tensor.content + frame.tail_with(crc)))
+            else:
+                sums.append(f"{file} {number}")
+                moves.append(all_in_one(index.tensors[tensor.content], f"{file} {number}", file, offset))
+        sizes[file] = layout.size_bytes
+        archives[file] = _Archive(layout, tuple(sums))
+    return _TorchPlan(
+        work=in_two_shares(moves),
+        blobs=tuple(blobs),
+        sizes=sizes,
+        files_at_once=1,
+        archives=archives,
+        index_file=index_file,
+    )
+
+
+def plan_torch_files(tensors: Sequence[Exported], index: CheckpointIndex, most_bytes: int) -> TargetPlan:
+    """As `plan_safetensors`, in files `pytorch_model...bin`, each with a dict of tensors by name."""
+    shards = shard_names(tensors, most_bytes, "pytorch_model", "bin")
+    states = {
+        file: {tensor.name: SavedTensor(tensor.entry.dtype, tensor.shape, tensor.entry.fqn) for tensor in shard}
+        for file, shard in shards.items()
+    }
+    return plan_state_files(states, index, weight_map(shards) if len(shards) > 1 else None)

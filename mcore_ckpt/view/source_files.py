@@ -1,0 +1,67 @@
+"""The files of a source, which another program may change while they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError
+from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.tools.payloads import MADE_HERE
+
+__all__ = ["SourceFiles", "replaced_error"]
+
+
+class SourceFiles:
+    """The files that tensors and objects lie in, as they are now.
+
+    Args:
+        index: of the source.
+        keys: of the tensors that are read; by default all, and all objects.
+
+    Attributes:
+        states: length and time of change, in nanoseconds, by name.
+
+    Raises:
+        CheckpointNotFoundError: one is missing.
+    """
+
+    def __init__(self, index: CheckpointIndex, keys: Collection[str] | None = None) -> None:
+        self._index, self._keys = index, keys
+        self.states = self._look()
+
+    def _look(self) -> dict[str, list[int]]:
+        index, keys = self._index, self._keys
+        entries = index.tensors.values() if keys is None else (index.tensors[key] for key in keys)
+        files = {chunk.item.file for entry in entries for chunk in entry.chunks}
+        if keys is None:
+            files |= {entry.item.file for entry in index.objects.values()}
+        found, directory = {}, Path(index.path)
+        for file in sorted(files - {MADE_HERE}):
+            try:
+                stat = (directory / file).stat()
+            except OSError as error:
+                raise CheckpointNotFoundError(
+                    f"{directory / file}: the index names this file, but it cannot be found ({error.strerror}); the "
+                    f"checkpoint is incomplete, `mcore-ckpt verify {directory}` lists what is missing"
+                ) from error
+            found[file] = [stat.st_size, stat.st_mtime_ns]
+        return found
+
+    def refuse_changes(self) -> None:
+        """Raise `LoadError` if the files are not as they were: what was read may be of two saves, each part sound."""
+        try:
+            if self._look() == self.states:
+                return
+        except CheckpointNotFoundError as error:
+            raise replaced_error(self._index.path) from error
+        raise replaced_error(self._index.path)
+
+
+def replaced_error(source: str) -> LoadError:
+    """That a source is not the checkpoint any more that it was at first."""
+    return LoadError(
+        f"{source}: another program has replaced the checkpoint, or changed its files, while it was read. What was "
+        "read may be of two saves, and the target does not get its name. Run the command again when no job saves "
+        "there, with --restart or to a target of another name"
+    )

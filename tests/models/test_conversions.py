@@ -1,0 +1,594 @@
+"""Export and import: what others read is what was stored, and comes back the same."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ChecksumError,
+    CorruptCheckpointError,
+    LoadError,
+    OptionError,
+    SaveError,
+    UnsafePickleError,
+)
+from mcore_ckpt.format.index import StoredChunk, TensorEntry
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.models import _sources
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, reshard_checkpoint
+from mcore_ckpt.reshard.rules import parse_rename_rules, rename_keys
+from mcore_ckpt.target import _writer, build
+from mcore_ckpt.tools.payloads import StoredPayloads
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.model_like import assert_same, model_tensors, read_all, write_model
+from tests.support.stored_layouts import flip_byte
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("exchange") / "ckpt"
+    write_model(directory)
+    return directory
+
+
+def read_by_definition(path: Path) -> dict[str, torch.Tensor]:
+    """safetensors as the format's own page describes it, in a dozen lines."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    dtypes = {"BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "I64": torch.int64}
+    tensors, covered = {}, 0
+    for name, fields in header.items():
+        start, stop = fields["data_offsets"]
+        assert start == covered  # no holes
+        covered = stop
+        data = np.frombuffer(content[8 + length + start : 8 + length + stop], np.uint8).copy()
+        tensors[name] = torch.from_numpy(data).view(dtypes[fields["dtype"]]).reshape(fields["shape"])
+    assert 8 + length + covered == len(content)
+    return tensors
+
+
+def test_safetensors_in_one_file(checkpoint: Path, tmp_path: Path) -> None:
+    report = export_checkpoint(checkpoint, tmp_path / "e", to="safetensors")
+    assert report.files == ("model.safetensors",)
+    assert len(report.left_out) == 2
+    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["e"]
+
+
+def test_safetensors_sharded_as_hugging_face_names_them(checkpoint: Path, tmp_path: Path) -> None:
+    export_checkpoint(checkpoint, tmp_path / "e", to="safetensors", max_shard_bytes=20_000)
+    document = json.loads((tmp_path / "e" / "model.safetensors.index.json").read_bytes())
+    files = sorted(path.name for path in (tmp_path / "e").glob("*.safetensors"))
+    assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    assert len(files) > 2
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        found = read_by_definition(tmp_path / "e" / file)
+        assert sum(tensor.nbytes for tensor in found.values()) <= 20_000
+        assert {document["weight_map"][name] for name in found} == {file}
+        tensors |= found
+    assert_same(tensors, model_tensors())
+    assert document["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_torch(checkpoint: Path, tmp_path: Path) -> None:
+    export_checkpoint(checkpoint, tmp_path / "e", to="torch")
+    assert_same(torch.load(tmp_path / "e" / "pytorch_model.bin", weights_only=True), model_tensors())
+    export_checkpoint(checkpoint, tmp_path / "s", to="torch", max_shard_bytes=20_000)
+    weights = json.loads((tmp_path / "s" / "pytorch_model.bin.index.json").read_bytes())["weight_map"]
+    tensors: dict[str, Any] = {}
+    for file in set(weights.values()):
+        tensors |= torch.load(tmp_path / "s" / file, weights_only=True)
+    assert_same(tensors, model_tensors())
+
+
+def test_dcp(checkpoint: Path, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    export_checkpoint(checkpoint, tmp_path / "e", to="dcp")
+    assert sorted(path.name for path in (tmp_path / "e").iterdir()) == [".metadata", "__0_0.distcp"]
+    assert_same(read_all(tmp_path / "e"), model_tensors())
+    dcp_to_torch_save(tmp_path / "e", tmp_path / "flat.pt")
+    assert_same(torch.load(tmp_path / "flat.pt", weights_only=True), model_tensors())
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
+@pytest.mark.parametrize("layout", [(1, 1), (4, 2)], ids=str)
+def test_there_and_back(checkpoint: Path, tmp_path: Path, to: Any, layout: tuple[int, int]) -> None:
+    export_checkpoint(checkpoint, tmp_path / "e", to=to, **({} if to == "dcp" else {"max_shard_bytes": 30_000}))
+    report = import_checkpoint(tmp_path / "e", tmp_path / "i", tp=layout[0], pp=layout[1])
+    assert report.format == to
+    assert_same(read_all(tmp_path / "i"), model_tensors())
+    assert verify_checkpoint(tmp_path / "i").whole
+    assert json.loads((tmp_path / "i" / "metadata.json").read_bytes())["sharded_backend"] == "torch_dist"
+    assert torch.load(tmp_path / "i" / "common.pt", weights_only=True) == {}
+    chunks = read_index(tmp_path / "i").tensors["decoder.layers.0.self_attention.linear_qkv.weight"].chunks
+    assert len(chunks) == layout[0]
+
+
+def test_rename_only_drop_and_dtype(checkpoint: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules"
+    rules.write_text(
+        "# to another library's names\n^decoder\\.layers\\.(\\d+)\\.  model.layers.\\1.\noutput_layer  -\n"
+    )
+    arguments = ["--rename", str(rules), "--drop", "optimizer", "--dtype", "fp32"]
+    assert main(["export", str(checkpoint), str(tmp_path / "e"), *arguments, "-q"]) == 0
+    found = read_by_definition(tmp_path / "e" / "model.safetensors")
+    expected = {
+        key.replace("decoder.layers.", "model.layers."): value.float()
+        for key, value in model_tensors(optimizer=False).items()
+        if "output_layer" not in key
+    }
+    assert_same(found, expected)
+    back = tmp_path / "back"
+    back.write_text("^model\\.layers\\.(\\d+)\\.  decoder.layers.\\1.\n")
+    words = ["import", str(tmp_path / "e"), str(tmp_path / "i"), "--rename", str(back), "--dtype", "bf16", "--tp", "2"]
+    assert main(words) == 0
+    wanted = {key: value for key, value in model_tensors(optimizer=False).items() if "output_layer" not in key}
+    assert_same(read_all(tmp_path / "i"), wanted)
+
+
+class TestRefusals:
+    def test_names_that_collide(self, checkpoint: Path, tmp_path: Path) -> None:
+        rules = parse_rename_rules(r"layers\.\d+ layers.0", "r")
+        with pytest.raises(OptionError, match="would both be called"):
+            export_checkpoint(checkpoint, tmp_path / "e", to="safetensors", rename=tuple(rules))
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("line", ["one", "a b c", "( x"])
+    def test_rename_rules_that_are_none(self, line: str) -> None:
+        with pytest.raises(OptionError, match="r, line 1"):
+            parse_rename_rules(line, "r")
+
+    def test_a_group_that_is_not_there(self) -> None:
+        with pytest.raises(OptionError, match="replacement"):
+            rename_keys(["a"], parse_rename_rules(r"a \7", "r"))
+
+    def test_nothing_to_import(self, tmp_path: Path) -> None:
+        (tmp_path / "empty").mkdir()
+        for source in (tmp_path / "empty", tmp_path / "gone"):
+            with pytest.raises(CheckpointNotFoundError):
+                import_checkpoint(source, tmp_path / "t")
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            b"",
+            b"\x00" * 7,
+            struct.pack("<Q", 2**62) + b"{}",
+            struct.pack("<Q", 100) + b"{}",
+            struct.pack("<Q", 2) + b"[]",
+            struct.pack("<Q", 5) + b"\xff\xff\xff\xff\xff",
+        ],
+    )
+    def test_hostile_headers(self, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / "x.safetensors").write_bytes(content)
+        with pytest.raises(CorruptCheckpointError):
+            import_checkpoint(tmp_path / "x.safetensors", tmp_path / "t")
+        assert not (tmp_path / "t").exists()
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"dtype": "F32", "shape": [4], "data_offsets": [0, 12]},
+            {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]},
+            {"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]},
+            {"dtype": "F33", "shape": [4], "data_offsets": [0, 16]},
+            {"dtype": "F32", "shape": [4.0], "data_offsets": [0, 16]},
+            {"dtype": "F32", "shape": [4]},
+        ],
+        ids=str,
+    )
+    def test_hostile_entries(self, tmp_path: Path, fields: dict[str, Any]) -> None:
+        header = json.dumps({"t": fields}).encode()
+        (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 16)
+        with pytest.raises(CorruptCheckpointError, match="safetensors"):
+            import_checkpoint(tmp_path / "x.safetensors", tmp_path / "t")
+
+    def test_a_torch_file_that_runs_code(self, tmp_path: Path) -> None:
+        torch.save({"t": torch.zeros(2), "evil": _Evil()}, tmp_path / "x.pt")
+        with pytest.raises(UnsafePickleError):
+            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
+
+    def test_a_torch_file_that_is_cut_while_it_is_imported(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Memory that is mapped from it would end the process with a signal."""
+        torch.save({"w": torch.randn(1 << 18)}, tmp_path / "x.pt")
+        read = _sources.read_torch_file
+
+        def then_cut(*arguments: Any) -> Any:
+            found = read(*arguments)
+            os.truncate(tmp_path / "x.pt", 4096)
+            return found
+
+        monkeypatch.setattr(_sources, "read_torch_file", then_cut)
+        with pytest.raises(CheckpointError, match=r"x\.pt"):
+            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
+        assert not (tmp_path / "t").exists()
+
+    def test_a_torch_file_with_nested_dicts_and_other_values(self, tmp_path: Path) -> None:
+        tensors = {"a": {"b": torch.randn(3, 5).t(), "c": {"d": torch.arange(4)}}, "step": 3}
+        torch.save(tensors, tmp_path / "x.pt")
+        report = import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
+        assert (report.tensors, report.left_out) == (2, ("step",))
+        expected = {"a.b": tensors["a"]["b"].contiguous(), "a.c.d": tensors["a"]["c"]["d"]}  # type: ignore[index]
+        assert_same(read_all(tmp_path / "t"), expected)
+
+    def test_numbers_that_say_nothing_are_refused(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        source, target = str(checkpoint), str(tmp_path / "t")
+        assert main(["export", source, target, "--to", "dcp", "--max-shard-size", "1K"]) == 2
+        assert "--max-shard-size: not with --to dcp" in capsys.readouterr().err
+        for workers in ("0", "-3"):
+            assert main(["import", source, target, "--workers", workers]) == 2
+            assert f"--workers {workers}: expected at least 1" in capsys.readouterr().err
+        with pytest.raises(OptionError, match="workers 0: expected at least 1"):
+            import_checkpoint(source, target, workers=0)
+
+    @pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+    @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
+    def test_a_damaged_source_is_not_exported(self, tmp_path: Path, to: Any, dtype: str | None) -> None:
+        flip_byte(write_model(tmp_path / "c"), "output_layer.weight", at_fraction=0.5)
+        with pytest.raises(CorruptCheckpointError, match="output_layer"):
+            export_checkpoint(tmp_path / "c", tmp_path / "e", to=to, dtype=dtype)
+        assert not (tmp_path / "e").exists()
+
+
+def safetensors_file(entries: dict[str, tuple[int, int]] | str, data_bytes: int) -> bytes:
+    """A file of F32 tensors at byte ranges of the data; or with that very header."""
+    if not isinstance(entries, str):
+        entries = json.dumps(
+            {
+                key: {"dtype": "F32", "shape": [(stop - start) // 4], "data_offsets": [start, stop]}
+                for key, (start, stop) in entries.items()
+            }
+        )
+    header = entries.encode()
+    return struct.pack("<Q", len(header)) + header + bytes(data_bytes)
+
+
+class TestNothingIsLost:
+    """Every key of what is imported arrives or is named; what cannot be told apart is refused."""
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            {"a": {"b": torch.zeros(2)}, "a.b": torch.ones(2)},
+            {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}},
+            {1: torch.zeros(2), "1": torch.ones(2)},
+            {"x": {None: torch.zeros(2), "None": torch.ones(2)}},
+            {"": {"w": torch.zeros(2)}, "w": torch.ones(2)},
+        ],
+        ids=["dict first", "dict last", "number", "none", "empty"],
+    )
+    def test_two_tensors_of_a_torch_file_under_one_key(self, tmp_path: Path, content: dict[Any, Any]) -> None:
+        torch.save(content, tmp_path / "x.pt")
+        with pytest.raises(CorruptCheckpointError, match="two of its tensors would both be called"):
+            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
+        assert not (tmp_path / "t").exists()
+
+    def test_what_is_no_tensor_is_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        torch.save({"w": torch.ones(2), "step": 3, "opt": {"groups": [torch.zeros(2)]}}, tmp_path / "x.pt")
+        assert main(["import", str(tmp_path / "x.pt"), str(tmp_path / "t"), "-q"]) == 0
+        shown = capsys.readouterr().out
+        assert "step" in shown
+        assert "opt.groups" in shown
+        write_model(tmp_path / "c")
+        report = import_checkpoint(tmp_path / "c", tmp_path / "d")
+        assert report.left_out == tuple(read_index(tmp_path / "c").objects)
+        exported = export_checkpoint(tmp_path / "c", tmp_path / "e")
+        assert exported.left_out == tuple(read_index(tmp_path / "c").objects)
+
+    @pytest.mark.parametrize(
+        ("entries", "data_bytes", "says"),
+        [
+            ({"a": (0, 8), "b": (4, 12)}, 12, "it overlaps a"),
+            ({"a": (0, 8), "b": (0, 8)}, 8, "it overlaps a"),
+            ({"a": (0, 8), "b": (12, 20)}, 20, "bytes before it belong to no tensor"),
+            ({"a": (4, 8)}, 8, "bytes before it belong to no tensor"),
+            ({"a": (0, 8)}, 12, "tensors are missing from its header"),
+            ({}, 4, "tensors are missing from its header"),
+            ('{"a": {"dtype": "F32"}, "a": {"dtype": "F32"}}', 4, "'a' is in it twice"),
+            ('{"a": {"dtype": "F32", "dtype": "I32", "shape": [1], "data_offsets": [0, 4]}}', 4, "'dtype' is in it"),
+        ],
+        ids=["overlap", "same bytes", "hole", "hole in front", "rest", "no tensors", "same name", "same field"],
+    )
+    def test_safetensors_that_do_not_add_up(
+        self, tmp_path: Path, entries: dict[str, tuple[int, int]] | str, data_bytes: int, says: str
+    ) -> None:
+        (tmp_path / "x.safetensors").write_bytes(safetensors_file(entries, data_bytes))
+        with pytest.raises(CorruptCheckpointError, match=says):
+            import_checkpoint(tmp_path / "x.safetensors", tmp_path / "t")
+        assert not (tmp_path / "t").exists()
+
+    def test_empty_tensors_lie_anywhere(self, tmp_path: Path) -> None:
+        content = safetensors_file({"b": (0, 8), "none": (8, 8), "a": (8, 12), "front": (0, 0)}, 12)
+        (tmp_path / "x.safetensors").write_bytes(content)
+        assert import_checkpoint(tmp_path / "x.safetensors", tmp_path / "t").tensors == 4
+        assert sorted(read_index(tmp_path / "t").tensors) == ["a", "b", "front", "none"]
+
+    @pytest.mark.parametrize(
+        ("mapped", "says"),
+        [
+            ({"a": "x.safetensors", "gone": "x.safetensors"}, "gone is not in x.safetensors, but in no file"),
+            ({"a": "y.safetensors", "b": "y.safetensors"}, "a is not in y.safetensors, but in"),
+            ({"a": "sub/x.safetensors"}, "expected the name of a file next to it"),
+            ({"a": "../x.safetensors"}, "expected the name of a file next to it"),
+            ({"a": 3}, "expected the name of a file next to it"),
+            ({}, "expected a `weight_map`"),
+        ],
+        ids=["no file", "another file", "below", "above", "number", "empty"],
+    )
+    def test_an_index_that_the_files_do_not_bear_out(self, tmp_path: Path, mapped: dict[str, Any], says: str) -> None:
+        source = tmp_path / "s"
+        (source / "sub").mkdir(parents=True)
+        (source / "x.safetensors").write_bytes(safetensors_file({"a": (0, 4)}, 4))
+        (source / "y.safetensors").write_bytes(safetensors_file({"b": (0, 4)}, 4))
+        (source / "sub" / "x.safetensors").write_bytes(safetensors_file({"a": (0, 4)}, 4))
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": mapped}))
+        with pytest.raises(CorruptCheckpointError, match=says):
+            import_checkpoint(source, tmp_path / "t")
+
+    def test_a_weight_map_of_torch_files(self, tmp_path: Path) -> None:
+        (tmp_path / "s").mkdir()
+        torch.save({"a": torch.ones(2)}, tmp_path / "s" / "x.bin")
+        index = tmp_path / "s" / "pytorch_model.bin.index.json"
+        index.write_text(json.dumps({"weight_map": {"a": "x.bin", "b": "x.bin"}}))
+        with pytest.raises(CorruptCheckpointError, match=r"b is not in x\.bin"):
+            import_checkpoint(tmp_path / "s", tmp_path / "t")
+        index.write_text('{"weight_map": {"a": "x.bin", "a": "y.bin"}}')
+        with pytest.raises(CorruptCheckpointError, match="'a' is in it twice"):
+            import_checkpoint(tmp_path / "s", tmp_path / "t")
+        index.write_text(json.dumps({"weight_map": {"a": "x.bin"}}))
+        assert import_checkpoint(tmp_path / "s", tmp_path / "t").tensors == 1
+
+    def test_a_key_that_safetensors_keeps_for_itself(self, tmp_path: Path) -> None:
+        write_model(tmp_path / "c", tp=1, tensors={"__metadata__": torch.ones(2), "w": torch.ones(2)})
+        with pytest.raises(OptionError, match="__metadata__"):
+            export_checkpoint(tmp_path / "c", tmp_path / "e")
+
+    def test_a_damaged_torch_file(self, tmp_path: Path) -> None:
+        """torch.load compares no checksum of what it maps."""
+        torch.save({"w": torch.full((100,), 7, dtype=torch.uint8)}, tmp_path / "x.pt")
+        content = (tmp_path / "x.pt").read_bytes()
+        (tmp_path / "x.pt").write_bytes(content.replace(b"\7" * 100, b"\7" * 99 + b"\6"))
+        with pytest.raises(ChecksumError, match=r"x\.pt"):
+            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
+
+    @pytest.mark.parametrize("kind", ["sparse", "quantized", "expanded", "meta", "conjugated"])
+    @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+    def test_tensors_without_plain_elements(self, tmp_path: Path, kind: str) -> None:
+        if kind == "sparse":
+            value = torch.ones(2, 2).to_sparse()
+        elif kind == "conjugated":
+            value = torch.randn(3, dtype=torch.complex64).conj()
+        elif kind == "quantized":
+            value = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
+        else:
+            value = torch.ones(1).expand(2**40) if kind == "expanded" else torch.ones(2, device="meta")
+        torch.save({"w": value}, tmp_path / "x.pt")
+        with pytest.raises(CorruptCheckpointError, match=r"x\.pt"):
+            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
+
+    def test_dicts_that_contain_themselves(self, tmp_path: Path) -> None:
+        circle: dict[str, Any] = {"w": torch.ones(2)}
+        circle["again"] = circle
+        torch.save(circle, tmp_path / "x.pt")
+        with pytest.raises(CorruptCheckpointError, match="nested"):
+            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
+        doubled: dict[str, Any] = {"w": 1}
+        for _ in range(60):
+            doubled = {"a": doubled, "b": doubled}
+        torch.save(doubled, tmp_path / "x.pt")
+        with pytest.raises(CorruptCheckpointError, match="nested"):
+            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
+
+
+class _Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("never",)
+
+
+MAKERS: dict[str, Callable[[Path, Path], object]] = {
+    "safetensors": lambda source, target: export_checkpoint(source, target, max_shard_bytes=20_000),
+    "torch": lambda source, target: export_checkpoint(source, target, to="torch"),
+    "dcp": lambda source, target: export_checkpoint(source, target, to="dcp"),
+    "import": import_checkpoint,
+    "reshard": lambda source, target: reshard_checkpoint(source, target, tp=1, pp=1),
+}
+
+
+class TestInterrupted:
+    """What is on the disk when a conversion ends early is not written again by the same command."""
+
+    @staticmethod
+    def located(monkeypatch: pytest.MonkeyPatch, make: Callable[[], object], error: BaseException | None = None) -> int:
+        """How many chunks a conversion locates; with an error, it ends by that in its middle."""
+        calls, original = 0, StoredPayloads.locate
+
+        def locate(self: StoredPayloads, *arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 12 and error is not None:
+                raise error
+            return original(self, *arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(StoredPayloads, "locate", locate)
+            if error is None:
+                make()
+            else:
+                patched.setattr(_writer, "_SYNC_BYTES", 1)
+                with pytest.raises(type(error)):
+                    make()
+        return calls
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt(), SaveError("the disk is full")], ids=repr)
+    @pytest.mark.parametrize("kind", ["safetensors", "torch"])
+    def test_the_same_command_resumes(
+        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, error: BaseException
+    ) -> None:
+        def make(target: Path) -> Callable[[], object]:
+            return lambda: MAKERS[kind](checkpoint, target)
+
+        everything = self.located(monkeypatch, make(tmp_path / "alone"))
+        self.located(monkeypatch, make(tmp_path / "t"), error)
+        assert not (tmp_path / "t").exists()
+        assert self.located(monkeypatch, make(tmp_path / "t")) < everything
+        assert contents(tmp_path / "t") == contents(tmp_path / "alone")
+        assert not (tmp_path / "t.partial").exists()
+        import_checkpoint(tmp_path / "t", tmp_path / "back")
+        assert_same(read_all(tmp_path / "back"), model_tensors())
+
+    def test_another_command_has_to_say_that_the_work_is_to_be_thrown_away(
+        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.located(monkeypatch, lambda: MAKERS["torch"](checkpoint, tmp_path / "t"), KeyboardInterrupt())
+        command = ["export", str(checkpoint), str(tmp_path / "t"), "--quiet"]
+        assert main(command) == 2
+        assert "--restart" in capsys.readouterr().err
+        assert main([*command, "--restart"]) == 0
+        assert not (tmp_path / "t.partial").exists()
+
+    def test_an_error_of_the_source_leaves_nothing(
+        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        error = CorruptCheckpointError("a file was damaged")
+        self.located(monkeypatch, lambda: MAKERS["safetensors"](checkpoint, tmp_path / "t"), error)
+        assert not (tmp_path / "t.partial").exists()
+
+
+class TestTwoAtOnce:
+    """Two commands that make one target: one of them makes all of it, the other one says why it does not."""
+
+    @staticmethod
+    def meanwhile(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> list[object]:
+        """Do `work` in the middle of what is run next, once; the list then holds what it returned."""
+        returned: list[object] = []
+        original = StoredPayloads.locate
+        calls = iter(range(10**6))
+
+        def locate(self: StoredPayloads, *arguments: Any) -> Any:
+            if next(calls) == 5:
+                returned.append(work())
+            return original(self, *arguments)
+
+        monkeypatch.setattr(StoredPayloads, "locate", locate)
+        return returned
+
+    @pytest.mark.parametrize("kind", MAKERS)
+    def test_the_second_is_refused(
+        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    ) -> None:
+        refused = []
+
+        def second() -> None:
+            for maker in MAKERS.values():
+                with pytest.raises(SaveError, match="another command is making this target") as caught:
+                    maker(checkpoint, tmp_path / "t")
+                refused.append(str(caught.value))
+
+        self.meanwhile(monkeypatch, second)
+        MAKERS[kind](checkpoint, tmp_path / "t")
+        assert len(refused) == len(MAKERS)
+        MAKERS[kind](checkpoint, tmp_path / "alone")
+        assert names_in(tmp_path / "t") == names_in(tmp_path / "alone")
+        if kind in ("import", "reshard", "dcp"):
+            assert verify_checkpoint(tmp_path / "t").whole
+        else:
+            import_checkpoint(tmp_path / "t", tmp_path / "back")
+            assert_same(read_all(tmp_path / "back"), model_tensors())
+        assert not (tmp_path / "t.partial").exists()
+
+    @pytest.mark.parametrize("kind", MAKERS)
+    def test_one_that_was_taken_for_gone_harms_nothing(
+        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    ) -> None:
+        """Locks hold on one host only: the same command is run on another one, and ends."""
+
+        def second() -> dict[str, bytes]:
+            MAKERS[kind](checkpoint, tmp_path / "t")
+            return contents(tmp_path / "t")
+
+        monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+        made = self.meanwhile(monkeypatch, second)
+        with pytest.raises((SaveError, CheckpointExistsError)):
+            MAKERS[kind](checkpoint, tmp_path / "t")
+        assert contents(tmp_path / "t") == made[0]
+        assert not (tmp_path / "t.partial").exists()
+
+
+class TestSourceThatIsReplaced:
+    """A save of somebody else replaces the checkpoint while it is read: what is made is of one save, or nothing is."""
+
+    @pytest.fixture
+    def source(self, tmp_path: Path) -> Path:
+        write_model(tmp_path / "source")
+        torch.save({"iteration": 1}, tmp_path / "source" / "common.pt")
+        return tmp_path / "source"
+
+    @staticmethod
+    def replace(source: Path) -> None:
+        """As stock does, under the same names."""
+        shutil.rmtree(source.parent / "later", ignore_errors=True)
+        write_model(source.parent / "later", tensors=model_tensors(seed=9))
+        torch.save({"iteration": 2}, source.parent / "later" / "common.pt")
+        shutil.copytree(source.parent / "later", source, dirs_exist_ok=True)
+
+    @pytest.mark.parametrize("kind", ["safetensors", "torch"])
+    def test_between_two_tensors(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    ) -> None:
+        original = StoredPayloads.locate
+
+        def locate(self: StoredPayloads, entry: TensorEntry, chunk: StoredChunk) -> Any:
+            if entry.fqn == "output_layer.weight" and chunk is entry.chunks[0]:
+                TestSourceThatIsReplaced.replace(source)
+            return original(self, entry, chunk)
+
+        monkeypatch.setattr(StoredPayloads, "locate", locate)
+        with pytest.raises(LoadError, match="replaced the checkpoint"):
+            MAKERS[kind](source, tmp_path / "t")
+        assert not (tmp_path / "t").exists()
+
+    @pytest.mark.parametrize("kind", ["dcp", "import", "reshard"])
+    def test_when_the_tensors_are_proved(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    ) -> None:
+        original = build.check_all
+
+        def then_a_save(*arguments: Any, **options: Any) -> None:
+            original(*arguments, **options)
+            self.replace(source)
+
+        monkeypatch.setattr(build, "check_all", then_a_save)
+        with pytest.raises(LoadError, match="replaced the checkpoint"):
+            MAKERS[kind](source, tmp_path / "t")
+        assert not (tmp_path / "t").exists()
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}

@@ -1,0 +1,558 @@
+"""Checkpoints that other frameworks have saved: FSDP2 by plain DCP, NeMo, DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, OptionError
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
+from mcore_ckpt.reshard.rules import RenameRule
+from mcore_ckpt.tools.checkpoint import open_checkpoint
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.models.test_conversions import read_by_definition
+from tests.models.test_huggingface import CONFIG, FFN, GROUPS, HEAD, HEADS, HIDDEN, LAYERS, model_tensors, write_hf
+from tests.support.fsdp_ranks import save_fsdp, save_megatron_fsdp
+from tests.support.gloo_ranks import run_ranks
+from tests.support.model_like import assert_same, read_all
+
+# Sizes that no number of ranks divides: FSDP2 gives the last ranks less, or nothing.
+VOCABULARY, RANKS = 50, 3
+
+
+@pytest.fixture(scope="module")
+def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`plain`, `wrapped` and `trained`: what three ranks have saved of the same model, and its `config.json`."""
+    root = tmp_path_factory.mktemp("fsdp")
+    (root / "config.json").write_text(json.dumps(CONFIG))
+    run_ranks(save_fsdp, RANKS, root, {key: tensor.float() for key, tensor in model_tensors().items()})
+    return root
+
+
+@pytest.mark.parametrize("name", ["plain", "wrapped", "trained"])
+def test_a_checkpoint_of_fsdp2_becomes_megatrons(fsdp: Path, tmp_path: Path, name: str) -> None:
+    target = str(tmp_path / "c")
+    words = ["import", str(fsdp / name), target, "--from", "dcp", "--hf-config", str(fsdp), "--tp", "2", "-q"]
+    assert main(words) == 0
+    assert verify_checkpoint(target).whole
+    export_checkpoint(target, tmp_path / "e", to="hf", dtype="bf16")
+    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
+
+
+def test_the_moments_of_adam_become_those_of_megatron(fsdp: Path, tmp_path: Path) -> None:
+    report = import_checkpoint(fsdp / "trained", tmp_path / "c", kind="dcp", tp=2, dtype="bf16", hf_config=fsdp)
+    assert not [line for line in report.left_out if "state" in line]
+    found = read_all(tmp_path / "c")
+    given = model_tensors()
+    with open_checkpoint(fsdp / "trained") as trained:
+        for state, scale in (("exp_avg", 0.1), ("exp_avg_sq", 0.001)):
+            gate, up = (
+                trained[f"optim.state.model.layers.1.mlp.{name}_proj.weight.{state}"].torch() for name in ("gate", "up")
+            )
+            assert torch.allclose(gate, torch.full((FFN, HIDDEN), scale))
+            stored = found[f"optimizer.state.{state}.decoder.layers.mlp.linear_fc1.weight"]
+            assert torch.equal(stored[1], torch.cat([gate, up]))
+            assert not found[f"optimizer.state.{state}.embedding.word_embeddings.weight"][VOCABULARY:].any()
+    main = found["optimizer.state.param.decoder.layers.mlp.linear_fc2.weight"]
+    assert main.dtype == torch.float32
+    assert torch.equal(main[0], given["model.layers.0.mlp.down_proj.weight"].float())
+    assert found["decoder.layers.mlp.linear_fc2.weight"].dtype == torch.bfloat16
+    with open_checkpoint(tmp_path / "c") as opened:
+        groups = opened.common_state()["optimizer"]["optimizer"]["param_groups"]
+    assert [(group["step"], group["betas"], group["eps"]) for group in groups] == [(1, (0.9, 0.999), 1e-8)] * 2
+    assert [group["weight_decay"] for group in groups] == [0.01, 0.0]
+
+
+def test_half_of_an_optimizer_is_left_out_and_named(fsdp: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules"
+    rules.write_text(r"state.model.norm.weight.exp_avg_sq -")
+    report = import_checkpoint(fsdp / "trained", tmp_path / "c", kind="dcp", hf_config=fsdp, rename=rules)
+    assert report.left_out[0].endswith("(1 of 21 parameters have no exp_avg_sq, the first model.norm.weight)")
+    assert not any(key.startswith("optimizer") for key in read_index(tmp_path / "c").tensors)
+    with open_checkpoint(tmp_path / "c") as opened:
+        assert "optimizer" not in opened.common_state()
+
+
+def test_a_dry_run_names_the_stored_keys(fsdp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["import", str(fsdp / "wrapped"), "unused", "--from", "dcp", "--hf-config", str(fsdp), "--dry-run"]
+    assert main([*words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {key["source"] for key in document["keys"]} == {f"app.model.{key}" for key in model_tensors()}
+    assert "app.epoch (no tensor)" in document["left_out"]
+    assert not Path("unused").exists()
+
+
+def test_what_is_not_the_models_is_named(fsdp: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules"
+    rules.write_text(r"layers\.0\.input_layernorm  layers.0.renamed")
+    with pytest.raises(OptionError, match=r"covers, the first app\.model\.model\.layers\.0\.renamed\.weight; 1 that"):
+        import_checkpoint(fsdp / "wrapped", tmp_path / "c", kind="dcp", hf_config=fsdp, rename=rules)
+    assert main(["import", str(fsdp / "plain"), str(tmp_path / "c"), "--from", "dcp"]) == 2
+    assert not list(tmp_path.glob("c*"))
+
+
+# As NeMo 2 writes it: every field of the configuration, callables by their names.
+NEMO_CONFIG: dict[str, Any] = {
+    "_cpu_offloading_context": None,
+    "_target_": "nemo.collections.llm.gpt.model.llama.Llama31Config8B",
+    "activation_func": {"_call_": False, "_target_": "torch.nn.functional.silu"},
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "attention_dropout": 0.0,
+    "ffn_hidden_size": FFN,
+    "gated_linear_unit": True,
+    "hidden_size": HIDDEN,
+    "high_freq_factor": 4.0,
+    "init_method": {"_partial_": True, "_target_": "megatron.core.utils.init_method_normal", "sigma": 0.02},
+    "kv_channels": HEAD,
+    "layernorm_epsilon": 1e-06,
+    "layernorm_zero_centered_gamma": False,
+    "low_freq_factor": 1.0,
+    "moe_layer_freq": 1,
+    "moe_shared_expert_intermediate_size": None,
+    "multi_latent_attention": False,
+    "normalization": "RMSNorm",
+    "num_attention_heads": HEADS,
+    "num_layers": LAYERS,
+    "num_moe_experts": None,
+    "num_query_groups": GROUPS,
+    "old_context_len": 8192,
+    "params_dtype": {"_call_": False, "_target_": "torch.bfloat16"},
+    "position_embedding_type": "rope",
+    "qk_layernorm": False,
+    "rotary_base": 500000,
+    "rotary_interleaved": False,
+    "rotary_percent": 1.0,
+    "scale_factor": 8.0,
+    "seq_len_interpolation_factor": None,
+    "seq_length": 64,
+    "share_embeddings_and_output_weights": False,
+    "vocab_size": None,
+    "window_size": None,
+}
+
+
+@pytest.fixture(scope="module")
+def nemo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as NeMo 2 makes it: keys with `module.`, no arguments of Megatron, an optimizer, `context/`."""
+    yaml = pytest.importorskip("yaml", reason="NeMo's configuration is YAML: pip install pyyaml")
+    root = tmp_path_factory.mktemp("nemo")
+    (root / "hf").mkdir()
+    write_hf(root / "hf" / "model", model_tensors(), {**CONFIG, "vocab_size": VOCABULARY})
+    import_checkpoint(root / "hf" / "model", root / "megatron", kind="hf", tp=2, pp=2)
+    export_checkpoint(root / "megatron", root / "files")
+    state = {"optimizer.state.exp_avg.module.output_layer.weight": torch.ones(256, HIDDEN)}
+    write_hf(root / "more", state)
+    (root / "files" / "more.safetensors").write_bytes((root / "more" / "model.safetensors").read_bytes())
+    common = {"epoch": 0, "global_step": 7, "pytorch-lightning_version": "2.4.0", "state_dict": {}, "loops": {}}
+    torch.save({**common, "hparams_name": "kwargs"}, root / "common.pt")
+    rename = [RenameRule(re.compile("^(?!optimizer)"), "module.")]
+    import_checkpoint(root / "files", root / "nemo" / "weights", tp=2, rename=rename, common=root / "common.pt")
+    (root / "nemo" / "context").mkdir()
+    model = {"_target_": "nemo.collections.llm.gpt.model.llama.LlamaModel", "config": NEMO_CONFIG, "optim": None}
+    (root / "nemo" / "context" / "model.yaml").write_text(yaml.safe_dump(model))
+    (root / "nemo" / "context" / "io.json").write_text("{}")
+    return root / "nemo"
+
+
+def test_a_nemo_directory_is_taken_where_a_checkpoint_is(nemo: Path, tmp_path: Path) -> None:
+    for words in (
+        ["inspect", str(nemo)],
+        ["verify", str(nemo)],
+        ["cat", str(nemo), "module.output_layer.weight"],
+        ["diff", str(nemo), str(nemo / "weights")],
+        ["reshard", str(nemo), str(tmp_path / "r"), "--tp", "1", "--pp", "1"],
+    ):
+        assert main([*words, "-q"]) == 0, words
+    assert (tmp_path / "r" / "weights" / ".metadata").is_file()
+    assert (tmp_path / "r" / "context" / "model.yaml").is_file()
+    with open_checkpoint(nemo) as opened:
+        assert opened.common_state()["global_step"] == 7
+    with pytest.raises(CheckpointNotFoundError, match=r"NeMo keeps the checkpoint in .*/nemo/weights: use that"):
+        FileSystemReader(nemo).read_metadata()
+
+
+def test_a_nemo_directory_becomes_a_hugging_face_model(nemo: Path, tmp_path: Path) -> None:
+    report = export_checkpoint(nemo, tmp_path / "e", to="hf")
+    assert report.family == "llama"
+    assert report.left_out == ("1 keys of the optimizer's state",)
+    config = json.loads((tmp_path / "e" / "config.json").read_bytes())
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    assert config["rope_scaling"] == {**scaling, "original_max_position_embeddings": 8192}
+    assert {
+        **CONFIG,
+        "vocab_size": 256,
+        "max_position_embeddings": 64,
+        "rope_theta": 500000.0,
+    }.items() <= config.items()
+    # NeMo does not say how many of the embedding's rows are padding; a config.json does.
+    assert "256 rows" in report.notes[0]
+    same = {**CONFIG, "rope_theta": 500000.0, "rope_scaling": config["rope_scaling"]}
+    (tmp_path / "config.json").write_text(json.dumps(same))
+    export_checkpoint(nemo, tmp_path / "k", to="hf", hf_config=tmp_path)
+    assert_same(read_by_definition(tmp_path / "k" / "model.safetensors"), model_tensors())
+    (tmp_path / "config.json").write_text(json.dumps({**same, "num_attention_heads": 8, "head_dim": 4}))
+    with pytest.raises(OptionError, match="num_attention_heads is 4"):
+        export_checkpoint(nemo, tmp_path / "x", to="hf", hf_config=tmp_path)
+
+
+def test_a_configuration_of_nemo_that_cannot_be_is_refused(nemo: Path, tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    shutil.copytree(nemo, tmp_path / "n")
+    path = tmp_path / "n" / "context" / "model.yaml"
+    for config, error, message in (
+        ({**NEMO_CONFIG, "activation_func": "torch.relu"}, OptionError, r"model\.yaml: activation 'torch\.relu'"),
+        ({**NEMO_CONFIG, "old_context_len": 4096}, OptionError, "old_context_len=4096: expected 8192"),
+        ({}, CorruptCheckpointError, "says how many layers"),
+    ):
+        path.write_text(yaml.safe_dump({"config": config}))
+        with pytest.raises(error, match=message):
+            export_checkpoint(tmp_path / "n", tmp_path / "e", to="hf")
+    path.write_text(yaml.safe_dump({"config": {**NEMO_CONFIG, "activation_func": "torch.relu"}}))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))  # what the error says to give
+    report = export_checkpoint(tmp_path / "n", tmp_path / "k", to="hf", hf_config=tmp_path)
+    assert "not compared with the stored configuration: " in report.notes[0]
+    assert "torch.relu" in report.notes[0]
+    path.write_text("a: !!python/object/apply:os.system ['touch /nowhere']\n[")
+    with pytest.raises(CorruptCheckpointError, match="is no YAML"):
+        export_checkpoint(tmp_path / "n", tmp_path / "e", to="hf")
+    path.unlink()
+    with pytest.raises(OptionError, match="stores no arguments of Megatron"):
+        export_checkpoint(tmp_path / "n", tmp_path / "e", to="hf")
+
+
+def write_universal(directory: Path, *, flat: bool, step: float = 3.0) -> dict[str, dict[str, torch.Tensor]]:
+    """A universal checkpoint as `ds_to_universal.py` writes it, of ZeRO 1 or (`flat`) 3; what it holds, by state."""
+    (directory / "zero").mkdir(parents=True)
+    held: dict[str, dict[str, torch.Tensor]] = {"fp32": {}, "exp_avg": {}, "exp_avg_sq": {}}
+    for number, (state, tensors) in enumerate(held.items()):
+        for name, tensor in model_tensors(number).items():
+            tensors[name] = tensor.float()
+            folder = directory / "zero" / f"module.{name}"
+            folder.mkdir(exist_ok=True)
+            if flat:
+                torch.save(tensors[name].flatten(), folder / f"{state}.pt")
+                continue
+            # Padding of the vocabulary is cut off by a slice, so the file holds the whole storage.
+            padded = torch.cat([tensors[name], torch.ones(3, *tensor.shape[1:])])[: tensor.shape[0]]
+            torch.save({"cat_dim": 0, "vocab_tensor": True, "param": padded}, folder / f"{state}.pt")
+            torch.save(torch.tensor(step), folder / "step.pt")
+    groups = [{"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-7, "weight_decay": 0.1, "params": [0]}]
+    inner = {"state": {0: {"step": torch.tensor(step)}}, "param_groups": groups}
+    state_file = {"zero_stage": 3 if flat else 1, "param_groups": groups, "ds_version": "0.19.8"}
+    torch.save(
+        state_file | ({"optimizer_state_dict": inner} if flat else {}), directory / "zero" / "optimizer_state.pt"
+    )
+    shapes = [{f"module.{name}": tensor.shape for name, tensor in held["fp32"].items()}]
+    name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if flat else "mp_rank_00_model_states.pt"
+    torch.save({"module": {}, "param_shapes": shapes, "ds_config": {"a": 1}}, directory / name)
+    (directory.parent / "latest_universal").write_text(directory.name)
+    return held
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_universal_checkpoint_of_deepspeed_becomes_megatrons(
+    tmp_path: Path, flat: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = write_universal(tmp_path / "ds" / "global_step3_universal", flat=flat)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    target = str(tmp_path / "c")
+    words = ["import", str(tmp_path / "ds"), target, "--from", "ucp", "--hf-config", str(tmp_path), "--tp", "2", "-q"]
+    assert main([*words, "--global-batch-size", "4"]) == 0
+    assert "after 12 samples, by its own one (--override-opt_param-scheduler)" in capsys.readouterr().out
+    assert verify_checkpoint(target).whole
+    export_checkpoint(target, tmp_path / "e", to="hf")
+    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), held["fp32"])
+    found = read_all(tmp_path / "c")
+    for state, name in (("param", "fp32"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+        gate, up = (held[name][f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up"))
+        stored = found[f"optimizer.state.{state}.decoder.layers.mlp.linear_fc1.weight"]
+        assert torch.equal(stored[1], torch.cat([gate, up]))
+    with open_checkpoint(target) as opened:
+        common = opened.common_state()
+    # What a launch goes on with: the step, as many samples, and no random states to look for.
+    assert (common["iteration"], common["opt_param_scheduler"]["num_steps"]) == (3, 12)
+    assert (common["args"].consumed_train_samples, common["args"].no_save_rng) == (12, True)
+    groups = common["optimizer"]["optimizer"]["param_groups"]
+    assert [(group["step"], group["betas"]) for group in groups] == [(3, (0.9, 0.95))] * 2
+
+
+def test_a_universal_checkpoint_that_is_damaged_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "u"
+    write_universal(source, flat=True)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    file = source / "zero" / "module.model.norm.weight" / "fp32.pt"
+    content = bytearray(file.read_bytes())
+
+    def refused(error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            import_checkpoint(source, tmp_path / "c", kind="ucp", hf_config=tmp_path)
+        assert not (tmp_path / "c").exists()
+
+    torch.save(torch.ones(HIDDEN + 1), file)
+    refused(CorruptCheckpointError, "17 elements; the ranks' files say that module.model.norm.weight has the shape")
+    payload = content.index(model_tensors()["model.norm.weight"].float().numpy().tobytes())
+    content[payload] ^= 1
+    file.write_bytes(content)
+    refused(ChecksumError, r"model\.norm\.weight")
+    shutil.rmtree(file.parent)
+    refused(OptionError, r"not stored, the first model\.norm\.weight")
+    shutil.rmtree(source / "zero")
+    (source / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")
+    refused(OptionError, "make a universal one of it")
+
+
+def layers_of(*parts: str) -> dict[str, torch.Tensor]:
+    """Two layers of a model under the names of Megatron's modules: float32, each element another."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = {
+        "input_layernorm.weight": (HIDDEN,),
+        "self_attention.linear_qkv.weight": (3 * HIDDEN, HIDDEN),
+        "self_attention.linear_proj.weight": (HIDDEN, HIDDEN),
+        "pre_mlp_layernorm.weight": (HIDDEN,),
+        **{part: (FFN, HIDDEN) if "fc1" in part else (HIDDEN, FFN) for part in parts},
+    }
+    names = {f"decoder.layers.{layer}.{part}": shape for layer in range(2) for part, shape in shapes.items()}
+    names |= {"embedding.word_embeddings.weight": (VOCABULARY, HIDDEN), "decoder.final_layernorm.weight": (HIDDEN,)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
+
+
+SCHEDULE = {"max_lr": 1e-3, "min_lr": 0.0, "lr_warmup_steps": 8, "lr_decay_steps": 96, "lr_decay_style": "cosine"}
+MEGATRON_ARGUMENTS = {"num_layers": 2, "vocab_size": VOCABULARY, "make_vocab_size_divisible_by": 32, "swiglu": True}
+
+
+def test_a_checkpoint_of_megatron_fsdp_becomes_torch_dist(tmp_path: Path) -> None:
+    """Its DTensors have uneven shards, gates and what they let through are apart, and layers have numbers."""
+    given = layers_of("mlp.linear_fc1.weight_w", "mlp.linear_fc1.weight_v", "mlp.linear_fc2.weight")
+    progress = {"opt_param_scheduler": {**SCHEDULE, "num_steps": 72}, "num_floating_point_operations_so_far": 5e9}
+    run_ranks(save_megatron_fsdp, 2, tmp_path / "f", given, MEGATRON_ARGUMENTS, progress)
+    target = str(tmp_path / "c")
+    assert main(["import", str(tmp_path / "f"), target, "--from", "dcp", "--tp", "2", "-q"]) == 0
+    assert verify_checkpoint(target).whole
+    found = read_all(tmp_path / "c")
+    for prefix, scale in (("", 1.0), ("optimizer.state.param.", 1.0), ("optimizer.state.exp_avg.", 2.0)):
+        for layer in range(2):
+            stored = {
+                key.removeprefix(f"decoder.layers.{layer}."): tensor * scale
+                for key, tensor in given.items()
+                if key.startswith(f"decoder.layers.{layer}.")
+            }
+            here = f"{prefix}decoder.layers."
+            assert torch.equal(
+                found[f"{here}mlp.linear_fc1.weight"][layer],
+                torch.cat([stored["mlp.linear_fc1.weight_w"], stored["mlp.linear_fc1.weight_v"]]),
+            )
+            for key, name in (
+                ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+                ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+                ("self_attention.linear_qkv.weight",) * 2,
+            ):
+                assert torch.equal(found[here + key][layer], stored[name])
+        rows = found[f"{prefix}embedding.word_embeddings.weight"]
+        assert rows.shape == (64, HIDDEN)
+        assert torch.equal(rows[:VOCABULARY], given["embedding.word_embeddings.weight"] * scale)
+    with open_checkpoint(target) as opened:
+        common = opened.common_state()
+        assert opened["decoder.layers.mlp.linear_fc1._extra_state/shard_1_2"] in (None, [None])
+    assert (common["args"].num_layers, common["args"].swiglu, common["iteration"]) == (2, True, 9)
+    assert common["opt_param_scheduler"] == {**SCHEDULE, "num_steps": 72}
+    assert common["num_floating_point_operations_so_far"] == 5e9
+    assert [group["step"] for group in common["optimizer"]["optimizer"]["param_groups"]] == [4, 4]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_experts_of_megatron_fsdp_are_stacked(tmp_path: Path, grouped: bool) -> None:
+    experts = [
+        f"mlp.experts.{name}" if grouped else f"mlp.experts.local_experts.{expert}.{local}"
+        for expert in range(3)
+        for name, local in (
+            (f"linear_fc1.weight{expert}_w", "linear_fc1.weight_w"),
+            (f"linear_fc1.weight{expert}_v", "linear_fc1.weight_v"),
+            (f"linear_fc2.weight{expert}", "linear_fc2.weight"),
+        )
+    ]
+    given = layers_of(*experts)
+    meta = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 4}
+    moments = {f"module.{key}": {"exp_avg": 2 * tensor, "exp_avg_sq": tensor * tensor} for key, tensor in given.items()}
+    optimizer = {"state": moments, "param_to_group_meta": {key: dict(meta) for key in moments}}
+    model = {f"module.{key}": tensor for key, tensor in given.items()}
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "f")
+    import_checkpoint(tmp_path / "f", tmp_path / "c", kind="dcp", ep=3)
+    with open_checkpoint(tmp_path / "c") as opened:  # experts on several ranks have an optimizer of their own
+        settings = opened.common_state()["optimizer"]
+    groups = [settings[number]["optimizer"]["param_groups"] for number in sorted(settings)]
+    assert [[(group["wd_mult"], group["is_expert_parallel"]) for group in own] for own in groups] == [
+        [(1.0, False), (0.0, False)],
+        [(1.0, True)],
+    ]
+    stored = read_all(tmp_path / "c")["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    gate, up = (given[f"decoder.layers.1.{experts[6 + half]}"] for half in (0, 1))
+    assert torch.equal(stored[1, 2], torch.cat([gate, up]))
+    del given[f"decoder.layers.1.{experts[6]}"]
+    dcp.save({"model": {f"module.{key}": tensor for key, tensor in given.items()}}, checkpoint_id=tmp_path / "g")
+    with pytest.raises(CorruptCheckpointError, match=r"linear_fc1\.weight"):
+        import_checkpoint(tmp_path / "g", tmp_path / "x", kind="dcp")
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_a_universal_checkpoint_of_megatron_deepspeed_becomes_torch_dist(tmp_path: Path, pipeline: bool) -> None:
+    given = layers_of("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
+    old = {
+        "linear_qkv": "query_key_value",
+        "linear_proj": "dense",
+        "linear_fc1": "dense_h_to_4h",
+        "linear_fc2": "dense_4h_to_h",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+    }
+    for key, tensor in given.items():
+        name = key
+        for new, before in old.items():
+            name = name.replace(new, before)
+        if pipeline:
+            name = re.sub(r"decoder\.layers\.(\d)\.", lambda found: f"{int(found.group(1)) + 2}.", name)
+            name = name.replace("decoder.final_layernorm", "5").replace("embedding.word", "tied_modules.embed.word")
+        else:
+            name = "language_model." + name.replace("decoder.", "encoder.")
+        folder = tmp_path / "u" / "zero" / name
+        folder.mkdir(parents=True)
+        torch.save({"param": tensor, "cat_dim": 0}, folder / "fp32.pt")
+    state = {"args": Namespace(**MEGATRON_ARGUMENTS), "iteration": 9, "param_shapes": []}
+    torch.save(state, tmp_path / "u" / "mp_rank_00_model_states.pt")
+    assert main(["import", str(tmp_path / "u"), str(tmp_path / "c"), "--from", "ucp", "-q"]) == 0
+    found = read_all(tmp_path / "c")
+    assert torch.equal(
+        found["decoder.layers.mlp.linear_fc1.weight"],
+        torch.stack([given[f"decoder.layers.{layer}.mlp.linear_fc1.weight"] for layer in range(2)]),
+    )
+    key = "self_attention.linear_qkv.layer_norm_weight"
+    assert torch.equal(found[f"decoder.layers.{key}"][1], given["decoder.layers.1.input_layernorm.weight"])
+    assert torch.equal(found["decoder.final_layernorm.weight"], given["decoder.final_layernorm.weight"])
+    assert found["embedding.word_embeddings.weight"].shape == (64, HIDDEN)
+    with open_checkpoint(tmp_path / "c") as opened:
+        assert opened.common_state()["args"].num_layers == 2
+
+
+class _Unknown:
+    """What a launch may keep among its arguments."""
+
+
+@pytest.mark.parametrize(
+    ("without", "arguments", "message"),
+    [
+        (r"layers\.1\.", {}, r"say 2 layers, and parameters are there of 1"),
+        (r"layers\.0\.", {"num_layers": None}, r"of 2 layers, there is nothing of number 0"),
+        (r"layers\.0\.", {"num_experts": 4, "moe_layer_freq": [1, 1]}, r"of 2 layers, there is nothing of number 0"),
+        (r"experts\.3\.", {"num_experts": 4}, r"say 4 experts, and parameters are there of 3"),
+        (
+            r"layers\.1.*experts\.3\.",
+            {"num_experts": 4, "moe_layer_freq": [1, 1]},
+            r"experts\.3\.linear_fc1\.weight is not",
+        ),
+        (r"layers\.1.*linear_proj", {}, r"layers\.1\.self_attention\.linear_proj\.weight is not there"),
+        (r"layers\.1\.mlp\.experts", {"num_experts": 4}, r"layers\.1\.mlp\.experts.*is not there \(nor 7 others\)"),
+        (r"layers\.1\.mlp", {}, r"layers\.1\.mlp\.linear_fc1\.weight is not there"),
+        (r"final_layernorm", {}, r"decoder\.final_layernorm\.weight is not there"),
+        (r"nothing", {"untie_embeddings_and_output_weights": True}, r"output_layer\.weight is not there"),
+    ],
+)
+def test_a_model_of_megatrons_that_is_incomplete_is_refused(
+    tmp_path: Path, without: str, arguments: dict[str, Any], message: str
+) -> None:
+    mlp = [f"mlp.experts.local_experts.{n}.linear_fc{which}.weight" for n in range(4) for which in (1, 2)]
+    given = layers_of(*(mlp if "num_experts" in arguments else ["mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]))
+    model = {f"module.{key}": tensor for key, tensor in given.items() if not re.search(without, key)}
+    stored = Namespace(**{**MEGATRON_ARGUMENTS, **arguments})
+    dcp.save({"model": model, "args": stored, "iteration": 9}, checkpoint_id=tmp_path / "f")
+    with pytest.raises(CorruptCheckpointError, match=message):
+        import_checkpoint(tmp_path / "f", tmp_path / "c", kind="dcp")
+    assert not (tmp_path / "c").exists()
+
+
+def test_arguments_of_every_kind_are_carried_or_named(tmp_path: Path) -> None:
+    given = layers_of("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
+    kinds = {"window_size": (7, 0), "no_rope_freq": [0, 1], "params_dtype": torch.bfloat16, "moe": {"a": (1, None)}}
+    stored = Namespace(**MEGATRON_ARGUMENTS, **kinds, odd=_Unknown())
+    dcp.save({"model": given, "args": stored, "iteration": 9, "epoch": 2}, checkpoint_id=tmp_path / "dcp")
+    for name, tensor in given.items():
+        (tmp_path / "ucp" / "zero" / name).mkdir(parents=True)
+        torch.save({"param": tensor, "cat_dim": 0}, tmp_path / "ucp" / "zero" / name / "fp32.pt")
+    torch.save({"args": stored, "iteration": 9}, tmp_path / "ucp" / "mp_rank_00_model_states.pt")
+    for kind in ("dcp", "ucp"):
+        report = import_checkpoint(tmp_path / kind, tmp_path / f"{kind}-mc", kind="dcp")
+        assert [line for line in report.left_out if "rank's file" not in line] == [
+            *(["epoch (no tensor)"] if kind == "dcp" else []),
+            "the argument odd (of a class that is not known here)",
+        ]
+        with open_checkpoint(tmp_path / f"{kind}-mc") as opened:
+            carried = opened.common_state()
+        assert kinds.items() <= vars(carried["args"]).items()
+        assert carried["iteration"] == 9
+
+
+def test_a_pipeline_of_deepspeed_without_a_layer_is_refused(tmp_path: Path) -> None:
+    for number in (2, 3, 5):
+        folder = tmp_path / "u" / "zero" / f"{number}.self_attention.dense.weight"
+        folder.mkdir(parents=True)
+        torch.save({"param": torch.ones(4, 4), "cat_dim": 0}, folder / "fp32.pt")
+    folder = tmp_path / "u" / "zero" / "tied_modules.embed.word_embeddings.weight"
+    folder.mkdir()
+    torch.save({"param": torch.ones(8, 4), "cat_dim": 0}, folder / "fp32.pt")
+    torch.save({"param_shapes": []}, tmp_path / "u" / "mp_rank_00_model_states.pt")
+    with pytest.raises(CorruptCheckpointError, match=r"modules 2 to 5 of a pipeline are layers.*nothing of number 4"):
+        import_checkpoint(tmp_path / "u", tmp_path / "c", kind="dcp")
+
+
+@pytest.mark.parametrize(
+    ("setting", "outcome"),
+    [
+        ("window_size: !!python/tuple [7, 0]", 8),
+        ("window_size: {_target_: builtins.tuple, _args_: [[7, 0]]}", 8),
+        ("window_size: {_target_: some.window, size: 7}", r"window_size='<some\.window>': expected \(tokens before"),
+        ("softmax_scale: {_target_: some.scale}", r"softmax_scale='<some\.scale>' changes what the model computes"),
+        ("softmax_scale: !!python/name:some.scale ''", r"softmax_scale='<.*some\.scale>' changes"),
+        ("no_rope_freq: !!python/tuple [0, 1]", r"no_rope_freq=\(0, 1\) changes what the model computes"),
+    ],
+)
+def test_settings_of_nemo_that_are_no_plain_values_are_understood_or_refused(
+    nemo: Path, tmp_path: Path, setting: str, outcome: Any
+) -> None:
+    yaml = pytest.importorskip("yaml")
+    shutil.copytree(nemo, tmp_path / "n")
+    config = {key: value for key, value in NEMO_CONFIG.items() if key != setting.partition(":")[0]}
+    lines = yaml.safe_dump({"config": config}).splitlines()
+    (tmp_path / "n" / "context" / "model.yaml").write_text("\n".join([*lines, f"  {setting}"]))
+    if isinstance(outcome, int):
+        export_checkpoint(tmp_path / "n", tmp_path / "e", to="hf")
+        assert json.loads((tmp_path / "e" / "config.json").read_bytes())["sliding_window"] == outcome
+    else:
+        with pytest.raises(OptionError, match=outcome):
+            export_checkpoint(tmp_path / "n", tmp_path / "e", to="hf")
+
+
+def test_a_tied_output_layer_of_megatrons_is_left_out_unless_it_is_another(tmp_path: Path) -> None:
+    given = layers_of("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
+    given["output_layer.weight"] = given["embedding.word_embeddings.weight"].clone()
+    stored = Namespace(**MEGATRON_ARGUMENTS, untie_embeddings_and_output_weights=False, padded_vocab_size=96)
+    dcp.save({"model": given, "args": stored}, checkpoint_id=tmp_path / "same")
+    report = import_checkpoint(tmp_path / "same", tmp_path / "c", kind="dcp")
+    assert report.left_out == ("model.output_layer.weight (tied to the embedding)",)
+    with open_checkpoint(tmp_path / "c") as opened:
+        assert "output_layer.weight" not in opened.index.tensors
+        assert opened.index.tensors["embedding.word_embeddings.weight"].shape[0] == 64
+        assert opened.common_state()["args"].padded_vocab_size == 64
+    given["output_layer.weight"][7] += 1
+    dcp.save({"model": given, "args": stored}, checkpoint_id=tmp_path / "other")
+    with pytest.raises(OptionError, match=r"output_layer\.weight is not model\.embedding\.word_embeddings\.weight"):
+        import_checkpoint(tmp_path / "other", tmp_path / "d", kind="dcp")
+    assert not (tmp_path / "d").exists()

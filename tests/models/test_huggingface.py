@@ -1,0 +1,709 @@
+"""Hugging Face models to `torch_dist` and back without `transformers` or Megatron: keys, bytes, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ChecksumError,
+    CorruptCheckpointError,
+    OptionError,
+)
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.models import _foreign, logits
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, reshard_checkpoint
+from mcore_ckpt.models.families._registry import family_named
+from mcore_ckpt.models.families._table import Naming, relate
+from mcore_ckpt.target import torch_dist
+from mcore_ckpt.target.safetensors import safetensors_header
+from mcore_ckpt.tools.checkpoint import open_checkpoint
+from mcore_ckpt.tools.payloads import StoredPayloads
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.models.test_conversions import read_by_definition
+from tests.models.test_table import LATENT
+from tests.support.model_like import assert_same, read_all
+
+HIDDEN, FFN, HEADS, GROUPS, HEAD, LAYERS, VOCABULARY = 16, 24, 4, 2, 8, 2, 50
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "head_dim": HEAD,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+
+
+def model_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    found = {"model.embed_tokens.weight": make(VOCABULARY, HIDDEN), "lm_head.weight": make(VOCABULARY, HIDDEN)}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        found |= {
+            f"{prefix}.input_layernorm.weight": make(HIDDEN),
+            f"{prefix}.self_attn.q_proj.weight": make(HEADS * HEAD, HIDDEN),
+            f"{prefix}.self_attn.k_proj.weight": make(GROUPS * HEAD, HIDDEN),
+            f"{prefix}.self_attn.v_proj.weight": make(GROUPS * HEAD, HIDDEN),
+            f"{prefix}.self_attn.o_proj.weight": make(HIDDEN, HEADS * HEAD),
+            f"{prefix}.post_attention_layernorm.weight": make(HIDDEN),
+            f"{prefix}.mlp.gate_proj.weight": make(FFN, HIDDEN),
+            f"{prefix}.mlp.up_proj.weight": make(FFN, HIDDEN),
+            f"{prefix}.mlp.down_proj.weight": make(HIDDEN, FFN),
+        }
+    return found | {"model.norm.weight": make(HIDDEN)}
+
+
+def write_hf(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any] = CONFIG) -> Path:
+    directory.mkdir(parents=True)
+    described = [
+        (key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for key, tensor in tensors.items()
+    ]
+    header, _ = safetensors_header(described, {"format": "pt"})
+    content = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values()]
+    (directory / "model.safetensors").write_bytes(header + b"".join(content))
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hf(tmp_path_factory.mktemp("hf") / "llama", model_tensors())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("ckpt") / "llama"
+    import_checkpoint(model, target, kind="hf", tp=2, pp=2)
+    return target
+
+
+def test_each_parameter_is_where_megatron_wants_it(model: Path, checkpoint: Path) -> None:
+    """By the definition of Megatron's layouts, written down once more with torch."""
+    given, found = model_tensors(), read_all(checkpoint)
+    per_group = HEADS // GROUPS * HEAD
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        q, k, v = (given[f"{prefix}.self_attn.{name}_proj.weight"] for name in "qkv")
+        parts = []
+        for group in range(GROUPS):
+            parts += [q[group * per_group : (group + 1) * per_group], *(x[group * HEAD :][:HEAD] for x in (k, v))]
+        assert torch.equal(found["decoder.layers.self_attention.linear_qkv.weight"][layer], torch.cat(parts))
+        gate, up = given[f"{prefix}.mlp.gate_proj.weight"], given[f"{prefix}.mlp.up_proj.weight"]
+        assert torch.equal(found["decoder.layers.mlp.linear_fc1.weight"][layer], torch.cat([gate, up]))
+        down = given[f"{prefix}.mlp.down_proj.weight"]
+        assert torch.equal(found["decoder.layers.mlp.linear_fc2.weight"][layer], down)
+    embedding = found["embedding.word_embeddings.weight"]
+    assert embedding.shape == (256, HIDDEN)  # a multiple of 128 for each of two ranks
+    assert torch.equal(embedding[:VOCABULARY], given["model.embed_tokens.weight"])
+    assert not embedding[VOCABULARY:].any()
+    index = read_index(checkpoint)
+    assert {chunk.sizes for chunk in index.tensors["decoder.layers.mlp.linear_fc1.weight"].chunks} == {(1, 12, HIDDEN)}
+    assert verify_checkpoint(checkpoint).whole
+    assert json.loads((checkpoint / "metadata.json").read_bytes())["sharded_backend"] == "torch_dist"
+
+
+def test_what_a_launch_asks_for_is_there(checkpoint: Path) -> None:
+    with open_checkpoint(checkpoint) as opened:
+        assert opened["decoder.layers.self_attention.linear_qkv._extra_state/shard_1_2"] in (None, [None])
+    common = torch.load(checkpoint / "common.pt", weights_only=False)
+    arguments = common["args"]
+    assert isinstance(arguments, Namespace)
+    assert (arguments.num_layers, arguments.num_query_groups, arguments.kv_channels) == (LAYERS, GROUPS, HEAD)
+    assert (arguments.vocab_size, arguments.padded_vocab_size, arguments.bf16) == (VOCABULARY, 256, True)
+    assert (common["iteration"], common["checkpoint_version"]) == (0, 3.0)
+    objects = {key.partition("/")[0].rpartition("decoder.")[2] for key in read_index(checkpoint).objects}
+    assert objects == {
+        "final_layernorm._extra_state",
+        *(f"layers.self_attention.{name}._extra_state" for name in ("linear_qkv", "linear_proj", "core_attention")),
+        *(f"layers.mlp.{name}._extra_state" for name in ("linear_fc1", "linear_fc2")),
+    }
+
+
+@pytest.mark.parametrize("config", [True, False])
+def test_the_same_model_comes_back(model: Path, checkpoint: Path, tmp_path: Path, config: bool) -> None:
+    beside = tmp_path / "original" if config else None
+    if config:  # as that of a model whose weights were quantized; those that are written are not
+        shutil.copytree(model, tmp_path / "original")
+        document = json.loads((model / "config.json").read_bytes()) | {"quantization_config": {"quant_method": "fp8"}}
+        (tmp_path / "original" / "config.json").write_text(json.dumps(document))
+    report = export_checkpoint(checkpoint, tmp_path / "back", to="hf", hf_config=beside, max_shard_bytes=3000)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in report.files:
+        tensors |= read_by_definition(tmp_path / "back" / file)
+    assert_same(tensors, model_tensors())
+    written = json.loads((tmp_path / "back" / "config.json").read_bytes())
+    assert {name: written[name] for name in CONFIG} == CONFIG
+    assert "quantization_config" not in written
+    assert written["torch_dtype"] == "bfloat16"
+    assert written["architectures"] == ["LlamaForCausalLM"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "original"][: 1 + config]
+    assert (tmp_path / "back" / "generation_config.json").exists()
+    assert report.notes == report.left_out == ()
+
+
+def test_layers_with_numbers_and_other_layouts(model: Path, tmp_path: Path) -> None:
+    import_checkpoint(model, tmp_path / "n", kind="hf", tp=4, numbered_layers=True)
+    keys = read_index(tmp_path / "n").tensors
+    assert "decoder.layers.1.mlp.linear_fc1.weight" in keys
+    reshard_checkpoint(tmp_path / "n", tmp_path / "r", tp=1, pp=2)
+    export_checkpoint(tmp_path / "r", tmp_path / "e", to="hf")
+    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
+
+
+def test_layers_that_a_launch_asks_for_with_numbers_have_them(tmp_path: Path) -> None:
+    """Megatron stacks no layers where a list says which of them have experts, though none of them has."""
+    family = family_named("deepseek-v3")
+    config = {**LATENT, "num_hidden_layers": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    shapes = relate(family, family.model(config), Naming(), 128).hf
+    source = write_hf(
+        tmp_path / "hf",
+        {key: torch.zeros(shape) for key, shape in shapes.items()},
+        {**config, "model_type": "deepseek_v3"},
+    )
+    import_checkpoint(source, tmp_path / "m", kind="hf")
+    assert torch.load(tmp_path / "m" / "common.pt", weights_only=False)["args"].moe_layer_freq == [0]
+    assert "decoder.layers.0.self_attention.linear_proj.weight" in read_index(tmp_path / "m").tensors
+
+
+def test_dtype_is_converted_both_ways(model: Path, tmp_path: Path) -> None:
+    import_checkpoint(model, tmp_path / "m", kind="hf", dtype="float32")
+    assert read_index(tmp_path / "m").tensors["output_layer.weight"].dtype == "float32"
+    export_checkpoint(tmp_path / "m", tmp_path / "e", to="hf", dtype="bfloat16")
+    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
+
+
+def test_parts_of_several_dtypes_become_one_by_dtype(tmp_path: Path) -> None:
+    tensors = {
+        key: tensor.float() if "k_proj" in key else tensor.half() if "layers.1.mlp.up" in key else tensor
+        for key, tensor in model_tensors().items()
+    }
+    source = write_hf(tmp_path / "m", tensors)
+    with pytest.raises(OptionError, match=r"linear_qkv\.weight is made of .*bfloat16, float32; .*--dtype"):
+        import_checkpoint(source, tmp_path / "c", kind="hf")
+    for dtype in ("float32", "bfloat16"):
+        import_checkpoint(source, tmp_path / dtype, kind="hf", dtype=dtype)
+        export_checkpoint(tmp_path / dtype, tmp_path / "back" / dtype, to="hf")
+        back = read_by_definition(tmp_path / "back" / dtype / "model.safetensors")
+        assert_same(back, {key: tensor.to(getattr(torch, dtype)) for key, tensor in tensors.items()})
+
+
+def test_what_float16_cannot_hold_is_no_infinity(tmp_path: Path) -> None:
+    tensors = model_tensors()
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 65536.0
+    source = write_hf(tmp_path / "m", tensors)
+    with pytest.raises(OptionError, match=r"linear_fc1\.weight.*too large for float16"):
+        import_checkpoint(source, tmp_path / "h", kind="hf", dtype="float16")
+    assert not (tmp_path / "h").exists()
+    import_checkpoint(source, tmp_path / "c", kind="hf")
+    with pytest.raises(OptionError, match=r"layers\.1\.mlp\.up_proj\.weight.*too large for float16"):
+        export_checkpoint(tmp_path / "c", tmp_path / "e", to="hf", dtype="float16")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("-inf")
+    import_checkpoint(write_hf(tmp_path / "i", tensors), tmp_path / "j", kind="hf", dtype="float16")
+
+
+def test_torch_files_and_a_tied_copy(tmp_path: Path) -> None:
+    source, tensors = tmp_path / "m", model_tensors()
+    source.mkdir()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    torch.save({**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, source / "pytorch_model.bin")
+    (source / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": True}))
+    report = import_checkpoint(source, tmp_path / "c", kind="hf")
+    assert [line.split()[0] for line in report.left_out] == [
+        "lm_head.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    ]
+    export_checkpoint(tmp_path / "c", tmp_path / "e", to="hf")
+    del tensors["lm_head.weight"]
+    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), tensors)
+
+
+def test_gpt2_is_turned_round_and_may_lack_its_prefix(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20, "n_positions": 8}
+    shapes = {
+        "wte.weight": (20, 16),
+        "wpe.weight": (8, 16),
+        "ln_f.weight": (16,),
+        "ln_f.bias": (16,),
+        "h.0.attn.c_attn.weight": (16, 48),
+        "h.0.attn.c_attn.bias": (48,),
+        "h.0.attn.c_proj.weight": (16, 16),
+        "h.0.attn.c_proj.bias": (16,),
+        "h.0.attn.bias": (1, 1, 8, 8),
+        "h.0.mlp.c_fc.weight": (16, 64),
+        "h.0.mlp.c_fc.bias": (64,),
+        "h.0.mlp.c_proj.weight": (64, 16),
+        "h.0.mlp.c_proj.bias": (16,),
+        **{f"h.0.ln_{n}.{leaf}": (16,) for n in (1, 2) for leaf in ("weight", "bias")},
+    }
+    tensors = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+    import_checkpoint(write_hf(tmp_path / "m", tensors, config), tmp_path / "c", kind="hf", tp=2)
+    qkv = read_all(tmp_path / "c")["decoder.layers.self_attention.linear_qkv.weight"][0]
+    q, k, v = tensors["h.0.attn.c_attn.weight"].T.split(16)
+    assert torch.equal(qkv, torch.cat([q[:8], k[:8], v[:8], q[8:], k[8:], v[8:]]))
+    export_checkpoint(tmp_path / "c", tmp_path / "e", to="hf")
+    del tensors["h.0.attn.bias"]
+    back = read_by_definition(tmp_path / "e" / "model.safetensors")
+    assert_same(back, {f"transformer.{key}": tensor for key, tensor in tensors.items()})
+
+
+def test_keys_and_shapes_that_are_not_the_familys_are_named(model: Path, tmp_path: Path) -> None:
+    tensors = model_tensors()
+    extra = write_hf(tmp_path / "extra", {**tensors, "model.layers.1.adapter.weight": torch.ones(2)})
+    with pytest.raises(OptionError, match=r"no row .* covers, the first model\.layers\.1\.adapter\.weight"):
+        import_checkpoint(extra, tmp_path / "c", kind="hf")
+    missing = dict(tensors)
+    del missing["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(OptionError, match=r"not stored, the first model\.layers\.1\.mlp\.up_proj\.weight"):
+        import_checkpoint(write_hf(tmp_path / "missing", missing), tmp_path / "c", kind="hf")
+    shape = {**tensors, "model.norm.weight": torch.ones(HIDDEN + 1).bfloat16()}
+    with pytest.raises(OptionError, match=r"model\.norm\.weight has the shape \[17\], expected \[16\]"):
+        import_checkpoint(write_hf(tmp_path / "shape", shape), tmp_path / "c", kind="hf")
+    mixed = {**tensors, "model.layers.0.self_attn.k_proj.weight": torch.ones(GROUPS * HEAD, HIDDEN)}
+    with pytest.raises(OptionError, match=r"linear_qkv.weight is made of .* bfloat16, float32"):
+        import_checkpoint(write_hf(tmp_path / "mixed", mixed), tmp_path / "c", kind="hf")
+    assert not list(tmp_path.glob("c*"))
+
+
+def test_an_export_accounts_for_every_tensor(model: Path, tmp_path: Path) -> None:
+    from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
+
+    import_checkpoint(model, tmp_path / "c", kind="hf")
+    export_checkpoint(tmp_path / "c", tmp_path / "files")
+    stored = read_by_definition(tmp_path / "files" / "model.safetensors")
+
+    def again(name: str, tensors: dict[str, torch.Tensor]) -> Path:
+        source = write_hf(tmp_path / f"{name}-files", tensors)
+        (source / "config.json").unlink()
+        import_checkpoint(source, tmp_path / name, common=tmp_path / "c" / "common.pt")
+        return tmp_path / name
+
+    extra = again("extra", {**stored, "decoder.layers.mlp.adapter.weight": torch.ones(2, 3)})
+    with pytest.raises(OptionError, match=r"covers, the first decoder\.layers\.mlp\.adapter\.weight"):
+        export_checkpoint(extra, tmp_path / "e", to="hf")
+    less = dict(stored)
+    del less["decoder.final_layernorm.weight"]
+    with pytest.raises(OptionError, match=r"not stored, the first decoder\.final_layernorm\.weight"):
+        export_checkpoint(again("less", less), tmp_path / "e", to="hf")
+    optimizer = {**stored, "optimizer.state.exp_avg.output_layer.weight": torch.ones(128, HIDDEN)}
+    report = export_checkpoint(again("trained", optimizer), tmp_path / "e", to="hf")
+    assert report.left_out == ("1 keys of the optimizer's state",)
+    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
+
+
+def test_a_configuration_of_another_model_is_refused(model: Path, checkpoint: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({**CONFIG, "intermediate_size": FFN + 1}))
+    with pytest.raises(OptionError, match=r"linear_fc1.weight has the shape \[2, 48, 16\], expected \[2, 50, 16\]"):
+        export_checkpoint(checkpoint, tmp_path / "e", to="hf", hf_config=other)
+    # Of the same shapes, and yet another: heads of half the size.
+    halved = {**CONFIG, "num_attention_heads": 2 * HEADS, "num_key_value_heads": 2 * GROUPS, "head_dim": HEAD // 2}
+    (other / "config.json").write_text(json.dumps(halved))
+    with pytest.raises(OptionError, match="num_attention_heads is 4"):
+        export_checkpoint(checkpoint, tmp_path / "e", to="hf", hf_config=other)
+    # A sibling's, which differs in nothing that has a shape.
+    for sibling in ({"rope_theta": 500000.0}, {"rms_norm_eps": 1e-5}, {"model_type": "mistral", "sliding_window": 8}):
+        (other / "config.json").write_text(json.dumps({**CONFIG, **sibling}))
+        with pytest.raises(OptionError, match="where the checkpoint's stored argument"):
+            export_checkpoint(checkpoint, tmp_path / "e", to="hf", hf_config=other)
+    with pytest.raises(CheckpointNotFoundError, match=r"config\.json"):
+        export_checkpoint(checkpoint, tmp_path / "e", to="hf", hf_config=tmp_path)
+    (other / "config.json").write_text("[1]")
+    with pytest.raises(CorruptCheckpointError, match="settings by name"):
+        export_checkpoint(checkpoint, tmp_path / "e", to="hf", hf_config=other)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("settings", "error", "match"),
+    [
+        ({"num_hidden_layers": 90_000}, OptionError, "90000 layers"),
+        ({"num_hidden_layers": 10**400}, OptionError, "num_hidden_layers"),
+        ({"num_attention_heads": 2**39, "num_key_value_heads": 2**39}, OptionError, "heads"),
+        ({"rms_norm_eps": float("nan")}, OptionError, "rms_norm_eps"),
+        ({"rope_theta": float("inf")}, OptionError, "rope_theta"),
+        ({"rope_scaling": {"rope_type": ["llama3"]}}, OptionError, "rotary scaling"),
+        ({"hidden_act": ["silu"]}, OptionError, "hidden_act"),
+        ({"vocab_size": True}, OptionError, "vocab_size"),
+        ({"model_type": ["llama"]}, OptionError, "model_type"),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else None,
+)
+def test_a_configuration_of_a_stranger(
+    model: Path, tmp_path: Path, settings: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    (tmp_path / "m").mkdir()
+    for path in model.iterdir():
+        (tmp_path / "m" / path.name).hardlink_to(path)
+    (tmp_path / "m" / "config.json").unlink()
+    (tmp_path / "m" / "config.json").write_text(json.dumps({**CONFIG, **settings}))
+    with pytest.raises(error, match=match):
+        import_checkpoint(tmp_path / "m", tmp_path / "c", kind="hf")
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.timeout(60)
+def test_files_of_a_stranger(model: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """Nested without end, named twice, outside the directory, pipes: each ends in an error of ours with the name."""
+    other = tmp_path / "m"
+    other.mkdir()
+    for path in model.iterdir():
+        (other / path.name).hardlink_to(path)
+    config, index = other / "config.json", other / "model.safetensors.index.json"
+    for text in ("[" * 100_000, '{"model_type": "llama", "model_type": "gpt2"}', "9" * 5000, ""):
+        config.unlink()
+        config.write_text(text)
+        with pytest.raises(CorruptCheckpointError, match=r"config\.json"):
+            import_checkpoint(other, tmp_path / "c", kind="hf")
+    config.unlink()
+    config.write_text(json.dumps(CONFIG))
+    for name in ("../m/model.safetensors", str(tmp_path / "m" / "model.safetensors"), ["x"], 1, None, ""):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(model_tensors(), name)}))
+        with pytest.raises(CheckpointError, match="m"):
+            import_checkpoint(other, tmp_path / "c", kind="hf")
+    index.unlink()
+    config.unlink()
+    os.mkfifo(config)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        import_checkpoint(other, tmp_path / "c", kind="hf")
+    tokens = tmp_path / "tokens"
+    tokens.mkdir()
+    (tokens / "config.json").write_text(json.dumps(CONFIG))
+    os.mkfifo(tokens / "tokenizer.json")  # not taken along, and waited for by nobody
+    export_checkpoint(checkpoint, tmp_path / "e", to="hf", hf_config=tokens)
+    assert not (tmp_path / "e" / "tokenizer.json").exists()
+    assert not (tmp_path / "c").exists()
+
+
+def test_tokenizer_files_come_along(model: Path, checkpoint: Path, tmp_path: Path) -> None:
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    for name in ("tokenizer.json", "generation_config.json", "notes.txt"):
+        (beside / name).write_text(name)
+    (beside / "config.json").write_bytes((model / "config.json").read_bytes())
+    export_checkpoint(checkpoint, tmp_path / "e", to="hf", hf_config=beside)
+    names = {path.name for path in (tmp_path / "e").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert (tmp_path / "e" / "generation_config.json").read_text() == "generation_config.json"
+
+
+@pytest.mark.parametrize("where", ["middle of the queries", "padding of the embedding"])
+def test_a_damaged_byte_is_noticed_though_chunks_are_read_in_parts(
+    checkpoint: Path, tmp_path: Path, where: str
+) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    index = read_index(copy)
+    queries = where.startswith("middle")
+    key = "decoder.layers.self_attention.linear_qkv.weight" if queries else "embedding.word_embeddings.weight"
+    entry = index.tensors[key]
+    with StoredPayloads(index) as payloads:
+        # The second rank's rows of the embedding are padding only, and the end of the first one's.
+        payload = payloads.locate(entry, entry.chunks[0])
+    with open(copy / payload.file, "r+b") as file:
+        file.seek(payload.offset + (payload.nbytes // 3 if queries else payload.nbytes - 1))
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(ChecksumError, match=key.replace(".", r"\.")):
+        export_checkpoint(copy, tmp_path / "e", to="hf")
+    assert not (tmp_path / "e").exists()
+
+
+def test_nothing_is_overwritten_and_a_named_target_gets_a_tracker(
+    model: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointExistsError):
+        import_checkpoint(model, checkpoint, kind="hf")
+    with pytest.raises(CheckpointExistsError):
+        export_checkpoint(checkpoint, model, to="hf")
+    import_checkpoint(model, tmp_path / "run" / "release", kind="hf")
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    import_checkpoint(model, tmp_path / "other" / "iter_0000000", kind="hf")
+    assert (tmp_path / "other" / "latest_checkpointed_iteration.txt").read_text() == "0"
+    export_checkpoint(tmp_path / "run" / "release", tmp_path / "e", to="hf")
+    import_checkpoint(model, tmp_path / "plain", kind="hf")
+    assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
+
+
+def test_an_interrupted_import_goes_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch_dist, "encode_metadata", full)
+        with pytest.raises(OSError, match="no space"):
+            import_checkpoint(model, tmp_path / "c", kind="hf")
+    assert (tmp_path / "c.partial").exists()
+    # Of a model with other heads in the same shapes, nothing that lies there is of any use.
+    halved = {**CONFIG, "num_attention_heads": 2 * HEADS, "num_key_value_heads": 2 * GROUPS, "head_dim": HEAD // 2}
+    kept = (model / "config.json").read_bytes()
+    try:
+        (model / "config.json").write_text(json.dumps(halved))
+        with pytest.raises(OptionError, match="another source, layout or set of options"):
+            import_checkpoint(model, tmp_path / "c", kind="hf")
+    finally:
+        (model / "config.json").write_bytes(kept)
+    import_checkpoint(model, tmp_path / "c", kind="hf")
+    export_checkpoint(tmp_path / "c", tmp_path / "e", to="hf")
+    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
+
+
+def test_a_dry_run_lists_every_key(model: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    imported = import_checkpoint(model, "unused", kind="hf", dry_run=True)
+    exported = export_checkpoint(checkpoint, "unused", to="hf", dry_run=True)
+    assert {key.source for key in imported.keys} == model_tensors().keys()
+    assert {key.target for key in exported.keys} == model_tensors().keys()
+    assert main(["import", str(model), "unused", "--from", "hf", "--tp", "2", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert all(key in text for key in model_tensors())
+    assert "grouped qkv" in text
+    assert "decoder.layers.self_attention.linear_qkv.weight[1]" in text
+    assert "nothing was written" in text
+    assert main(["export", str(checkpoint), "unused", "--to", "hf", "--dry-run", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["family"] == "llama"
+    assert len(document["keys"]) == len(model_tensors())
+    assert not Path("unused").exists()
+
+
+def test_the_commands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = str(tmp_path / "c")
+    assert main(["import", str(model), target, "--from", "hf", "--tp", "2", "--transformer-impl", "local", "-q"]) == 0
+    assert "llama for TP 2 PP 1" in capsys.readouterr().out
+    assert main(["export", target, str(tmp_path / "e"), "--to", "hf", "-q"]) == 0
+    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
+    for words in (
+        ["export", target, str(tmp_path / "x"), "--to", "hf", "--arch", "gpt2"],
+        ["export", target, str(tmp_path / "x"), "--to", "hf", "--only", "norm"],
+        ["export", target, str(tmp_path / "x"), "--arch", "llama"],
+        ["import", str(model), str(tmp_path / "x"), "--from", "hf", "--common", "common.pt"],
+        ["import", str(model), str(tmp_path / "x"), "--numbered-layers"],
+        ["import", str(model), str(tmp_path / "x"), "--from", "hf", "--arch", "bert"],
+        ["import", str(model), str(tmp_path / "x"), "--from", "hf", "--tp", "0"],
+    ):
+        assert main(words) == 2, words
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_an_import_takes_no_torch_which_takes_seconds(model: Path, tmp_path: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None; from mcore_ckpt.commands.cli import main; sys.exit(main())"
+    words = ["import", str(model), str(tmp_path / "c"), "--from", "hf", "--tp", "2", "-q"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    common = torch.load(tmp_path / "c" / "common.pt", weights_only=False)
+    assert common["args"].num_layers == LAYERS
+    assert common["iteration"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_output_layer_that_is_to_be_tied_and_is_another_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(_foreign, "_COMPARED_BYTES", 8 * 8 * HIDDEN)  # eight rows at a time
+    tensors, config = model_tensors(), {**CONFIG, "tie_word_embeddings": True}
+    copy = tensors["model.embed_tokens.weight"].clone().to(dtype)
+    import_checkpoint(
+        write_hf(tmp_path / "same", {**tensors, "lm_head.weight": copy}, config), tmp_path / "a", kind="hf"
+    )
+    copy[33, 5] += 1
+    other = write_hf(tmp_path / "other", {**tensors, "lm_head.weight": copy}, config)
+    with pytest.raises(
+        OptionError, match=r"lm_head\.weight is not model\.embed_tokens\.weight \(first in rows \[32, 40\)"
+    ):
+        import_checkpoint(other, tmp_path / "b", kind="hf")
+    short = write_hf(tmp_path / "short", {**tensors, "lm_head.weight": copy[:8]}, config)
+    with pytest.raises(OptionError, match="it has another shape"):
+        import_checkpoint(short, tmp_path / "b", kind="hf")
+    assert not (tmp_path / "b").exists()
+
+
+def test_the_end_of_document_of_a_null_tokenizer_is_taken_along(model: Path, tmp_path: Path) -> None:
+    import_checkpoint(model, tmp_path / "c", kind="hf")
+    common = torch.load(tmp_path / "c" / "common.pt", weights_only=False)
+    for said, rows in (({"vocab_size": VOCABULARY - 1}, VOCABULARY), ({"vocab_size": 128}, 128)):
+        vars(common["args"]).update(tokenizer_type="NullTokenizer", padded_vocab_size=128, **said)
+        torch.save(common, tmp_path / "c" / "common.pt")
+        assert main(["verify", "--accept-common-state", str(tmp_path / "c"), "-q"]) == 0
+        export_checkpoint(tmp_path / "c", tmp_path / f"e{rows}", to="hf")
+        assert json.loads((tmp_path / f"e{rows}" / "config.json").read_text())["vocab_size"] == rows
+    assert_same(read_by_definition(tmp_path / f"e{VOCABULARY}" / "model.safetensors"), model_tensors())
+
+
+def test_the_vocabulary_is_as_stored_where_nothing_tells_it(model: Path, tmp_path: Path) -> None:
+    import_checkpoint(model, tmp_path / "c", kind="hf")
+    common = torch.load(tmp_path / "c" / "common.pt", weights_only=False)
+    common["args"].vocab_size = None
+    common["args"].spec = ["layers", "made_elsewhere"]
+    torch.save(common, tmp_path / "c" / "common.pt")
+    assert main(["verify", "--accept-common-state", str(tmp_path / "c"), "-q"]) == 0
+    report = export_checkpoint(tmp_path / "c", tmp_path / "e", to="hf")
+    assert "128 rows" in report.notes[0]
+    assert "made_elsewhere" in report.notes[1]
+    common["args"].no_rope_freq = 2
+    torch.save(common, tmp_path / "c" / "common.pt")
+    assert main(["verify", "--accept-common-state", str(tmp_path / "c"), "-q"]) == 0
+    with pytest.raises(OptionError, match=r"no_rope_freq=2 changes what the model computes"):
+        export_checkpoint(tmp_path / "c", tmp_path / "not", to="hf")
+    del common["args"].no_rope_freq
+    torch.save(common, tmp_path / "c" / "common.pt")
+    assert main(["verify", "--accept-common-state", str(tmp_path / "c"), "-q"]) == 0
+    assert read_by_definition(tmp_path / "e" / "model.safetensors")["lm_head.weight"].shape == (128, HIDDEN)
+    export_checkpoint(tmp_path / "c", tmp_path / "k", to="hf", hf_config=model)
+    assert_same(read_by_definition(tmp_path / "k" / "model.safetensors"), model_tensors())
+
+
+def test_what_a_check_needs_is_found_out_before_anything_is_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["import", str(model), str(tmp_path / "target"), "--from", "hf", "--check"]
+    monkeypatch.setattr(logits, "_NEEDED", {"torch": "torch", "no_such.package": "no-such-package"})
+    assert main(command) == 2
+    assert "no-such-package is not installed: pip install no-such-package" in capsys.readouterr().err
+    assert main([*command, "--dry-run"]) == 2
+    assert "with --dry-run there is none" in capsys.readouterr().err
+    assert main(["import", *command[1:3], "--check"]) == 2
+    assert "so --from hf alone" in capsys.readouterr().err
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_model_that_memory_does_not_hold_is_written_and_not_checked(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logits, "_NEEDED", {})
+    monkeypatch.setattr(logits, "free_host_bytes", lambda: 1024**2)
+    target = tmp_path / "target"
+    assert main(["import", str(model), str(target), "--from", "hf", "--check"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"mcore-ckpt: {target} was written, but not checked: the models run in float32, which takes")
+    assert said.count("\n") == 1
+    assert verify_checkpoint(target).whole
+
+
+@pytest.mark.parametrize("factor", [torch.float32, torch.bfloat16])
+def test_matrices_of_8_bit_floats_arrive_as_what_they_stand_for(tmp_path: Path, factor: torch.dtype) -> None:
+    """Values times the factor of their block, in blocks that do not divide the matrices; some tensors are plain."""
+    rows, columns = 12, 7
+    plain, stored = model_tensors(), model_tensors()
+    for key, tensor in model_tensors().items():
+        if key.endswith("_proj.weight"):
+            factors = (torch.rand(-(-tensor.shape[0] // rows), -(-tensor.shape[1] // columns)) + 0.5).to(factor)
+            spread = factors.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+            spread = spread[: tensor.shape[0], : tensor.shape[1]]
+            codes = (tensor.float() / spread).to(torch.float8_e4m3fn)
+            plain[key] = (codes.float() * spread).bfloat16()
+            stored |= {key: codes, f"{key}_scale_inv": factors}
+    settings = {"quant_method": "fp8", "weight_block_size": [rows, columns]}
+    config = {**CONFIG, "quantization_config": settings}
+    quantized = write_hf(tmp_path / "fp8", stored, config)
+    with pytest.raises(OptionError, match=r"stored as float8_e4m3fn .*--dtype bf16"):
+        import_checkpoint(quantized, tmp_path / "target", kind="hf", tp=2)
+    import_checkpoint(quantized, tmp_path / "target", kind="hf", tp=2, dtype="bf16", memory_bytes=384 * 1024**2)
+    import_checkpoint(write_hf(tmp_path / "plain", plain), tmp_path / "expected", kind="hf", tp=2)
+    assert_same(read_all(tmp_path / "target"), read_all(tmp_path / "expected"))
+    key = "model.layers.0.mlp.up_proj.weight"
+    for dtype in (torch.bfloat16, torch.int8):
+        odd = write_hf(tmp_path / f"{dtype}", {**stored, key: plain[key].to(dtype)}, config)
+        with pytest.raises(OptionError, match=r"up_proj\.weight: is stored as (bfloat16|int8), with factors"):
+            import_checkpoint(odd, tmp_path / "other", kind="hf", dtype="bf16")
+    stored["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1, 1)
+    wrong = write_hf(tmp_path / "wrong", stored, {**CONFIG, "quantization_config": settings})
+    with pytest.raises(
+        OptionError, match=r"up_proj\.weight_scale_inv: float32 \[1, 1\] .* expected float32 or bfloat16 \[2, 3\]"
+    ):
+        import_checkpoint(wrong, tmp_path / "other", kind="hf", dtype="bf16")
+
+
+def gpt_oss(directory: Path, *, in_blocks: bool) -> Path:
+    """A random model; its experts in MXFP4, or as the plain tensors that these stand for."""
+    generator = torch.Generator().manual_seed(3)
+    experts, hidden, ffn, heads, groups, head = 3, 64, 32, 4, 2, 16
+    config = {
+        "model_type": "gpt_oss",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": head,
+        "vocab_size": 50,
+        "max_position_embeddings": 64,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 2,
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16},
+    }
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    found = {"model.embed_tokens.weight": make(50, hidden), "lm_head.weight": make(50, hidden)}
+    for layer in range(2):
+        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        for name, rows in (("q", heads * head), ("k", groups * head), ("v", groups * head)):
+            found |= {f"{attention}{name}_proj.weight": make(rows, hidden), f"{attention}{name}_proj.bias": make(rows)}
+        found |= {
+            f"{attention}o_proj.weight": make(hidden, heads * head),
+            f"{attention}o_proj.bias": make(hidden),
+            f"{attention}sinks": make(heads),
+            f"model.layers.{layer}.input_layernorm.weight": make(hidden),
+            f"model.layers.{layer}.post_attention_layernorm.weight": make(hidden),
+            f"{mlp}router.weight": make(experts, hidden),
+            f"{mlp}router.bias": make(experts),
+            f"{mlp}experts.gate_up_proj_bias": make(experts, 2 * ffn),
+            f"{mlp}experts.down_proj_bias": make(experts, hidden),
+        }
+        for name, outputs, inputs in (("gate_up_proj", 2 * ffn, hidden), ("down_proj", hidden, ffn)):
+            codes = torch.randint(16, (experts, outputs, inputs), generator=generator)
+            codes[codes == 8] = 1  # no negative zeros: two ways of writing the same value
+            scales = torch.randint(120, 130, (experts, outputs, inputs // 32), generator=generator)
+            if in_blocks:
+                packed = (codes[..., ::2] + 16 * codes[..., 1::2]).reshape(experts, outputs, inputs // 32, 16)
+                found[f"{mlp}experts.{name}_blocks"] = packed.to(torch.uint8)
+                found[f"{mlp}experts.{name}_scales"] = scales.to(torch.uint8)
+            else:
+                factors = 2.0 ** (scales - 127.0)
+                plain = values[codes] * factors.repeat_interleave(32, -1)
+                found[f"{mlp}experts.{name}"] = plain.transpose(1, 2).contiguous().bfloat16()
+    return write_hf(directory, {**found, "model.norm.weight": make(hidden)}, config)
+
+
+def test_experts_of_4_bit_floats_arrive_as_what_they_stand_for(tmp_path: Path) -> None:
+    plain = gpt_oss(tmp_path / "plain", in_blocks=False)
+    import_checkpoint(plain, tmp_path / "expected", kind="hf", tp=2)
+    import_checkpoint(
+        gpt_oss(tmp_path / "mxfp4", in_blocks=True), tmp_path / "target", kind="hf", tp=2, numbered_layers=True
+    )
+    given = read_by_definition(plain / "model.safetensors")
+    for name in ("target", "expected"):
+        export_checkpoint(tmp_path / name, tmp_path / f"{name}-hf", to="hf")
+        assert_same(read_by_definition(tmp_path / f"{name}-hf" / "model.safetensors"), given)
+    found = read_all(tmp_path / "expected")["decoder.layers.mlp.experts.experts.linear_fc1.weight"][1, 2]
+    pairs = given["model.layers.1.mlp.experts.gate_up_proj"][2]
+    assert torch.equal(found, torch.cat([pairs[:, ::2].T, pairs[:, 1::2].T]))

@@ -1,0 +1,399 @@
+"""Hugging Face models through a checkpoint of Megatron-Core and back: the same logits, then the same bits.
+
+Random small models of `transformers` are imported, loaded into real Megatron models on one and two ranks (strictly, by
+stock and by our strategy) and run; what Megatron saves is exported, and run by `transformers`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
+from mcore_ckpt.reshard.rules import RenameRule
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.gloo_ranks import run_ranks
+from tests.support.hf_models import SMALL, HfCase, hf_logits, make_hf_model, weights
+from tests.support.hf_ranks import fsdp_to_megatron, load_and_run, save_and_run
+from tests.support.models import Parallel
+
+pytest.importorskip("transformers", reason="transformers makes the models: pip install 'mcore-ckpt[dev]'")
+
+pytestmark = pytest.mark.timeout(900)  # the processes have their own, shorter deadline
+long = pytest.mark.long
+DEADLINE_S = 400
+VOCABULARY = SMALL["vocab_size"]
+# Of the largest logit: what rounding in another order makes of float32.
+TOLERANCE = 1e-5
+
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LATENT = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "num_experts_per_tok": 4,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+GPT_OSS = {
+    **SMALL,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "swiglu_limit": 0.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+    },
+}
+CASES = [
+    HfCase("llama", "LlamaConfig", SMALL),
+    HfCase("llama-tied-scaled", "LlamaConfig", {**SMALL, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    HfCase("mistral", "MistralConfig", {**SMALL, "sliding_window": 8, "head_dim": 16}),
+    HfCase("qwen2", "Qwen2Config", {**SMALL, "tie_word_embeddings": True}),
+    HfCase("qwen3", "Qwen3Config", {**SMALL, "head_dim": 16}),
+    HfCase(
+        "gpt2", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 64}
+    ),
+    HfCase("mixtral", "MixtralConfig", {**SMALL, "num_local_experts": 4}),
+    HfCase("qwen2-moe", "Qwen2MoeConfig", {**SMALL, **EXPERTS, "shared_expert_intermediate_size": 24}),
+    HfCase("qwen3-moe", "Qwen3MoeConfig", {**SMALL, **EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    HfCase("qwen3-moe-dense-layer", "Qwen3MoeConfig", {**SMALL, **EXPERTS, "mlp_only_layers": [0]}),
+    HfCase(  # all of its groups are chosen, which Megatron-Core has no groups for
+        "deepseek-v2",
+        "DeepseekV2Config",
+        {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 2},
+    ),
+    HfCase(
+        "deepseek-v2-all-experts",
+        "DeepseekV2Config",
+        {
+            **LATENT,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 2.0,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 3,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    HfCase("deepseek-v3", "DeepseekV3Config", {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}),
+    HfCase(
+        "deepseek-v3-whole-queries", "DeepseekV3Config", {**LATENT, "n_group": 1, "topk_group": 1, "q_lora_rank": None}
+    ),
+]
+CASES += [
+    HfCase("gemma", "GemmaConfig", {**SMALL, "head_dim": 16}),
+    HfCase("deepseek-v3-fp8", "DeepseekV3Config", {**LATENT, "n_group": 4, "topk_group": 2}, "fp8"),
+    HfCase("gpt-oss", "GptOssConfig", GPT_OSS),
+    HfCase("gpt-oss-mxfp4", "GptOssConfig", {**GPT_OSS, "hidden_size": 64, "intermediate_size": 32}, "mxfp4"),
+]
+# What the cases have not: embeddings tied or not the other way round, as many keys as queries, other kinds of layers,
+# other routers. On one rank, with a tensor for each layer.
+SCALED = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+LONG = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+OTHERS = [
+    HfCase("llama-ungrouped", "LlamaConfig", {**SMALL, "num_key_value_heads": 4, "rope_parameters": SCALED}),
+    HfCase("mistral-tied", "MistralConfig", {**SMALL, "sliding_window": None, "tie_word_embeddings": True}),
+    HfCase("qwen2-untied", "Qwen2Config", {**SMALL, "tie_word_embeddings": False, "rope_parameters": LONG}),
+    HfCase("qwen3-tied", "Qwen3Config", {**SMALL, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    HfCase(
+        "gpt2-untied",
+        "GPT2Config",
+        {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "vocab_size": VOCABULARY,
+            "n_positions": 64,
+            "n_inner": 40,
+            "tie_word_embeddings": False,
+            "activation_function": "gelu",
+        },
+    ),
+    HfCase(
+        "mixtral-tied",
+        "MixtralConfig",
+        {**SMALL, "num_local_experts": 4, "sliding_window": 8, "tie_word_embeddings": True, "num_experts_per_tok": 3},
+    ),
+    HfCase(
+        "qwen2-moe-normalized",
+        "Qwen2MoeConfig",
+        {
+            **SMALL,
+            **EXPERTS,
+            "shared_expert_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    HfCase(
+        "qwen3-moe-tied", "Qwen3MoeConfig", {**SMALL, **EXPERTS, "norm_topk_prob": False, "tie_word_embeddings": True}
+    ),
+    HfCase("deepseek-v2-greedy", "DeepseekV2Config", {**LATENT, "topk_method": "greedy", "tie_word_embeddings": True}),
+    HfCase(
+        "deepseek-v3-tied",
+        "DeepseekV3Config",
+        {**LATENT, "n_group": 4, "topk_group": 4, "n_shared_experts": 1, "tie_word_embeddings": True},
+    ),
+    HfCase("qwen3-fp8", "Qwen3Config", {**SMALL, "head_dim": 16}, "fp8"),
+    HfCase("gemma-untied", "GemmaConfig", {**SMALL, "num_key_value_heads": 4, "tie_word_embeddings": False}),
+    HfCase(
+        "gpt-oss-tied",
+        "GptOssConfig",
+        {**GPT_OSS, "layer_types": ["full_attention", "sliding_attention"], "tie_word_embeddings": True},
+    ),
+]
+LAYOUTS = [Parallel(), Parallel(tensor=2), Parallel(pipeline=2), Parallel(expert=2)]
+
+
+def layouts_of(case: HfCase) -> list[Parallel]:
+    if case in OTHERS:
+        return [Parallel()]
+    has_experts = any("experts" in name for name in case.settings)
+    return [layout for layout in LAYOUTS if layout.expert == 1 or has_experts]
+
+
+def imported(case: HfCase, layout: Parallel, root: Path) -> Path:
+    return root / case.name / f"tp{layout.tensor}-pp{layout.pipeline}-ep{layout.expert}"
+
+
+def assert_close(logits: torch.Tensor, expected: torch.Tensor, where: object) -> None:
+    scale = expected.abs().max()
+    assert scale > 0.1
+    difference = (logits - expected).abs().max() / scale
+    assert difference < TOLERANCE, f"{where}: {difference}"
+
+
+def test_a_model_with_experts_computes_the_same_on_two_ranks_and_comes_back(tmp_path: Path) -> None:
+    """One for all of those below: another family and layout each time would cost minutes."""
+    case = next(case for case in CASES if case.name == "qwen3-moe")
+    make_hf_model(case, tmp_path / "hf")
+    import_checkpoint(tmp_path / "hf", tmp_path / "c", kind="hf", tp=2, etp=1, transformer_impl="local")
+    expected = hf_logits(tmp_path / "hf", VOCABULARY)
+    jobs = {(case.name, "TP 2"): (tmp_path / "c", Parallel(tensor=2))}
+    computed = [
+        found for rank in run_ranks(load_and_run, 2, jobs, VOCABULARY, deadline_s=DEADLINE_S) for found in rank.items()
+    ]
+    assert {key[-1] for key, _ in computed} == {"stock", "ours"}
+    for key, logits in computed:
+        assert_close(logits, expected, key)
+    export_checkpoint(tmp_path / "c", tmp_path / "back", to="hf")
+    original, back = weights(tmp_path / "hf"), weights(tmp_path / "back")
+    assert back.keys() == original.keys()
+    assert all(torch.equal(back[key], tensor) for key, tensor in original.items())
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of each case in `CASE/hf`, and its checkpoints of each layout beside it."""
+    root = tmp_path_factory.mktemp("models")
+    for case in CASES + OTHERS:
+        make_hf_model(case, root / case.name / "hf")
+        for layout in layouts_of(case):
+            report = import_checkpoint(
+                root / case.name / "hf",
+                imported(case, layout, root),
+                kind="hf",
+                tp=layout.tensor,
+                pp=layout.pipeline,
+                ep=layout.expert,
+                etp=1,
+                transformer_impl="local",
+                dtype="fp32" if case.quantized else None,
+                numbered_layers=case in OTHERS,
+            )
+            assert case.name.startswith(report.family)
+    return root
+
+
+@long
+def test_megatron_computes_the_same_logits(models: Path) -> None:
+    expected = {case.name: hf_logits(models / case.name / "hf", VOCABULARY) for case in CASES + OTHERS}
+    for world in (1, 2):
+        jobs = {
+            (case.name, str(layout)): (imported(case, layout, models), layout)
+            for case in CASES + OTHERS
+            for layout in layouts_of(case)
+            if max(layout.tensor * layout.pipeline, layout.expert) == world
+        }
+        for found in run_ranks(load_and_run, world, jobs, VOCABULARY, deadline_s=DEADLINE_S):
+            for (name, layout, strategy), logits in found.items():
+                assert_close(logits, expected[name], (name, layout, strategy))
+                jobs.pop((name, layout), None)
+        assert not jobs
+
+
+@long
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_same_bits_come_back(models: Path, tmp_path: Path, case: HfCase) -> None:
+    original, dtype = weights(models / case.name / "hf"), "fp32" if case.quantized else None
+    for number, layout in enumerate(layouts_of(case)):
+        checkpoint = imported(case, layout, models)
+        assert verify_checkpoint(checkpoint).whole
+        for config in (None, str(models / case.name / "hf")):
+            target = tmp_path / f"{number}{'-config' if config else ''}"
+            export_checkpoint(checkpoint, target, to="hf", hf_config=config, max_shard_bytes=60_000)
+            back = weights(target)
+            assert back.keys() == original.keys()
+            assert all(torch.equal(back[key], tensor) for key, tensor in original.items())
+    for numbered in (False, True):  # names of Transformer Engine's layers, which cannot run here
+        checkpoint = tmp_path / f"engine-{numbered}"
+        import_checkpoint(models / case.name / "hf", checkpoint, kind="hf", numbered_layers=numbered, tp=2, dtype=dtype)
+        export_checkpoint(checkpoint, tmp_path / f"engine-{numbered}-hf", to="hf")
+        back = weights(tmp_path / f"engine-{numbered}-hf")
+        assert all(torch.equal(back[key], tensor) for key, tensor in original.items())
+    assert torch.equal(hf_logits(tmp_path / "0", VOCABULARY), hf_logits(models / case.name / "hf", VOCABULARY))
+
+
+@long
+def test_the_same_bits_come_back_of_others(models: Path, tmp_path: Path) -> None:
+    for case in OTHERS:
+        original = weights(models / case.name / "hf")
+        export_checkpoint(imported(case, Parallel(), models), tmp_path / case.name, to="hf")
+        back = weights(tmp_path / case.name)
+        assert back.keys() == original.keys(), case
+        assert all(torch.equal(back[key], tensor) for key, tensor in original.items()), case
+        assert torch.equal(
+            hf_logits(tmp_path / case.name, VOCABULARY), hf_logits(models / case.name / "hf", VOCABULARY)
+        ), case
+
+
+@long
+def test_what_megatron_saves_computes_the_same_in_transformers(models: Path, tmp_path: Path) -> None:
+    """Weights that Megatron has made, saved by stock Megatron-Core from two ranks, in each naming that it has, and by
+    NeMo."""
+    pytest.importorskip("yaml", reason="NeMo's configuration is YAML: pip install pyyaml")
+    jobs = {}
+    for case in (case for case in CASES if not case.quantized):
+        layout = layouts_of(case)[-1] if "qwen3" in case.name else Parallel(tensor=2)
+        # Of NeMo's names one of a family will do.
+        twice = case.name in ("llama", "qwen3-moe", "deepseek-v2", "deepseek-v3-whole-queries")
+        for naming in ("default", "numbered") if twice else ("default", "numbered", "nemo"):
+            jobs[case.name, naming] = (
+                imported(case, layouts_of(case)[0], models),
+                layout,
+                tmp_path / case.name / naming,
+            )
+    for _, _, target in jobs.values():
+        target.mkdir(parents=True)
+    computed = run_ranks(save_and_run, 2, jobs, VOCABULARY, deadline_s=DEADLINE_S)
+    expected = {key: logits for found in computed for key, logits in found.items()}
+    assert expected.keys() == jobs.keys()
+    for (name, naming), (_, _, checkpoint) in jobs.items():
+        target = tmp_path / name / f"{naming}-hf"
+        # What NeMo stores does not tell that an embedding is scaled, or YaRN outside of latent attention.
+        told = naming != "nemo" or name.partition("-")[0] not in ("gemma", "gpt")
+        export_checkpoint(checkpoint, target, to="hf", hf_config=None if told else models / name / "hf")
+        logits = hf_logits(target, VOCABULARY)[..., :VOCABULARY]  # NeMo does not say which rows are padding
+        assert_close(logits, expected[name, naming], (name, naming))
+
+
+@long
+def test_models_that_fsdp2_has_sharded_compute_the_same(models: Path, tmp_path: Path) -> None:
+    """Saved by plain DCP under the names that the model has in memory, where experts are in one tensor."""
+    layouts = {
+        "llama": Parallel(tensor=2),
+        "qwen2": Parallel(pipeline=2),  # its output layer is the embedding
+        "gpt2": Parallel(tensor=2),
+        "mixtral": Parallel(expert=2),
+        "qwen2-moe": Parallel(tensor=2),
+        "qwen3-moe-dense-layer": Parallel(expert=2),
+        "deepseek-v2": Parallel(tensor=2),
+        "deepseek-v3": Parallel(expert=2),
+        "gpt-oss": Parallel(expert=2),
+    }
+    jobs = {name: (models / name / "hf", tmp_path / name, layout) for name, layout in layouts.items()}
+    found = {}
+    for computed in run_ranks(fsdp_to_megatron, 2, jobs, VOCABULARY, deadline_s=DEADLINE_S):
+        found |= computed
+    assert found.keys() == jobs.keys()
+    for name, logits in found.items():
+        assert_close(logits, hf_logits(models / name / "hf", VOCABULARY), name)
+
+
+@long
+def test_a_routers_bias_keeps_its_precision(models: Path, tmp_path: Path) -> None:
+    source = models / "deepseek-v3-fp8" / "hf"
+    import_checkpoint(source, tmp_path / "c", kind="hf", numbered_layers=True, dtype="bf16")
+    export_checkpoint(tmp_path / "c", tmp_path / "e", to="hf", dtype="bf16")
+    given, back = weights(source), weights(tmp_path / "e")
+    biases = {key for key, tensor in back.items() if tensor.dtype == torch.float32}
+    assert biases == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    for key, tensor in back.items():
+        assert torch.equal(tensor, given[key] if key in biases else given[key].bfloat16())
+
+
+@long
+def test_a_user_can_check_a_conversion_of_his_own(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--check`, of layers named as Transformer Engine's are, in which all is rounded, of NeMo's names, and of a model
+    that is run with other settings."""
+    source = str(models / "gpt-oss-mxfp4" / "hf")
+    words = ["import", source, str(tmp_path / "imported"), "--from", "hf", "--tp", "2", "--numbered-layers"]
+    assert main([*words, "--dtype", "bf16", "--check", "--json"]) == 0
+    check = json.loads(capsys.readouterr().out)["check"]
+    assert check["same"]
+    assert check["scale"] > 1
+    assert check["difference"] < TOLERANCE * check["scale"]
+
+    export_checkpoint(imported(CASES[0], Parallel(), models), tmp_path / "files")
+    rename = [RenameRule(re.compile("^"), "module.")]
+    import_checkpoint(tmp_path / "files", tmp_path / "nemo" / "weights", rename=rename)
+    words = ["export", str(tmp_path / "nemo"), str(tmp_path / "nemo-hf"), "--hf-config", str(models / "llama" / "hf")]
+    assert main([*words, "--to", "hf", "--check"]) == 0
+    assert ": the same model" in capsys.readouterr().out
+
+    config = json.loads((models / "llama" / "hf" / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    # One that does not say what it was trained with: its arguments cannot contradict the settings.
+    checkpoint = str(tmp_path / "silent")
+    shutil.copytree(imported(CASES[0], Parallel(), models), checkpoint)
+    common = torch.load(tmp_path / "silent" / "common.pt", weights_only=False)
+    del common["args"].rotary_base
+    torch.save(common, tmp_path / "silent" / "common.pt")
+    assert main(["verify", "--accept-common-state", checkpoint, "-q"]) == 0
+    other = ["--hf-config", str(tmp_path / "other")]
+    assert main(["export", checkpoint, str(tmp_path / "exported"), "--to", "hf", "--check", *other]) == 1
+    assert "NOT the same model" in capsys.readouterr().out

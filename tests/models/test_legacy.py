@@ -1,0 +1,725 @@
+"""Files of `--ckpt-format torch`, built by hand as Megatron builds them, come out as the tensors that they are of."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.errors import CheckpointError, ChecksumError, CorruptCheckpointError, OptionError
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.safe_pickle import load_object
+from mcore_ckpt.models._legacy_optimizer import FlatLayout, flat_places
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
+from mcore_ckpt.tools.checkpoint import open_checkpoint
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.cpu_megatron import pretend_cuda
+from tests.support.gloo_ranks import run_ranks
+from tests.support.shared_groups import share_groups
+
+HIDDEN, FFN, LAYERS, ROWS, HEADS = 8, 12, 4, 16, 4
+EMBEDDING = "embedding.word_embeddings.weight"
+# Axis along which tensor parallel ranks divide a parameter (None: all have it), and whether it has two halves.
+LAYER = {
+    "input_layernorm.weight": ((HIDDEN,), None, False),
+    "self_attention.core_attention.softmax_offset": ((HEADS,), 0, False),
+    "self_attention.linear_proj.weight": ((HIDDEN, HIDDEN), 1, False),
+    "self_attention.linear_qkv.weight": ((3 * HIDDEN, HIDDEN), 0, False),
+    "self_attention.linear_qkv.bias": ((3 * HIDDEN,), 0, False),
+    "pre_mlp_layernorm.weight": ((HIDDEN,), None, False),
+    "mlp.linear_fc1.weight": ((2 * FFN, HIDDEN), 0, True),
+    "mlp.linear_fc2.weight": ((HIDDEN, FFN), 1, False),
+}
+EXPERTS = 4
+# Layers of experts have these instead of an MLP; each expert has what `EXPERT` says.
+ROUTER = {"mlp.router.weight": ((EXPERTS, HIDDEN), None, False)}
+EXPERT = {name.removeprefix("mlp."): how for name, how in LAYER.items() if name.startswith("mlp.")}
+AT_TARGET = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+class Parameter:
+    """A parameter of the whole model, and its states."""
+
+    def __init__(self, shape: tuple[int, ...], axis: int | None, gated: bool, dtype: torch.dtype) -> None:
+        self.axis, self.gated = axis, gated
+        main = torch.randn(shape)
+        self.states = {"main": main, "exp_avg": torch.randn(shape), "exp_avg_sq": torch.rand(shape)}
+        self.model = main.to(dtype)
+        if dtype == torch.float32:
+            self.states["main"] = self.model
+
+    def part(self, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+        if self.axis is None:
+            return tensor
+        halves = tensor.chunk(2 if self.gated else 1, self.axis)
+        return torch.cat([half.chunk(ranks, self.axis)[rank] for half in halves], self.axis).contiguous()
+
+
+class Model:
+    """Writes the files of all ranks, and knows what has to come of them."""
+
+    def __init__(self, tp: int, pp: int, dtype: torch.dtype, *, vpp: int = 1, ep: int = 0) -> None:
+        torch.manual_seed(tp * 10 + pp)
+        self.tp, self.pp, self.vpp, self.dtype = tp, pp, vpp, dtype
+        self.experts, self.ep = (EXPERTS if ep else 0), max(1, ep)
+        self.outer = {
+            EMBEDDING: Parameter((ROWS, HIDDEN), 0, False, dtype),
+            "decoder.final_layernorm.weight": Parameter((HIDDEN,), None, False, dtype),
+        }
+        layer: dict[str, Any] = dict(LAYER)
+        if ep:
+            layer = {name: how for name, how in LAYER.items() if not name.startswith("mlp.")} | ROUTER
+            names = [f"mlp.experts.local_experts.{e}." for e in range(EXPERTS)]
+            layer |= {prefix + name: how for prefix in names for name, how in EXPERT.items()}
+        self.kinds = layer
+        self.layers = [{name: Parameter(*how, dtype) for name, how in layer.items()} for _ in range(LAYERS)]
+
+    def own(self, ep: int) -> dict[str, str]:
+        """What an expert parallel rank has of a layer, and what it calls that."""
+        found = {}
+        count = max(1, self.experts // self.ep)
+        for name in self.kinds:
+            parts = name.split(".")
+            if parts[1] == "experts":
+                number = int(parts[3])
+                if number // count != ep:
+                    continue
+                parts[3] = str(number % count)
+            found[name] = ".".join(parts)
+        return found
+
+    def chunks(self, stage: int, ep: int = 0) -> list[dict[str, Parameter]]:
+        """The parameters of a stage by their local keys, in the model's order; tied, the last one has the embedding."""
+        found = []
+        size = LAYERS // self.pp // self.vpp
+        for chunk in range(self.vpp):
+            first = (chunk * self.pp + stage) * size
+            state: dict[str, Parameter] = {}
+            if stage == 0 and chunk == 0:
+                state[EMBEDDING] = self.outer[EMBEDDING]
+            for local, layer in enumerate(self.layers[first : first + size]):
+                state |= {f"decoder.layers.{local}.{own}": layer[name] for name, own in self.own(ep).items()}
+            if stage == self.pp - 1 and chunk == self.vpp - 1:
+                state["decoder.final_layernorm.weight"] = self.outer["decoder.final_layernorm.weight"]
+                if self.pp > 1:
+                    state["output_layer.weight"] = self.outer[EMBEDDING]
+            found.append(state)
+        return found
+
+    def arguments(self, **more: Any) -> Namespace:
+        sizes = {"tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp}
+        shape = {"num_layers": LAYERS, "hidden_size": HIDDEN, "swiglu": True}
+        more = {"padded_vocab_size": ROWS, **more}
+        how = {"transformer_impl": "local", "params_dtype": self.dtype, "accumulate_allreduce_grads_in_fp32": True}
+        if self.experts:
+            sizes |= {"expert_model_parallel_size": self.ep, "num_experts": EXPERTS, "data_parallel_size": self.ep}
+        return Namespace(**sizes, **shape, **how, untie_embeddings_and_output_weights=False, **more)
+
+    def save(self, directory: Path, optimizer: str, **more: Any) -> Path:
+        """Write all files; the optimizer's are `"none"`, `"plain"` or `"distributed"`."""
+        for stage, ep, rank in itertools.product(range(self.pp), range(self.ep), range(self.tp)):
+            name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if self.pp > 1 else "")
+            folder = directory / (name + (f"_{ep:03d}" if self.ep > 1 else ""))
+            folder.mkdir(parents=True)
+            chunks = self.chunks(stage, ep)
+            state: dict[str, Any] = {
+                "args": self.arguments(**more),
+                "checkpoint_version": 3.0,
+                "iteration": 7,
+                "opt_param_scheduler": {"num_steps": 3},
+                "rng_state": [{"torch_rng_state": torch.full((4,), 10 * stage + rank, dtype=torch.uint8)}],
+            }
+            for number, chunk in enumerate(chunks):
+                holder = torch.nn.Module()  # whose state dict carries `_metadata`, as a model's does
+                saved = holder.state_dict()
+                saved |= {key: p.part(p.model, rank, self.tp) for key, p in chunk.items()}
+                for local in range(LAYERS // self.pp // self.vpp):
+                    saved[f"decoder.layers.{local}.self_attention.linear_qkv._extra_state"] = None
+                state["model" if self.vpp == 1 else f"model{number}"] = saved
+            parts = self.optimizers(chunks)
+            several = len(parts) > 1
+            if optimizer == "plain":
+                made = [self.plain_optimizer(part, rank, expert=n > 0) for n, part in enumerate(parts)]
+                state["optimizer"] = made if several else made[0]
+            elif optimizer == "distributed":
+                decays = [(1.0, 0.0), (1.0,)]
+                groups = [
+                    [{"wd_mult": wd, "is_expert_parallel": n > 0, "step": 7} for wd in decays[n]]
+                    for n in range(len(parts))
+                ]
+                made = [{"optimizer": {"param_groups": group}} for group in groups]
+                state["optimizer"] = made if several else made[0]
+                # The first data parallel rank has the first optimizer's.
+                flat = [self.flat_buffers(part, rank) if n or not ep else None for n, part in enumerate(parts)]
+                torch.save(flat if several else flat[0], folder / "distrib_optim.pt")
+            torch.save(state, folder / "model_optim_rng.pt")
+        return directory
+
+    def optimizers(self, chunks: list[dict[str, Parameter]]) -> list[list[dict[str, Parameter]]]:
+        """The parameters of each optimizer: experts on several ranks have one of their own."""
+        if self.ep == 1:
+            return [chunks]
+        return [
+            [{key: p for key, p in chunk.items() if (".experts." in key) is expert} for chunk in chunks]
+            for expert in (False, True)
+        ]
+
+    def plain_optimizer(self, chunks: list[dict[str, Parameter]], rank: int, *, expert: bool) -> dict[str, Any]:
+        parameters = [parameter for chunk in chunks for parameter in chunk.values()]
+        decayed = [p for p in parameters if p.model.dim() > 1]
+        groups, state, copies, number = [], {}, [], 0
+        for wd, members in ((1.0, decayed), (0.0, [p for p in parameters if p.model.dim() == 1])):
+            if expert and not members:
+                continue
+            numbers = list(range(number, number + len(members)))
+            number += len(members)
+            groups.append({"wd_mult": wd, "is_expert_parallel": expert, "lr": 0.1, "params": numbers})
+            copies.append([p.part(p.states["main"], rank, self.tp) for p in members])
+            for place, p in zip(numbers, members, strict=True):
+                state[place] = {name: p.part(p.states[name], rank, self.tp) for name in ("exp_avg", "exp_avg_sq")}
+                state[place]["step"] = torch.tensor(7.0)
+        inner = {"state": state, "param_groups": groups}
+        if self.dtype == torch.float32:
+            return inner
+        return {"optimizer": inner, "fp32_from_fp16_params": copies}
+
+    def flat_buffers(self, chunks: list[dict[str, Parameter]], rank: int) -> dict[Any, Any]:
+        found: dict[Any, Any] = {"buckets_coalesced": True}
+        for number, chunk in enumerate(chunks):
+            buckets: list[list[torch.Tensor]] = [[]]
+            inside = 0
+            for key, parameter in reversed(chunk.items()):
+                alone = self.pp > 1 and parameter is self.outer[EMBEDDING]
+                inside += -inside % 64
+                if alone and inside:
+                    buckets.append([])
+                    inside = 0
+                size = parameter.part(parameter.model, rank, self.tp).numel()
+                buckets[-1].append((key, inside, size))  # type: ignore[arg-type]
+                inside += size
+                if alone:
+                    buckets.append([])
+                    inside = 0
+            tensors: dict[str, Any] = {}
+            for name, state in (("param", "main"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+                flats = []
+                for at, bucket in enumerate(buckets):
+                    if not bucket:
+                        continue
+                    key, start, size = bucket[-1]
+                    # What comes behind the last one is its alignment, where a bucket ends because of the next.
+                    end = start + size
+                    end += -end % 64 if at + 1 < len(buckets) and buckets[at + 1] and at == 0 and self.pp > 1 else 0
+                    flat = torch.zeros(end)
+                    for key, start, size in bucket:
+                        part = chunk[key].part(chunk[key].states[state], rank, self.tp)
+                        flat[start : start + size] = part.reshape(-1).float()
+                    flats.append(flat)
+                tensors[name] = torch.cat(flats)
+            tensors["numel_unpadded"] = tensors["param"].numel()
+            found[number] = {(self.dtype, torch.float32): tensors}
+        return found
+
+    def expected(self, main: str | None) -> dict[str, torch.Tensor]:
+        """The target's tensors; `main` is what it calls the optimizer's own copy, None if it has none."""
+        found = {key: parameter.model for key, parameter in self.outer.items()}
+        keys = {name: f"decoder.layers.{AT_TARGET.get(name, name)}" for name in self.kinds if ".experts." not in name}
+
+        def stacked(get: Callable[[Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
+            made = {key: torch.stack([get(layer[name]) for layer in self.layers]) for name, key in keys.items()}
+            for name in EXPERT if self.experts else ():
+                experts = [[f"mlp.experts.local_experts.{e}.{name}" for e in range(EXPERTS)]] * LAYERS
+                made[f"decoder.layers.mlp.experts.experts.{name}"] = torch.stack(
+                    [
+                        torch.stack([get(layer[one]) for one in names])
+                        for names, layer in zip(experts, self.layers, strict=True)
+                    ]
+                )
+            return made
+
+        found |= stacked(lambda parameter: parameter.model)
+        if main == "model alone":
+            return found
+        for state in ("exp_avg", "exp_avg_sq", *(["main"] if main else [])):
+            called = main if state == "main" else state
+            found |= {f"optimizer.state.{called}.{key}": p.states[state] for key, p in self.outer.items()}
+            made = stacked(lambda parameter, state=state: parameter.states[state])  # type: ignore[misc]
+            found |= {f"optimizer.state.{called}.{key}": tensor for key, tensor in made.items()}
+        return found
+
+
+def assert_holds(directory: Path, expected: dict[str, torch.Tensor]) -> None:
+    with open_checkpoint(directory) as checkpoint:
+        assert sorted(checkpoint.index.tensors) == sorted(expected)
+        for key, tensor in expected.items():
+            stored = checkpoint[key][...]
+            assert stored.dtype == tensor.dtype, key
+            assert torch.equal(stored, tensor), key
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "vpp", "dtype", "optimizer", "main_key"),
+    [
+        (2, 1, 1, torch.float32, "plain", None),
+        (2, 2, 1, torch.bfloat16, "plain", "fp32_param"),
+        (1, 1, 1, torch.bfloat16, "distributed", "param"),
+        (2, 2, 1, torch.bfloat16, "distributed", "param"),
+        (1, 2, 2, torch.bfloat16, "distributed", "param"),
+    ],
+)
+def test_ranks_files_become_whole_tensors(
+    tp: int, pp: int, vpp: int, dtype: torch.dtype, optimizer: str, main_key: str | None, tmp_path: Path
+) -> None:
+    model = Model(tp, pp, dtype, vpp=vpp)
+    source = model.save(tmp_path / "iter_0000007", optimizer)
+    report = import_checkpoint(source, tmp_path / "target", kind="megatron-legacy")
+    assert not report.left_out
+    assert_holds(tmp_path / "target", model.expected(main_key))
+    assert verify_checkpoint(tmp_path / "target").whole
+
+    common = load_object(tmp_path / "target" / "common.pt")
+    assert common["iteration"] == 7
+    assert common["opt_param_scheduler"] == {"num_steps": 3}
+    assert (common["args"].num_layers, common["args"].ckpt_format) == (LAYERS, "torch_dist")
+    assert common["args"].params_dtype == dtype
+    settings = common["optimizer"]
+    groups = settings["optimizer"]["param_groups"] if "optimizer" in settings else settings["param_groups"]
+    assert [group["wd_mult"] for group in groups] == [1.0, 0.0]
+    assert "params" not in groups[0]
+    assert settings.get("param_state_sharding_type") == ("fully_reshardable" if main_key == "param" else None)
+    if optimizer == "plain":
+        assert settings.get("optimizer", settings)["state"]["common_step"] == 7
+    objects = read_index(tmp_path / "target").objects
+    assert {key for key in objects if key.startswith("rng_state")} == {
+        f"rng_state/shard_{p}.{t}_{pp}.{tp}" for p in range(pp) for t in range(tp)
+    }
+    assert "decoder.layers.self_attention.linear_qkv._extra_state/shard_0_4" in objects
+
+
+def test_another_layout_and_the_model_alone(tmp_path: Path) -> None:
+    model = Model(2, 2, torch.bfloat16)
+    source = model.save(tmp_path / "iter_0000007", "distributed")
+    arguments = [str(source), str(tmp_path / "target"), "--from", "megatron-legacy", "--drop", "optimizer"]
+    assert main(["import", *arguments, "--tp", "4", "--pp", "1", "--dry-run"]) == 0
+    assert not (tmp_path / "target").exists()
+    assert main(["import", *arguments, "--tp", "4", "--pp", "1", "--dtype", "fp32", "--quiet"]) == 0
+    wanted = {key: tensor.float() for key, tensor in model.expected(None).items() if not key.startswith("optimizer")}
+    assert_holds(tmp_path / "target", wanted)
+    assert len(read_index(tmp_path / "target").tensors[EMBEDDING].chunks) == 4
+
+
+def test_a_dry_run_lists_source_transform_and_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = Model(2, 2, torch.bfloat16).save(tmp_path / "iter_0000007", "distributed")
+    assert main(["import", str(source), str(tmp_path / "to"), "--from", "megatron-legacy", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line for line in lines if "  decoder.layers.mlp.linear_fc1.weight " in line)
+    assert row.split()[0] == "decoder.layers.*.mlp.linear_fc1.weight"
+    assert "joined along axis 0, each half by itself, stacked" in row
+
+
+def _load_into_megatron(rank: int, legacy: Path, checkpoint: Path, ep: int) -> list[str]:
+    """Load a rank's file into Megatron's own model, and the checkpoint into another by stock; what differs in them."""
+    pretend_cuda()
+    share_groups()
+    from megatron.core import dist_checkpointing, parallel_state
+
+    from mcore_ckpt.models._gpt_model import build_gpt_model
+
+    arguments = vars(load_object(checkpoint / "common.pt")["args"])
+    state = []
+    for _ in range(2):
+        model = build_gpt_model(arguments, tensor=2, expert=ep, padded_vocabulary=ROWS)
+        state.append({key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)})
+        for tensor in state[-1].values():
+            tensor.detach().fill_(torch.nan)
+        if len(state) == 1:
+            name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+            name += f"_{parallel_state.get_expert_model_parallel_rank():03d}"
+            file = torch.load(legacy / name / "model_optim_rng.pt", weights_only=False)
+            model.load_state_dict(file["model"], strict=True)
+        else:
+            sharded = model.sharded_state_dict(metadata={"singleton_local_shards": False})
+            sharded = {key: shard for key, shard in sharded.items() if not key.endswith("_extra_state")}
+            model.load_state_dict(dist_checkpointing.load(sharded, str(checkpoint)), strict=False)
+    assert state[0].keys() == state[1].keys()
+    return [key for key, tensor in state[0].items() if not torch.equal(tensor, state[1][key])]
+
+
+@pytest.mark.long
+def test_megatrons_own_model_takes_experts_beside_tensor_parallel_layers(tmp_path: Path) -> None:
+    """Which no launch can train without a GPU."""
+    sizes = {"num_attention_heads": HEADS, "ffn_hidden_size": FFN, "moe_ffn_hidden_size": FFN, "moe_router_topk": 2}
+    how = {"normalization": "RMSNorm", "add_bias_linear": False, "add_qkv_bias": True, "softmax_type": "learnable"}
+    where = {"position_embedding_type": "rope", "max_position_embeddings": 16}
+    source = Model(1, 1, torch.float32, ep=1).save(tmp_path / "iter_0000007", "none", **sizes, **how, **where)
+    import_checkpoint(source, tmp_path / "checkpoint", kind="megatron-legacy")
+    export_checkpoint(tmp_path / "checkpoint", tmp_path / "files", to="megatron-legacy", tp=2, ep=2, etp=1)
+    found = run_ranks(_load_into_megatron, 2, tmp_path / "files", tmp_path / "checkpoint", 2, deadline_s=240)
+    assert found == [[], []]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return set(one) == set(other) and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "vpp", "ep", "dtype", "optimizer"),
+    [
+        (2, 2, 1, 0, torch.float32, "plain"),
+        (1, 2, 2, 0, torch.bfloat16, "distributed"),
+        (1, 1, 1, 1, torch.bfloat16, "none"),
+        (2, 1, 1, 2, torch.bfloat16, "plain"),
+        (1, 2, 2, 2, torch.bfloat16, "distributed"),
+    ],
+)
+def test_the_way_back_gives_the_model_that_was_there(
+    tp: int,
+    pp: int,
+    vpp: int,
+    ep: int,
+    dtype: torch.dtype,
+    optimizer: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = Model(tp, pp, dtype, vpp=vpp, ep=ep)
+    source = model.save(tmp_path / "iter_0000007", optimizer)
+    import_checkpoint(source, tmp_path / "target", kind="megatron-legacy")
+    sizes = ["--tp", str(tp), "--pp", str(pp), "--vpp", str(vpp), "--ep", str(model.ep)]
+    arguments = [str(tmp_path / "target"), str(tmp_path / "back"), "--to", "megatron-legacy", "--quiet"]
+    assert main(["export", *arguments, *sizes]) == 0
+    assert ("--ckpt-convert-format torch" in capsys.readouterr().out) is (optimizer != "none")
+    files = sorted(path.relative_to(source) for path in source.rglob("model_optim_rng.pt"))
+    assert files == sorted(path.relative_to(tmp_path / "back") for path in (tmp_path / "back").rglob("*.pt"))
+    for file in files:
+        before = torch.load(source / file, weights_only=False)
+        after = torch.load(tmp_path / "back" / file, weights_only=False)
+        before.pop("optimizer", None)
+        for chunk in (value for key, value in after.items() if key.startswith("model")):
+            assert chunk.pop("output_layer._extra_state", None) is None
+        assert vars(before.pop("args")).items() <= vars(after.pop("args")).items()
+        assert _same(before, after), file
+
+
+def test_back_at_another_layout_and_here_again(tmp_path: Path) -> None:
+    model = Model(2, 2, torch.bfloat16)
+    import_checkpoint(model.save(tmp_path / "iter_0000007", "distributed"), tmp_path / "first", kind="megatron-legacy")
+    report = export_checkpoint(tmp_path / "first", tmp_path / "other", to="megatron-legacy", tp=4, pp=1)
+    random, optimizer = report.left_out
+    assert random == "rng_state (of another number of ranks; a job has to be given --no-load-rng)"
+    assert "keys of the optimizer's state" in optimizer
+    assert len(report.files) == 4
+    import_checkpoint(tmp_path / "other", tmp_path / "second", kind="megatron-legacy")
+    assert_holds(tmp_path / "second", model.expected("model alone"))
+
+
+@pytest.mark.parametrize("to", [["--ep", "1"], ["--tp", "2", "--ep", "4", "--etp", "1"], ["--tp", "2", "--ep", "2"]])
+@pytest.mark.parametrize(("ep", "optimizer"), [(1, "distributed"), (2, "plain")])
+def test_experts_at_another_layout_and_here_again(ep: int, optimizer: str, to: list[str], tmp_path: Path) -> None:
+    model = Model(1, 1, torch.bfloat16, ep=ep)
+    import_checkpoint(model.save(tmp_path / "iter_0000007", optimizer), tmp_path / "first", kind="megatron-legacy")
+    expected = model.expected("param" if optimizer == "distributed" else "fp32_param")
+    assert_holds(tmp_path / "first", expected)
+    command = ["export", str(tmp_path / "first"), str(tmp_path / "other"), "--to", "megatron-legacy", "--quiet"]
+    assert main([*command, *to]) == 0
+    if "--etp" in to:  # ranks count through experts and tensor parallel ranks at once
+        assert sorted(path.name for path in (tmp_path / "other").iterdir()) == [
+            f"mp_rank_0{number % 2}_00{number}" for number in (0, 2, 1, 3)
+        ]
+    import_checkpoint(tmp_path / "other", tmp_path / "second", kind="megatron-legacy", tp=1, ep=1)
+    assert_holds(tmp_path / "second", model.expected("model alone"))
+
+
+def test_a_dry_run_of_the_way_back_lists_source_transform_and_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Model(1, 1, torch.bfloat16, ep=1)
+    import_checkpoint(model.save(tmp_path / "iter_0000007", "distributed"), tmp_path / "first", kind="megatron-legacy")
+    words = ["export", str(tmp_path / "first"), str(tmp_path / "to"), "--to", "megatron-legacy", "--dry-run"]
+    assert main([*words, "--tp", "2", "--ep", "2", "--pp", "2", "--vpp", "2"]) == 0
+    assert not (tmp_path / "to").exists()
+    lines = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
+    rows = {row[0]: row[1:] for row in lines if len(row) == 6}
+    assert rows.keys() - {"source", "-" * max(map(len, rows))} == model.expected("model alone").keys()
+    pieces, transform, target, shape, dtype = rows["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    assert transform == "divided along axis 0, each half by itself, taken apart"
+    assert target == "decoder.layers.*.mlp.experts.local_experts.*.linear_fc1.weight"
+    assert (pieces, shape, dtype) == (str(LAYERS * EXPERTS * 2), f"[{FFN}, {HIDDEN}]", "bfloat16")
+    assert any(line[0].startswith("megatron-legacy: TP 2 PP 2 VPP 2 EP 2: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        (["--vpp", "2"], "has no virtual stages"),
+        (["--ep", "3"], "4 experts do not divide among 3"),
+        (["--tp", "4", "--etp", "2"], "as many ranks as other layers, or not at all"),
+        (["--pp", "2", "--vpp", "4"], "4 layers do not divide into 2 stages of 4 chunks"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(
+    sizes: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_checkpoint(
+        Model(1, 1, torch.float32, ep=1).save(tmp_path / "iter_0000007", "none"),
+        tmp_path / "first",
+        kind="megatron-legacy",
+    )
+    command = ["export", str(tmp_path / "first"), str(tmp_path / "other"), "--to", "megatron-legacy"]
+    assert main([*command, *sizes]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_stages_of_unlike_numbers_of_layers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = {"decoder_first_pipeline_num_layers": 1, "account_for_loss_in_pipeline_split": False}
+    import_checkpoint(
+        Model(1, 1, torch.float32).save(tmp_path / "iter_0000007", "none", **more),
+        tmp_path / "first",
+        kind="megatron-legacy",
+    )
+    command = ["export", str(tmp_path / "first"), str(tmp_path / "other"), "--to", "megatron-legacy"]
+    assert main([*command, "--pp", "2"]) == 2
+    assert "decoder_first_pipeline_num_layers is 1" in capsys.readouterr().err
+    assert main(command) == 0
+    state = torch.load(tmp_path / "other" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
+    assert state["args"].decoder_first_pipeline_num_layers is None
+
+
+def test_what_the_final_norm_of_transformer_engine_keeps_comes_back(tmp_path: Path) -> None:
+    source = Model(1, 2, torch.float32).save(tmp_path / "iter_0000007", "none")
+    kept = "decoder.final_layernorm._extra_state"
+    _changed(source, "mp_rank_00_001", lambda state: state["model"].update({kept: None}))
+    import_checkpoint(source, tmp_path / "first", kind="megatron-legacy")
+    assert any(key.startswith(kept) for key in read_index(tmp_path / "first").objects)
+    export_checkpoint(tmp_path / "first", tmp_path / "other", to="megatron-legacy", pp=4)
+    states = [torch.load(path, weights_only=False) for path in sorted(tmp_path.glob("other/*/model_optim_rng.pt"))]
+    assert [kept in state["model"] for state in states] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(("name", "tp"), [("mixer.in_proj.weight", 1), ("self_attention.conv1d.weight", 2)])
+def test_what_ranks_keep_several_tensors_in_is_refused(
+    name: str, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LAYER, name, ((8 * HEADS, HIDDEN), 0, False))
+    source = Model(tp, 1, torch.float32).save(tmp_path / "iter_0000007", "none")
+    with pytest.raises(OptionError, match=rf"{re.escape(name)}: layers of Mamba and of linear attention"):
+        import_checkpoint(source, tmp_path / "target", kind="megatron-legacy")
+    assert not (tmp_path / "target").exists()
+
+
+def test_what_is_kept_in_several_tensors_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcore_ckpt.models._legacy_import.holds_several", lambda key: False)
+    monkeypatch.setitem(LAYER, "mixer.in_proj.weight.z", ((8, HIDDEN), 0, False))
+    import_checkpoint(
+        Model(1, 1, torch.float32).save(tmp_path / "iter_0000007", "none"), tmp_path / "first", kind="megatron-legacy"
+    )
+    with pytest.raises(OptionError, match=r"mixer\.in_proj\.weight\.z: layers of Mamba"):
+        export_checkpoint(tmp_path / "first", tmp_path / "back", to="megatron-legacy")
+
+
+@pytest.mark.parametrize(
+    ("said", "tp", "rows"),
+    [
+        ({"vocab_size": 13}, 4, 32),
+        ({"vocab_size": 8, "tokenizer_type": "NullTokenizer", "padded_vocab_size": None}, 1, 16),
+        ({"vocab_size": 7}, 1, 8),
+        ({}, 4, 32),
+        # Not what a launch would have made of it: somebody has said how many.
+        ({"vocab_size": 3, "make_vocab_size_divisible_by": 4}, 1, 16),
+    ],
+)
+def test_the_vocabulary_is_padded_as_a_launch_pads_it(said: dict[str, Any], tp: int, rows: int, tmp_path: Path) -> None:
+    model = Model(2, 1, torch.bfloat16)
+    source = model.save(tmp_path / "iter_0000007", "none", **{"make_vocab_size_divisible_by": 8, **said})
+    import_checkpoint(source, tmp_path / "first", kind="megatron-legacy")
+    report = export_checkpoint(tmp_path / "first", tmp_path / "other", to="megatron-legacy", tp=tp)
+    assert not report.notes
+    states = [torch.load(path, weights_only=False) for path in sorted(tmp_path.glob("other/*/model_optim_rng.pt"))]
+    assert {state["args"].padded_vocab_size for state in states} == {rows}
+    parts = [state["model"][EMBEDDING] for state in states]
+    assert [part.shape for part in parts] == [(rows // tp, HIDDEN)] * tp
+    whole = torch.cat(parts)
+    assert torch.equal(whole[:ROWS], model.outer[EMBEDDING].model[:rows])
+    assert not whole[ROWS:].any()
+
+
+def test_a_vocabulary_that_a_launch_may_pad_less_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = Model(2, 1, torch.float32).save(tmp_path / "iter_0000007", "none", make_vocab_size_divisible_by=8)
+    import_checkpoint(source, tmp_path / "first", kind="megatron-legacy")
+    assert main(["export", str(tmp_path / "first"), str(tmp_path / "other"), "--to", "megatron-legacy", "-q"]) == 0
+    assert "its 16 rows stay; a job at this size that pads it to fewer needs" in capsys.readouterr().out
+    assert torch.load(next(tmp_path.glob("other/*/*.pt")), weights_only=False)["model"][EMBEDDING].shape[0] == ROWS
+
+
+def _changed(source: Path, folder: str, change: Any, file: str = "model_optim_rng.pt") -> None:
+    state = torch.load(source / folder / file, weights_only=False)
+    change(state)
+    torch.save(state, source / folder / file)
+
+
+def test_what_all_ranks_hold_has_to_be_the_same(tmp_path: Path) -> None:
+    source = Model(2, 1, torch.float32).save(tmp_path / "iter_0000007", "none")
+
+    def change(state: dict[str, Any]) -> None:
+        state["model"]["decoder.layers.2.input_layernorm.weight"][5] += 1
+
+    _changed(source, "mp_rank_01", change)
+    with pytest.raises(CorruptCheckpointError, match=r"layer_norm_weight.*mp_rank_00.*mp_rank_01.*element \[5\]"):
+        import_checkpoint(source, tmp_path / "target", kind="megatron-legacy")
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "distributed"])
+def test_an_order_that_the_weights_contradict_is_refused(optimizer: str, tmp_path: Path) -> None:
+    source = Model(1, 1, torch.bfloat16).save(tmp_path / "iter_0000007", optimizer)
+
+    def swap(state: dict[Any, Any]) -> None:
+        if optimizer == "plain":
+            copies = state["optimizer"]["fp32_from_fp16_params"][0]
+            copies[2], copies[6] = copies[6], copies[2]
+        else:
+            state[0][torch.bfloat16, torch.float32]["param"][0:8] += 1
+
+    _changed(source, "mp_rank_00", swap, "model_optim_rng.pt" if optimizer == "plain" else "distrib_optim.pt")
+    with pytest.raises(CorruptCheckpointError, match="does not round to the parameter"):
+        import_checkpoint(source, tmp_path / "target", kind="megatron-legacy")
+
+
+class _Harm:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def _without_a_rank(source: Path) -> None:
+    (source / "mp_rank_01" / "model_optim_rng.pt").unlink()
+    (source / "mp_rank_01").rmdir()
+
+
+def _truncated(source: Path) -> None:
+    path = source / "mp_rank_01" / "model_optim_rng.pt"
+    path.write_bytes(path.read_bytes()[:-500])
+
+
+def _of_another_iteration(source: Path) -> None:
+    _changed(source, "mp_rank_01", lambda state: state.update(iteration=8))
+
+
+def _of_another_shape(source: Path) -> None:
+    _changed(source, "mp_rank_01", lambda state: state["model"].update({EMBEDDING: torch.zeros(3, HIDDEN)}))
+
+
+def _with_a_missing_layer(source: Path) -> None:
+    def change(state: dict[str, Any]) -> None:
+        state["model"] = {key: value for key, value in state["model"].items() if ".layers.3." not in key}
+
+    _changed(source, "mp_rank_01", change)
+
+
+def _with_unknown_layers(source: Path) -> None:
+    for folder in ("mp_rank_00", "mp_rank_01"):
+        _changed(source, folder, lambda state: state["model"].update({"decoder.layers.0.mixer.odd": torch.zeros(2)}))
+
+
+def _from_before_core(source: Path) -> None:
+    _changed(source, "mp_rank_00", lambda state: state.update(model={"language_model": {"encoder": {}}}))
+
+
+def _strided(source: Path) -> None:
+    key = "decoder.layers.0.self_attention.linear_proj.weight"
+    _changed(source, "mp_rank_01", lambda state: state["model"].update({key: torch.zeros(4, 8).t()}))
+
+
+def _counting(**more: int) -> Any:
+    """A stranger's file of kilobytes may say that there are billions of something."""
+
+    def change(state: dict[str, Any]) -> None:
+        vars(state["args"]).update(more)
+        state["model"]["decoder.layers.0.mlp.experts.linear_fc1._extra_state"] = None
+
+    def spoil(source: Path) -> None:
+        for folder in source.glob("mp_rank_*"):
+            _changed(source, folder.name, change)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _counting(num_experts=10**9),
+        _counting(num_experts=10**11),
+        _counting(tensor_model_parallel_size=10**9),
+        _counting(expert_model_parallel_size=10**9),
+        _without_a_rank,
+        _truncated,
+        _of_another_iteration,
+        _of_another_shape,
+        _with_a_missing_layer,
+        _with_unknown_layers,
+        _from_before_core,
+        _strided,
+    ],
+)
+def test_files_that_are_not_one_checkpoint_end_in_errors_of_ours(spoil: Any, tmp_path: Path) -> None:
+    source = Model(2, 1, torch.float32).save(tmp_path / "iter_0000007", "none")
+    spoil(source)
+    with pytest.raises(CheckpointError) as caught:
+        import_checkpoint(source, tmp_path / "target", kind="megatron-legacy")
+    assert str(source) in str(caught.value) or "mp_rank_0" in str(caught.value)
+    assert not (tmp_path / "target").exists()
+
+
+def test_nothing_that_a_file_names_is_called_or_carried(tmp_path: Path) -> None:
+    source = Model(1, 1, torch.float32).save(tmp_path / "iter_0000007", "none", odd=_Harm(tmp_path / "made"))
+    report = import_checkpoint(source, tmp_path / "target", kind="megatron-legacy")
+    assert report.left_out == ("the argument odd (of a class that is not known here)",)
+    assert not hasattr(load_object(tmp_path / "target" / "common.pt")["args"], "odd")
+    _changed(source, "mp_rank_00", lambda state: state.update(rng_state=[_Harm(tmp_path / "more")]))
+    (tmp_path / "made").rmdir()  # which torch.load has made just now
+    (tmp_path / "more").rmdir() if (tmp_path / "more").exists() else None
+    with pytest.raises(OptionError, match=r"mkdir"):
+        import_checkpoint(source, tmp_path / "other", kind="megatron-legacy")
+    assert not (tmp_path / "made").exists()
+    assert not (tmp_path / "more").exists()
+
+
+def test_a_damaged_buffer_is_noticed_though_it_is_read_in_parts(tmp_path: Path) -> None:
+    source = Model(1, 1, torch.bfloat16).save(tmp_path / "iter_0000007", "distributed")
+    path = source / "mp_rank_00" / "distrib_optim.pt"
+    content = bytearray(path.read_bytes())
+    second = torch.load(path, weights_only=False)[0][torch.bfloat16, torch.float32]["exp_avg"]
+    at = content.index(second.numpy().tobytes()[:64]) + 4 * second.numel() // 2
+    content[at] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(ChecksumError, match=r"distrib_optim\.pt"):
+        import_checkpoint(source, tmp_path / "target", kind="megatron-legacy")
+    assert not (tmp_path / "target").exists()
+
+
+def test_places_in_a_flat_buffer() -> None:
+    sizes = {0: 100, 1: 64, 2: 30}
+    assert flat_places(sizes, (), FlatLayout(64, None)) == ({2: 0, 1: 64, 0: 128}, 228)
+    assert flat_places(sizes, (), FlatLayout(64, 90)) == ({2: 0, 1: 64, 0: 128}, 228)
+    assert flat_places(sizes, (), FlatLayout(64, 30)) == ({2: 0, 1: 30, 0: 94}, 194)
+    assert flat_places(sizes, (0,), FlatLayout(1, None)) == ({2: 0, 1: 30, 0: 94}, 194)

@@ -1,0 +1,847 @@
+"""Tables of families: complete on both sides for every model, and settings that come back from Megatron's arguments."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib.util
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.models.families._computation import COMPUTATION, TRAINED_WITH
+from mcore_ckpt.models.families._registry import (
+    FAMILIES,
+    compare_settings,
+    family_named,
+    family_of_arguments,
+    family_of_config,
+    launch_notes,
+)
+from mcore_ckpt.models.families._rotary import yarn_scales
+from mcore_ckpt.models.families._table import Family, Naming, relate
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+}
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+LATENT = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "num_experts_per_tok": 4,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "head_dim": 16, "rope_theta": 500000.0},
+    "mistral": {**SMALL, "sliding_window": 16},
+    "qwen2": {**SMALL, "tie_word_embeddings": True},
+    "qwen3": {**SMALL, "head_dim": 16},
+    "mixtral": {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2-moe": {**SMALL, **EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+    "qwen3-moe": {**SMALL, **EXPERTS, "norm_topk_prob": True},
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 100, "n_positions": 64, "n_inner": 40},
+    "deepseek-v2": {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 0},
+    "gemma": {**SMALL, "head_dim": 16, "hidden_act": "gelu_pytorch_tanh"},
+    "gpt-oss": {
+        **SMALL,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    },
+    "deepseek-v3": {**LATENT, "q_lora_rank": 24, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
+}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN: dict[str, Any] = {
+    "type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+NAMINGS = [
+    Naming(),
+    Naming("transformer_engine"),
+    Naming(stacked_layers=False),
+    Naming(stacked_layers=False, stacked_experts=False, halves_apart=True),
+]
+
+
+def _without(settings: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in names}
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
+def family(request: pytest.FixtureRequest) -> Family:
+    found: Family = request.param
+    return found
+
+
+@pytest.mark.parametrize("naming", NAMINGS, ids=str)
+@pytest.mark.parametrize("loaded", [False, True], ids=["files", "loaded"])
+def test_every_element_has_one_place_on_either_side(family: Family, naming: Naming, loaded: bool) -> None:
+    if loaded:
+        if not family.loaded:
+            return
+        family = family.of_keys(["any.model.layers.0.mlp.experts.gate_up_proj"])
+        assert family.rows is family.loaded
+    model = family.model(CONFIGS[family.name])
+    if naming.stacked_layers and len(set(model.expert_layers)) > 1:
+        with pytest.raises(OptionError, match="cannot be stacked"):
+            relate(family, model, naming, 128)
+        return
+    relation = relate(family, model, naming, 128)  # raises where links do not tile both sides
+    assert {link.megatron for link in relation.links} == relation.megatron.keys()
+    assert {link.hf for link in relation.links} == relation.hf.keys()
+    assert relation.megatron["embedding.word_embeddings.weight"] == (128, 32)
+    numbered = [key for key in relation.megatron if ".layers.0." in key]
+    assert bool(numbered) is not naming.stacked_layers
+    halves = [key for key in relation.megatron if key.endswith("weight_w")]
+    assert bool(halves) is (naming.halves_apart and family.name != "gpt2")
+
+
+def test_settings_come_back_from_arguments(family: Family) -> None:
+    config = CONFIGS[family.name]
+    arguments = family.arguments(config)
+    assert family_of_arguments(arguments, "here") is family
+    back = family.config(arguments, config["vocab_size"])
+    assert family.model(back) == family.model(config)
+    assert family.arguments(back) == arguments
+    assert {name: back[name] for name in config if name in back} == config
+    assert family_of_config({"model_type": family.model_types[0]}, "here") is family
+    assert family_named(family.name) is family
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_row_that_leaves_elements_out_is_an_error(name: str) -> None:
+    family = family_named(name)
+    model = family.model(CONFIGS[name])
+    wrong = replace(model, head_dim=model.head_dim // 2)  # shapes go on saying what they did
+    with pytest.raises(OptionError, match=r"linear_qkv\.weight .* lies in 0 chunks"):
+        relate(family, wrong, Naming(), 128)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads=0"),
+        ({"num_hidden_layers": 2**50}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**9}, "no model has that many"),
+        ({"num_attention_heads": 2**30}, "no model has that many"),
+        ({"num_key_value_heads": 3}, "3 groups"),
+        ({"hidden_size": "32"}, "hidden_size='32'"),
+        ({"hidden_size": True}, "hidden_size=True"),
+        ({"vocab_size": 1000}, "128 rows"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(settings: dict[str, Any], words: str) -> None:
+    llama = family_named("llama")
+    with pytest.raises(OptionError, match=words):
+        relate(llama, llama.model({**SMALL, **settings}), Naming(), 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("llama", {"attention_bias": True}, "attention_bias=True"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 2.0}},
+            "multiplies cosines",
+        ),
+        ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ("qwen2-moe", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope'"),
+        ("gpt-oss", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "'linear'"),
+        ("deepseek-v3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
+        ("qwen3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "partial"),
+        ("llama", {"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}}, r"low_freq_factor=2\.0"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "high_freq_factor=None"),
+        ("llama", {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": None}}, "expected a positive"),
+        (
+            "llama",
+            {"rope_scaling": {**LLAMA3, "orignal_max_position_embeddings": 32}},
+            "'orignal_max_position_emb.*=32",
+        ),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0}}}, "'full_attention'"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "factor": 4.0}}, "'factor'=4.0: no library reads"),
+        # What stands beside the settings goes before what stands in them, and the model's length is the last resort.
+        (
+            "llama",
+            {"rope_scaling": LLAMA3, "original_max_position_embeddings": 32},
+            "original_max_position_embeddings=32",
+        ),
+        ("llama", {"rope_scaling": _without(LLAMA3, "original_max_position_embeddings")}, "position_embeddings=64"),
+        (
+            "deepseek-v3",
+            {"rope_scaling": {**YARN, "attention_factor": 2.0}},
+            r"attention_factor=2\.0: .* by 2 .* by 1 ",
+        ),
+        (
+            "deepseek-v3",
+            {"rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.0}},
+            r"mscale=0\.707, mscale_all",
+        ),
+        ("deepseek-v3", {"rope_scaling": {**YARN, "mscale": 0.0}}, r"mscale=0\.0, mscale_all_dim=1\.0"),
+        ("deepseek-v3", {"rope_scaling": {**YARN, "mscale": 0.0, "mscale_all_dim": 0.0}}, "by 1.36889 .* by 1 "),
+        ("deepseek-v2", {"rope_scaling": {**YARN, "mscale": None}}, "mscale=None, mscale_all_dim=1.0"),
+        ("deepseek-v3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate=False"),
+        ("deepseek-v2", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "expected none or 'yarn'"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+        ("llama", {"is_causal": False}, "is_causal=False"),
+        ("gpt2", {"per_layer_config": {"1": {"n_head": 2}}}, "per_layer_config"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function"),
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method"),
+        (  # as the largest one
+            "deepseek-v2",
+            {
+                "topk_method": "group_limited_greedy",
+                "n_group": 8,
+                "topk_group": 3,
+                "num_experts_per_tok": 6,
+                "n_routed_experts": 160,
+            },
+            r"n_group=8, topk_group=3, num_experts_per_tok=6: DeepSeek-V2 .* best 1, Megatron-Core by its best 2 ",
+        ),
+        ("gemma", {"hidden_act": "silu"}, "hidden_act='silu'"),
+        ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5"),
+        ("gpt-oss", {"rope_scaling": None, "rope_parameters": {"rope_theta": 1e4}}, "'default': expected 'yarn'"),
+        ("gpt-oss", {"rope_scaling": {**YARN, "mscale": None, "attention_factor": 1.2}}, r"attention_factor=1\.2"),
+        ("gpt-oss", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+        ("deepseek-v3", {"norm_topk_prob": False}, "norm_topk_prob=False, num_experts_per_tok=4"),
+        ("deepseek-v3", {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "num_experts_per_tok=1: Megatron"),
+        ("deepseek-v2", {"routed_scaling_factor": 0.0}, "routed_scaling_factor=0"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+        ("qwen3-moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+        ("deepseek-v3", {"n_group": 4, "topk_group": 1}, "its best 2, Megatron-Core by its best 4 "),
+    ],
+)
+def test_what_megatron_has_no_layer_for_is_refused(name: str, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        family_named(name).arguments({**CONFIGS[name], **settings})
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("llama", {"rotary_percent": 0.5}, "rotary_percent"),
+        ("llama", {"rotary_interleaved": True}, "rotary_interleaved"),
+        ("llama", {"add_bias_linear": True}, "add_bias_linear"),
+        ("mixtral", {"moe_router_pre_softmax": True}, "moe_router_pre_softmax"),
+        ("qwen3-moe", {"moe_router_score_function": "sigmoid"}, "sigmoid"),
+        ("gpt2", {"group_query_attention": True}, "GPT-2"),
+        ("deepseek-v2", {"moe_router_pre_softmax": False}, "softmax first"),
+        ("deepseek-v3", {"moe_router_enable_expert_bias": False}, "has a bias"),
+        ("deepseek-v3", {"moe_layer_freq": [0, 1, 0]}, "moe_layer_freq"),
+        ("deepseek-v2", {"moe_router_num_groups": 4, "moe_router_group_topk": 2}, "its best 1 experts"),
+        ("gpt-oss", {"softmax_type": "vanilla"}, "softmax_type"),
+        ("gpt-oss", {"window_attn_skip_freq": [1]}, "window_attn_skip_freq"),
+        ("gemma", {"layernorm_zero_centered_gamma": False}, "layernorm_zero_centered_gamma"),
+    ],
+)
+def test_arguments_that_a_family_has_no_layer_for_are_refused(name: str, arguments: dict[str, Any], words: str) -> None:
+    family = family_named(name)
+    with pytest.raises(OptionError, match=words):
+        family.config({**family.arguments(CONFIGS[name]), **arguments}, 100)
+
+
+_ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+_SCALING = """
+attention_factor beta_fast factor low_freq_factor mscale mscale_all_dim original_max_position_embeddings rope_theta
+rope_type truncate type
+""".split()
+
+_BESIDE = ("original_max_position_embeddings", "layer_types", "is_causal")
+
+
+@given(data=st.data())
+def test_settings_from_anywhere_are_taken_or_refused(data: st.DataObject) -> None:
+    """A `config.json`, and stored arguments, with anything in the place of any setting: no other error comes of it."""
+    family = data.draw(st.sampled_from(FAMILIES))
+    config = dict(CONFIGS[family.name])
+    names = st.sampled_from([*config, "rope_scaling", "rope_parameters", "sliding_window", "mlp_only_layers", *_BESIDE])
+    scaling = st.dictionaries(st.sampled_from(_SCALING), st.just("yarn") | st.just("llama3") | _ANYTHING, max_size=4)
+    config |= data.draw(st.dictionaries(names, _ANYTHING | scaling, max_size=2))
+    with suppress(OptionError):
+        model = family.model(config)
+        if model.layers * max(1, model.experts) * model.heads < 10_000:
+            relate(family, model, Naming(stacked_layers=False), 128)
+    with suppress(OptionError):
+        family.arguments(config)
+    arguments = family.arguments(CONFIGS[family.name])
+    arguments |= data.draw(st.dictionaries(st.sampled_from(sorted(arguments)), _ANYTHING, max_size=2))
+    with suppress(OptionError):
+        family_of_arguments(arguments, "here")
+    with suppress(OptionError):
+        family.model(family.config(arguments, 100))
+
+
+def test_rotary_settings_of_transformers_4_and_5() -> None:
+    llama = family_named("llama")
+    old = llama.arguments({**SMALL, "rope_theta": 500000.0, "rope_scaling": LLAMA3})
+    new = llama.arguments({**SMALL, "rope_parameters": {**LLAMA3, "rope_theta": 500000.0}})
+    assert old == new
+    assert (new["rotary_base"], new["use_rope_scaling"], new["rope_scaling_factor"]) == (500000, True, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "arguments"),
+    [
+        (  # `rope_scaling` goes before the other, whose base is not read then
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_theta": 1e6}},
+            {"rotary_base": 500000, "rotary_seq_len_interpolation_factor": 4.0},
+        ),
+        ("llama", {"rope_scaling": {}, "rope_parameters": {"rope_theta": 1e6}}, {"rotary_base": 1000000}),
+        (
+            "llama",
+            {
+                "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 32},
+                "original_max_position_embeddings": 8192,
+            },
+            {"use_rope_scaling": True, "rope_scaling_factor": 8.0},
+        ),
+        (
+            "llama",
+            {"rope_scaling": _without(LLAMA3, "original_max_position_embeddings"), "max_position_embeddings": 8192},
+            {"use_rope_scaling": True},
+        ),
+        (
+            "deepseek-v3",
+            {"rope_parameters": YARN, "original_max_position_embeddings": 4096},
+            {"original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32},
+        ),
+        (
+            "deepseek-v3",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 40.0, "beta_fast": None}},
+            {"original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.0, "beta_fast": 32},
+        ),
+        (
+            "deepseek-v2",
+            {"rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+            {"mscale": 0.707, "mscale_all_dim": 0.707},
+        ),
+        (
+            "gpt-oss",
+            {"rope_scaling": None},
+            {"yarn_rotary_scaling_factor": 32.0, "yarn_correction_range_round_to_int": False},
+        ),
+        (
+            "gpt-oss",
+            {"rope_scaling": {**YARN, "mscale_all_dim": 0.707}, "original_max_position_embeddings": 4096},
+            {
+                "yarn_mscale": 1.0,
+                "yarn_mscale_all_dim": 0.707,
+                "yarn_original_max_position_embeddings": 4096,
+                "yarn_correction_range_round_to_int": True,
+            },
+        ),
+    ],
+)
+def test_rotary_settings_are_resolved_as_transformers_does(
+    name: str, settings: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    family = family_named(name)
+    found = family.arguments({**CONFIGS[name], **settings})
+    assert {name: found.get(name) for name in arguments} == arguments
+    assert family.arguments(family.config(found, 100)) == found
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("deepseek-v2", ""), ("deepseek-v3", ""), ("gpt-oss", "yarn_")])
+@pytest.mark.parametrize("scales", [(1.0, 0.0), (0.707, 0.0), (0.707, 0.707), (0.0, 0.0), (0.0, 1.0), (1.0, 0.5)])
+def test_scales_of_yarn_come_back_from_arguments(name: str, prefix: str, scales: tuple[float, float]) -> None:
+    """Where `transformers` would make something else of them, the factor itself is written, which goes before them."""
+    family = family_named(name)
+    stored = {
+        **family.arguments({**CONFIGS[name], "rope_scaling": YARN}),
+        **dict(zip((f"{prefix}mscale", f"{prefix}mscale_all_dim"), scales, strict=True)),
+    }
+    config = family.config(stored, 100)
+    by_default = scales in [(1.0, 0.0), (0.707, 0.707), (1.0, 0.5)]
+    assert ("attention_factor" in config["rope_scaling"]) is not by_default
+    assert family.arguments(config) == stored
+    assert compare_settings(family, config, stored, "ckpt", given=False) == ()
+    config["rope_scaling"]["attention_factor"] = 1.5
+    with pytest.raises(OptionError, match=r"attention_factor=1\.5"):
+        compare_settings(family, config, stored, "ckpt", given=True)
+
+
+def test_softmax_is_scaled_in_latent_attention_whatever_the_kind_of_rotary_embedding() -> None:
+    family = family_named("deepseek-v3")
+    config = CONFIGS["deepseek-v3"]
+    plain = family.arguments(config)
+    scaled = {**plain, "rotary_scaling_factor": 40.0, "mscale_all_dim": 1.0}
+    with pytest.raises(OptionError, match=r"rope_type='rope', mscale_all_dim=1\.0.* scales softmax by 1\.87385 "):
+        family.config(scaled, 100)
+    with pytest.raises(OptionError, match=r"mscale_all_dim is 1\.0"):
+        compare_settings(family, config, scaled, "ckpt", given=True)
+    # A factor that nothing reads, and YaRN by a factor of one, which a launch has without `--rope-type`.
+    for same in (
+        {"rotary_scaling_factor": 40.0},
+        {"mscale_all_dim": 1.0},
+        {"rope_type": None, "rotary_scaling_factor": 1.0, "original_max_position_embeddings": 4096, "beta_fast": 32},
+    ):
+        stored = {**plain, **same}
+        assert compare_settings(family, family.config(stored, 100), stored, "ckpt", given=False) == ()
+        assert compare_settings(family, config, stored, "ckpt", given=True) == ()
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
+def test_groups_of_experts_all_of_which_are_chosen_change_nothing(name: str) -> None:
+    """Then it does not matter that Megatron-Core rates them otherwise."""
+    family = family_named(name)
+    config = {**CONFIGS[name], "topk_method": "group_limited_greedy" if name == "deepseek-v2" else "noaux_tc"}
+    arguments = family.arguments({**config, "n_group": 4, "topk_group": 4})
+    assert "moe_router_group_topk" not in arguments
+    for groups in ({"moe_router_num_groups": 4, "moe_router_group_topk": 4}, {"moe_router_num_groups": 4}):
+        stored = {**arguments, **groups}
+        back = family.config(stored, 100)
+        assert (back["n_group"], back["topk_group"]) in [(None, None), (1, 1)]
+        assert compare_settings(family, back, stored, "ckpt", given=False) == ()
+        assert compare_settings(family, {**config, "n_group": 2, "topk_group": 2}, stored, "ckpt", given=True) == ()
+
+
+def test_the_weight_of_a_single_expert_is_not_normalized_by_megatron() -> None:
+    """Of a sigmoid's; and a factor of zero is none there."""
+    deepseek = family_named("deepseek-v3")
+    one = {**CONFIGS["deepseek-v3"], "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
+    stored = deepseek.arguments(one)
+    assert deepseek.config(stored, 100)["norm_topk_prob"] is False
+    stored["moe_router_topk_scaling_factor"] = 0.0
+    back = deepseek.config(stored, 100)
+    assert back["routed_scaling_factor"] == 1.0
+    assert compare_settings(deepseek, back, stored, "ckpt", given=False) == ()
+    with pytest.raises(OptionError, match="norm_topk_prob=True, num_experts_per_tok=1"):
+        compare_settings(deepseek, {**one, "norm_topk_prob": True}, stored, "ckpt", given=True)
+
+
+def test_what_a_launch_does_not_take_from_a_checkpoint_is_said() -> None:
+    llama, qwen, deepseek = (family_named(name) for name in ("llama", "qwen3", "deepseek-v3"))
+    config = {**CONFIGS["llama"], "rms_norm_eps": 1e-5}
+    assert launch_notes(llama.arguments(config)) == ()
+    (note,) = launch_notes(llama.arguments({**config, "rope_scaling": {**LLAMA3, "factor": 32.0}}))
+    assert "give the job --use-rope-scaling --rope-scaling-factor 32.0, too" in note
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    (note,) = launch_notes(llama.arguments({**config, "rope_scaling": scaling}))
+    assert "no options for YaRN" in note
+    (note,) = launch_notes(qwen.arguments(CONFIGS["qwen3"]))
+    assert "give the job --norm-epsilon 1e-06 --qk-layernorm, too" in note
+    (note,) = launch_notes(family_named("mistral").arguments(CONFIGS["mistral"]))
+    assert "--window-size 15,0" in note
+    options, *fixed = launch_notes(deepseek.arguments({**CONFIGS["deepseek-v3"], "rope_scaling": YARN}))
+    assert "--rope-type yarn --rotary-scaling-factor 40.0 --mscale-all-dim 1.0" in options
+    assert ["original_max_position_embeddings=16" in note for note in fixed] == [True]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3-moe", "mistral", "gemma"])
+def test_yarn_comes_back_from_arguments(name: str) -> None:
+    family = family_named(name)
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    config = {**CONFIGS[name], "rope_theta": 1000000.0, "rope_scaling": scaling}
+    arguments = family.arguments(config)
+    assert (arguments["position_embedding_type"], arguments["yarn_original_max_position_embeddings"]) == ("yarn", 16)
+    assert family_of_arguments(arguments, "here") is family
+    back = family.config(arguments, 100)
+    assert scaling.items() <= back["rope_scaling"].items()
+    assert family.arguments(back) == arguments
+    assert compare_settings(family, back, arguments, "ckpt", given=False) == ()
+    with pytest.raises(OptionError, match="yarn_rotary_scaling_factor"):
+        compare_settings(family, {**config, "rope_scaling": {**scaling, "factor": 2.0}}, arguments, "ckpt", given=True)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
+def test_yarn_of_other_models_is_none_of_latent_attention(name: str) -> None:
+    family = family_named(name)
+    stored = {**family.arguments(CONFIGS[name]), "position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0}
+    stored["yarn_original_max_position_embeddings"] = 16
+    with pytest.raises(OptionError, match="position_embedding_type='yarn'"):
+        compare_settings(family, family.config(stored, 100), stored, "ckpt", given=False)
+
+
+def test_unknown_names_are_answered_with_the_known_ones() -> None:
+    with pytest.raises(OptionError, match="llama, mistral"):
+        family_named("bert")
+    with pytest.raises(OptionError, match="'bert' is not known"):
+        family_of_config({"model_type": "bert"}, "config.json")
+    with pytest.raises(OptionError, match="--arch"):
+        family_of_arguments({"normalization": "LayerNorm"}, "ckpt")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("llama", {"no_rope_freq": 3}, "no_rope_freq=3"),
+        ("llama", {"softmax_type": "off-by-one"}, "softmax_type"),
+        ("llama", {"softmax_scale": 0.5}, "softmax_scale"),
+        ("llama", {"qk_l2_norm": True}, "qk_l2_norm"),
+        ("llama", {"window_size": (7, 0)}, "window_size"),
+        ("llama", {"glu_linear_offset": 1.0}, "glu_linear_offset"),
+        ("llama", {"use_mup": True, "hybrid_layer_pattern": "M*"}, "hybrid_layer_pattern='M.'.*and use_mup"),
+        ("mistral", {"window_attn_skip_freq": 2}, "window_attn_skip_freq"),
+        ("gpt2", {"apply_residual_connection_post_layernorm": True}, "post_layernorm"),
+        ("gpt2", {"window_size": [3, 0]}, "window_size"),
+        ("mixtral", {"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+        ("mixtral", {"moe_mlp_glu_interleave_size": 32}, "interleave"),
+        ("deepseek-v3", {"mtp_num_layers": 1}, "mtp_num_layers"),
+        ("gpt-oss", {"no_rope_freq": [0, 0, 1]}, "no_rope_freq"),
+    ],
+)
+def test_arguments_that_change_the_computation_are_refused(name: str, arguments: dict[str, Any], words: str) -> None:
+    """None of them changes a shape, or the family that arguments are of."""
+    family = family_named(name)
+    stored = {**family.arguments(CONFIGS[name]), **arguments}
+    with pytest.raises(OptionError, match=words):
+        compare_settings(family, family.config(stored, 100), stored, "ckpt", given=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        # What a launch stores of models that it does not train, and other ways to say the same.
+        ("llama", {"window_size": (-1, 0), "window_attn_skip_freq": 2, "no_rope_freq": [0, 0, 0], "v_head_dim": 128}),
+        ("llama", {"num_moe_experts": None, "moe_router_topk": 2, "moe_layer_freq": 2, "rope_scaling_factor": 4.0}),
+        ("mistral", {"window_size": [15, -1], "window_attn_skip_freq": [1, 1, 1], "bias_gelu_fusion": False}),
+        ("gpt2", {"rotary_base": 10000, "rotary_percent": 0.5, "num_query_groups": 8, "no_rope_freq": 3}),
+        ("mixtral", {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_layer_freq": [1, 1, 1]}),
+        ("qwen2-moe", {"moe_router_topk_scaling_factor": None, "moe_router_num_groups": 1}),
+        ("deepseek-v3", {"kv_channels": 128, "num_query_groups": 1, "use_rope_scaling": True}),
+        ("gpt-oss", {"window_attn_skip_freq": [1, 0, 1]}),
+    ],
+)
+def test_arguments_that_say_the_same_otherwise_are_taken(name: str, arguments: dict[str, Any]) -> None:
+    family = family_named(name)
+    stored = {**family.arguments(CONFIGS[name]), **arguments}
+    assert compare_settings(family, family.config(stored, 100), stored, "ckpt", given=False) == ()
+    assert compare_settings(family, CONFIGS[name], stored, "ckpt", given=True) == ()
+
+
+def test_what_weights_may_do_without_is_named() -> None:
+    mixtral, deepseek = family_named("mixtral"), family_named("deepseek-v3")
+    stored = {**mixtral.arguments(CONFIGS["mixtral"]), "moe_expert_capacity_factor": 1.25}
+    (note,) = compare_settings(mixtral, CONFIGS["mixtral"], stored, "ckpt", given=True)
+    assert "moe_expert_capacity_factor is 1.25" in note
+    (note,) = compare_settings(deepseek, {**CONFIGS["deepseek-v3"], "rms_norm_eps": 1e-5}, {}, "ckpt", given=True)
+    assert "q_a_layernorm" in note
+
+
+def test_gelu_is_as_megatron_computes_it() -> None:
+    """Only what is fused is the approximation."""
+    gpt2 = family_named("gpt2")
+    stored = gpt2.arguments(CONFIGS["gpt2"])
+    assert gpt2.config(stored, 100)["activation_function"] == "gelu_new"
+    assert gpt2.config({**stored, "bias_gelu_fusion": False}, 100)["activation_function"] == "gelu"
+    del stored["bias_gelu_fusion"]
+    assert gpt2.config(stored, 100)["activation_function"] == "gelu_new"
+    exact = {**CONFIGS["gpt2"], "activation_function": "gelu"}
+    with pytest.raises(OptionError, match="bias_gelu_fusion"):
+        compare_settings(gpt2, exact, {**stored, "bias_gelu_fusion": True}, "ckpt", given=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lacks"),
+    [
+        ("gemma2", ["post_feedforward_layernorm", "attn_logit_softcapping", "final_logit_softcapping"]),
+        ("gemma3_text", ["post_feedforward_layernorm", "two rotary bases"]),
+        ("gemma3", ["post_feedforward_layernorm", "two rotary bases", "images"]),
+    ],
+)
+def test_later_gemmas_are_refused_by_what_megatron_lacks(kind: str, lacks: list[str]) -> None:
+    with pytest.raises(OptionError, match=f"config.json: model_type '{kind}'") as refused:
+        family_of_config({"model_type": kind}, "config.json")
+    assert all(word in str(refused.value) for word in lacks)
+
+
+def test_megatron_still_lacks_what_later_gemmas_need() -> None:
+    """Where this fails, Megatron-Core has learnt something: `LATER_GEMMAS` may become families."""
+    core = _directory_of_megatron()
+    (submodules,) = (
+        node
+        for node in ast.parse((core / "transformer" / "transformer_layer.py").read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "TransformerLayerSubmodules"
+    )
+    names = {ast.unparse(node.target) for node in submodules.body if isinstance(node, ast.AnnAssign)}
+    norms = {name for name in names if "norm" in name}
+    assert norms == {"input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"}
+    for path in (
+        "transformer/dot_product_attention.py",
+        "transformer/transformer_config.py",
+        "models/gpt/gpt_model.py",
+    ):
+        assert "softcap" not in (core / path).read_text()
+    assert (core / "models" / "gpt" / "gpt_model.py").read_text().count("rotary_base=rotary_base") == 3  # of one model
+
+
+# Fields of Megatron-Core's configuration of layers that `COMPUTATION` leaves out, and why.
+_SHOWN_BY_TENSORS = """
+add_bias_linear add_qkv_bias ffn_hidden_size moe_ffn_hidden_size moe_shared_expert_intermediate_size num_moe_experts
+mla_down_proj_fusion moe_single_grouped_bias moe_single_grouped_weight moe_use_legacy_grouped_gemm
+"""
+_SAID_BY_ANOTHER = """
+activation_func bias_activation_fusion moe_token_dropping
+dsa_indexer_head_dim dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff dsa_indexer_n_heads
+dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset
+dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_use_sparse_loss dsa_kernel_backend
+linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim
+mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim mamba_training_ssm_states_dtype use_mamba_mem_eff_path
+moe_pad_expert_input_to_capacity moe_token_drop_policy mtp_hybrid_override_pattern mtp_use_repeated_layer
+mup_attn_scale_power mup_base_head_dim mup_base_hidden_size mup_embedding_mult mup_output_mult mup_width_mult
+"""
+_OF_TRAINING = """
+attention_dropout calculate_per_token_loss embedding_init_method embedding_init_method_std
+experimental_attention_variant_loss_scale_func hidden_dropout init_method init_method_std log_max_attention_logit
+moe_aux_loss_coeff moe_enable_routing_replay moe_per_layer_logging moe_router_bias_update_rate
+moe_router_quantile_balancing_ema moe_z_loss_coeff mtp_detach_heads mtp_loss_scaling_factor output_layer_init_method
+qk_clip qk_clip_alpha qk_clip_threshold test_mode
+"""
+_OF_SPEED_AND_ROUNDING = """
+account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split activation_func_fp8_input_store
+activation_offload_fraction apply_query_key_layer_scaling apply_rope_fusion attention_backend attention_softmax_in_fp32
+batch_invariant_mode bias_dropout_fusion cache_mla_latents clone_scatter_output_in_embedding config_logger_dir
+cp_comm_type cuda_graph_impl cuda_graph_modules cuda_graph_retain_backward_graph cuda_graph_scope
+cuda_graph_use_single_mempool cuda_graph_warmup_steps delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks
+disable_bf16_reduced_precision_matmul disable_parameter_transpose_cache distribute_saved_activations enable_cuda_graph
+external_cuda_graph fine_grained_activation_offloading fine_grained_offloading_max_inflight_offloads
+first_last_layers_bf16 flash_attention_version flash_decode fp32_residual_connection fp4 fp4_param fp4_quantizer_factory
+fp4_recipe fp8 fp8_amax_compute_algo fp8_amax_history_len fp8_dot_product_attention fp8_interval fp8_margin
+fp8_multi_head_attention fp8_output_proj fp8_param fp8_quantizer_factory fp8_recipe fp8_wgrad fused_residual_rmsnorm
+fused_single_qkv_rope hetereogenous_dist_checkpoint high_priority_a2a_comm_stream inference_cuda_graph_scope
+inference_disable_triton_nvls_kernels inference_fuse_tp_communication inference_grouped_gemm_backend
+inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type inference_rng_tracker
+inference_sampling_seed init_model_with_meta_device kitchen_attention_backend masked_softmax_fusion
+memory_efficient_layer_norm min_offloaded_tensor_size mlp_chunks_for_prefill mlp_chunks_for_training moe_deepep_num_sms
+moe_enable_deepep moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_grouped_gemm
+moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms
+moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs moe_layer_recompute moe_ncclep_static_shape
+moe_ncclep_zero_copy moe_pad_experts_for_cuda_graph_inference moe_paged_stash moe_paged_stash_buffer_size_factor_cpu
+moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size moe_permute_fusion moe_permute_fusion_into_hybridep
+moe_router_dtype moe_router_fusion moe_router_padding_for_fp8 moe_router_padding_for_quantization
+moe_shared_expert_overlap moe_token_dispatcher_type nccl_all_reduce_for_prefill num_layers_at_end_in_bf16
+num_layers_at_start_in_bf16 num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage offload_modules
+persist_layer_norm pipeline_model_parallel_layout quant_recipe recompute_granularity recompute_method recompute_modules
+recompute_num_layers symmetric_ar_type tp_only_amax_red transformer_impl use_fused_weighted_squared_relu
+use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert use_inference_optimized_layers use_kitchen
+use_kitchen_attention use_te_rng_tracker use_transformer_engine_op_fuser
+"""
+
+
+def _directory_of_megatron() -> Path:
+    """Where the installed `megatron.core` lies; it is not imported."""
+    found = importlib.util.find_spec("megatron.core") if importlib.util.find_spec("megatron") else None
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("megatron-core is not installed")
+    return Path(found.submodule_search_locations[0])
+
+
+def _fields_of_megatron() -> dict[str, Any]:
+    """Fields of the installed Megatron-Core's configuration of layers with their defaults, where these are plain."""
+    path = _directory_of_megatron() / "transformer" / "transformer_config.py"
+    fields: dict[str, Any] = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name in ("TransformerConfig", "MLATransformerConfig"):
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    value = ast.literal_eval(field.value) if isinstance(field.value, ast.Constant) else None
+                    fields.setdefault(field.target.id, value)
+    assert len(fields) > 100
+    return fields
+
+
+def test_every_field_of_megatrons_configuration_is_known_to_change_the_computation_or_not_to() -> None:
+    others = f"{_SHOWN_BY_TENSORS} {_SAID_BY_ANOTHER} {_OF_TRAINING} {_OF_SPEED_AND_ROUNDING}".split()
+    assert not set(others) & (COMPUTATION.keys() | TRAINED_WITH.keys())
+    unknown = _fields_of_megatron().keys() - COMPUTATION.keys() - TRAINED_WITH.keys() - set(others)
+    assert not unknown, "look at what they do: families/_computation.py has those that change what a model computes"
+
+
+def test_megatrons_defaults_contradict_no_family(family: Family) -> None:
+    """What a launch stores of all that it does not use."""
+    config = CONFIGS[family.name]
+    stored = {**_fields_of_megatron(), **family.arguments(config)}
+    assert compare_settings(family, family.config(stored, 100), stored, "ckpt", given=False) == ()
+    assert compare_settings(family, config, stored, "ckpt", given=True) == ()
+
+
+class _Asked(Mapping[str, Any]):
+    """Settings that remember which of them somebody asked for."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.content, self.names = content, set[str]()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return self.content[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.content)
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+
+_SIZES = """
+hidden_size intermediate_size kv_lora_rank max_position_embeddings moe_intermediate_size n_embd n_head n_layer
+n_positions n_routed_experts num_attention_heads num_experts num_hidden_layers num_local_experts qk_nope_head_dim
+qk_rope_head_dim shared_expert_intermediate_size v_head_dim vocab_size rope_parameters rope_scaling
+"""
+
+
+# Fields that no family asks for, and why not.
+_NO_COMPUTATION = """
+attention_dropout embd_pdrop router_jitter_noise output_router_logits router_aux_loss_coef initializer_range
+bos_token_id eos_token_id pad_token_id use_cache pretraining_tp reorder_and_upcast_attn
+summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+"""
+_NOT_READ = {
+    "deepseek-v2": "norm_topk_prob",  # weights are not normalized, whatever it says
+    "deepseek-v3": "num_mtp_layers",  # such layers are left out
+    **dict.fromkeys(("qwen2", "qwen3", "qwen2-moe", "qwen3-moe"), "max_window_layers sliding_window"),  # no windows
+}
+
+
+@pytest.mark.long
+def test_defaults_are_those_of_transformers(family: Family) -> None:
+    """For each setting that is asked for, and that `config.json` may leave out, what its class there has."""
+    transformers = pytest.importorskip("transformers")
+    there = getattr(transformers, family.architecture.replace("ForCausalLM", "Config").replace("LMHeadModel", "Config"))
+    config = {"rope_scaling": None, **family.complete(CONFIGS[family.name])}
+    asked = _Asked(config)
+    family.model_of(asked)
+    family.arguments_of(asked)
+    known = {name: field.default for name, field in there.__dataclass_fields__.items()}
+    known_elsewhere = {*_NO_COMPUTATION.split(), *_NOT_READ.get(family.name, "").split(), "rope_parameters"}
+    unread = known.keys() - transformers.PreTrainedConfig.__dataclass_fields__.keys() - asked.names - known_elsewhere
+    assert not unread, "look at what they do: a setting that changes what is computed is converted or refused"
+    known["rope_theta"] = getattr(there, "default_theta", None)
+    for name in sorted(asked.names & known.keys() - set(_SIZES.split()) | family.defaults.keys() & known.keys()):
+        assert name in family.defaults, f"{name}: {there.__name__} has {known[name]!r} for it"
+        assert family.defaults[name] == known[name], name
+
+
+_ROPES: tuple[dict[str, Any], ...] = (
+    {},
+    {"rope_theta": 5e5},
+    {"rope_parameters": {"rope_theta": 2e4}, "rope_theta": 5e5},
+    {"rope_parameters": {"rope_theta": 2e4}, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    {"rope_parameters": {"rope_type": "linear", "factor": 2}, "rope_scaling": {}},
+    {"rope_scaling": LLAMA3},
+    {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 32}, "original_max_position_embeddings": 8192},
+    {"rope_parameters": _without(LLAMA3, "original_max_position_embeddings"), "max_position_embeddings": 8192},
+    {"rope_scaling": YARN},
+    {"rope_parameters": YARN, "original_max_position_embeddings": 48},
+    {"rope_parameters": _without(YARN, "original_max_position_embeddings", "beta_fast", "beta_slow")},
+    {"rope_scaling": _without(YARN, "mscale", "mscale_all_dim")},
+    {"rope_scaling": {**YARN, "beta_fast": None, "beta_slow": 0, "mscale": 0.707}},
+    {"rope_scaling": {**_without(YARN, "mscale"), "mscale_all_dim": 0.0}},
+    {"rope_scaling": {**YARN, "mscale_all_dim": 0.0}},
+    {"rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.0, "attention_factor": 0.0707 * math.log(40) + 1}},
+    {"rope_scaling": {**YARN, "truncate": False}},
+    {"rope_scaling": {**YARN, "truncate": None}},
+    {"rope_scaling": {**YARN, "factor": 0.5}},
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", "deepseek-v2", "deepseek-v3", "gpt-oss"])
+def test_rotary_embeddings_are_those_that_transformers_computes(name: str) -> None:
+    """Frequencies and scales of its own functions, and those of what Megatron-Core makes of the arguments."""
+    pytest.importorskip("transformers")
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
+
+    family = family_named(name)
+    compared = 0
+    for rope in _ROPES:
+        config = {**_without(CONFIGS[name], "rope_theta", "rope_scaling"), **copy.deepcopy(rope)}
+        try:
+            arguments = family.arguments(config)
+        except OptionError:
+            continue
+        there = AutoConfig.for_model(family.model_types[0], **copy.deepcopy(config))
+        exponents = np.arange(0, there.head_dim, 2) / there.head_dim
+        frequencies = 1 / arguments["rotary_base"] ** exponents
+        cosines, softmax = 1.0, 1.0
+        kind = there.rope_parameters["rope_type"]
+        expected = frequencies
+        if kind != "default":
+            found, attention = ROPE_INIT_FUNCTIONS[kind](there)
+            expected = found.numpy()
+            if kind == "linear":
+                frequencies /= arguments["rotary_seq_len_interpolation_factor"]
+            elif kind == "llama3":
+                assert arguments["use_rope_scaling"]
+                scaled = dict(there.rope_parameters)
+                assert {name: scaled.pop(name) for name in LLAMA3} == LLAMA3
+                assert scaled == {"rope_theta": arguments["rotary_base"]}
+                frequencies = expected
+            else:
+                prefix = "" if name.startswith("deepseek") else "yarn_"
+                frequencies = _yarn_frequencies(arguments, prefix, frequencies, exponents)
+                cosines, softmax = yarn_scales(arguments, prefix)
+            assert attention == pytest.approx(cosines, rel=1e-9)
+        assert there.rope_parameters["rope_theta"] == arguments["rotary_base"]
+        assert np.allclose(frequencies, expected, rtol=1e-6, atol=0)
+        if name.startswith("deepseek"):  # others leave softmax's scale as it is
+            assert yarn_apply_mscale(there.rope_parameters, 1.0) == pytest.approx(softmax**2, rel=1e-9)
+        compared += 1
+    assert compared >= 7, name
+
+
+def _yarn_frequencies(arguments: Mapping[str, Any], prefix: str, plain: Any, exponents: Any) -> Any:
+    """YaRN's, of Megatron's arguments: between two numbers of turns within the first length they go over."""
+    base, length = arguments["rotary_base"], arguments[f"{prefix}original_max_position_embeddings"]
+    dim = 2 * len(exponents)
+    low, high = (
+        dim * math.log(length / (arguments[prefix + name] * 2 * math.pi)) / (2 * math.log(base))
+        for name in ("beta_fast", "beta_slow")
+    )
+    if arguments.get("yarn_correction_range_round_to_int", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = np.clip((np.arange(dim // 2) - low) / (high - low if high != low else 0.001), 0, 1)
+    return plain / arguments[f"{prefix}rotary_scaling_factor"] * ramp + plain * (1 - ramp)

@@ -1,0 +1,209 @@
+"""Along which axis a tensor is divided: who says so, in which order, and whether it is a guess."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_ckpt.core.boxes import Box, covers
+from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.reshard.partition import Partition, Partitioner, divide
+from mcore_ckpt.reshard.rules import parse_partition_rules
+from mcore_ckpt.tools.keys import model_key, stacked_axes
+
+ITEM = StoredItem("__0_0.distcp", 0, 1)
+
+
+def entry(
+    fqn: str, shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] | None = None
+) -> TensorEntry:
+    boxes = boxes or [((0,) * len(shape), shape)]
+    return TensorEntry(fqn, "bfloat16", shape, tuple(StoredChunk(o, s, ITEM) for o, s in boxes))
+
+
+def index(*entries: TensorEntry) -> CheckpointIndex:
+    return CheckpointIndex("ckpt", {found.fqn: found for found in entries}, {})
+
+
+def halves(fqn: str, shape: tuple[int, ...], axis: int, count: int = 2) -> TensorEntry:
+    step = shape[axis] // count
+    sizes = tuple(step if n == axis else size for n, size in enumerate(shape))
+    return entry(
+        fqn, shape, [(tuple(k * step if n == axis else 0 for n in range(len(shape))), sizes) for k in range(count)]
+    )
+
+
+LAYER = "decoder.layers.0."
+
+
+class TestTable:
+    """A source in one piece: only names and shapes tell."""
+
+    @pytest.mark.parametrize(
+        ("key", "shape", "axis"),
+        [
+            ("self_attention.linear_qkv.weight", (96, 32), 0),
+            ("self_attention.linear_qkv.bias", (96,), 0),
+            ("self_attention.linear_q_up_proj.weight", (96, 32), 0),
+            ("self_attention.linear_proj.weight", (32, 32), 1),
+            ("self_attention.linear_proj.bias", (32,), None),
+            ("self_attention.linear_qkv.layer_norm_weight", (32,), None),
+            ("self_attention.q_layernorm.weight", (8,), None),
+            ("self_attention.linear_kv_down_proj.weight", (40, 32), None),
+            ("mlp.linear_fc2.weight", (32, 64), 1),
+            ("mlp.router.weight", (4, 32), None),
+            ("mlp.experts.experts.linear_fc2.weight", (4, 32, 64), 2),
+            ("mlp.shared_experts.linear_fc2.weight", (32, 64), 1),
+            ("mixer.in_proj.weight.z", (64, 32), 0),
+            ("mixer.conv1d.weight.x", (64, 1, 4), 0),
+            ("mixer.A_log", (8,), 0),
+            ("mixer.norm.weight", (64,), 0),
+            ("norm.weight", (64,), None),
+            ("mixer.out_proj.weight", (32, 64), 1),
+        ],
+    )
+    def test_layers_of_megatron(self, key: str, shape: tuple[int, ...], axis: int | None) -> None:
+        found = Partitioner(index(entry(LAYER + key, shape))).decide(LAYER + key)
+        assert (found.axis, found.decider, found.guess) == (axis, "table", True)
+
+    @pytest.mark.parametrize("key", ["embedding.word_embeddings.weight", "output_layer.weight"])
+    def test_vocabulary(self, key: str) -> None:
+        assert Partitioner(index(entry(key, (64, 32)))).decide(key).axis == 0
+
+    def test_gated_first_layer_is_two_halves(self) -> None:
+        first, second = (
+            entry(LAYER + "mlp.linear_fc1.weight", (128, 32)),
+            entry(LAYER + "mlp.linear_fc2.weight", (32, 64)),
+        )
+        assert Partitioner(index(first, second)).decide(first.fqn).parts == 2
+
+    def test_plain_first_layer_is_one(self) -> None:
+        first, second = (
+            entry(LAYER + "mlp.linear_fc1.weight", (64, 32)),
+            entry(LAYER + "mlp.linear_fc2.weight", (32, 64)),
+        )
+        assert Partitioner(index(first, second)).decide(first.fqn).parts == 1
+
+    def test_arguments_tell_where_the_second_layer_does_not(self) -> None:
+        first = entry(LAYER + "mlp.linear_fc1.weight", (128, 32))
+        assert Partitioner(index(first), arguments={"swiglu": True}).decide(first.fqn).parts == 2
+        alone = Partitioner(index(first)).decide(first.fqn)
+        assert alone.guess
+        assert "halves" in alone.note
+
+    def test_unknown_tensors_stay_whole_and_say_so(self) -> None:
+        found = Partitioner(index(entry("something.else", (64, 32)))).decide("something.else")
+        assert (found.axis, found.decider, found.guess) == (None, "whole", True)
+
+
+class TestGrid:
+    """The source's own chunks are no guess."""
+
+    def test_the_divided_axis(self) -> None:
+        proj = halves(LAYER + "self_attention.linear_proj.weight", (32, 32), 1)
+        found = Partitioner(index(proj)).decide(proj.fqn)
+        assert (found.axis, found.decider, found.guess) == (1, "grid", False)
+
+    def test_the_grid_wins_over_the_table(self) -> None:
+        odd = halves(LAYER + "self_attention.linear_proj.weight", (32, 32), 0)
+        assert Partitioner(index(odd)).decide(odd.fqn).axis == 0
+
+    def test_what_is_whole_while_others_are_divided_is_replicated(self) -> None:
+        proj, other = halves(LAYER + "self_attention.linear_proj.weight", (32, 32), 1), entry("my.own.weight", (8, 8))
+        found = Partitioner(index(proj, other)).decide(other.fqn)
+        assert (found.axis, found.decider, found.guess) == (None, "grid", False)
+
+    def test_gated_halves_are_seen_without_tensor_parallelism(self) -> None:
+        first = halves(LAYER + "mlp.linear_fc1.weight", (128, 32), 0)
+        assert Partitioner(index(first)).decide(first.fqn) == Partition(0, 2, False, "grid")
+
+    def test_stacked_layers_and_experts_are_no_tensor_parallelism(self) -> None:
+        key = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
+        stacked = entry(key, (2, 2, 8, 16), [((n, e, 0, 0), (1, 1, 8, 16)) for n in range(2) for e in range(2)])
+        found = Partitioner(index(stacked)).decide(key)
+        assert (found.axis, found.decider, found.expert) == (3, "table", True)
+
+    def test_optimizer_state_follows_its_parameter(self) -> None:
+        proj = halves(LAYER + "self_attention.linear_proj.weight", (32, 32), 1)
+        state = entry(f"optimizer.state.exp_avg.{proj.fqn}", (32, 32))
+        found = Partitioner(index(proj, state))
+        assert found.decide(state.fqn) == found.decide(proj.fqn)
+
+
+class TestOrder:
+    def test_like_then_rules_then_grid_then_table(self) -> None:
+        key = LAYER + "self_attention.linear_proj.weight"
+        whole, columns, rows = entry(key, (32, 32)), halves(key, (32, 32), 1), halves(key, (32, 32), 0)
+        rules = parse_partition_rules(f"{key}$ whole", "rules")
+        assert Partitioner(index(rows), like=index(columns), rules=rules).decide(key).decider == "like"
+        assert Partitioner(index(rows), like=index(whole), rules=rules).decide(key).decider == "rules"
+        assert Partitioner(index(rows), rules=rules).decide(key).axis is None
+        assert Partitioner(index(rows)).decide(key).axis == 0
+        assert Partitioner(index(whole)).decide(key).decider == "table"
+
+    def test_rules(self) -> None:
+        rules = parse_partition_rules("# comment\nfoo\\.weight$  -1\nfc1 0 x2  # halves\n\nbar whole\n", "rules")
+        found = Partitioner(index(entry("foo.weight", (4, 8)), entry("fc1.w", (8,)), entry("bar", (8,))), rules=rules)
+        assert found.decide("foo.weight") == Partition(1, 1, False, "rules")
+        assert found.decide("fc1.w") == Partition(0, 2, False, "rules")
+        assert found.decide("bar") == Partition(None, 1, False, "rules")
+
+    @pytest.mark.parametrize("line", ["only", "a b", "( 0", "a 0 x0", "a 0 y", "a 0 x2 more"])
+    def test_bad_rules_name_file_and_line(self, line: str) -> None:
+        with pytest.raises(OptionError, match=r"my\.rules, line 2"):
+            parse_partition_rules(f"fine 0\n{line}\n", "my.rules")
+
+    def test_a_rule_for_an_axis_that_is_not_there(self) -> None:
+        with pytest.raises(OptionError, match="axis 2"):
+            Partitioner(index(entry("a", (4, 8))), rules=parse_partition_rules("a 2", "r")).decide("a")
+
+    def test_flat_buckets_keep_their_chunks(self) -> None:
+        key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(a, b).bucket_idx_0.exp_avg"
+        flat = entry(key, (10,), [((0,), (3,)), ((3,), (7,))])
+        found = Partitioner(index(flat)).decide(key)
+        assert found.decider == "stored"
+        assert divide(key, (10,), found, 4) == [Box((0,), (3,)), Box((3,), (7,))]
+
+
+class TestDivide:
+    @pytest.mark.parametrize(
+        ("key", "shape", "partition", "count"),
+        [
+            ("a", (8, 6), Partition(0), 4),
+            ("a", (8, 6), Partition(1), 3),
+            ("a", (8, 6), Partition(0, 2), 2),
+            ("a", (7, 6), Partition(0), 2),
+            ("a", (6, 6), Partition(0, 2), 2),
+            ("a", (), Partition(None), 4),
+            ("a", (0, 4), Partition(0), 2),
+            ("decoder.layers.mlp.experts.experts.linear_fc1.weight", (3, 2, 8, 4), Partition(2, 2), 2),
+            ("embedding.word_embeddings.weight", (10, 4), Partition(0), 4),
+        ],
+    )
+    def test_chunks_tile(self, key: str, shape: tuple[int, ...], partition: Partition, count: int) -> None:
+        assert covers(shape, divide(key, shape, partition, count)) is None
+
+    def test_halves_are_divided_each_by_itself(self) -> None:
+        boxes = divide("a", (8, 2), Partition(0, 2), 2)
+        assert [box.offsets[0] for box in boxes] == [0, 2, 4, 6]
+
+    def test_what_does_not_divide_stays_whole(self) -> None:
+        assert divide("a", (7, 6), Partition(0), 2) == [Box((0, 0), (7, 6))]
+
+    def test_stacked_axes_are_one_index_a_chunk(self) -> None:
+        boxes = divide("decoder.layers.mlp.linear_fc2.weight", (4, 8, 8), Partition(2), 2)
+        assert len(boxes) == 8
+        assert all(box.sizes == (1, 8, 4) for box in boxes)
+
+    def test_vocabulary_ends_where_the_padded_parts_end(self) -> None:
+        boxes = divide("embedding.word_embeddings.weight", (10, 4), Partition(0), 4, vocabulary=16)
+        assert [(box.offsets[0], box.sizes[0]) for box in boxes] == [(0, 4), (4, 4), (8, 2)]
+
+
+def test_keys() -> None:
+    assert model_key("optimizer.state.exp_avg.decoder.layers.0.a.weight") == "decoder.layers.0.a.weight"
+    assert model_key("chained_1.optimizer.state.param.a.b") == "a.b"
+    assert model_key("decoder.a") == "decoder.a"
+    assert stacked_axes("decoder.layers.3.mlp.experts.experts.linear_fc1.weight", (4, 8, 8)) == (None, 0, 1)
+    assert stacked_axes("decoder.layers.mlp.experts.experts.linear_fc1.weight", (2, 4, 8, 8)) == (0, 1, 2)
+    assert stacked_axes("decoder.layers.3.mlp.shared_experts.linear_fc1.weight", (8, 8)) == (None, None, 0)

@@ -1,0 +1,691 @@
+"""Resharding: the same tensors bit for bit under any layout, nothing half done, and an interrupted run goes on."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.errors import CheckpointExistsError, ChecksumError, CorruptCheckpointError, OptionError, SaveError
+from mcore_ckpt.format.index import StoredChunk, TensorEntry
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.load.read_requests import ReadRequest, stored_dtype
+from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.models.conversions import import_checkpoint, reshard_checkpoint
+from mcore_ckpt.reshard.rules import parse_partition_rules
+from mcore_ckpt.target import _writer, build
+from mcore_ckpt.tools.inspection import checkpoint_directory
+from mcore_ckpt.tools.parallel_layout import data_file_rank
+from mcore_ckpt.tools.repair import repair_checkpoint
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.model_like import LAYERS, assert_same, model_tensors, read_all, write_model
+from tests.support.stored_layouts import StoredTensor, flip_byte, tilings, write_checkpoint
+
+if TYPE_CHECKING:
+    from mcore_ckpt.format.index import CheckpointIndex
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def files_of(directory: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def read_by_ours(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, read by this package's reader."""
+    reader = FileSystemReader(directory)
+    found = {key: torch.empty(entry.shape, dtype=stored_dtype(entry)) for key, entry in reader.index.tensors.items()}
+    reader.read_items(
+        [
+            ReadRequest(key, tensor, (0,) * tensor.dim(), tuple(tensor.shape), tuple(tensor.shape))
+            for key, tensor in found.items()
+        ]
+    )
+    return found
+
+
+def grid(index: CheckpointIndex, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...], int | None]]:
+    return sorted((chunk.offsets, chunk.sizes, data_file_rank(chunk.item.file)) for chunk in index.tensors[key].chunks)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("source") / "iter_0000007"
+    write_model(directory, tp=2)
+    return directory
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp": 1, "pp": 1},
+        {"tp": 4, "pp": 1},
+        {"tp": 2, "pp": 2, "workers": 1},
+        {"tp": 8, "pp": 2, "workers": 3},
+        {"tp": 1, "pp": 2, "dp": 4},
+        {"tp": 2, "pp": 1, "merge": True},
+        {"tp": 4, "pp": 1, "verify": False, "memory_bytes": 384 * 1024**2},
+    ],
+    ids=str,
+)
+def test_the_same_tensors_under_another_layout(source: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    before = files_of(source)
+    report = reshard_checkpoint(source, tmp_path / "target", **options)
+    assert_same(read_all(tmp_path / "target"), model_tensors())
+    assert verify_checkpoint(tmp_path / "target").whole
+    assert files_of(source) == before
+    assert report.guesses == 0
+    assert not (tmp_path / "target.partial").exists()
+    assert sorted(path.name for path in (tmp_path / "target").glob("*.distcp")) == sorted(
+        read_files(tmp_path / "target")
+    )
+
+
+@pytest.mark.parametrize("kernel_copies", [True, False])
+def test_payloads_that_stay_as_they_are_are_left_to_the_kernel(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_copies: bool
+) -> None:
+    monkeypatch.setattr(_writer, "_MIN_FILE_COPY_BYTES", 1)
+    copied: list[int] = []
+    original = os.copy_file_range
+
+    def copy(src: int, dst: int, count: int, offset_src: int, offset_dst: int) -> int:
+        copied.append(count)
+        if not kernel_copies:
+            raise OSError(errno.EXDEV, "another file system")
+        return original(src, dst, min(count, 100), offset_src, offset_dst)  # it may stop short
+
+    monkeypatch.setattr(os, "copy_file_range", copy)
+    reshard_checkpoint(source, tmp_path / "t", tp=2, pp=1)
+    assert len(copied) > len(model_tensors())
+    assert_same(read_all(tmp_path / "t"), model_tensors())
+    assert verify_checkpoint(tmp_path / "t").whole
+    copied.clear()
+    reshard_checkpoint(source, tmp_path / "u", tp=2, pp=1, file_copy=False)
+    assert not copied
+
+
+def read_files(directory: Path) -> set[str]:
+    index = read_index(directory)
+    found = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
+    return found | {entry.item.file for entry in index.objects.values()}
+
+
+def test_each_rank_finds_its_shards_whole_in_its_own_files(source: Path, tmp_path: Path) -> None:
+    reshard_checkpoint(source, tmp_path / "t", tp=4, pp=2)
+    index = read_index(tmp_path / "t")
+    for layer in range(LAYERS):
+        stage = 4 * layer  # two layers, two stages, four ranks each
+        prefix = f"decoder.layers.{layer}"
+        assert grid(index, f"{prefix}.self_attention.linear_qkv.weight") == [
+            ((12 * rank, 0), (12, 16), stage + rank) for rank in range(4)
+        ]
+        assert grid(index, f"optimizer.state.exp_avg.{prefix}.mlp.linear_fc2.weight") == [
+            ((0, 8 * rank), (16, 8), stage + rank) for rank in range(4)
+        ]
+        # A gated first layer: rank r has the r-th part of either half.
+        assert grid(index, f"{prefix}.mlp.linear_fc1.weight") == [
+            ((32 * half + 8 * rank, 0), (8, 16), stage + rank) for half in range(2) for rank in range(4)
+        ]
+        assert grid(index, f"{prefix}.mlp.linear_fc1.layer_norm_weight") == [((0,), (16,), stage)]
+    assert [rank for _, _, rank in grid(index, "embedding.word_embeddings.weight")] == [0, 1, 2, 3]
+    assert [rank for _, _, rank in grid(index, "output_layer.weight")] == [4, 5, 6, 7]
+
+
+def test_data_parallel_ranks_share_the_chunks(source: Path, tmp_path: Path) -> None:
+    reshard_checkpoint(source, tmp_path / "t", tp=2, pp=1, dp=3)
+    sizes: dict[int, int] = {}
+    for entry in read_index(tmp_path / "t").tensors.values():
+        for chunk in entry.chunks:
+            rank = data_file_rank(chunk.item.file)
+            assert rank is not None
+            sizes[rank] = sizes.get(rank, 0) + chunk.item.length
+    assert sorted(sizes) == list(range(6))
+    assert max(sizes.values()) < 1.3 * min(sizes.values())
+
+
+def test_merge_is_one_file_a_rank(source: Path, tmp_path: Path) -> None:
+    reshard_checkpoint(source, tmp_path / "t", tp=2, pp=1, merge=True, workers=4)
+    assert read_files(tmp_path / "t") == {"__0_0.distcp", "__1_0.distcp"}
+
+
+def test_like_takes_over_chunks_and_files(source: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "like", tp=4, tensors=model_tensors(seed=5))
+    reshard_checkpoint(source, tmp_path / "t", like=str(tmp_path / "like"))
+    target, like = read_index(tmp_path / "t"), read_index(tmp_path / "like")
+    for key in like.tensors:
+        assert grid(target, key) == grid(like, key)
+    assert_same(read_all(tmp_path / "t"), model_tensors())
+
+
+def test_rules_decide_before_the_grid(source: Path, tmp_path: Path) -> None:
+    rules = tuple(parse_partition_rules(r"linear_proj\.weight$ 0", "rules"))
+    reshard_checkpoint(source, tmp_path / "t", tp=2, pp=1, rules=rules)
+    index = read_index(tmp_path / "t")
+    assert grid(index, "decoder.layers.0.self_attention.linear_proj.weight") == [
+        ((0, 0), (8, 16), 0),
+        ((8, 0), (8, 16), 1),
+    ]
+    assert_same(read_all(tmp_path / "t"), model_tensors())
+
+
+def test_only_and_drop(source: Path, tmp_path: Path) -> None:
+    reshard_checkpoint(source, tmp_path / "a", tp=1, pp=1, drop_optimizer=True)
+    assert_same(read_all(tmp_path / "a"), model_tensors(optimizer=False))
+    reshard_checkpoint(source, tmp_path / "b", tp=1, pp=1, only="decoder.layers.1.*")
+    wanted = {key: value for key, value in model_tensors().items() if key.startswith("decoder.layers.1.")}
+    assert_same(read_all(tmp_path / "b"), wanted)
+    assert not read_index(tmp_path / "b").objects
+
+
+def test_dtype_converts_the_model_and_not_the_optimizer(source: Path, tmp_path: Path) -> None:
+    reshard_checkpoint(source, tmp_path / "t", tp=4, pp=1, dtype="float32")
+    expected = {key: value.float() for key, value in model_tensors().items()}
+    assert_same(read_all(tmp_path / "t"), expected)
+    reshard_checkpoint(tmp_path / "t", tmp_path / "back", tp=1, pp=1, dtype="bfloat16")
+    assert_same(read_all(tmp_path / "back"), model_tensors())
+
+
+def test_what_lies_beside_the_data_is_carried(tmp_path: Path) -> None:
+    write_model(tmp_path / "run" / "iter_0000007")
+    source = tmp_path / "run" / "iter_0000007"
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("7")
+    (source / "modelopt_state").mkdir()
+    (source / "modelopt_state" / "common.pt").write_bytes(b"x")
+    (source / "integrity.json").write_text("{}")
+    assert main(["reshard", str(tmp_path / "run"), str(tmp_path / "new"), "--tp", "1", "--pp", "1"]) == 0
+    target = tmp_path / "new" / "iter_0000007"
+    assert (tmp_path / "new" / "latest_checkpointed_iteration.txt").read_text() == "7"
+    for name in ("common.pt", "metadata.json", "modelopt_state/common.pt"):
+        assert (target / name).read_bytes() == (source / name).read_bytes()
+    assert not (target / "integrity.json").exists()
+    assert torch.load(target / "common.pt", weights_only=False)["iteration"] == 7
+    source_objects, objects = read_index(source).objects, read_index(target).objects
+    assert objects.keys() == source_objects.keys()
+    # The tracker comes along for an iteration given by name, too.
+    reshard_checkpoint(source, tmp_path / "named" / "iter_0000007", tp=1, pp=1)
+    assert (tmp_path / "named" / "latest_checkpointed_iteration.txt").read_text() == "7"
+
+
+SHAPE = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
+
+
+@settings(max_examples=25)
+@given(
+    data=st.data(), shape=SHAPE, dtype=st.sampled_from([torch.bfloat16, torch.float64, torch.uint8, torch.complex64])
+)
+def test_any_chunks_to_any_layout(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    directory = tmp_path_factory.mktemp("any")
+    tensor = torch.arange(int(torch.tensor(shape).prod())).reshape(shape).to(dtype)
+    other = torch.randn(4, 6).to(dtype)
+    boxes = data.draw(tilings(shape))
+    write_checkpoint(
+        directory / "s",
+        {"a.weight": StoredTensor(tensor, boxes), "b.weight": StoredTensor(other, data.draw(tilings((4, 6))))},
+        {"object": {"x": 1}},
+        files=2,
+    )
+    axis = data.draw(st.integers(0, len(shape) - 1))
+    rules = tuple(
+        parse_partition_rules(f"^a {axis} x{data.draw(st.integers(1, 2))}\n^b {data.draw(st.integers(0, 1))}", "r")
+    )
+    tp, workers = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
+    reshard_checkpoint(directory / "s", directory / "t", tp=tp, pp=1, rules=rules, workers=workers)
+    assert_same(read_all(directory / "t"), {"a.weight": tensor, "b.weight": other})
+
+
+class TestRefusals:
+    def test_flat_optimizer_buckets(self, tmp_path: Path) -> None:
+        key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(a, b).bucket_idx_0.exp_avg"
+        tensors = {**model_tensors(optimizer=False), key: torch.randn(100)}
+        write_model(tmp_path / "s", tensors=tensors)
+        with pytest.raises(OptionError, match="--optimizer fully_reshardable"):
+            reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["s"]
+        reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1, drop_optimizer=True)
+        assert_same(read_all(tmp_path / "t"), model_tensors(optimizer=False))
+
+    def test_flat_optimizer_buckets_may_stay_in_their_layout(self, tmp_path: Path) -> None:
+        key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(a, b).bucket_idx_0.exp_avg"
+        tensors = {**model_tensors(optimizer=False), key: torch.randn(100)}
+        arguments = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
+        write_model(tmp_path / "s", tensors=tensors, arguments=arguments)
+        reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=2, pp=1, dp=2)
+        assert_same(read_all(tmp_path / "t"), tensors)
+
+    def test_a_target_that_exists(self, source: Path, tmp_path: Path) -> None:
+        (tmp_path / "t").mkdir()
+        (tmp_path / "t" / "mine").write_text("keep")
+        with pytest.raises(CheckpointExistsError):
+            reshard_checkpoint(source, tmp_path / "t", tp=1, pp=1)
+        assert (tmp_path / "t" / "mine").read_text() == "keep"
+
+    def test_a_target_inside_the_source(self, source: Path) -> None:
+        with pytest.raises(OptionError, match="inside the source"):
+            reshard_checkpoint(source, source / "t", tp=1, pp=1)
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["--tp", "0", "--pp", "1"],
+            ["--tp", "2"],
+            [],
+            ["--tp", "1", "--pp", "1", "--only", "nothing.like.it"],
+            ["--tp", "1", "--pp", "1", "--dtype", "int7"],
+            ["--tp", "2", "--pp", "1", "--ep", "3", "--dp", "1"],
+            ["--tp", "1", "--pp", "1", "--memory", "3"],
+            ["--tp", "1", "--pp", "1", "--workers", "0"],
+        ],
+        ids=" ".join,
+    )
+    def test_options_that_cannot_be(
+        self, source: Path, tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["reshard", str(source), str(tmp_path / "t"), *arguments]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_damaged_source(self, tmp_path: Path) -> None:
+        index = write_model(tmp_path / "s")
+        item = index.tensors["output_layer.weight"].chunks[0].item
+        path = tmp_path / "s" / item.file
+        content = bytearray(path.read_bytes())
+        content[item.offset + item.length // 2] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(ChecksumError, match="output_layer"):
+            reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
+        assert not (tmp_path / "t").exists()
+
+    @pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+    @pytest.mark.parametrize("verify", [True, False])
+    def test_damage_is_seen_whatever_becomes_of_the_elements(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str | None, verify: bool
+    ) -> None:
+        monkeypatch.setattr(_writer, "_MIN_FILE_COPY_BYTES", 1)
+        flip_byte(write_model(tmp_path / "s"), "output_layer.weight", at_fraction=0.5)
+        options = {"tp": 2, "pp": 1, "dtype": dtype, "verify": verify}
+        with pytest.raises(ChecksumError, match=r"output_layer\.weight"):
+            reshard_checkpoint(tmp_path / "s", tmp_path / "t", **options)
+        assert not (tmp_path / "t").exists()
+
+    def test_damaged_objects_and_common_state(self, tmp_path: Path) -> None:
+        index = write_model(tmp_path / "s")
+        torch.save({"state": torch.full((100,), 7, dtype=torch.uint8)}, tmp_path / "s" / "common.pt")
+        key, entry = next(iter(index.objects.items()))
+        options = {"tp": 1, "pp": 1, "restart": True}
+        path = tmp_path / "s" / entry.item.file
+        sound = path.read_bytes()
+        content = bytearray(sound)
+        content[sound.index(b"rank", entry.item.offset)] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(ChecksumError, match=key):
+            reshard_checkpoint(tmp_path / "s", tmp_path / "t", **options)
+        path.write_bytes(sound)
+        common = (tmp_path / "s" / "common.pt").read_bytes()
+        (tmp_path / "s" / "common.pt").write_bytes(common.replace(b"\7" * 100, b"\7" * 99 + b"\6"))
+        with pytest.raises(ChecksumError, match=r"common\.pt"):
+            reshard_checkpoint(tmp_path / "s", tmp_path / "t", **options)
+        assert not (tmp_path / "t").exists()
+        (tmp_path / "s" / "common.pt").write_bytes(common)
+        reshard_checkpoint(tmp_path / "s", tmp_path / "t", **options)
+        assert (tmp_path / "t" / "common.pt").read_bytes() == common
+
+    def test_a_missing_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        write_model(tmp_path / "s")
+        (tmp_path / "s" / "__1_0.distcp").unlink()
+        assert main(["reshard", str(tmp_path / "s"), str(tmp_path / "t"), "--tp", "1", "--pp", "1"]) == 2
+        assert "__1_0.distcp" in capsys.readouterr().err
+        assert not (tmp_path / "t").exists()
+
+
+def test_dry_run_shows_each_decision_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path / "s", tp=1)
+    arguments = ["reshard", str(tmp_path / "s"), str(tmp_path / "t"), "--tp", "2", "--pp", "1", "--dry-run"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "table (guess)" in shown
+    assert main([*arguments, "--json"]) == 0
+    rows = {row["source"]: row for row in json.loads(capsys.readouterr().out)["keys"]}
+    assert rows.keys() == model_tensors().keys()
+    qkv = rows["decoder.layers.0.self_attention.linear_qkv.weight"]
+    assert (qkv["transform"], qkv["decided_by"], qkv["guess"]) == ("axis 0, 1 -> 2 chunks", "table", True)
+    gated = rows["decoder.layers.0.mlp.linear_fc1.weight"]
+    assert (gated["transform"], gated["decided_by"]) == ("axis 0 x2, 2 -> 4 chunks", "grid")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s"]
+
+
+class TestInterruption:
+    """A run that was stopped leaves DST.partial; the same command finishes it."""
+
+    @pytest.fixture
+    def big(self, tmp_path: Path) -> dict[str, torch.Tensor]:
+        tensors = {f"decoder.layers.{n}.mlp.linear_fc2.weight": torch.randn(512, 1024) for n in range(24)}
+        write_model(tmp_path / "s", tensors=tensors)
+        return tensors
+
+    def test_what_the_kernel_has_moved_is_proved_though_the_next_run_is_not_to(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        key = "decoder.layers.0.self_attention.linear_proj.weight"
+        monkeypatch.setattr(_writer, "_MIN_FILE_COPY_BYTES", 1)
+        write_model(tmp_path / "s", 1, tensors={key: torch.randn(64, 64)})
+        flip_byte(read_index(tmp_path / "s"), key, at_fraction=0.5)
+
+        def stop(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(build, "check_all", stop)
+            with pytest.raises(KeyboardInterrupt):
+                reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
+        with pytest.raises(ChecksumError):
+            reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1, verify=False)
+        assert not (tmp_path / "t").exists()
+
+    def test_what_was_done_is_not_done_again(
+        self, tmp_path: Path, big: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(_writer, "_SYNC_BYTES", 4 * 1024**2)
+        original = _writer._Worker._write_tensor
+        moved: list[str] = []
+
+        def fail_late(self: object, streams: object, move: object) -> None:
+            if len(moved) == 17:
+                raise SaveError("the disk is gone")
+            moved.append(move.entry.fqn)  # type: ignore[attr-defined]
+            original(self, streams, move)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(_writer._Worker, "_write_tensor", fail_late)
+        options = {"tp": 1, "pp": 1, "workers": 1}
+        with pytest.raises(SaveError, match="the disk is gone"):
+            reshard_checkpoint(tmp_path / "s", tmp_path / "t", **options)
+        assert not (tmp_path / "t").exists()
+        assert not list((tmp_path / "t.partial").glob("*/.metadata"))
+
+        def count(self: object, streams: object, move: object) -> None:
+            moved.append(move.entry.fqn)  # type: ignore[attr-defined]
+            original(self, streams, move)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(_writer._Worker, "_write_tensor", count)
+        report = reshard_checkpoint(tmp_path / "s", tmp_path / "t", **options)
+        assert report.resumed
+        assert set(moved) == set(big)
+        assert len(moved) < len(big) + 4  # two tensors are 4 MiB: no more than those since the last note again
+        assert_same(read_all(tmp_path / "t"), big)
+        assert verify_checkpoint(tmp_path / "t").whole
+
+    def test_a_source_that_changed_is_not_taken_for_the_same(
+        self, tmp_path: Path, big: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def stop(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(build, "check_all", stop)
+            with pytest.raises(KeyboardInterrupt):
+                reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
+        os.utime(tmp_path / "s" / "__0_0.distcp", (1, 1))
+        with pytest.raises(OptionError, match=r"another source.*--restart"):
+            reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
+        assert not reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1, restart=True).resumed
+        assert_same(read_all(tmp_path / "t"), big)
+
+    @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT], ids=lambda stop: stop.name)
+    def test_a_process_that_is_stopped(
+        self, tmp_path: Path, big: dict[str, torch.Tensor], stop: signal.Signals
+    ) -> None:
+        code = (
+            "import sys, time\nfrom mcore_ckpt.target import _writer\n"
+            "_writer._SYNC_BYTES = 4 * 1024**2\n"
+            "original = _writer._Worker._write_tensor\n"
+            "def slow(self, streams, move):\n    time.sleep(0.05)\n    original(self, streams, move)\n"
+            "_writer._Worker._write_tensor = slow\n"
+            "from mcore_ckpt.commands.cli import main\nsys.exit(main(sys.argv[1:]))"
+        )
+        arguments = ["reshard", str(tmp_path / "s"), str(tmp_path / "t"), "--tp", "1", "--pp", "1"]
+        running = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        deadline = time.monotonic() + 60
+        while not any(path.read_text().count("\n") > 2 for path in (tmp_path / "t.partial").glob("*.journal")):
+            assert running.poll() is None, running.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        running.send_signal(stop)
+        _, errors = running.communicate(timeout=60)
+        assert running.returncode == (130 if stop == signal.SIGINT else -signal.SIGKILL), errors
+        assert not (tmp_path / "t").exists()
+        assert main([*arguments, "--json"]) == 0
+        assert_same(read_all(tmp_path / "t"), big)
+        assert verify_checkpoint(tmp_path / "t").whole
+
+
+def test_a_target_that_is_not_what_was_written_does_not_appear(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that loses a write: nobody notices but the verification."""
+    original = build.write_all
+
+    def write_and_damage(plan: Any, payloads: object, directory: Path, *rest: object, **named: object) -> None:
+        original(plan, payloads, directory, *rest, **named)  # type: ignore[arg-type]
+        items = [chunk.item for entry in plan.index.tensors.values() for chunk in entry.chunks]
+        largest = max(items, key=lambda item: item.length)
+        path = directory / largest.file
+        content = bytearray(path.read_bytes())
+        content[largest.offset + largest.length // 2] ^= 4
+        path.write_bytes(content)
+
+    monkeypatch.setattr(build, "write_all", write_and_damage)
+    with pytest.raises(CorruptCheckpointError, match="run the command again"):
+        reshard_checkpoint(source, tmp_path / "t", tp=1, pp=1)
+    assert not (tmp_path / "t").exists()
+    monkeypatch.undo()
+    assert not reshard_checkpoint(source, tmp_path / "t", tp=1, pp=1).resumed
+    assert_same(read_all(tmp_path / "t"), model_tensors())
+
+
+@pytest.mark.parametrize("boxes", [[(0, 8)], [(0, 8), (8, 8), (12, 4)]], ids=["missing", "twice"])
+def test_chunks_that_do_not_make_up_their_tensor_are_not_carried(
+    tmp_path: Path, boxes: list[tuple[int, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing afterwards would notice: the target's own chunks would be whole."""
+    tensor = torch.arange(64.0).reshape(16, 4)
+    stored = StoredTensor(tensor, [Box((start, 0), (size, 4)) for start, size in boxes])
+    write_checkpoint(tmp_path / "s", {"w": stored})
+    for command in (
+        ["reshard", str(tmp_path / "s"), str(tmp_path / "t"), "--tp", "1", "--pp", "1"],
+        ["export", str(tmp_path / "s"), str(tmp_path / "t")],
+        ["export", str(tmp_path / "s"), str(tmp_path / "t"), "--to", "dcp"],
+        ["import", str(tmp_path / "s"), str(tmp_path / "t")],
+    ):
+        assert main(command) == 2
+        assert "do not make up the tensor" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+def test_a_shape_that_nobody_can_have_stored_is_refused_before_it_is_planned(tmp_path: Path) -> None:
+    index = write_checkpoint(tmp_path / "s", {"decoder.layers.w": StoredTensor(torch.zeros(4), [Box((0,), (4,))])})
+    item = index.tensors["decoder.layers.w"].chunks[0].item
+    huge = TensorEntry("decoder.layers.w", "int8", (2**50, 2), (StoredChunk((0, 0), (2**50, 2), item),))
+    (tmp_path / "s" / ".metadata").write_bytes(encode_metadata(replace(index, tensors={huge.fqn: huge})))
+    with pytest.raises(CorruptCheckpointError, match="cannot lie in"):
+        reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
+
+
+def test_a_common_state_among_the_objects_is_carried_whatever_the_pattern(tmp_path: Path) -> None:
+    tensors = {"w": StoredTensor(torch.ones(4), [Box((0,), (4,))])}
+    write_checkpoint(tmp_path / "s", tensors, {"common_state/shard_0_1": [{"iteration": 7}], "rng/shard_0_1": [1]})
+    reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1, only="w")
+    assert list(read_index(tmp_path / "t").objects) == ["common_state/shard_0_1"]
+
+
+def test_files_that_do_not_fit_are_not_begun(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        f_bavail, f_frsize = 4, 4096
+
+    monkeypatch.setattr(os, "statvfs", lambda _: Full)
+    with pytest.raises(SaveError, match="bytes are needed"):
+        reshard_checkpoint(source, tmp_path / "u", tp=1, pp=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_files_than_the_process_may_open(tmp_path: Path) -> None:
+    """The usual limit is 1024; a mixture of experts for a thousand ranks needs more."""
+    tensors = {f"w{n}": StoredTensor(torch.arange(64.0).reshape(32, 2), [Box((0, 0), (32, 2))]) for n in range(2)}
+    write_checkpoint(tmp_path / "s", tensors)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
+        reshard_checkpoint(
+            tmp_path / "s",
+            tmp_path / "t",
+            tp=32,
+            pp=1,
+            rules=tuple(parse_partition_rules("w 0", "r")),
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert_same(read_all(tmp_path / "t"), {key: stored.tensor for key, stored in tensors.items()})
+
+
+def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
+    """The step count of DCP's optimizers is a tensor without axes."""
+    tensors = {
+        "optim.state.w.step": torch.tensor(3.5),
+        "decoder.layers.0.flag": torch.tensor(True),
+        "mlp.experts.experts.amax": torch.tensor(1.0),
+        "w": torch.arange(12.0).reshape(6, 2),
+        "none": torch.empty(0, 4),
+    }
+    stored = {
+        key: StoredTensor(tensor, [Box((0,) * tensor.dim(), tuple(tensor.shape))]) for key, tensor in tensors.items()
+    }
+    write_checkpoint(tmp_path / "s", stored)
+    for name, sizes in (("a", {"tp": 1, "pp": 1}), ("b", {"tp": 4, "pp": 2, "ep": 2, "dp": 4})):
+        reshard_checkpoint(tmp_path / "s", tmp_path / name, **sizes)
+        assert_same(read_all(tmp_path / name), tensors)
+        assert verify_checkpoint(tmp_path / name).whole
+    assert main(["export", str(tmp_path / "s"), str(tmp_path / "e"), "--to", "dcp"]) == 0
+    assert main(["import", str(tmp_path / "e"), str(tmp_path / "i")]) == 0
+    assert_same(read_all(tmp_path / "i"), tensors)
+
+
+def test_a_target_is_sealed_and_its_files_belong_to_it_alone(source: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for target in (first, second):
+        reshard_checkpoint(source, target, tp=2, pp=1)
+    seals = [read_index(target).seal for target in (first, second)]
+    assert all(seals)
+    assert seals[0] != seals[1]
+    assert verify_checkpoint(first).whole
+    name = sorted(path.name for path in first.glob("*.distcp"))[0]
+    shutil.copy(second / name, first / name)
+    report = verify_checkpoint(first)
+    assert [problem.file for problem in report.problems] == [name]
+    with pytest.raises(CorruptCheckpointError, match="mixed"):
+        reshard_checkpoint(first, tmp_path / "third", tp=1, pp=1)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"tp": 2, "pp": 1, "dtype": "float16"}, {"tp": 2, "pp": 1, "only": "decoder.*"}],
+    ids=["cast", "filtered"],
+)
+def test_a_target_is_another_save_than_its_source(source: Path, tmp_path: Path, how: dict[str, Any]) -> None:
+    """Neither takes files or items of the other, and a `.metadata` without its seal makes no wrong tensor of them."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    reshard_checkpoint(source, first, tp=2, pp=1)
+    reshard_checkpoint(first, second, **how)
+    for directory in (first, second):
+        index = read_index(directory)
+        assert index.seal is not None
+        assert index.storage_meta is not None
+        assert index.storage_meta["save_id"] == index.seal.save_id.hex()
+    names = {path.name for path in first.glob("*.distcp")} & {path.name for path in second.glob("*.distcp")}
+    assert names
+    for into, other in ((first, second), (second, first)):
+        expected, sealed = read_by_ours(into), (into / ".metadata").read_bytes()
+        for name in sorted(names):
+            own = (into / name).read_bytes()
+            (into / name).write_bytes((other / name).read_bytes())
+            assert not verify_checkpoint(into).whole
+            assert not repair_checkpoint(verify_checkpoint(into), other).repaired
+            with pytest.raises(CorruptCheckpointError, match="mixed"):
+                read_by_ours(into)
+            (into / ".metadata").write_bytes(pickle.dumps(pickle.loads(sealed)))  # as a program of somebody else would
+            try:
+                assert_same(read_by_ours(into), expected)
+            except CorruptCheckpointError:
+                assert not verify_checkpoint(into).whole
+            (into / ".metadata").write_bytes(sealed)
+            (into / name).write_bytes(own)
+        assert verify_checkpoint(into).whole
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["file", "folder", "loops", "pipe"])
+def test_no_link_or_pipe_beside_the_data_is_followed(source: Path, tmp_path: Path, kind: str) -> None:
+    linked, outside = tmp_path / "linked", tmp_path / "outside"
+    shutil.copytree(source, linked)
+    outside.mkdir()
+    (outside / "secret").write_text("secret")
+    (linked / "extra").mkdir()
+    if kind == "loops":
+        (linked / "extra" / "a").symlink_to(".")
+        (linked / "extra" / "b").symlink_to(".")
+    elif kind == "pipe":
+        os.mkfifo(linked / "extra" / "a")
+    else:
+        (linked / "extra" / "a").symlink_to(outside / "secret" if kind == "file" else outside)
+    with pytest.raises(CorruptCheckpointError, match=r"extra/[ab]: expected a regular file .*\(cp -rL"):
+        reshard_checkpoint(linked, tmp_path / "t", tp=1, pp=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["linked", "outside"]
+
+
+def test_files_of_others_are_taken_along_with_their_directories(source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "s")
+    (tmp_path / "s" / "extra" / "deep").mkdir(parents=True)
+    (tmp_path / "s" / "extra" / "deep" / "state").write_text("kept")
+    reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
+    assert (tmp_path / "t" / "extra" / "deep" / "state").read_text() == "kept"
+
+
+@pytest.mark.timeout(60)
+def test_text_files_of_an_absurd_size_are_not_read(tmp_path: Path) -> None:
+    for name in ("latest_checkpointed_iteration.txt", "model.safetensors.index.json"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(1 << 40)
+    with pytest.raises(CorruptCheckpointError, match=r"iteration.txt: expected at most 65536 bytes"):
+        verify_checkpoint(checkpoint_directory(tmp_path))
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"index.json: expected at most 268435456 bytes"):
+        import_checkpoint(tmp_path, tmp_path.with_name(tmp_path.name + "-target"))
