@@ -89,7 +89,7 @@ def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list
     finally:
         with contextlib.suppress(Exception):
             queue.close()
-    for step in (0, 1, 10, 11, 20, 21):
+    for step in (0, 1, 10, 11):
         loaded = dist_checkpointing.load(_state(rank, torch.zeros(50_000), -1), str(base / str(step)))
         assert (loaded["w"] == step).all(), f"{step}: the bytes of another moment"
         assert loaded["o"] == {"step": step}
@@ -100,7 +100,7 @@ def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list
 @pytest.mark.parametrize("persistent", [False, True], ids=["forked caller", "persistent caller"])
 def test_a_stock_queue_runs_our_requests(persistent: bool, tmp_path: Path) -> None:
     for log in run_ranks(_in_a_stock_queue, 2, tmp_path, persistent, deadline_s=200):
-        assert log["finalized"] == [0, 1, 10, 11, 20, 21]
+        assert log["finalized"] == [0, 1, 10, 11]
         (refused,) = log["refused"]
         assert "rank 1 of 2" in refused
         assert "SIGKILL" in refused
