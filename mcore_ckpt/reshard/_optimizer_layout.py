@@ -19,17 +19,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mcore_ckpt.core.boxes import Box, intersect, relative, runs
+from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, object_key
-from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.reshard.buckets import FlatParameter, ParameterBox, ParameterOrders, places_in_buckets
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE
 from mcore_ckpt.target.state_pickle import decode_state, encode_state
 from mcore_ckpt.tools.dtype_cast import cast_floats
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.parallel_layout import optimizer_layout
-from mcore_ckpt.tools.payloads import StoredPayloads
+from mcore_ckpt.tools.payloads import StoredPayloads, read_box
 from mcore_ckpt.tools.plain_state import read_object, stored_common_state, unwrapped
 from mcore_ckpt.view.slices import Part, TensorView, as_stored
 
@@ -291,29 +290,15 @@ def _compare_elements(payloads: StoredPayloads, bucket: str, first: int, part: P
         (first, part.box.offsets),
         (first + math.prod(part.box.sizes) - count, tuple(map(operator.sub, ends, sizes))),
     ):
-        expected = _elements(payloads, stored, Box(offsets, sizes if ends else ()))
-        got = cast_floats(_elements(payloads, copy, Box((at,), (count,))), copy.dtype, stored.dtype)
-        if bytes(got) != bytes(expected):
+        expected = read_box(payloads, stored, offsets, sizes if ends else (), checked=False)
+        exact = read_box(payloads, copy, (at,), (count,), checked=False)
+        if cast_floats(exact, copy.dtype, stored.dtype) != expected:
             raise CorruptCheckpointError(
                 f"{index.path}: elements [{at}, {at + count}) of {bucket} ought to be those of {part.key} at "
                 f"{list(offsets)}, and are others. The optimizer that was saved keeps its parameters in another order "
                 "than the model that megatron-core builds from the stored arguments, or its state is not that of these "
                 "weights. Nothing was written"
             )
-
-
-def _elements(payloads: StoredPayloads, entry: TensorEntry, box: Box) -> memoryview:
-    """A few elements of a tensor along its last axis, which may lie in several chunks."""
-    elem_bytes = element_bytes(entry.dtype)
-    found = memoryview(bytearray(math.prod(box.sizes) * elem_bytes))
-    for chunk in entry.chunks:
-        shared = intersect(Box(chunk.offsets, chunk.sizes), box)
-        if shared is not None:
-            at = (shared.offsets[-1] - box.offsets[-1]) * elem_bytes if box.sizes else 0
-            first = runs(chunk.sizes, relative(shared, chunk.offsets), elem_bytes).first_byte
-            nbytes = math.prod(shared.sizes) * elem_bytes
-            payloads.read_into(payloads.locate(entry, chunk), first, found[at : at + nbytes])
-    return found
 
 
 def _shared_state(index: CheckpointIndex, objects: Mapping[str, re.Match[str]]) -> dict[str, dict[str, Any]]:

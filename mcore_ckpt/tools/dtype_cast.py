@@ -6,13 +6,13 @@ numpy has no bfloat16 and no 8-bit floats. Conversions round to nearest, ties to
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from mcore_ckpt.core.errors import OptionError
 
-__all__ = ["DTYPE_NAMES", "as_numbers", "carrier", "cast_floats", "floating_dtype", "numpy_dtype"]
+__all__ = ["DTYPE_NAMES", "Mismatch", "as_numbers", "carrier", "cast_floats", "floating_dtype", "rounding_mismatch"]
 
 _NUMPY = {
     "float64": np.float64,
@@ -63,12 +63,6 @@ _CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.compl
 def carrier(elem_bytes: int) -> Any:
     """A numpy dtype of that width, to move elements bit by bit whatever they mean."""
     return _CARRIERS[elem_bytes]
-
-
-def numpy_dtype(dtype: str) -> np.dtype[Any] | None:
-    """numpy's dtype of the same elements; None if numpy has none."""
-    found = _NUMPY.get(dtype)
-    return None if found is None else np.dtype(found)
 
 
 @lru_cache(maxsize=8)
@@ -151,6 +145,40 @@ def cast_floats(
         # As torch does, float64 goes to float16 by way of float32.
         narrow = numbers.astype(np.float32) if to == "float16" else numbers
         return np.ascontiguousarray(narrow.astype(target)).data.cast("B")
+
+
+class Mismatch(NamedTuple):
+    """How many elements do not round to those that are stored; of the first: position, rounded value, stored value."""
+
+    differing: int
+    position: int
+    rounded: float
+    stored: float
+
+
+def rounding_mismatch(exact: memoryview, dtype: str, stored: memoryview, to: str) -> Mismatch | None:
+    """Compare elements of one floating-point dtype, rounded to another, with those that are stored in that.
+
+    Args:
+        exact: the elements.
+        dtype: of them.
+        stored: as many elements.
+        to: the dtype of those.
+
+    Returns:
+        None if they are the same. NaN is NaN.
+    """
+    rounded = cast_floats(exact, dtype, to)
+    if rounded == stored:
+        return None
+    ours, theirs = as_numbers(rounded, to), as_numbers(stored, to)
+    assert ours is not None
+    assert theirs is not None
+    wrong = ((ours != theirs) & ~((ours != ours) & (theirs != theirs))).nonzero()[0]
+    if not len(wrong):
+        return None
+    first = int(wrong[0])
+    return Mismatch(len(wrong), first, float(ours[first]), float(theirs[first]))
 
 
 def _to_bfloat16(numbers: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.uint16]]:

@@ -8,6 +8,7 @@ memory that the caller has: front to back for what streams (`PayloadSource`), or
 from __future__ import annotations
 
 import math
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -291,24 +292,27 @@ def read_box(
     offsets: Sequence[int],
     sizes: Sequence[int],
     out: memoryview | None = None,
+    *,
+    checked: bool = True,
 ) -> memoryview:
-    """Bytes of a box of a tensor, C order, little-endian.
+    """Bytes of a slice of a tensor, C order, little-endian.
 
     Args:
         payloads: the checkpoint.
         entry: the tensor.
-        offsets: first element of the box.
-        sizes: shape of the box, in elements.
+        offsets: first element of the slice.
+        sizes: shape of the slice, in elements.
         out: memory to fill; by default new.
+        checked: compare checksums; not needed after `check_elements`.
 
     Raises:
-        ChecksumError: a chunk that is wanted as a whole is damaged.
-        CorruptCheckpointError: the stored chunks do not hold every element of the box exactly once, or are damaged.
+        ChecksumError: a chunk that is requested completely is damaged, or a part of one that has sums of its blocks.
+        CorruptCheckpointError: the stored chunks do not hold every element of the slice exactly once, or are damaged.
         LoadError: they cannot be read.
     """
     elem_bytes = element_bytes(entry.dtype)
     nbytes = math.prod(sizes) * elem_bytes
-    memory = memoryview(bytearray(nbytes)) if out is None else out
+    memory = memoryview(bytearray(nbytes)) if out is None else out[:nbytes]
     box = Box(tuple(offsets), tuple(sizes))
     parts = [
         (chunk, part) for chunk in entry.chunks if (part := intersect(Box(chunk.offsets, chunk.sizes), box)) is not None
@@ -316,35 +320,37 @@ def read_box(
     problem = covers(sizes, [relative(part, box.offsets) for _, part in parts])
     if problem and nbytes:
         raise CorruptCheckpointError(
-            f"{entry.fqn}: the stored chunks of {payloads.index.path} do not hold the box at {list(offsets)} of sizes "
-            f"{list(sizes)} exactly once: relative to the box, {problem}. Run `mcore-ckpt verify {payloads.index.path}`"
+            f"{entry.fqn}: the stored chunks of {payloads.index.path} do not hold the slice at {list(offsets)} of "
+            f"sizes {list(sizes)} exactly once: relative to the slice, {problem}. Run `mcore-ckpt verify "
+            f"{payloads.index.path}`"
         )
-    target = np.frombuffer(memory, carrier(elem_bytes)).reshape(box.sizes) if nbytes else None
+    spare = bytearray()
     for chunk, part in parts:
         payload = payloads.locate(entry, chunk)
-        if part == box and part.sizes == chunk.sizes:
-            payloads.read_into(payload, 0, memory)
-            _check_sum(payload, crc32(memory[:nbytes]))
-            continue
         inside = relative(part, chunk.offsets)
-        strides = [stride * elem_bytes for stride in strides_of(chunk.sizes)]
-        if part.sizes != chunk.sizes:
-            _check_part(payloads, payload, chunk, inside, elem_bytes)
         whole, value = part.sizes == chunk.sizes, 0  # the pieces of a whole chunk follow one another without gaps
+        if checked and not whole:
+            _check_part(payloads, payload, chunk, inside, elem_bytes)
         for piece in split_box(
             chunk.sizes, inside, elem_bytes, window_bytes=_BOX_WINDOW_BYTES, max_gap_bytes=_MAX_GAP_BYTES
         ):
-            content = memoryview(bytearray(piece.stop - piece.start))
-            payloads.read_into(payload, piece.start, content)
-            value = crc32(content, value) if whole else 0
-            start = [
-                inner + base - first
-                for inner, base, first in zip(piece.box.offsets, chunk.offsets, box.offsets, strict=True)
-            ]
-            assert target is not None
-            target[tuple(slice(at, at + size) for at, size in zip(start, piece.box.sizes, strict=True))] = as_strided(
-                np.frombuffer(content, carrier(elem_bytes)), piece.box.sizes, strides
+            length = piece.stop - piece.start
+            place = relative(
+                Box(tuple(map(operator.add, piece.box.offsets, chunk.offsets)), piece.box.sizes), box.offsets
             )
-        if whole:
+            lies = runs(box.sizes, place, elem_bytes)
+            straight = lies.run_bytes == length
+            if not straight and len(spare) < length:
+                spare = bytearray(length)
+            content = memory[lies.first_byte :][:length] if straight else memoryview(spare)[:length]
+            payloads.read_into(payload, piece.start, content)
+            if checked and whole:
+                value = crc32(content, value)
+            if not straight:
+                strides = [stride * elem_bytes for stride in strides_of(chunk.sizes)]
+                elements = as_strided(np.frombuffer(content, carrier(elem_bytes)), piece.box.sizes, strides)
+                target = np.frombuffer(memory, carrier(elem_bytes)).reshape(box.sizes)
+                target[tuple(slice(at, at + size) for at, size in zip(*place, strict=True))] = elements
+        if checked and whole:
             _check_sum(payload, value)
     return memory

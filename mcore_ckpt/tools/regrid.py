@@ -7,7 +7,7 @@ Knows neither files nor checkpoints: sources fill memory, sinks take it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -109,18 +109,15 @@ class Walk:
         sources: Sequence[Source],
         target_boxes: Sequence[Box],
         sinks: Sequence[Sink],
-        *,
-        summed: bool = True,
     ) -> list[int]:
         """Fill the sinks of one block.
 
         Returns:
-            The CRC-32 of what was read of each source (all of it, where targets cover it); zeros unless `summed`.
+            The CRC-32 of what was read of each source (all of it, where targets cover it).
         """
-        sum_up = crc32 if summed else _no_sum
         crcs = [0] * len(sources)
         if len(sources) == 1 and list(source_boxes) == list(target_boxes):
-            crcs[0] = self._straight(sources[0], 0, source_boxes[0], sinks[0], 0, sum_up)
+            crcs[0] = self._straight(sources[0], 0, source_boxes[0], sinks[0], 0)
             return crcs
         for slab in slabs(bounding(target_boxes), self.elem_bytes, self.slab_bytes):
             given = [(n, part) for n, box in enumerate(source_boxes) if (part := intersect(box, slab)) is not None]
@@ -128,7 +125,7 @@ class Walk:
             if len(given) == 1 and len(taken) == 1 and given[0][1] == taken[0][1]:
                 (n, part), (m, _) = given[0], taken[0]
                 start = _start_in(source_boxes[n], part, self.elem_bytes)
-                crcs[n] = self._straight(sources[n], start, part, sinks[m], crcs[n], sum_up)
+                crcs[n] = self._straight(sources[n], start, part, sinks[m], crcs[n])
                 continue
             read: dict[int, tuple[Box, Any]] = {}
             straight: dict[int, int] = {}
@@ -143,13 +140,13 @@ class Walk:
                 nbytes = math.prod(part.sizes) * self.elem_bytes
                 view, memory = memory[:nbytes], memory[nbytes:]
                 sources[n].read_into(_start_in(source_boxes[n], part, self.elem_bytes), view)
-                crcs[n] = sum_up(view, crcs[n])
+                crcs[n] = crc32(view, crcs[n])
                 read[n] = part, np.frombuffer(view, carrier(self.elem_bytes)).reshape(part.sizes)
             for m, part in taken:
                 if m in straight:
                     n = straight[m]
                     start = _start_in(source_boxes[n], part, self.elem_bytes)
-                    crcs[n] = self._straight(sources[n], start, part, sinks[m], crcs[n], sum_up)
+                    crcs[n] = self._straight(sources[n], start, part, sinks[m], crcs[n])
                 else:
                     self._assemble(part, list(read.values()), sinks[m])
         return crcs
@@ -160,13 +157,11 @@ class Walk:
             self._read_memory = bytearray(nbytes)
         return memoryview(self._read_memory)[:nbytes]
 
-    def _straight(
-        self, source: Source, start: int, part: Box, sink: Sink, value: int, sum_up: Callable[[memoryview, int], int]
-    ) -> int:
+    def _straight(self, source: Source, start: int, part: Box, sink: Sink, value: int) -> int:
         """What one source has of the slab is what one sink wants of it: read it to where it goes."""
         nbytes = math.prod(part.sizes) * self.elem_bytes
         lend = getattr(source, "lend", None) if isinstance(sink, CrcSink) else None
-        sums_itself = sum_up is crc32 and hasattr(sink, "crc32")
+        sums_itself = hasattr(sink, "crc32")
         done = 0
         while done < nbytes:
             view: memoryview | None = None if lend is None else lend(start + done, nbytes - done)
@@ -179,7 +174,7 @@ class Walk:
                 # From another beginning the same bytes lead to another sum, by what became of the difference.
                 value = crc32_combine(before ^ value, sink.crc32, len(view))  # type: ignore[attr-defined]
             else:
-                value = sum_up(view, value)
+                value = crc32(view, value)
                 sink.filled(view)
             done += len(view)
         return value
@@ -208,10 +203,6 @@ class Walk:
             done += piece
             if done < nbytes:
                 view = sink.space(nbytes - done)
-
-
-def _no_sum(view: memoryview, value: int) -> int:
-    return value
 
 
 def _within(outer: Box, inner: Box) -> tuple[slice, ...]:

@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from mcore_ckpt.core.boxes import Box, covers, intersect
-from mcore_ckpt.core.errors import CorruptCheckpointError
-from mcore_ckpt.format.index import StoredChunk, TensorEntry
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.format.index import TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.tools.dtype_cast import as_numbers
-from mcore_ckpt.tools.payloads import PayloadSource, StoredPayloads, check_elements
-from mcore_ckpt.tools.regrid import Walk
+from mcore_ckpt.tools.payloads import StoredPayloads, check_elements, read_box
 from mcore_ckpt.tools.tilings import slabs
 
 __all__ = ["SLAB_BYTES", "SlabReader", "Stats", "batches", "tensor_stats"]
@@ -24,23 +22,8 @@ SLAB_BYTES = 16 * 1024 * 1024
 _BATCH_ELEMS = 512 * 1024
 
 
-class _MemorySink:
-    """A sink into memory that is there."""
-
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
-
-    def space(self, nbytes: int) -> memoryview:
-        """What is left, as far as it is wanted."""
-        return self._view[:nbytes]
-
-    def filled(self, view: memoryview) -> None:
-        """Go on behind it."""
-        self._view = self._view[len(view) :]
-
-
 class SlabReader:
-    """Reads slabs (boxes that span all trailing axes) of stored tensors; one for each thread.
+    """Reads slabs (slices that span all trailing axes) of stored tensors into memory of its own; one for each thread.
 
     Args:
         payloads: the checkpoint.
@@ -48,40 +31,14 @@ class SlabReader:
 
     def __init__(self, payloads: StoredPayloads) -> None:
         self._payloads = payloads
-        self._walk = Walk(slab_bytes=2 * SLAB_BYTES)
         self._memory = bytearray()
 
     def read(self, entry: TensorEntry, slab: Box) -> memoryview:
-        """The slab's bytes, valid until the next call.
-
-        Raises:
-            CorruptCheckpointError: the stored chunks do not hold every element exactly once, or are damaged.
-        """
-        elem_bytes = element_bytes(entry.dtype)
-        nbytes = math.prod(slab.sizes) * elem_bytes
+        """The slab's bytes, valid until the next call; no checksums are compared. Raises as `read_box`."""
+        nbytes = math.prod(slab.sizes) * element_bytes(entry.dtype)
         if len(self._memory) < nbytes:
             self._memory = bytearray(nbytes)
-        view = memoryview(self._memory)[:nbytes]
-        if not nbytes:
-            return view
-        chunks: list[tuple[StoredChunk, Box]] = []
-        for chunk in entry.chunks:
-            part = intersect(Box(chunk.offsets, chunk.sizes), slab)
-            if part is not None:
-                chunks.append((chunk, part))
-        inside = [_relative(part, slab.offsets) for _, part in chunks]
-        problem = covers(slab.sizes, inside)
-        if problem:
-            path = self._payloads.index.path
-            raise CorruptCheckpointError(
-                f"{entry.fqn}: the stored chunks of {path} do not hold the box at {list(slab.offsets)} of sizes "
-                f"{list(slab.sizes)} exactly once: relative to it, {problem}. Run `mcore-ckpt verify {path}`"
-            )
-        self._walk.elem_bytes = elem_bytes
-        sources = [PayloadSource(self._payloads, self._payloads.locate(entry, chunk)) for chunk, _ in chunks]
-        boxes = [Box(chunk.offsets, chunk.sizes) for chunk, _ in chunks]
-        self._walk.move(boxes, sources, [slab], [_MemorySink(view)], summed=False)
-        return view
+        return read_box(self._payloads, entry, slab.offsets, slab.sizes, memoryview(self._memory), checked=False)
 
     def walk(self, entry: TensorEntry, slab_bytes: int = SLAB_BYTES) -> Iterator[tuple[Box, memoryview]]:
         """All slabs of a tensor, in C order; the checksums of its chunks are compared before the first.
@@ -92,10 +49,6 @@ class SlabReader:
         check_elements(self._payloads, entry)
         for slab in slabs(Box((0,) * len(entry.shape), entry.shape), element_bytes(entry.dtype), slab_bytes):
             yield slab, self.read(entry, slab)
-
-
-def _relative(box: Box, origin: tuple[int, ...]) -> Box:
-    return Box(tuple(offset - base for offset, base in zip(box.offsets, origin, strict=True)), box.sizes)
 
 
 @dataclass(frozen=True, slots=True)

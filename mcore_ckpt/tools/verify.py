@@ -12,8 +12,8 @@ On request the optimizer is held against the model: its float32 weights, rounded
 
 from __future__ import annotations
 
-import itertools
 import math
+import operator
 import os
 import re
 import threading
@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from mcore_ckpt.core.boxes import Box, strides_of
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.threads import in_parallel
@@ -45,6 +46,7 @@ from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import LOOKS, checkpoint_directory, index_version, restless_error
+from mcore_ckpt.tools.tilings import slabs
 
 if TYPE_CHECKING:
     from mcore_ckpt.tools.payloads import StoredPayloads
@@ -65,7 +67,6 @@ _MAX_GAP_BYTES = 256 * 1024
 # The optimizer's own copy of a parameter, by Megatron's name for it, and by the one that it had up to 0.14.
 _MAIN_WEIGHT = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?:param|fp32_param)\.(?P<key>.+)$")
 _ROUNDED = ("float32", "bfloat16", "float16")
-_WINDOW_ELEMENTS = _WINDOW_BYTES // 4
 _COMMON_STATE = "common_state"  # where it is no file of its own, the key of the object that holds it
 
 
@@ -245,46 +246,25 @@ def verify_optimizer(report: VerifyReport, *, progress: bool | None = False) -> 
 
 
 def _other_elements(payloads: StoredPayloads, main: TensorEntry, weight: TensorEntry, bar: Progress) -> str:
-    """What is wrong with an optimizer's weight beside the model's; empty if it rounds to that."""
-    from mcore_ckpt.tools.dtype_cast import as_numbers, cast_floats
+    """What is wrong with an optimizer's weight, compared with the model's; empty if it rounds to that."""
+    from mcore_ckpt.tools.dtype_cast import rounding_mismatch
     from mcore_ckpt.tools.payloads import read_box
 
     differing, first = 0, ""
-    for offsets, sizes in _windows(main.shape, _WINDOW_ELEMENTS):
-        exact, stored = read_box(payloads, main, offsets, sizes), read_box(payloads, weight, offsets, sizes)
-        rounded = cast_floats(exact, main.dtype, weight.dtype)
-        if rounded != stored:
-            ours, theirs = as_numbers(rounded, weight.dtype), as_numbers(stored, weight.dtype)
-            assert ours is not None
-            assert theirs is not None
-            wrong = ((ours != theirs) & ~((ours != ours) & (theirs != theirs))).nonzero()[0]  # NaN is NaN
-            if len(wrong) and not first:
-                at, place = int(wrong[0]), []
-                for size in reversed(sizes):
-                    place.append(at % size)
-                    at //= size
-                where = [offset + inside for offset, inside in zip(offsets, reversed(place), strict=True)]
-                first = f"{where} rounds to {ours[wrong[0]]:.6g}, and the model has {theirs[wrong[0]]:.6g}"
-            differing += len(wrong)
+    for slab in slabs(Box((0,) * len(main.shape), main.shape), element_bytes(main.dtype), _WINDOW_BYTES):
+        exact, stored = read_box(payloads, main, *slab), read_box(payloads, weight, *slab)
+        wrong = rounding_mismatch(exact, main.dtype, stored, weight.dtype)
+        if wrong is not None and not first:
+            strides = zip(strides_of(slab.sizes), slab.sizes, strict=True)
+            inside = (wrong.position // stride % size for stride, size in strides)
+            where = list(map(operator.add, slab.offsets, inside))
+            first = f"{where} rounds to {wrong.rounded:.6g}, and the model has {wrong.stored:.6g}"
+        differing += 0 if wrong is None else wrong.differing
         bar.advance(len(exact) + len(stored))
     if not differing:
         return ""
     total = math.prod(main.shape)
     return f"{main.fqn}: {differing} of {total} elements do not round to the model's; the first at {first}"
-
-
-def _windows(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes of at most so many elements (or one along each axis) that make up a tensor: offsets and sizes, in order."""
-    axis = next((axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= most), len(shape))
-    inner = tuple(shape[axis + 1 :])
-    step = max(1, most // max(1, math.prod(inner)))
-    for outer in itertools.product(*map(range, shape[:axis])):
-        if axis == len(shape):
-            yield (), ()
-            continue
-        for start in range(0, shape[axis], step):
-            sizes = (*(1,) * axis, min(step, shape[axis] - start), *inner)
-            yield (*outer, start, *(0,) * len(inner)), sizes
 
 
 def _common_state(

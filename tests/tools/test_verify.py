@@ -395,7 +395,7 @@ def write_optimizer(path: Path, weight: torch.Tensor, main: torch.Tensor, key: s
 def test_an_optimizers_weights_round_to_the_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(verify, "_WINDOW_ELEMENTS", 7)
+    monkeypatch.setattr(verify, "_WINDOW_BYTES", 28)
     main_weight = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(2))
     main_weight[0, 1, 2] = torch.nan
     good = write_optimizer(tmp_path / "good", main_weight.to(dtype), main_weight)
@@ -424,7 +424,7 @@ def test_where_the_optimizer_has_no_weights_of_its_own_it_is_said(
 ) -> None:
     path = write_optimizer(tmp_path / "c", torch.ones(3), torch.ones(3), "optimizer.state.master.w")
     assert main(["verify", str(path), "--optimizer"]) == 0
-    assert "against 0 tensors of the model: it stores none" in capsys.readouterr().out
+    assert "compared with 0 tensors of the model: it stores none" in capsys.readouterr().out
 
 
 @pytest.mark.long
