@@ -44,16 +44,9 @@ _REFUSED = (
 def parameter_orders(
     arguments: Mapping[str, Any], metadata: Mapping[str, Any] | None = None
 ) -> dict[tuple[bool, int], list[list[FlatParameter]]]:
-    """What each group of the model-parallel ranks holds, in the order of its buffers.
+    """What each group of the model-parallel ranks holds, in the order of its buffers; see `ParameterOrders`.
 
-    Args:
-        arguments: Megatron's, as stored, plain values.
-        metadata: the content metadata that is stored next to them, which the model's keys depend on.
-
-    Returns:
-        (of experts that are divided among ranks, number of the group) -> for each chunk of the model (more than one
-        with a virtual pipeline), its parameters in the order of the buffer. The number is Megatron's
-        `data_parallel_group_idx`: the model-parallel rank.
+    The number of a group is Megatron's `data_parallel_group_idx`: the model-parallel rank. Keys depend on `metadata`.
 
     Raises:
         OptionError: megatron-core is not installed, or the model is of a kind that is not built here.

@@ -68,15 +68,9 @@ def without_wrappers(key: str) -> str:
 
 
 def plain_names(keys: Iterable[str], known: Collection[str]) -> dict[str, str]:
-    """Stored keys by the names that a model has for them.
+    """All stored keys (without the optimizer's) by the names that a model has for them.
 
-    Args:
-        keys: as stored, without the optimizer's.
-        known: the names that the model has.
-
-    Returns:
-        Every key is in it: one that has no known name under what it is called without wrappers and without what
-        stands before the known names in most of the keys, or, of two keys that would get one name, as stored.
+    An unknown key goes without wrappers and without the prefix of most known ones, or as stored if that is taken.
     """
     bare = {key: without_wrappers(key) for key in keys}
     found: Counter[str] = Counter()
@@ -97,14 +91,7 @@ def plain_names(keys: Iterable[str], known: Collection[str]) -> dict[str, str]:
 
 
 def refuse_another(payloads: StoredPayloads, key: str, embedding: str, said: str) -> None:
-    """Raise `OptionError` where an output layer that is to be tied to the embedding holds something else.
-
-    Args:
-        payloads: what is stored.
-        key: of the output layer.
-        embedding: its key.
-        said: who says that they are tied.
-    """
+    """Raise `OptionError` where an output layer that is to be tied to the embedding (as `said`) holds other values."""
     entries = payloads.index.tensors[key], payloads.index.tensors[embedding]
     differs = "it has another shape" if entries[0].shape != entries[1].shape else ""
     rows, *own = entries[0].shape
@@ -139,12 +126,7 @@ _MOST_OBJECTS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """What an optimizer stores besides its moments.
-
-    Attributes:
-        steps: of all parameters that have one.
-        groups: settings of each group of parameters, by name.
-    """
+    """What an optimizer stores besides its moments: the steps of its parameters, settings by group."""
 
     steps: tuple[float, ...] = ()
     groups: tuple[Mapping[str, Any], ...] = ()
@@ -152,13 +134,9 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPlan:
-    """What is carried.
+    """What is carried of an optimizer; `states`: by Megatron's name the stored keys, by the model's names.
 
-    Attributes:
-        states: for each state by Megatron's name the stored keys, by the model's names; empty if nothing is carried.
-        common: what goes into the common state.
-        step: how often the parameters were updated.
-        left_out: what is not carried, and why.
+    Without states nothing is carried, and `left_out` says why. `step` is how often the parameters were updated.
     """
 
     states: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -171,9 +149,7 @@ class OptimizerPlan:
 class Training:
     """How far a training was, by Megatron's own names, as far as that is stored.
 
-    Attributes:
-        schedule: of the learning rate and the weight decay (`opt_param_scheduler`).
-        operations: floating-point ones so far.
+    `schedule`: of learning rate and weight decay (`opt_param_scheduler`); `operations` counts floating-point ones.
     """
 
     iteration: int = 0
@@ -207,14 +183,10 @@ def stored_settings(payloads: StoredPayloads, directory: Path) -> OptimizerSetti
 def plan_optimizer(
     index: CheckpointIndex, names: Mapping[str, str], settings: OptimizerSettings, apart: Mapping[str, str]
 ) -> OptimizerPlan:
-    """Which states are carried.
+    """Which states are carried; `names` are stored keys of the parameters, by the model's names.
 
-    Args:
-        index: of what is stored.
-        names: stored keys of the parameters, by the model's names.
-        settings: what is stored besides the moments.
-        apart: Megatron's keys of parameters of experts, by their names, if experts are on several ranks, so that they
-            have an optimizer of their own.
+    `apart` has Megatron's keys of experts' parameters if experts are on several ranks: those have an optimizer of their
+    own.
     """
     keys = [key for key in index.tensors if is_foreign_optimizer_key(key)]
     if not keys:
@@ -279,19 +251,9 @@ def plain_launch(state: Mapping[str, Any]) -> tuple[dict[str, Any], Training]:
 def launch_state(
     optimizer: OptimizerPlan, training: Training, arguments: Mapping[str, Any], batch: int | None
 ) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
-    """What a job asks for besides tensors when it resumes.
+    """What a job needs besides tensors to resume: for the common state, for the arguments, and what is good to know.
 
-    Args:
-        optimizer: what is carried of its state.
-        training: how far it was.
-        arguments: Megatron's.
-        batch: `--global-batch-size` of the job, where nothing stored tells how many samples there were.
-
-    Returns:
-        What belongs into the common state; into the stored arguments; and what is good to know.
-
-    Raises:
-        OptionError: there is no such batch.
+    `batch` is `--global-batch-size` of the job, where nothing stored tells how many samples there were.
     """
     if batch is not None and batch < 1:
         raise OptionError(f"global batch size {batch}: expected at least 1")

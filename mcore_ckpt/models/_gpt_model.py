@@ -42,15 +42,10 @@ def gpt_chunk(
     parallel_output: bool = True,
     **more: Any,
 ) -> Any:
-    """This rank's part of the model.
+    """This rank's part of the model; `vocabulary` is the rows of the embedding, padding included.
 
-    Args:
-        arguments: Megatron's, by name.
-        vocabulary: rows of the embedding, padding included.
-        stage: which chunk of the model, where the pipeline is virtual.
-        parallel_output: leave each tensor parallel rank its part of the logits.
-        more: further fields of the configuration, or others for those that the arguments say; what this version of
-            Megatron-Core has not is left out.
+    `stage` is which chunk of the model, where the pipeline is virtual. `more` are further fields of the configuration,
+    or others than the arguments say; a field that this version of Megatron-Core lacks is left out.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -122,14 +117,9 @@ def build_gpt_model(
     expert: int = 1,
     padded_vocabulary: int | None = None,
 ) -> Any:
-    """Megatron-Core's `GPTModel` in float32, to be run where there is no GPU.
+    """Megatron-Core's `GPTModel` in float32, to be run without a GPU; expert tensor parallel size is 1.
 
     Collective: the process group is there, and as large as the parallel sizes make it.
-
-    Args:
-        arguments: Megatron's, by name.
-        tensor, pipeline, expert: parallel sizes; expert tensor parallel size is 1.
-        padded_vocabulary: rows of the embedding; by default as the arguments pad it.
     """
     import torch
     from megatron.core import parallel_state, tensor_parallel

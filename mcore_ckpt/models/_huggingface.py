@@ -111,13 +111,7 @@ class _Converted:
 
 
 def export_model(index: CheckpointIndex, options: ExportOptions) -> Conversion:
-    """The model in a checkpoint as a directory that `AutoModelForCausalLM.from_pretrained` loads.
-
-    Raises:
-        OptionError: the model is of no family known here, or keys or shapes are not what its family has.
-        CheckpointNotFoundError, CorruptCheckpointError: the checkpoint, or what `hf_config` names, is not there or is
-            damaged.
-    """
+    """The model in a checkpoint as a directory that `AutoModelForCausalLM.from_pretrained` loads."""
     files = SourceFiles(index)
     found = _export_conversion(index, options)
     payloads = in_dtype(ViewPayloads(StoredPayloads(index), found.tensors), options.dtype)
@@ -298,16 +292,7 @@ def _write_model_files(folder: Path, conversion: _Converted, tensors: list[Expor
 
 
 def import_model(opened: Opened, options: ImportOptions) -> Conversion:
-    """A Hugging Face model as a checkpoint with which a job of Megatron starts.
-
-    Args:
-        opened: files of the model, or a checkpoint of others with its parameters under Hugging Face's names.
-        options: what to make of it.
-
-    Raises:
-        OptionError: it is of no family known here, or has settings, keys or shapes that Megatron-Core has not.
-        CheckpointNotFoundError, CorruptCheckpointError: its configuration is not there, or is none.
-    """
+    """A Hugging Face model, or a checkpoint of others under its names, as one with which a job of Megatron starts."""
     found, payloads = _import_conversion(opened, options)
     index = payloads.index
     state, arguments, notes = launch_state(found.optimizer, Training(), found.arguments, options.global_batch_size)

@@ -51,16 +51,11 @@ def import_conversion(
     """Plan the target of an import.
 
     Args:
-        payloads: of the source.
-        options: what to make.
-        layout: of the target's files.
-        arguments: Megatron's.
         common: the content of `common.pt`, given the dtypes that the target's tensors have.
         format: of the source.
         keys: rows, for showing.
         tensors: of the target; None: those of the source, as they are.
         objects: of the target, by full key.
-        rules: how tensors are divided.
         more: further fields of `Conversion`.
     """
     files = SourceFiles(payloads.index)

@@ -85,12 +85,7 @@ class _Sizes(NamedTuple):
 
 @dataclass(slots=True)
 class _Rank:
-    """A rank with files of its own.
-
-    Attributes:
-        number: in its pipeline stage, of the first rank that these are the files of.
-        chunks: state dicts of its chunks of the model.
-    """
+    """A rank with files of its own; `number` is that of the first such rank in its pipeline stage."""
 
     tp: int
     pp: int
@@ -102,12 +97,7 @@ class _Rank:
 
 
 def legacy_export(index: CheckpointIndex, options: ExportOptions) -> Conversion:
-    """The files that a job with `--ckpt-format torch` loads at some parallel sizes.
-
-    Raises:
-        OptionError: the model cannot be divided so, or it is not known how it is.
-        CheckpointNotFoundError, CorruptCheckpointError: the checkpoint is damaged.
-    """
+    """The files that a job with `--ckpt-format torch` loads at some parallel sizes."""
     keys = [key for key in index.tensors if not is_optimizer_key(key)]
     optimizer = sum(map(is_optimizer_key, (*index.tensors, *index.objects)))
     check_tiled(index, keys)
@@ -150,12 +140,7 @@ def _sizes(options: ExportOptions) -> _Sizes:
 
 
 class _Ranks:
-    """All ranks' files, as they are going to be.
-
-    Attributes:
-        views: the ranks' tensors, by key of the view.
-        rows: for showing.
-    """
+    """All ranks' files, as they are going to be: `views` are the ranks' tensors, `rows` are for showing."""
 
     def __init__(self, index: CheckpointIndex, keys: Sequence[str], sizes: _Sizes) -> None:
         self._index, self.sizes = index, sizes
@@ -288,11 +273,7 @@ class _Ranks:
     ) -> Iterator[tuple[int, str, tuple[int, ...]]]:
         """What a rank has of a sharded key: chunk of the model, name there, and index along counting axes.
 
-        Args:
-            rank: whose.
-            key: of a tensor, or of an object.
-            where: for messages.
-            index: of an object's shard; of a tensor, all indexes count.
+        `index` is that of an object's shard; of a tensor, all indexes count. `where` is for messages.
         """
         last = (self.sizes.pp - 1, self.sizes.vpp - 1)
         layer = layer_of(key)

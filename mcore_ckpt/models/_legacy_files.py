@@ -42,13 +42,7 @@ _MOST, FEWEST = 2**40, 2**16
 
 
 class Arguments:
-    """Megatron's arguments as a file holds them.
-
-    Attributes:
-        values: by name.
-        where: the file.
-        most: of whatever each needs bytes of its own in the files, there cannot be more than this.
-    """
+    """Megatron's arguments in the file `where`; of what needs bytes of its own there cannot be more than `most`."""
 
     def __init__(self, values: Mapping[str, Any], where: str, most: int = _MOST) -> None:
         self.values, self.where, self.most = values, where, most
@@ -56,9 +50,7 @@ class Arguments:
     def count(self, *names: str, default: int | None = None) -> int:
         """A positive number, by the first of some names that is there.
 
-        Raises:
-            CorruptCheckpointError: it is none, or there are not as many bytes as there would be ranks, layers or
-                experts.
+        Raises `CorruptCheckpointError` for other values, and for more ranks or layers than the files have bytes.
         """
         value = next((self.values[name] for name in names if self.values.get(name) is not None), default)
         most = _MOST if names[0].startswith("ddp_") else self.most
@@ -76,13 +68,9 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """What one model-parallel rank has saved.
+    """What one model-parallel rank has saved in `folder` (`mp_rank_...`).
 
-    Attributes:
-        tp, pp, ep: its tensor, pipeline and expert parallel rank.
-        folder: `mp_rank_...`.
-        model: its `model_optim_rng.pt`.
-        optimizer: its `distrib_optim.pt`, if there is one.
+    `model` is its `model_optim_rng.pt`, `optimizer` its `distrib_optim.pt`, if there is one.
     """
 
     tp: int
@@ -116,10 +104,7 @@ class RankFiles:
 def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
     """All ranks' files, in the order of pipeline, expert and tensor parallel rank, and the first rank's arguments.
 
-    Raises:
-        CheckpointNotFoundError: there are none.
-        CorruptCheckpointError: one is damaged, or they contradict one another.
-        UnsafePickleError: one was made to do harm.
+    Raises `CorruptCheckpointError` where one is missing or damaged, or they contradict one another.
     """
     folders = (
         sorted(path.name for path in directory.iterdir() if _FOLDER.fullmatch(path.name)) if _is(directory) else []
@@ -243,11 +228,7 @@ def reading(storage: Storage, file: str) -> Callable[[int, int], bytes]:
 def carried_arguments(
     values: Mapping[str, Any], read: Callable[[int, int], bytes], where: str, records: Mapping[str, StateRecord]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Arguments as they go into another checkpoint, and those of classes that are not known, which do not, each named.
-
-    Raises:
-        CorruptCheckpointError, ChecksumError: as for `taken_over`.
-    """
+    """Arguments as they go into another checkpoint, and the left out ones of unknown classes, each named."""
     carried, left_out = {}, []
     for name, value in values.items():
         try:

@@ -392,8 +392,7 @@ def _read_optimizer(
 ) -> list[tuple[_Parameter, str]]:
     """Find the shards of the optimizer's tensors, and put its settings into the common state.
 
-    Returns:
-        Parameters, and the base key of the optimizer's own copy of each.
+    Returns parameters, and the base key of the optimizer's own copy of each.
     """
     by_rank: dict[str, list[_Parameter]] = {rank.folder: [] for rank in model.ranks}
     for parameter in parameters:
@@ -465,9 +464,9 @@ def _number(value: Any) -> Any:
 
 
 def _check_masters(payloads: FilePayloads, masters: Iterable[tuple[_Parameter, str]]) -> None:
-    """Raise `CorruptCheckpointError` where the optimizer's copy of a parameter is not the model's parameter.
+    """Raise `CorruptCheckpointError` where the first and last elements of the optimizer's copy are not the parameter's.
 
-    The first and last elements are compared. Where they are the same, the order of the optimizer's state is right.
+    Where they are the same, the order of the optimizer's state is right.
     """
     for parameter, base in masters:
         entries = [payloads.index.tensors[key] for key in (base, parameter.base())]
@@ -541,12 +540,6 @@ def legacy_import(directory: Path, options: ImportOptions) -> Conversion:
     """What a job has saved with `--ckpt-format torch` as a checkpoint.
 
     Reads indexes, small files, what ranks hold alike, and the ends of what the optimizer copies.
-
-    Raises:
-        CheckpointNotFoundError: there is no such checkpoint.
-        CorruptCheckpointError, ChecksumError, UnsafePickleError: its files are damaged, contradict one another, or are
-            not all there.
-        OptionError: it holds what is not known here.
     """
     ranks, arguments = read_ranks(directory)
     model = _Model(directory, ranks, arguments)

@@ -55,13 +55,7 @@ class RankParameter(Protocol):
 
 
 class StatePart(NamedTuple):
-    """A tensor of the optimizer that has a parameter's shape.
-
-    Attributes:
-        number: of the parameter, among those that were given.
-        state: `exp_avg`, ...
-        range: where its elements lie, as a tensor of the parameter's shape.
-    """
+    """A tensor of the optimizer in the shape of parameter `number` (of those given), and where it lies."""
 
     number: int
     state: str
@@ -81,11 +75,7 @@ def main_parameter(distributed: bool) -> str:
 
 
 def optimizers_of(rank: RankFiles) -> list[dict[str, Any]]:
-    """The optimizers of a rank; experts on several ranks have one of their own.
-
-    Raises:
-        CorruptCheckpointError: they are none.
-    """
+    """The optimizers of a rank; experts on several ranks have one of their own."""
     given = rank.state.get("optimizer")
     found: list[Any] = given if type(given) is list else [given]
     for optimizer in found:
@@ -111,9 +101,7 @@ def state_parts(
 ) -> Iterator[tuple[list[StatePart], bool]]:
     """The state of each of a rank's optimizers, and whether it is a distributed one.
 
-    Raises:
-        CorruptCheckpointError: state and parameters do not match.
-        OptionError: it is in a form that is not known here.
+    Raises `CorruptCheckpointError` if state and parameters do not match, `OptionError` for a form not known here.
     """
     covered: set[int] = set()
     for position, optimizer in enumerate(optimizers_of(rank)):
@@ -150,10 +138,9 @@ def is_buffer(parameter: RankParameter) -> bool:
 def _group_members(
     where: str, groups: Sequence[Mapping[str, Any]], parameters: Sequence[RankParameter], arguments: Arguments
 ) -> list[list[int]]:
-    """Numbers of the parameters of each group of an optimizer, by what is said of it, in the order given.
+    """Numbers of the parameters of each group of an optimizer, in the order given.
 
-    Raises:
-        OptionError: nothing that is known tells two groups apart.
+    Raises `OptionError` if nothing that is known distinguishes two groups.
     """
     experts_apart = arguments.count("expert_model_parallel_size", default=1) > 1
     decoupled = any(_said(group, "is_decoupled_lr") for group in groups)
@@ -352,15 +339,10 @@ def _layouts(stage: int, chunk: int, arguments: Arguments, elements: int) -> lis
 
 
 def flat_places(sizes: Mapping[int, int], alone: Iterable[int], layout: FlatLayout) -> tuple[dict[int, int], int]:
-    """Where each parameter begins in a buffer whose buckets are joined without what pads their ends.
+    """The first element of each parameter in a buffer whose buckets are joined without padding, and its length.
 
-    Args:
-        sizes: elements of each parameter, in the model's order; the buffer has them in reverse.
-        alone: those that have a bucket of their own.
-        layout: how they are laid out.
-
-    Returns:
-        The first element of each, and the length of the buffer, in elements.
+    `sizes` are the parameters' elements in the model's order, which the buffer reverses; those of `alone` have a bucket
+    of their own.
     """
     own = set(alone)
     starts: dict[int, int] = {}

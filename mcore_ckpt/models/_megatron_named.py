@@ -88,16 +88,7 @@ class _Model:
 
 
 def import_named(opened: Opened, options: ImportOptions) -> Conversion:
-    """A model of Megatron's, in a DCP or universal checkpoint under the names of its modules, as a checkpoint.
-
-    Args:
-        opened: the checkpoint.
-        options: sizes of the target's files and the like; those that speak of a family are not for here.
-
-    Raises:
-        OptionError: its keys are not Megatron's.
-        CorruptCheckpointError: parameters are missing.
-    """
+    """A model of Megatron's, in a DCP or universal checkpoint under the names of its modules, as a checkpoint."""
     index, directory, layout = opened.payloads.index, opened.directory, layout_of(options)
     names, left_out = _module_names(index)
     arguments, training, carried, unknown = _launch(directory)
@@ -341,11 +332,7 @@ def _check_layers(names: Collection[str], arguments: Mapping[str, Any], where: s
 def _kind(number: int, own: Collection[str], arguments: Mapping[str, Any], *, experts: bool) -> tuple[bool, bool]:
     """Whether a layer has to have experts, by the arguments if they say so; and whether its attention is linear.
 
-    Args:
-        number: of the layer.
-        own: what it has.
-        arguments: as they are stored.
-        experts: whether some layer has some.
+    `own` is what the layer has; `experts`, whether some layer has some.
     """
     linear = any(name.startswith("self_attention.in_proj.") for name in own)
     frequency = arguments.get("moe_layer_freq", 1)

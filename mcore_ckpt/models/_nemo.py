@@ -31,10 +31,8 @@ _LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "old_context
 
 
 def nemo_arguments(checkpoint: Path) -> dict[str, Any]:
-    """Megatron's arguments for the model of a NeMo directory; empty where there is no `context/model.yaml`.
-
-    Args:
-        checkpoint: the directory `weights` in it.
+    """Megatron's arguments for the model of a NeMo directory, whose `weights` are `checkpoint`; empty without a
+    `context/model.yaml`.
 
     Raises:
         OptionError: it cannot be read here, or asks for what Megatron's jobs have no arguments for.

@@ -30,13 +30,8 @@ def in_own_process(
 ) -> Any:
     """Call `module.name(request)` in another interpreter; request and result are JSON.
 
-    Args:
-        environ: variables that the interpreter gets besides those of this one; None: it does not get that one.
-        deadline_s: it is killed after that long.
-
-    Raises:
-        CheckpointError: as the function has raised it.
-        ChildError: it has raised something else, or has returned nothing.
+    A variable that is None in `environ` is removed. Raises `CheckpointError` as the function does; otherwise
+    `ChildError`.
     """
     ended = subprocess.run(
         [sys.executable, "-c", _CODE.format(sys.path, module, name)],

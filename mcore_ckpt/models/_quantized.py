@@ -33,12 +33,7 @@ _MAX_SCALES = 64
 
 @dataclass(frozen=True, slots=True)
 class _Quantized:
-    """A plain tensor, and what it is computed from.
-
-    Attributes:
-        values, scales: as stored.
-        block: rows and columns that have a factor in common; None: MXFP4.
-    """
+    """What a plain tensor is computed from; `block`: rows and columns that share a factor, None: MXFP4."""
 
     values: TensorEntry
     scales: TensorEntry
@@ -50,14 +45,7 @@ def plain_payloads(
 ) -> tuple[StoredPayloads, frozenset[str]]:
     """Payloads in which tensors that are stored in blocks are plain ones, and the keys of those that lie transposed.
 
-    Args:
-        payloads: what is stored, as the files say.
-        config: of the model; its `quantization_config` says how large blocks are.
-        dtype: what floats are going to be converted to.
-
-    Returns:
-        The same payloads where nothing is stored so. Turned are those of MXFP4, matrices of which are stored with
-        outputs before inputs: `[experts, outputs, inputs]`.
+    Those are MXFP4's: `[experts, outputs, inputs]`. The `quantization_config` of `config` says how large blocks are.
 
     Raises:
         OptionError: values and scales do not fit together; or a dtype has to be chosen, and is not.

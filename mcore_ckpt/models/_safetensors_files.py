@@ -27,12 +27,8 @@ def read_safetensors(directory: Path, name: str) -> dict[str, FileRange]:
     """The tensors of one file, by name; every number is checked against the file before it is used.
 
     As the format demands, each name is there once, and the tensors follow one another without holes or overlaps from
-    the first byte of the data to the last: anything else is a file of which some part would be lost, or read twice.
-
-    Raises:
-        CheckpointNotFoundError: there is no such file.
-        LoadError: it cannot be read.
-        CorruptCheckpointError: it is no safetensors file, or contradicts itself.
+    the first byte of the data to the last. Anything else is a `CorruptCheckpointError`: some part would be lost, or
+    read twice.
     """
     path = directory / name
     with storage_at(directory, follow_links=True).open_reader(name) as reader:
@@ -65,8 +61,7 @@ def read_safetensors(directory: Path, name: str) -> dict[str, FileRange]:
 def parse_json(text: bytes, where: str) -> Any:
     """A JSON document in which no object has one name twice: of the two values, one would be lost.
 
-    Raises:
-        CorruptCheckpointError: it is none.
+    Raises `CorruptCheckpointError`.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -50,14 +50,7 @@ _TORCH_ENDINGS = (".bin", ".pt", ".pth")
 
 
 class Opened(NamedTuple):
-    """A source of a model, and what is known of it before anybody asks what model it is.
-
-    Attributes:
-        directory: where it is.
-        payloads: its tensors, open.
-        left_out: what is no tensor of it, each with the reason.
-        settings: of an optimizer whose state it has.
-    """
+    """A source of a model: its tensors, open; what is left out, with reasons; its optimizer's settings."""
 
     directory: Path
     kind: ImportFormat
@@ -84,11 +77,7 @@ def no_tensor(key: str) -> str:
 def open_source(source: Path, rename: Sequence[RenameRule]) -> tuple[ImportFormat, StoredPayloads, list[str]]:
     """What is there, its tensors under their new keys, and the keys of what is no tensor.
 
-    Raises:
-        CheckpointNotFoundError: there is nothing to import.
-        CorruptCheckpointError: it contradicts itself.
-        UnsafePickleError: a torch file holds more than tensors and plain values.
-        OptionError: nothing is left of it.
+    Raises `CheckpointNotFoundError` and `OptionError` where there is nothing, or nothing is left of it.
     """
     if source.is_dir() and (source / METADATA_FILE).exists():
         index = read_index(source)
@@ -203,12 +192,8 @@ def _is_universal(source: Path) -> bool:
 
 
 def _open_universal(source: Path, rename: Sequence[RenameRule]) -> tuple[FilePayloads, list[str], OptimizerSettings]:
-    """Parameters by their names, moments as `optim.state.NAME.exp_avg`; what is left out; settings of the optimizer.
-
-    Raises:
-        CheckpointNotFoundError: there are no parameters.
-        CorruptCheckpointError, ChecksumError, UnsafePickleError: a file is damaged, or not what DeepSpeed writes.
-        OptionError: a parameter has no shape.
+    """Parameters by their names, moments as `optim.state.NAME.exp_avg`; what is left out; settings of the
+    optimizer.
     """
     storage = storage_at(source)
     tensors: dict[str, FileRange] = {}

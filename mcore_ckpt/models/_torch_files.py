@@ -40,10 +40,7 @@ def file_range(file: str, tensor: FileTensor, state: StateFile, *, strided: bool
 def read_torch_file(storage: Storage, file: str) -> tuple[dict[str, FileRange], list[str]]:
     """The tensors of a torch file by key (nested dicts joined by dots), and the keys of what is none.
 
-    Raises:
-        CheckpointNotFoundError: there is no such file.
-        UnsafePickleError: it holds more than tensors and plain values.
-        CorruptCheckpointError: it is damaged, two of its tensors have the same key, or one is not stored plainly.
+    Raises `UnsafePickleError` where it holds more than tensors and plain values.
     """
     path = Path(storage.path(file))
     state = read_state(storage, file)

@@ -45,12 +45,9 @@ _BASE_BYTES = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class LogitsReport:
-    """How far logits are apart.
+    """How far logits are apart: the largest absolute difference, and the largest absolute logit (`scale`).
 
-    Attributes:
-        difference: the largest, absolute.
-        scale: the largest logit, absolute.
-        tokens: of each of two sequences; a window of attention that is longer than that is not seen to matter.
+    `tokens` is the length of each of two sequences; a longer window of attention has no effect in them.
     """
 
     difference: float
@@ -245,7 +242,7 @@ def _one_process() -> Iterator[None]:
 def _fill(model: Any, index: CheckpointIndex, engine_keys: Mapping[str, str]) -> None:
     """Fill all parameters from the checkpoint, by Megatron's own names for them; raises `LoadError`.
 
-    Not by Megatron's load, which wants the parameters to have the stored dtypes.
+    Megatron's load is not used: it wants the parameters to have the stored dtypes.
     """
     import torch
     from megatron.core.dist_checkpointing.dict_utils import nested_values

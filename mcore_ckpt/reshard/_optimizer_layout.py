@@ -52,14 +52,9 @@ _OLD_MAIN_PARAMETER = "fp32_param"
 
 @dataclass(frozen=True, slots=True)
 class ConvertedOptimizer:
-    """What a checkpoint is to be made of.
+    """All tensors of a target, the stored objects that stay, and the contents of new objects.
 
-    Attributes:
-        tensors: of the target, the model's included.
-        kept_objects: stored objects that stay as they are.
-        objects: contents of new objects.
-        common: content of `common.pt`, where the common state is that file; else it is among `objects`.
-        notes: what was done, for a person.
+    `common` is the content of `common.pt`, where the common state is that file; else it is among `objects`.
     """
 
     tensors: dict[str, TensorView]
@@ -74,13 +69,8 @@ def convert_optimizer(
 ) -> ConvertedOptimizer | None:
     """Plan the conversion to `fully_reshardable`; None if that is the layout already.
 
-    Args:
-        payloads: the checkpoint; a few elements of each parameter are read.
-        common: its common state, plain values.
-        orders_of: asked for the order of parameters in flat buckets.
-
     Raises:
-        OptionError: there is nothing to convert, or it cannot be done; nothing has been written.
+        OptionError: there is no such state, or its layout is not known here.
         CorruptCheckpointError: what is stored contradicts itself.
     """
     index = payloads.index
@@ -240,12 +230,7 @@ def _by_group(buffers: Iterable[_Buffer]) -> dict[tuple[str, int], list[int]]:
 
 
 def _bucket_sizes(index: CheckpointIndex, states: Mapping[str, Sequence[str]], where: str) -> list[int]:
-    """Elements of each bucket, which all states have in common.
-
-    Raises:
-        CorruptCheckpointError: they have not.
-        OptionError: the elements are not those that a job loads in the other layout.
-    """
+    """Elements of each bucket, which all states have in common."""
     if _MAIN_PARAMETER not in states:
         raise OptionError(f"{where}: holds {', '.join(sorted(states))}, expected {_MAIN_PARAMETER} among them")
     sizes = [index.tensors[key].shape for key in states[_MAIN_PARAMETER]]

@@ -31,9 +31,7 @@ _COPY_BYTES = 4 * 1024**2
 def sidecar_files(index: CheckpointIndex) -> list[str]:
     """Files of others (ModelOpt) next to the data, also in directories, as names relative to the source.
 
-    Raises:
-        CorruptCheckpointError: a symbolic link, a pipe or the like lies among them, or directories too deep.
-        LoadError: a directory cannot be read.
+    Raises `CorruptCheckpointError` for symbolic links, pipes and the like, and for directories too deep.
     """
     source = Path(index.path)
     data_files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
@@ -79,11 +77,7 @@ def carry_sidecars(
 ) -> None:
     """Copy what lies next to the data and stays valid: common state, `metadata.json`, and `sidecar_files`.
 
-    Args:
-        index: of the source.
-        sidecars: names of files.
-        partial: where they go.
-        common_content: what `common.pt` is to hold instead of what it held.
+    `common_content` replaces the content of `common.pt`.
     """
     source, storage = Path(index.path), storage_at(partial)
     names = [path.name for path in source.iterdir()]

@@ -20,14 +20,7 @@ _ALIGNMENT = 64
 
 
 class ParameterBox(NamedTuple):
-    """A part of a parameter, which is a box of a global tensor.
-
-    Attributes:
-        key: the tensor's in the model's state.
-        shape: of the tensor.
-        box: of it.
-        first: of the flattened parameter, the element that the box begins with; it has them all in its own order.
-    """
+    """A slice of the global tensor `key`: the elements of a flattened parameter from `first` on, in C order."""
 
     key: str
     shape: tuple[int, ...]
@@ -36,14 +29,9 @@ class ParameterBox(NamedTuple):
 
 
 class FlatParameter(NamedTuple):
-    """A parameter of one rank.
+    """A parameter of one rank's chunk of the model, and the slices which together are all of it.
 
-    Attributes:
-        name: in the rank's chunk of the model.
-        numel: its elements.
-        own_bucket: it shares no bucket with others, as embeddings that two stages hold.
-        is_copy: another rank's is the one that counts.
-        boxes: which together are all of it.
+    `own_bucket`: it shares no bucket, as embeddings that two stages hold. `is_copy`: another rank has the original.
     """
 
     name: str
@@ -61,15 +49,9 @@ class BucketOffset(NamedTuple):
 
 
 def places_in_buckets(parameters: Sequence[FlatParameter], sizes: Sequence[int], where: str) -> list[BucketOffset]:
-    """Lay parameters into buckets, as Megatron-Core does.
+    """Lay parameters into buckets of `sizes` elements (without padding at their ends), as Megatron-Core does.
 
-    Args:
-        parameters: of one buffer, in its order.
-        sizes: of its buckets, in elements, without what pads their ends.
-        where: the buffer, for messages.
-
-    Raises:
-        CorruptCheckpointError: they do not fill buckets of these sizes.
+    Raises `CorruptCheckpointError` if they do not fill buckets of these sizes.
     """
     places: list[BucketOffset] = []
     bucket, at = 0, 0

@@ -136,17 +136,7 @@ def run_conversion(
     progress: bool | None,
     move_files: bool = True,
 ) -> ConversionReport:
-    """Do what was thought through, or say it.
-
-    Args:
-        conversion: its payloads are closed.
-        source: for the report.
-        target: directory to make.
-        options: how.
-        dry_run: write nothing.
-        progress: show bars; None: if standard error is a terminal.
-        move_files: let the kernel copy payloads that stay as they are.
-    """
+    """Write what was planned, or only report it (`dry_run`); closes the payloads."""
     with conversion.payloads as payloads:
         rows = tuple(conversion.keys()) if dry_run else ()
         built = Built((), 0, False, False, 0.0, 0.0)

@@ -144,12 +144,9 @@ class ShardedName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stacking:
-    """How modules' names and sharded keys of one model belong together.
+    """How modules' names and sharded keys of one model of so many layers and experts (0: none) belong together.
 
-    Attributes:
-        layers, experts: how many the model has; no experts: 0.
-        stacked: layers are alike, so that one tensor holds a parameter of all of them.
-        local_norms: modules are Megatron's own layers.
+    `stacked`: one tensor holds a parameter of all layers. `local_norms`: modules are Megatron's own layers.
     """
 
     layers: int
@@ -158,14 +155,9 @@ class Stacking:
     local_norms: bool
 
     def sharded(self, name: str, first_layer: int = 0, first_expert: int = 0) -> ShardedName:
-        """The sharded key of a module's parameter.
+        """The sharded key of a module's parameter, whose numbers count from the first layer and expert it has.
 
-        Args:
-            name: of the parameter; numbers count what the module has.
-            first_layer, first_expert: numbers of the first ones that it has.
-
-        Raises:
-            OptionError: such a parameter is not known here.
+        Raises `OptionError` for parameters that are not known here.
         """
         layer = layer_of(name)
         if layer is None:
@@ -204,9 +196,7 @@ class Stacking:
 def extra_states(parameters: Iterable[ShardedName], *, engine: bool = False) -> list[ShardedName]:
     """The `_extra_state` objects that Megatron's layers ask for; without FP8 they hold nothing.
 
-    Args:
-        parameters: of the model.
-        engine: layers are Transformer Engine's, where norms and the core of attention have such objects, too.
+    `engine`: layers are Transformer Engine's, where norms and the core of attention have such objects, too.
     """
     found: dict[ShardedName, None] = {}
     for key, offsets, counts in parameters:

@@ -41,14 +41,8 @@ _MIN_MEMORY_BYTES: Final = 384 * 1024**2
 
 
 def option(default: Any, text: str, *, flag: str = "", metavar: str = "", choices: Sequence[str] = ()) -> Any:
-    """A field of an options class.
-
-    Args:
-        default: its value where nothing is said.
-        text: what it does, in a few words.
-        flag: its name in the shell; by default made of the field's.
-        metavar: what stands for its value in help texts.
-        choices: the values that it can have.
+    """A field of an options class: its default, what it does in a few words, its name in the shell if unlike the
+    field's, what stands for its value in help texts, and its choices.
     """
     return field(default=default, metadata={"text": text, "flag": flag, "metavar": metavar, "choices": tuple(choices)})
 

@@ -39,13 +39,10 @@ class Partition:
     """How one tensor is divided.
 
     Attributes:
-        axis: the tensor-parallel axis (counted in the global shape); None: every rank has the whole tensor.
-        parts: equal parts along the axis that are each divided by themselves: 2 for a gated MLP's first layer, which
-            Megatron stores as two halves.
+        axis: the tensor-parallel axis (counted in the global shape); None: every rank has the complete tensor.
+        parts: equal parts along the axis, each divided by itself: 2 for the two halves of a gated MLP's first layer.
         expert: divided among expert-tensor-parallel ranks rather than tensor-parallel ones.
-        decider: what tells the axis.
         guess: the decision comes from a name or a shape alone.
-        note: why, where that is not plain.
         boxes: the chunks themselves, where they are taken over from another checkpoint or the source as they are.
     """
 
@@ -96,10 +93,9 @@ class Partitioner:
     """Decides for each tensor of one checkpoint.
 
     Args:
-        index: of the source.
         like: index of a checkpoint that has the requested layout, or at least shows the axes.
-        rules: from `rules.parse_partition_rules`; the first that matches wins.
-        arguments: Megatron's arguments as stored, `{}` if there are none.
+        rules: the first that matches wins.
+        arguments: Megatron's, as stored.
         exact_like: take the chunks of `like` over as they are.
         chunks_tell: whether the chunks of the source are those of ranks; of a view they are not.
     """
@@ -246,19 +242,10 @@ def _group_size(index: CheckpointIndex, expert: bool) -> int | None:
 def divide(
     fqn: str, shape: Sequence[int], partition: Partition, count: int, vocabulary: int | None = None
 ) -> list[Box]:
-    """The chunks of a tensor for `count` ranks, in the order of their offsets.
+    """The chunks of a tensor for `count` ranks, in the order of their offsets; together they tile it.
 
-    Args:
-        fqn: its key, which tells the stacked axes (one index a chunk).
-        shape: global shape, in elements.
-        partition: how to divide it.
-        count: tensor-parallel (or expert-tensor-parallel) ranks.
-        vocabulary: rows that embedding and output layer have at the target, padding included; chunks end where its
-            parts end, so that each rank's rows are one chunk although the stored tensor is shorter or longer.
-
-    Returns:
-        Boxes that tile the tensor; along the partition's axis there are `parts * count` (or fewer, where the axis is
-        shorter than that, or does not divide: then it is not divided).
+    An axis that does not divide is not divided. `vocabulary` is the number of rows that embedding and output layer have
+    at the target, padding included: each rank's rows are one chunk although the stored tensor is shorter or longer.
     """
     if partition.boxes is not None:
         return sorted(partition.boxes)
@@ -296,12 +283,7 @@ def _cut(size: int, parts: int, count: int, padded: int | None) -> list[tuple[in
 def shard_slices(shape: Sequence[int], axis: int | None, parts: int, count: int, rank: int) -> list[tuple[Box, Box]]:
     """What one rank has of a tensor that is divided: slices of the rank's shard, and of the tensor that they are.
 
-    Args:
-        shape: of the tensor, in elements.
-        axis: that is divided; None: each rank has everything.
-        parts: equal parts along the axis, each of which is divided by itself.
-        count: ranks among which it is divided; `parts * count` divides the axis.
-        rank: whose.
+    `axis` is cut into equal `parts`, and each part among `count` ranks. None: each rank has everything.
     """
     if axis is None:
         everything = Box((0,) * len(shape), tuple(shape))

@@ -42,11 +42,9 @@ _MOST_RANKS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class TargetLayout:
-    """Parallel sizes of the target. Ranks count as Megatron's do: tensor parallel fastest, then data, then pipeline.
+    """Parallel sizes of the target; `etp` are tensor-parallel ranks of experts.
 
-    Attributes:
-        etp: tensor parallel ranks of experts.
-        dp: data parallel ranks; chunks are spread over them if `spread`, as a fully parallel save does.
+    Ranks count as Megatron's do: tensor parallel fastest, then data, then pipeline. Chunks are spread over `dp` ranks.
     """
 
     tp: int
@@ -231,9 +229,6 @@ def make_plan(
     """Plan the complete target.
 
     Args:
-        index: of the source.
-        layout: of the target.
-        partitioner: decides each tensor's axis.
         like: checkpoint whose chunks and owners the partitioner took over.
         keys, object_keys: what is carried; by default everything.
         workers: files for each rank, written in parallel.

@@ -47,16 +47,7 @@ def plan_reshard(
 ) -> tuple[Conversion, ReshardPlan]:
     """Decide everything; reads indexes and the common state, and a few elements if the optimizer's layout is changed.
 
-    Args:
-        directory: of the checkpoint.
-        target: that is going to be made.
-        options: what to make.
-        orders: asked for the order of parameters in flat buckets, which only a model tells.
-
-    Raises:
-        OptionError: the layout cannot be, or the optimizer's state cannot follow it.
-        CheckpointNotFoundError, CorruptCheckpointError: the source or `like` is no readable checkpoint; chunks of the
-            source are missing, or overlap.
+    `orders` gives the order of parameters in flat buckets, which only a model tells. Raises as `reshard_checkpoint`.
     """
     version = index_version(directory)
     source = read_index(directory)

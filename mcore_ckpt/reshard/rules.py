@@ -32,12 +32,7 @@ class RenameRule(NamedTuple):
 def rules_in(
     given: str | os.PathLike[str] | Iterable[_Rule] | None, parse: Callable[[str, str], list[_Rule]]
 ) -> tuple[_Rule, ...]:
-    """Rules as a caller gives them: those of a file, by the function that reads its text, or themselves; none for None.
-
-    Raises:
-        OptionError: the file holds no such rules.
-        OSError: it cannot be read.
-    """
+    """Rules as a caller gives them: of a file, by `parse`, or themselves. Raises `OptionError`, `OSError`."""
     if given is None:
         return ()
     if not isinstance(given, str | os.PathLike):
@@ -55,13 +50,8 @@ def rules_in(
 def parse_rename_rules(text: str, where: str) -> list[RenameRule]:
     r"""Rules from text, one a line: a regular expression, then what to put for it, or `-` to drop the key.
 
-        ^decoder\.layers\.(\d+)\.     model.layers.\1.
-        _extra_state                  -
-
-    `#` starts a comment.
-
-    Raises:
-        OptionError: a line is none of that.
+    ^decoder\.layers\.(\d+)\.     model.layers.\1.
+    _extra_state                  -
     """
     rules = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -79,11 +69,7 @@ def parse_rename_rules(text: str, where: str) -> list[RenameRule]:
 
 
 def rename_keys(keys: Iterable[str], rules: Sequence[RenameRule]) -> dict[str, str]:
-    """New names by old ones; dropped keys are left out. The first rule that finds something in a key applies.
-
-    Raises:
-        OptionError: two keys get the same name, or a replacement refers to a group that is not there.
-    """
+    """New names by old ones, without dropped keys; raises `OptionError` if two keys get the same name."""
     renamed: dict[str, str] = {}
     origin: dict[str, str] = {}
     for key in keys:
@@ -115,17 +101,11 @@ class PartitionRule(NamedTuple):
 
 
 def parse_partition_rules(text: str, where: str) -> list[PartitionRule]:
-    """Rules from text, one a line: a regular expression, then an axis or `whole`, then optionally `x2` for halves.
+    """Rules from text, one a line: a regular expression, an axis of the global shape or `whole`, `x2` for halves.
 
-        linear_qkv\\.weight$   0
-        linear_fc1\\.weight$   0 x2     # two halves, each divided
-        my_norm               whole
-
-    The first rule that finds something in the key wins. Axes count from 0 in the global shape, or from the end if
-    negative. `#` starts a comment.
-
-    Raises:
-        OptionError: a line is none of that.
+    linear_qkv\\.weight$   0
+    linear_fc1\\.weight$   0 x2     # two halves, each divided
+    my_norm               whole
     """
     rules = []
     for number, line in enumerate(text.splitlines(), 1):

@@ -36,10 +36,7 @@ def _write_error(path: str, what: str, error: OSError) -> SaveError:
 class TargetFile:
     """A file that is written at any offset by any number of threads, and may have been begun by an earlier run.
 
-    Args:
-        path: of the file; made if it is not there.
-        size_bytes: what it is going to have; reserved at once.
-        direct: past the page cache where possible.
+    Its `size_bytes` are reserved at once. `direct`: with O_DIRECT where possible.
     """
 
     def __init__(self, path: str, size_bytes: int, *, direct: bool = True) -> None:
@@ -111,12 +108,9 @@ def write_end(path: Path, size_bytes: int, end: bytes) -> None:
 
 
 class Streams:
-    """The streams of one worker: one for each file, in a bounded number of buffers.
+    """The streams of one worker, one for each file, in at most `max_buffers` buffers of `buffer_bytes` (whole pages).
 
-    Args:
-        crew: threads that write full buffers.
-        buffer_bytes: size of each, whole pages.
-        max_buffers: how many; when all are in use, the stream that was idle longest gives up its own.
+    When all buffers are in use, the stream that was idle longest releases its own.
     """
 
     def __init__(self, crew: Crew, buffer_bytes: int, max_buffers: int) -> None:

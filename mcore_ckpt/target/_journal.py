@@ -41,19 +41,12 @@ class Journal:
     The first line names the plan by its fingerprint, so that a later run resumes only the same work. A torn last line
     is ignored. The lock (flock) on the file is the sign of life of a run.
 
-    Args:
-        path: of the file, which is made if it is not there.
-
     Attributes:
         fingerprint: of the plan; empty in a new journal, None in one that cannot be read.
         done: for each worker, how many of its tensors are durable.
         crcs: CRC-32s of source chunks that are stored nowhere else: key in the source -> by position.
         sums: of the target's slots: key at the target -> by position.
-        unproved: the kernel has copied some payloads, which are compared only when the target is read back.
-
-    Raises:
-        InUseError: another run is at work, or may be on a file system without locks.
-        SaveError: it cannot be opened.
+        unverified: the kernel has copied some payloads, which are compared only when the target is read back.
     """
 
     def __init__(self, path: Path) -> None:

@@ -39,18 +39,9 @@ def check_all(
     workers: int,
     advance: Callable[[int], None],
 ) -> None:
-    """Compare a target with its source.
+    """Compare a target with its source; raises `ChecksumError` or `CorruptCheckpointError`.
 
-    Args:
-        plan: what was written.
-        payloads: of the source.
-        target: index of the target; its path is where the files lie now.
-        journal: holds CRC-32s that are stored nowhere else.
-        workers: threads.
-        advance: called with payload bytes that have been compared.
-
-    Raises:
-        ChecksumError, CorruptCheckpointError: the target is not what it should be.
+    The path of `target` is where the files lie now. `advance` is called with payload bytes that have been compared.
     """
     with StoredPayloads(target) as written:
         threads = threading.local()

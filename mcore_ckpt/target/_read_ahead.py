@@ -51,13 +51,7 @@ class _Block(_Range):
 
 
 class ReadAhead:
-    """Reads for one thread what that is going to ask for; a context manager.
-
-    Args:
-        files: of the checkpoint.
-        buffers: of 4 MiB each.
-        threads: reads in flight at once.
-    """
+    """Reads for one thread what it is going to ask for, into `buffers` of 4 MiB; a context manager."""
 
     def __init__(self, files: OpenFiles, buffers: int = 4, threads: int = 2) -> None:
         self._files = files
@@ -73,11 +67,9 @@ class ReadAhead:
     def steps(
         self, steps: Iterable[_Step], asked: Callable[[_Step], Iterable[tuple[StoredPayload, int, int]]]
     ) -> Iterator[_Step]:
-        """The steps, one after another; reading has begun of each that is given out, and of the next few.
+        """The steps, one after another; the reads of each step, and of the next few, have begun when it is returned.
 
-        Args:
-            steps: what is going to be done; taken a little ahead.
-            asked: payload, first byte and number of bytes of all that a step reads, in its order.
+        `asked` gives payload, first byte and number of bytes of all that a step reads, in its order.
         """
         waiting: deque[tuple[int, int, _Step]] = deque()
         announced = 0
@@ -105,10 +97,9 @@ class ReadAhead:
             self._forget(done)
 
     def _announce(self, step: int, asked: Iterable[tuple[StoredPayload, int, int]]) -> int | None:
-        """Have it read; returns how much that is, or counts as, or None where no step behind it is to be taken yet.
+        """Begin a step's reads; returns how many bytes they count as, None if no later step may be taken yet.
 
-        Small steps are passed over while there is something to read, and not looked ahead of otherwise: to find a
-        tensor long before it is asked for gains nothing then. And no step is taken behind elements in memory.
+        A small step is passed over while reads are in progress. No step is taken behind elements in memory.
         """
         if not self._is_open:
             return None
@@ -187,9 +178,7 @@ class ReadAhead:
             done += nbytes
 
     def lend(self, file: str, start: int, nbytes: int) -> memoryview | None:
-        """Memory with bytes of a file from `start` on, `nbytes` or fewer, until the next call; None if they are not
-        being read.
-        """
+        """At most `nbytes` of a file from `start` on, valid until the next call; None if they are not being read."""
         self._settle()
         block = next((block for block in self._blocks if block.file == file and block.given == start), None)
         if block is None:

@@ -71,20 +71,12 @@ def write_all(
     advance: Callable[[int], None],
     move_files: bool,
 ) -> None:
-    """Write all slots and blobs.
+    """Write all slots and blobs that the journal does not have as done.
 
     Args:
-        plan: what goes where.
-        payloads: of its tensors.
-        folder: where the files go.
-        journal: what is done already is not done again.
         memory_bytes: for all buffers together.
         advance: called with payload bytes that have been written.
         move_files: let the kernel copy payloads that stay as they are, from file to file.
-
-    Raises:
-        ChecksumError, CorruptCheckpointError: the source is damaged.
-        SaveError: the target cannot be written.
     """
     journal.unproved = journal.unproved or move_files
     workers = [w for w in range(len(plan.work)) if plan.work[w] or (plan.blobs and not w)]
@@ -319,12 +311,7 @@ def _buffers(memory_bytes: int, streams: int) -> tuple[int, int]:
 
 
 def copy_file_bytes(source: Storage, name: str, start: int, target: TargetFile, at: int, nbytes: int) -> None:
-    """Let the kernel copy bytes from file to file; by reading and writing where it cannot.
-
-    Raises:
-        SaveError: it fails.
-        CorruptCheckpointError: the source is no regular file of its own (any more).
-    """
+    """Let the kernel copy bytes from file to file, or read and write where it cannot; raises `SaveError`."""
     try:
         _copy_file_bytes(source, name, start, target, at, nbytes)
     except OSError as error:

@@ -34,14 +34,9 @@ _MIN_BUFFER_BYTES = 64 * 1024**2
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """How to build.
+    """How to build; `verify` compares the target with the source, `move_files` lets the kernel copy payloads.
 
-    Attributes:
-        workers: threads that compare.
-        verify: compare the target with the source before it appears, if its format can be read back.
-        restart: remove what an earlier run has left.
-        move_files: let the kernel copy payloads that stay as they are.
-        memory_bytes: for everything.
+    `memory_bytes` is for everything. `restart` removes what an earlier run has left.
     """
 
     workers: int = 2
@@ -76,18 +71,13 @@ def build_target(
     """Write, check and publish a target.
 
     Args:
-        payloads: what is written.
-        plan: what goes where.
-        target: directory to make.
-        options: how.
         source: the files that the payloads come from, as they were at first.
         carry: called with the folder, to add what is no tensor, before `.metadata` is written.
         progress: show bars; None: if standard error is a terminal.
 
     Raises:
         ChecksumError, CorruptCheckpointError: a damaged source, or a target that is not what was written.
-        CheckpointExistsError: there is something at `target`.
-        OptionError: an earlier run has left other work in the temporary directory.
+        CheckpointExistsError, OptionError: as `target_folder`.
         SaveError: the target cannot be written; what is done is kept for the next run.
         LoadError: the source cannot be read, or another program has changed its files meanwhile.
     """

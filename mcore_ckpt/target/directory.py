@@ -64,13 +64,8 @@ def target_folder(target: Path, fingerprint: str, *, restart: bool = False) -> I
     What was done stays for a later run if this one is interrupted, or cannot write. Any other error is one of the
     source or of the options: the folder is removed.
 
-    Args:
-        target: it must not exist, or be empty.
-        fingerprint: of the work; an unfinished folder of the same work is resumed.
-        restart: remove what an earlier run has left, instead of resuming or refusing it.
-
     Raises:
-        OptionError: an earlier run has left other work, or something else lies in the temporary directory.
+        OptionError: an earlier run has left other work and `restart` is not set, or the directory holds other files.
         CheckpointExistsError: there is something at `target`.
         SaveError: another run is making `target`; or it cannot be written.
     """

@@ -73,14 +73,9 @@ class Exported(NamedTuple):
 def safetensors_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
-    """The file up to the data, and where each tensor starts in the file.
+    """The file up to the data, and where each tensor (name, torch's dtype, shape) starts in the file.
 
-    Args:
-        tensors: name, torch's dtype and shape of each, in the order in which their bytes follow.
-        metadata: strings for `__metadata__`.
-
-    Raises:
-        OptionError: the format has no such dtype, or no place for such a name.
+    Raises `OptionError` where the format has no such dtype, or reserves the name.
     """
     header: dict[str, Any] = {METADATA_KEY: dict(metadata)}
     starts: dict[str, int] = {}
@@ -139,15 +134,7 @@ class _SafetensorsPlan(TargetPlan):
 
 
 def plan_safetensors(tensors: Sequence[Exported], most_bytes: int) -> TargetPlan:
-    """Where each tensor goes.
-
-    Args:
-        tensors: in the order in which they are written.
-        most_bytes: no file holds more, unless one tensor is larger.
-
-    Raises:
-        OptionError: as for `safetensors_header`.
-    """
+    """Where each tensor goes; no file has more than `most_bytes`, unless one tensor is larger."""
     shards = shard_names(tensors, most_bytes, "model", "safetensors")
     moves: list[TensorMove] = []
     blobs, sizes = [], {}

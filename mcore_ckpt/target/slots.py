@@ -66,13 +66,9 @@ class Blob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorMove:
-    """One tensor on its way.
+    """One tensor: `entry` is that of the payloads, `key` the target's; its slots hold every element once.
 
-    Attributes:
-        entry: of the payloads that are written.
-        key: at the target.
-        slots: together they hold every element once.
-        blocks: positions of source chunks and slots that belong together.
+    `blocks` are the positions of source chunks and slots that belong together.
     """
 
     entry: TensorEntry
@@ -149,12 +145,7 @@ class TargetPlan:
         return sum(move.payload_bytes for move in self.moves)
 
     def fingerprint(self, payloads: StoredPayloads, source_states: Mapping[str, Sequence[int]]) -> str:
-        """Of everything that the bytes of the target depend on.
-
-        Args:
-            payloads: that are written.
-            source_states: length and time of change of the files that they come from.
-        """
+        """Of everything that the target's bytes depend on; `source_states` as in `SourceFiles`."""
         found = hashlib.sha256(str(Path(payloads.index.path).resolve()).encode())
         found.update(json.dumps([source_states, dict(self.sizes)], sort_keys=True).encode())
         for worker in self.work:

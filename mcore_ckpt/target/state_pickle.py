@@ -26,12 +26,7 @@ _MAX_TAKEN_BYTES = 256 * 1024**2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedTensor:
-    """A tensor of a state dict.
-
-    Attributes:
-        dtype: torch's name without `torch.`.
-        content: its elements, C order, little-endian; or the key of the payloads that it is written from.
-    """
+    """A tensor of a state dict; its content is its elements (C order, little-endian), or the key of its payloads."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -116,11 +111,7 @@ class _StatePickler(_Pickler):  # type: ignore[misc]
 
 
 def pickle_state(value: Any) -> tuple[bytes, list[SavedTensor]]:
-    """The pickle of a state dict, and its tensors by the number of their storage.
-
-    Raises:
-        TypeError: something in it cannot be pickled.
-    """
+    """The pickle of a state dict, and its tensors by the number of their storage; raises `TypeError`."""
     stream = io.BytesIO()
     pickler = _StatePickler(stream)
     pickler.dump(value)
@@ -142,11 +133,9 @@ def encode_state(value: Any) -> bytes:
 
 
 def decode_state(content: bytes, where: str) -> Any:
-    """A state dict in memory, its tensors as `SavedTensor`s, classes of packages that are not imported stood in for.
+    """A state dict in memory: tensors are `SavedTensor`s, classes that are not imported have stand-ins.
 
-    Raises:
-        OptionError: it holds something of a class that is not known.
-        CorruptCheckpointError, ChecksumError, UnsafePickleError: it is damaged, or was made to do harm.
+    Raises `OptionError` for other classes; otherwise as `read_state_file`.
     """
 
     def read(offset: int, length: int) -> bytes:
@@ -157,18 +146,11 @@ def decode_state(content: bytes, where: str) -> Any:
 
 
 def taken_over(value: Any, read: Callable[[int, int], bytes], where: str, records: Mapping[str, StateRecord]) -> Any:
-    """`value`, of a state file, with the elements of its tensors: as `encode_state` takes it.
-
-    Args:
-        value: all of the file's state, or a part of it.
-        read: `read(offset, length)` returns bytes of the file.
-        where: the file, for messages.
-        records: of the file.
+    """`value`, a part of a state file, as `encode_state` takes it: with the elements of its tensors.
 
     Raises:
         OptionError: it holds something of a class that is not known.
-        CorruptCheckpointError: its tensors are larger than what is not a parameter.
-        ChecksumError: one is damaged.
+        CorruptCheckpointError, ChecksumError: its tensors are larger than what is not a parameter; or damaged.
     """
     left = _MAX_TAKEN_BYTES
 

@@ -88,13 +88,9 @@ class _TorchDistPlan(TargetPlan):
 def plan_torch_dist(
     index: CheckpointIndex, tensors: Sequence[DividedTensor], objects: Iterable[tuple[ObjectEntry, int]], workers: int
 ) -> TargetPlan:
-    """Give each target chunk its place, and describe the target.
+    """Give each target chunk its slot, and each object (with its rank) its place; objects are copied as they are.
 
-    Args:
-        index: of the source.
-        tensors: in the order of the target's index.
-        objects: each with its rank; their items move as they are.
-        workers: files for each rank, written in parallel.
+    `tensors` come in the order of the target's index. Each rank has `workers` files.
     """
     sizes: dict[str, int] = {}
     blobs: list[Blob] = []

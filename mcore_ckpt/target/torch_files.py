@@ -52,12 +52,9 @@ class _TorchPlan(TargetPlan):
 
 
 def plan_state_files(states: Mapping[str, Any], index: CheckpointIndex, index_file: bytes | None = None) -> TargetPlan:
-    """Where each tensor of some state dicts goes.
+    """Where each tensor of some state dicts, by file name, goes; `SavedTensor`s name keys of `index`.
 
-    Args:
-        states: what each file holds, by name; tensors are `SavedTensor`s.
-        index: of the payloads whose keys they name.
-        index_file: content of `pytorch_model.bin.index.json`.
+    `index_file` is the content of `pytorch_model.bin.index.json`.
     """
     moves: list[TensorMove] = []
     blobs: list[Blob] = []

@@ -26,12 +26,7 @@ _Fill = Callable[[int, memoryview], None]
 
 
 class DerivedPayloads(StoredPayloads):
-    """Payloads of an index that another one's are behind; a context manager, which closes its base.
-
-    Args:
-        base: payloads that these are made of.
-        index: of these.
-    """
+    """Payloads of `index` that are made of those of `base`; a context manager, which closes its base."""
 
     def __init__(self, base: StoredPayloads, index: CheckpointIndex) -> None:
         super().__init__(index, base.storage)
@@ -101,12 +96,7 @@ class DerivedPayloads(StoredPayloads):
 
 
 class CastPayloads(DerivedPayloads):
-    """Payloads some of which are in another floating-point dtype.
-
-    Args:
-        base: as they are.
-        dtypes: those to have, by key.
-    """
+    """Payloads of which those with a key in `dtypes` are in another floating-point dtype."""
 
     def __init__(self, base: StoredPayloads, dtypes: Mapping[str, str]) -> None:
         self._dtypes = dtypes
@@ -153,14 +143,9 @@ def cast_payloads(base: StoredPayloads, dtype_of: Callable[[TensorEntry], str]) 
 
 
 class RegroupedPayloads(DerivedPayloads):
-    """Payloads in which an axis that counts several things at once is taken apart into one axis for each.
+    """Payloads with an axis that counts several things at once divided into one axis for each, by key in `shapes`.
 
-    Args:
-        base: as they are.
-        shapes: those to have, by key; elements stay where they are.
-
-    Raises:
-        OptionError: a chunk begins or ends between things that are counted together.
+    Raises `OptionError` where a chunk begins or ends between things that are counted together.
     """
 
     def __init__(self, base: StoredPayloads, shapes: Mapping[str, tuple[int, ...]]) -> None:

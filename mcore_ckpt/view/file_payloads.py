@@ -32,13 +32,9 @@ class Record(NamedTuple):
 
 
 class FileRange(NamedTuple):
-    """Elements in a file, C order, little-endian.
+    """Elements in a file, C order, little-endian: all of `record`, or a part of it.
 
-    Attributes:
-        file: relative to the directory.
-        offset, nbytes: of the elements.
-        record: that they are all of, or a part of.
-        strides: in elements, where the elements do not follow one another; the first one lies at `offset`.
+    `strides` are in elements, for elements that do not follow one another; the first one lies at `offset`.
     """
 
     file: str
@@ -51,13 +47,7 @@ class FileRange(NamedTuple):
 
 
 class FilePayloads(StoredPayloads):
-    """A context manager, as `StoredPayloads` is.
-
-    Args:
-        directory: of the files.
-        tensors: where the elements of each are, by key.
-        storage: of the directory, if links are followed there.
-    """
+    """Payloads of tensors by key, in files of `directory`; `storage` is given where links are followed."""
 
     def __init__(self, directory: Path, tensors: Mapping[str, FileRange], storage: Storage | None = None) -> None:
         entries = {}
@@ -100,11 +90,7 @@ class FilePayloads(StoredPayloads):
             self._sums.note(self._record(at.file, at.record), at.offset - at.record.start, at.nbytes, value)
 
     def check_rest(self) -> None:
-        """As `StoredPayloads.check_rest`: of records that were read in part, the rest (padding) is read and compared.
-
-        Raises:
-            ChecksumError: one is damaged.
-        """
+        """Of records that were read in part, read and compare the rest (padding); raises `ChecksumError`."""
         self._sums.check_rest()
 
     def recipe(self) -> Iterable[str]:

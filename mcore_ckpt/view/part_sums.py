@@ -36,11 +36,7 @@ class _Part(NamedTuple):
 
 
 class PartSums:
-    """For any number of threads.
-
-    Args:
-        read_into: reads bytes of a payload.
-    """
+    """For any number of threads; `read_into` reads bytes of a payload."""
 
     def __init__(self, read_into: _ReadInto) -> None:
         self._read_into = read_into
@@ -57,13 +53,9 @@ class PartSums:
                 self._open.setdefault(key, (payload, []))
 
     def note(self, payload: StoredPayload, first: int, nbytes: int, value: int) -> int | None:
-        """A part of a payload was read; bytes that were noted before do not count again.
+        """Note the CRC-32 of bytes that were read; bytes that were noted before do not count again.
 
-        Returns:
-            The CRC-32 of the payload when this part completes it, otherwise None.
-
-        Raises:
-            ChecksumError: the payload is complete, and damaged.
+        Returns the payload's CRC-32 when this part completes it, else None. Raises `ChecksumError` if it is damaged.
         """
         key = payload.where
         with self._lock:
@@ -91,11 +83,7 @@ class PartSums:
         return value
 
     def check_rest(self) -> None:
-        """Read the bytes that were not read of payloads that were noted or expected, and compare.
-
-        Raises:
-            ChecksumError: one is damaged.
-        """
+        """Read what was not read of payloads that were noted or expected, and compare; raises `ChecksumError`."""
         window = memoryview(bytearray(_WINDOW_BYTES)) if self._open else memoryview(b"")
         for key, (payload, parts) in self._open.items():
             if payload.crc32 is None:

@@ -46,12 +46,7 @@ class _Gathered:
 
 
 class ViewPayloads(DerivedPayloads):
-    """A context manager, which closes its base.
-
-    Args:
-        base: payloads of what is stored.
-        tensors, objects, kept_objects: as for `view_index`.
-    """
+    """Payloads of a view of `base`; `tensors`, `objects` and `kept_objects` as for `view_index`."""
 
     def __init__(
         self,
@@ -100,10 +95,9 @@ class ViewPayloads(DerivedPayloads):
         return StoredPayload(where, stored.file, stored.offset + first, nbytes, crc)
 
     def _gathered(self, where: str, origin: ChunkSlice, stored: StoredPayload) -> memoryview:
-        """A slice in memory of its own, in the view's order.
+        """A slice in memory of its own, in the view's order; the last few are kept: readers alternate between them.
 
-        The last few stay, since what is read of several of them in turns would be gathered each time again; each thread
-        has its own, since two threads in turns would replace each other's.
+        Each thread has its own: two threads would replace each other's.
         """
         if not hasattr(self._threads, "gathered"):
             self._threads.gathered = _Gathered({})
@@ -154,12 +148,9 @@ class ViewPayloads(DerivedPayloads):
             self.base.was_read(origin.entry, origin.chunk, total)
 
     def check_rest(self) -> None:
-        """Read what was not read here of chunks that the view has slices of, and compare their checksums.
+        """Read the rest of each chunk that the view has slices of, and compare its checksum; raises `ChecksumError`.
 
-        That is slices that no requested tensor has, and those that an earlier run has written.
-
-        Raises:
-            ChecksumError: one is damaged.
+        The rest are slices that no requested tensor has, and those that an earlier run has written.
         """
         for origin in self._slices.values():
             if origin.entry is None or origin.chunk is None:

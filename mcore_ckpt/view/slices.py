@@ -25,13 +25,12 @@ class Part(NamedTuple):
     """A slice of a requested tensor, and the stored slice that it is.
 
     Attributes:
-        slice: of the requested tensor.
         key: of the stored tensor; None: zeros.
         stored: slice of the stored tensor; its sizes are those of `slice`, except for axes of one element.
         axes: which axis of `slice` is which of `stored`, both counted from the last, -1; every other axis has one
             element. None: the last axes correspond, as many as both have.
-        flat: the last axis of the stored tensor counts elements of a flattened array. `slice` lies there in its own
-            order from this element on; `stored` is that array, with one element along every other axis.
+        flat: the last axis of the stored tensor counts elements of a flattened array. `slice` lies there in C order
+            from this element on; `stored` is that array, with one element along every other axis.
     """
 
     slice: Box
@@ -52,8 +51,7 @@ class TensorView(NamedTuple):
 class ChunkSlice(NamedTuple):
     """A slice of a stored chunk, in the chunk's own coordinates; without an entry: zeros.
 
-    Attributes:
-        order: of the chunk's axes, where the view has another one than the file.
+    `order` is that of the chunk's axes in the view, where it is another than in the file.
     """
 
     entry: TensorEntry | None
@@ -89,10 +87,6 @@ def view_index(
         tensors: by requested key.
         objects: contents of new objects by full key, each an archive of `torch.save`.
         kept_objects: full keys of stored objects that the view has unchanged.
-
-    Raises:
-        OptionError: a requested tensor is made of tensors of several dtypes.
-        CorruptCheckpointError: the stored chunks do not hold every requested element exactly once.
     """
     chunks_of = _ChunksByLead(base)
     entries: dict[str, TensorEntry] = {}

@@ -13,17 +13,9 @@ __all__ = ["SourceFiles", "replaced_error"]
 
 
 class SourceFiles:
-    """The files that tensors and objects lie in, as they are now.
+    """The files of the tensors with these keys (default: all, and all objects), as they are now.
 
-    Args:
-        index: of the source.
-        keys: of the tensors that are read; by default all, and all objects.
-
-    Attributes:
-        states: length and time of change, in nanoseconds, by name.
-
-    Raises:
-        CheckpointNotFoundError: one is missing.
+    `states`: length and time of change, in nanoseconds, by name. Raises `CheckpointNotFoundError` if one is missing.
     """
 
     def __init__(self, index: CheckpointIndex, keys: Collection[str] | None = None) -> None:

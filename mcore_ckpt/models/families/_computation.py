@@ -261,15 +261,8 @@ def _selection(value: Any) -> Any:
 def contradictions(stored: Mapping[str, Any], family: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Stored arguments that change what is computed, where a model of the family computes something else.
 
-    Args:
-        stored: a job's arguments; what is absent, or None without meaning anything by it, is not compared.
-        family: all that the family has to say of a model, as `Family.arguments` does.
-
-    Returns:
-        For each the name, what is stored, and what the family has; None: nothing.
-
-    Raises:
-        OptionError: a stored argument says nothing that can be understood.
+    For each the name, what is stored, and what the family has (None: nothing). A stored argument that is absent, or
+    None without a meaning, is not compared. `family` is all that `Family.arguments` says of a model.
     """
     ours, theirs = _meaning(stored), _meaning(family)
     found = []

@@ -135,11 +135,9 @@ def compare_settings(
     """Compare stored arguments with the model that a `config.json` describes: both have to compute the same.
 
     Args:
-        family: the model's.
-        config: what `transformers` is going to compute.
+        config: what `transformers` is going to compute; `given`, or made of the arguments.
         arguments: Megatron's, as they are stored; without any, nothing is compared.
         where: for messages: the file or the checkpoint that `config` comes from.
-        given: `config` was given; otherwise it was made of the arguments.
 
     Returns:
         What is to be said of differences that the weights may do without.

@@ -47,11 +47,7 @@ def rope_settings(config: Mapping[str, Any], *kinds: str, otherwise: Mapping[str
     """What `transformers` 5 makes of all places where rotary settings may stand: `rope_type` and what that kind reads.
 
     `rope_scaling` goes before `rope_parameters`, and a length that the model had first next to them before one in them.
-
-    Args:
-        config: of a model, with the defaults of its class.
-        kinds: that the family can have.
-        otherwise: what its class takes where there are no rotary settings.
+    `kinds` are those of the family, `otherwise` what its class takes where there are no rotary settings.
 
     Raises:
         OptionError: another kind; a setting that cannot be, or that no library reads.
@@ -156,12 +152,7 @@ def _yarn_numbers(arguments: Mapping[str, Any], prefix: str) -> tuple[float, flo
 def yarn_scales(arguments: Mapping[str, Any], prefix: str) -> tuple[float, float]:
     """What cosines and sines are multiplied by, and what softmax's scale is: with the square of the second.
 
-    Args:
-        arguments: Megatron's.
-        prefix: what those of YaRN begin with: `yarn_`, or nothing, those of latent attention.
-
-    Raises:
-        OptionError: they are no numbers.
+    `prefix` is what arguments of YaRN begin with: `yarn_`, or nothing, those of latent attention.
     """
     factor, mscale, mscale_all_dim = _yarn_numbers(arguments, prefix)
     return _megatron_magnitude(factor, mscale, mscale_all_dim), _magnitude(factor, mscale_all_dim or 0.0)
@@ -176,14 +167,9 @@ def latent_rope_type(arguments: Mapping[str, Any]) -> str:
 
 
 def yarn_arguments(found: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Megatron's arguments of YaRN.
+    """Megatron's arguments of YaRN, of what `rope_settings` found; `prefix` as for `yarn_scales`.
 
-    Args:
-        found: of `rope_settings`.
-        prefix: what its arguments begin with: `yarn_`, or nothing, those of latent attention.
-
-    Raises:
-        OptionError: Megatron-Core computes something else with these settings, and has no argument for that.
+    Raises `OptionError` where Megatron-Core computes something else with these settings, and has no argument for that.
     """
     factor = found["factor"]
     mscale, mscale_all_dim = (

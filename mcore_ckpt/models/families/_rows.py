@@ -25,12 +25,9 @@ _EXPERTS = "mlp.experts.experts.{expert}."
 
 
 def row(megatron: str, *parts: str, how: str = "same", when: str = "", engine: str | None = None) -> Row:
-    """A row; each part is its key and its shape, as `lm_head.weight [vocab, hidden]`, or `[experts, expert ffn x 2]`.
+    """A row of what Megatron calls `megatron`, and of parts of Hugging Face, each its key and its shape.
 
-    Args:
-        megatron, how, engine: as in `Row`.
-        parts: tensors of Hugging Face.
-        when: words, with commas between them.
+    A part is `lm_head.weight [vocab, hidden]`, or `[experts, expert ffn x 2]`. `when` are words with commas.
     """
     return Row(megatron, tuple(map(_part, parts)), how, tuple(filter(None, when.split(", "))), engine)
 
@@ -146,9 +143,7 @@ def shared_experts(block: str) -> tuple[Row, ...]:
 def as_loaded(rows: tuple[Row, ...], block: str = "mlp") -> tuple[Row, ...]:
     """The rows of a model with gated experts as `transformers` 5 has it in memory: one tensor for all of a layer.
 
-    Args:
-        rows: as its files have it.
-        block: what these call the module that is called `mlp` in memory.
+    `block` is what the files call the module that is called `mlp` in memory.
     """
     return (
         *(

@@ -108,8 +108,7 @@ def decoder_config(
 ) -> dict[str, Any]:
     """A `config.json` for such arguments; `fields` are added, and `other` is what the family has unlike most.
 
-    Raises:
-        OptionError: the arguments ask for what the family has not.
+    Raises `OptionError` where the arguments ask for what the family has not.
     """
     for name, wanted in {**_DECODER, **(other or {})}.items():
         # Positions that are stretched by YaRN are rotary, too.

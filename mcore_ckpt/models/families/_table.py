@@ -46,12 +46,9 @@ Axes = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor of Hugging Face.
+    """A tensor of Hugging Face: its key, with `{layer}` and `{expert}`, and its shape in names of sizes, or numbers.
 
-    Attributes:
-        key: with `{layer}` and `{expert}` where there is one for each.
-        shape: names of sizes, or numbers, one for each axis; of an axis that counts pairs, or more, one for each that
-            it would be if they were counted apart, the slowest first: `("ffn", 2)` for `gate, up, gate, up, ...`.
+    An axis that counts pairs, or more, is a tuple of sizes, the slowest first: `("ffn", 2)` for `gate, up, gate, ...`.
     """
 
     key: str
@@ -79,10 +76,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model of a family: what its `config.json` says, as far as shapes hang on it.
+    """One model of a family: what its `config.json` says, as far as shapes depend on it.
 
     Attributes:
-        layers: how many.
         sizes: by name, in elements: `hidden`, `ffn`, `vocab`, `q`, `kv`, ...
         heads, groups, head_dim: of attention.
         experts: for each layer that has some; 0 for a dense model.
@@ -122,20 +118,16 @@ class Family:
         name: as people give it to `--arch`.
         model_types: what `config.json` calls it.
         architecture: the class that `transformers` loads it with.
-        rows: the table of parameters.
-        defaults: what `transformers` takes for a setting that `config.json` leaves out, of all that is asked for but
-            sizes without which no shape is known.
+        defaults: what `transformers` takes for a setting that `config.json` leaves out, except sizes.
         model_of: what a complete `config.json` says about shapes.
-        arguments_of: Megatron's arguments for a complete `config.json`; raises `OptionError` for what Megatron-Core has
-            not. What it says is also what a model of the family computes: stored arguments are compared with it.
-        config_of: a `config.json` for Megatron's arguments, the vocabulary's size given; raises `OptionError` likewise.
+        arguments_of: Megatron's arguments for a complete `config.json`; stored arguments are compared with them.
+        config_of: a `config.json` for Megatron's arguments and the vocabulary's size. Both raise `OptionError`
+            for what the other side has not.
         recognizes: whether arguments are of this family; of several that do, the first in the registry is taken.
-        derived: regular expressions of keys that hold nothing of their own: buffers that are computed, or layers that
-            this family's models are loaded without.
+        derived: regular expressions of keys that hold nothing of their own: buffers, layers that are not loaded.
         optional_prefix: of keys that some checkpoints of the family leave out.
         remarks: where `transformers` computes a little else than Megatron-Core for a complete `config.json`.
-        loaded: the table of a model that `transformers` has loaded, where its parameters are others than in files: what
-            a trainer saves that holds such a model.
+        loaded: the table of a model that `transformers` has loaded, where its parameters are others than in files.
     """
 
     name: str
@@ -168,12 +160,7 @@ class Family:
         return self.arguments_of(self.complete(config))
 
     def config(self, arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-        """A `config.json` for Megatron's arguments; raises `OptionError` for what the family has not.
-
-        Args:
-            arguments: Megatron's, by name.
-            vocabulary: its size, without padding.
-        """
+        """A `config.json` for Megatron's arguments and a vocabulary without padding; raises `OptionError`."""
         return self.config_of(arguments, vocabulary)
 
     def of_keys(self, keys: Iterable[str]) -> Family:
@@ -185,13 +172,10 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How a checkpoint of Megatron-Core names what its layers hold.
+    """How a checkpoint of Megatron-Core names what its layers hold; `implementation` is that of the layers.
 
-    Attributes:
-        implementation: of the layers: Megatron's own, or Transformer Engine's.
-        stacked_layers: one tensor holds a parameter of all layers, along its first axis; otherwise keys have numbers.
-        stacked_experts: likewise for experts, along the next axis.
-        halves_apart: the halves of a gated layer are two tensors, `weight_w` and `weight_v`.
+    `stacked_layers`, `stacked_experts`: one tensor holds a parameter of all of them; otherwise keys have numbers.
+    `halves_apart`: the halves of a gated layer are two tensors, `weight_w` and `weight_v`.
     """
 
     implementation: Implementation = "local"
@@ -219,13 +203,13 @@ class Naming:
 
 
 class Link(NamedTuple):
-    """Elements that are the same on both sides: a box of each, of equal sizes but for axes of one element.
+    """Elements that are the same on both sides: a slice of each, of equal sizes but for axes of one element.
 
     Attributes:
         axes: which axis of one is which of the other, `(Megatron's, Hugging Face's)`, counted from the last, -1; all
-            others have one element in either box. None: the last axes are the same, as many as both have.
+            others have one element in either slice. None: the last axes are the same, as many as both have.
         how: the transform that gave it.
-        lead: how many of the first axes of Megatron's box count layers or experts.
+        lead: how many of the first axes of Megatron's slice count layers or experts.
     """
 
     megatron: str
@@ -239,13 +223,10 @@ class Link(NamedTuple):
 
 @dataclass(slots=True)
 class Relation:
-    """A table unfolded for one model.
+    """A table unfolded for one model: shapes by key on both sides, and the links between them.
 
-    Attributes:
-        megatron, hf: shape of each tensor, by key; of Hugging Face's with axes taken apart that count several things.
-        joined: Hugging Face's as they are stored, where that is another shape.
-        links: in the order of the rows.
-        padding: rows of Megatron's tensors that nothing stands for.
+    `hf` has axes that count several things as several axes; `joined` are the shapes as stored, where unlike. `padding`:
+    rows of Megatron's tensors without a counterpart.
     """
 
     megatron: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -395,16 +376,9 @@ _TRANSFORMS: dict[str, _Transform] = {
 
 
 def relate(family: Family, model: Model, naming: Naming, padded_vocabulary: int) -> Relation:
-    """Unfold a family's table for one model.
+    """Unfold a family's table for one model, whose embedding has `padded_vocabulary` rows in Megatron.
 
-    Args:
-        family: whose table.
-        model: the sizes.
-        naming: of the checkpoint.
-        padded_vocabulary: rows that Megatron's embedding has.
-
-    Raises:
-        OptionError: the sizes contradict one another, or the table leaves elements of a tensor out.
+    Raises `OptionError` if the sizes contradict one another, or the table leaves elements of a tensor out.
     """
     instances = model.layers * max(1, model.experts)
     if instances > _MOST_INSTANCES or model.heads > _MOST_INSTANCES:
