@@ -6,7 +6,7 @@ VENV ?= .venv
 PYTHON ?=
 INSTALLED := $(VENV)/installed.stamp
 BIN := $(VENV)/bin
-# What is installed beside torch: `dev` is all, `test` what the tests that need torch alone need.
+# What is installed next to torch: `dev` is all, `test` what the tests that need torch alone need.
 EXTRA ?= dev
 # Of this file alone: the environment is made for it, and a constraint of the machine's is made for another.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
@@ -55,7 +55,7 @@ test-flips: $(INSTALLED)  ## bits flipped, files cut, swapped and taken from ano
 test-crash: $(INSTALLED)  ## 60 kills of async saves, 200 races of two jobs; ARGS="--kills N --races N --seed S"
 	$(BIN)/python -W ignore -m tests.save.kills_and_races $(ARGS)
 
-test-matrix: $(INSTALLED)  ## every supported megatron-core version (needs Python 3.12 beside the usual one)
+test-matrix: $(INSTALLED)  ## every supported megatron-core version (needs Python 3.12 besides the usual one)
 	scripts/test_matrix.sh $(ARGS)
 
 docs: site  ## the site below build/site, strictly, and the test that strict means strict
@@ -71,7 +71,7 @@ $(VENV)/docs.stamp: $(INSTALLED)
 dist: $(INSTALLED)  ## wheel and sdist; the wheel in empty environments, with torch alone and with [megatron]: minutes
 	$(BIN)/python scripts/dist.py $(ARGS)
 
-rooms: $(INSTALLED)  ## draw the picture of the rooms in docs/design.md anew, and the list of modules in each room's __init__
+rooms: $(INSTALLED)  ## draw the picture of the rooms in docs/design.md again, and the list of modules in each room's __init__
 	$(BIN)/python scripts/rooms.py
 
 lint: $(INSTALLED)  ## ruff and mypy
@@ -79,7 +79,7 @@ lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(INSTALLED)  ## let ruff mend what it can
+format: $(INSTALLED)  ## let ruff repair what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"mcore_ckpt.launch: there is no script {target[0]!r} in {Path.cwd()}", file=sys.stderr)  # noqa: T201
         return 2
     if not as_module and not getattr(sys.flags, "safe_path", False):
-        # Before install(): a checkout of Megatron-LM beside the script is the Megatron that the script will use.
+        # Before install(): a checkout of Megatron-LM next to the script is the Megatron that the script will use.
         sys.path[0] = str(Path(target[0]).resolve().parent)
     try:
         from mcore_ckpt.megatron.install import install

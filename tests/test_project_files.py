@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import words
 from tests.conftest import NOT_QUICK
 from tests.support.shown_launches import shown_launches
 
@@ -81,3 +82,10 @@ def test_launches_that_pages_show_save_as_they_say() -> None:
     for page, launches in shown.items():
         for words in launches:
             assert ("--async-save" in words) <= ("--use-persistent-ckpt-worker" in words), f"{page}: {words}"
+
+
+def test_words_are_found_across_lines_and_where_they_are_right_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "# a save is held\n    # against its plan\ntake_ahead = 1\nnew = of(anew)\n"
+    assert [line for line, _ in words.problems("a.py", text)] == [1, 4]
+    monkeypatch.setitem(words.ALLOWED, "a.py", ("anew",))
+    assert [line for line, _ in words.problems("a.py", text)] == [1]

@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         found = listed.checkpoint
         layout = str(listed.layout) if listed.layout else "-"
         age_s = None if found.saved_at_s is None else max(0.0, now_s - found.saved_at_s)
-        state = "whole" if found.whole else "NOT WHOLE" if found.problems else "WRITTEN BY SOMETHING NEWER"
+        state = "complete" if found.whole else "INCOMPLETE" if found.problems else "WRITTEN BY SOMETHING NEWER"
         if found.claimed:
             state += ", left by a save that is gone" if found.abandoned else ", being written"
         rows.append(
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     lines = [table(("checkpoint", "state", "size", "age", "layout", ""), rows, right=(2, 3)), *notes]
     if report.tracker_problem:
         lines.append(f"tracker: {report.tracker_problem}")
-    lines.append(f"{report.path}: {len(rows)} checkpoints, {whole} whole, {human_bytes(total_bytes)}")
+    lines.append(f"{report.path}: {len(rows)} checkpoints, {whole} complete, {human_bytes(total_bytes)}")
     document = {
         "path": report.path,
         "tracked": report.tracked,

@@ -1,4 +1,4 @@
-"""`mcore-ckpt prune`: let go of a run's old checkpoints."""
+"""`mcore-ckpt prune`: delete a run's old checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("run", metavar="RUN", help="directory that holds iter_0000100 and the like")
     parser.add_argument(
-        "--keep-last", type=int, required=True, metavar="N", help="the newest N whole checkpoints stay, at least one"
+        "--keep-last", type=int, required=True, metavar="N", help="the newest N complete checkpoints stay, at least one"
     )
     parser.add_argument("--keep-every", type=int, metavar="M", help="iterations that are multiples of M stay")
     parser.add_argument("--yes", action="store_true", help="remove them; without it they are only listed")
@@ -28,23 +28,23 @@ def run(arguments: argparse.Namespace) -> Outcome:
         arguments.run, keep_last=arguments.keep_last, keep_every=arguments.keep_every, remove=arguments.yes
     )
     rows, notes, documents = [], [], []
-    for fate in report.fates:
-        found = fate.checkpoint
-        rows.append((found.name, "keep" if fate.keep else "remove", human_bytes(found.size_bytes), fate.reason))
-        if fate.left:
-            notes.append(f"{found.path}: not of the checkpoint, still there: {', '.join(fate.left[:5])}")
+    for decision in report.decisions:
+        found = decision.checkpoint
+        rows.append((found.name, "keep" if decision.keep else "remove", human_bytes(found.size_bytes), decision.reason))
+        if decision.left:
+            notes.append(f"{found.path}: not of the checkpoint, still there: {', '.join(decision.left[:5])}")
         documents.append(
             {
                 "name": found.name,
                 "iteration": found.iteration,
                 "whole": found.whole,
-                "keep": fate.keep,
-                "reason": fate.reason,
+                "keep": decision.keep,
+                "reason": decision.reason,
                 "size_bytes": found.size_bytes,
-                "left": fate.left,
+                "left": decision.left,
             }
         )
-    going = sum(not fate.keep for fate in report.fates)
+    going = sum(not decision.keep for decision in report.decisions)
     verb = "removed" if report.removed else "to remove"
     text = f"{report.path}: {going} of {len(rows)} checkpoints {verb}, {human_bytes(report.freed_bytes)}"
     if going and not report.removed:

@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 DONE: Final = 0
-"""Done, identical, or whole."""
+"""Done, identical, or valid."""
 
 DIFFERS: Final = 1
 """Different, or damaged."""

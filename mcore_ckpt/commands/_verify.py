@@ -1,4 +1,4 @@
-"""`mcore-ckpt verify`: is a checkpoint whole, and can another copy mend it?"""
+"""`mcore-ckpt verify`: is a checkpoint complete and undamaged, and can another copy repair it?"""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer",
         action="store_true",
-        help="hold the optimizer's float32 weights against the model's, too: rounded, they are the same",
+        help="compare the optimizer's float32 weights with the model's, too: rounded, they are the same",
     )
     parser.add_argument("--workers", type=int, default=2, metavar="W", help="threads that read and sum (2)")
 
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         lines.append(f"... and {len(report.problems) - _SHOWN} more (--json lists all)")
     lines += [f"accepted as it is: {accepted}"] if accepted else []
     lines += [f"repaired: {name}" for name in report.repaired]
-    verdict = "whole" if report.whole else f"DAMAGED, {len(report.problems)} problems"
+    verdict = "valid" if report.whole else f"DAMAGED, {len(report.problems)} problems"
     lines.append(
         f"{one_line(report.path)}: {verdict}: {report.items} items, "
         f"{report.records} checksums, {human_bytes(report.read_bytes)} in {report.seconds:.1f} s "

@@ -1,6 +1,6 @@
 """The `mcore-ckpt` command: what can be done with `torch_dist` checkpoints, and the runs that they belong to.
 
-Exit codes: 0 done, identical, or whole; 1 different or damaged; 2 bad usage, or something that cannot be read or
+Exit codes: 0 done, identical, or valid; 1 different or damaged; 2 bad usage, or something that cannot be read or
 written. Errors are one line on standard error that says what to do; `--debug` adds the traceback.
 
 Only the module of the command that runs is imported, and it imports what it needs when it needs it, so that
@@ -35,8 +35,8 @@ _COMMANDS = {
         "make a torch_dist checkpoint of a Hugging Face model, safetensors, torch files or DCP",
     ),
     "cat": ("cat", "show or extract one tensor or object"),
-    "list": ("list", "the checkpoints of a run: which are whole, how large, how old, in which layout"),
-    "prune": ("prune", "let go of a run's old checkpoints"),
+    "list": ("list", "the checkpoints of a run: which are complete, how large, how old, in which layout"),
+    "prune": ("prune", "delete a run's old checkpoints"),
 }
 
 
@@ -48,7 +48,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
         prog="mcore-ckpt",
         description="Work with torch_dist checkpoints of Megatron-Core and torch.distributed.checkpoint: no model, no "
         "GPU, no process group.",
-        epilog="exit codes: 0 done, identical or whole; 1 different or damaged; 2 bad usage or unreadable",
+        epilog="exit codes: 0 done, identical or valid; 1 different or damaged; 2 bad usage or unreadable",
     )
     parser.add_argument("--version", action="version", version=f"mcore-ckpt {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             _show(outcome, as_json=arguments.json)
         except BrokenPipeError:
-            # The reader of our output has enough (`| head`); Python would complain once more while it shuts down.
+            # The reader of our output has enough (`| head`); Python would complain again while it shuts down.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return outcome.code
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The words that every room uses.
+"""The vocabulary of all packages.
 
 In: plain values, and what goes wrong on a rank or in a child process.
 Out: the tree of errors, options, boxes and their arithmetic, progress and tables for a terminal, the ends of processes,

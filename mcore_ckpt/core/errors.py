@@ -14,7 +14,7 @@
         |-- MissingKeyError         the checkpoint has no tensor or object of that key (also a KeyError)
         |-- ShapeMismatchError      global shape stored and wanted differ
         |-- DtypeMismatchError      dtype stored and wanted differ
-        |-- KindMismatchError       an object where a tensor is wanted, or the other way round
+        |-- KindMismatchError       an object where a tensor is requested, or vice versa
         |-- NewerFormatError        written by a newer torch, Megatron-Core or mcore_ckpt than this one reads; no damage
         `-- CorruptCheckpointError  what lies on the disk cannot be right
             |-- ChecksumError       the CRC-32 stored with a record is not that of its bytes
@@ -110,7 +110,7 @@ class DtypeMismatchError(LoadError):
 
 
 class KindMismatchError(LoadError):
-    """An object is stored where a tensor is wanted, or the other way round."""
+    """An object is stored where a tensor is requested, or vice versa."""
 
 
 class NewerFormatError(LoadError):

@@ -65,7 +65,7 @@ _PR_SET_PDEATHSIG: Final = 1
 def exit_text(code: int | None) -> str:
     """How a process ended, in words; `code` as in `subprocess.Popen.returncode`."""
     if code is None:
-        return "ended in a way that the system did not report (somebody else collected its exit status)"
+        return "ended in a way that the system did not report (another part of the program collected its exit status)"
     if code >= 0:
         return f"ended with exit code {code}"
     try:

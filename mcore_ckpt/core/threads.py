@@ -3,7 +3,7 @@
 A `Crew` is the one way in which this package works in parallel. It starts its threads when there are tasks for them,
 keeps the first error, and never leaves a thread behind that goes on to use the caller's memory.
 
-A program may save once more when it ends (`atexit`). From Python 3.12 on no thread can be started then. The caller does
+A program may save again when it ends (`atexit`). From Python 3.12 on no thread can be started then. The caller does
 the tasks itself where not a single thread can be started.
 """
 
@@ -288,7 +288,7 @@ def done_by(pool: Executor, work: Callable[..., T], *arguments: Any) -> Future[T
     done: Future[T] = Future()
     try:
         done.set_result(work(*arguments))
-    except BaseException as error:  # noqa: BLE001  (of the work, for whoever asks for the result)
+    except BaseException as error:  # noqa: BLE001  (of the work, for the caller that asks for the result)
         done.set_exception(error)
     return done
 

@@ -1,9 +1,9 @@
 """Is the common state in `common.pt` the one that was saved with the checkpoint?
 
-To megatron-core 0.18 the common state is a file of its own. The seal of `.metadata` names it beside the data files, by
+To megatron-core 0.18 the common state is a file of its own. The seal of `.metadata` names it next to the data files, by
 its length and the CRC-32 of all its bytes, also where stock has written it: so that the file of another save, a damaged
-one, and one that a save of stock had replaced before it was killed are told from the one that was saved. What somebody
-has changed on purpose cannot be told from that; it is refused until it is accepted (`accept_common_file`).
+one, and one that a save of stock had replaced before it was killed are told from the one that was saved. A file that a
+user has changed on purpose cannot be told from those; it is refused until it is accepted (`accept_common_file`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _sum_of_file(storage: Storage, save_id: bytes, name: str = COMMON_FILE) -> S
 
 
 def read_common_file(storage: Storage, name: str, seal: MetadataSeal | None) -> bytes:
-    """All of the file of the common state, held against the seal.
+    """All of the file of the common state, compared with the seal.
 
     Args:
         storage: the checkpoint's directory.
@@ -117,7 +117,7 @@ def bind_common_file(content: bytes, directory: Path) -> bytes:
 
 
 def accept_common_file(path: Path) -> str | None:
-    """Let a checkpoint's seal say that the common state is what lies there now, whoever has changed it.
+    """Let a checkpoint's seal say that the common state is the file that lies there now, however it was changed.
 
     Args:
         path: the checkpoint's directory.

@@ -1,7 +1,7 @@
 """Which checkpoint a directory holds: what its indexes name, and which file is the common state of the one in force.
 
 Whether there is an index, and which, is asked of the file itself: the listing of a network file system may lag behind.
-Beside `.metadata`, the index of a checkpoint of all ranks, there may be one for each rank that has saved a checkpoint
+Besides `.metadata`, the index of a checkpoint of all ranks, there may be one for each rank that has saved a checkpoint
 of its own (DCP without collectives): `__<rank>.metadata`.
 """
 

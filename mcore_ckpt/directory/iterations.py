@@ -1,11 +1,11 @@
-"""A run's checkpoints: the iterations in one directory, which of them are whole, and which one the tracker file names.
+"""A run's checkpoints: its iterations, which of them are complete, and which one the tracker file names.
 
-Megatron-Core keeps them as `iter_0001000` (seven digits or more) and `release`, beside the file
-`latest_checkpointed_iteration.txt`. Other directories are nobody's business here.
+Megatron-Core keeps them as `iter_0001000` (seven digits or more) and `release`, next to the file
+`latest_checkpointed_iteration.txt`. Other directories are ignored.
 
-*Whole* is said from the structure, without reading a payload: the index can be read, its chunks make up their tensors,
-and every file is there and as long as the index needs it. Whether the bytes are those that were written is for `verify`
-to tell.
+A checkpoint is *complete* by its structure, without reading a payload: the index can be read, its chunks make up their
+tensors, and every file is there and as long as the index needs it. `verify` tells whether the bytes are those that were
+written.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RunCheckpoint:
     Attributes:
         path: its directory.
         iteration: None for `release`.
-        problems: why it is not whole, the first of them.
+        problems: why it is incomplete, the first of them.
         newer: why this version cannot read it, where something newer has written it; no damage.
         size_bytes: of the files in it.
         saved_at_s: when `.metadata` was published, in seconds since 1970; None without one.

@@ -312,7 +312,7 @@ class DirectoryLock:
         return not self._life.ended.is_set() and self._life.pid == os.getpid()
 
     def note(self, replaced: Sequence[str]) -> None:
-        """Keep a list of files, for whoever takes over from this save when it has published and not removed them."""
+        """Keep a list of files, for the save that takes over if this one publishes and does not remove them."""
         if replaced:
             self.storage.create(_lease(self.owner, _NOTE), json.dumps(list(replaced)).encode())
 
@@ -466,7 +466,7 @@ def seems_gone(storage: Storage, owner: Owner) -> bool:
     """
     beat = storage.version(_lease(owner))
     if beat is None:
-        return True  # it has let go, and left a marker: its save has failed
+        return True  # released, and the marker left: its save has failed
     state = owner.process_state()
     if state == "unknown":
         return time.time() - beat.modified_ns / 1e9 > _LONGEST_LEASE_S
@@ -511,10 +511,10 @@ def _take(storage: Storage, owner: Owner, part: int | None) -> list[Owner]:
 
 
 def _exclude(storage: Storage, owner: Owner, part: int | None) -> list[Owner]:
-    """Who has the whole makes sure that nobody has a part, and the other way round; returns whom it has replaced.
+    """A lock of all ranks excludes locks of single ranks, and vice versa; returns the owners that were replaced.
 
     Raises:
-        SaveError: somebody has it.
+        SaveError: another save holds one of them.
     """
     if part is not None:
         whole = holders(storage)
@@ -541,13 +541,13 @@ def _exclude(storage: Storage, owner: Owner, part: int | None) -> list[Owner]:
 
 
 def _take_over(storage: Storage, gone: Owner, owner: Owner, marker: str) -> list[Owner]:
-    """Become the holder after one that is gone; returns all that are gone, or none if somebody else did."""
+    """Become the holder after one that is gone; returns all that are gone, or none if another save did."""
     if not storage.lock(_lease(gone, _NEXT), _lease(owner)):
         return []
     chain = _chain(storage, marker)
     ids = [each.save_id for each in chain]
     if owner.save_id not in ids:
-        # Somebody else had taken over, and tidied up, before the link was made: nothing leads to it.
+        # Another save had taken over, and tidied up, before the link was made: nothing leads to it.
         storage.delete(_lease(gone, _NEXT))
         return []
     if ids[-1] != owner.save_id:
@@ -603,7 +603,7 @@ def _wait_until_gone(storage: Storage, holder: Owner, owner: Owner, marker: str)
     until_s = time.monotonic() + wait_s
     while (left_s := until_s - time.monotonic()) > 0:
         time.sleep(min(left_s, max(beat_s / 4, _RETRY_S)))
-        storage.renew(_lease(owner))  # whoever watches this process meanwhile sees that it lives
+        storage.renew(_lease(owner))  # another save that watches this process meanwhile sees that it lives
         beat = storage.version(_lease(holder))
         if beat is None:
             return
@@ -612,7 +612,7 @@ def _wait_until_gone(storage: Storage, holder: Owner, owner: Owner, marker: str)
 
 
 def _wait_for_content(storage: Storage, holder: Owner, marker: str) -> None:
-    """Give somebody who has just made the marker the time to write it. One that an older version wrote is sound."""
+    """Give a save that has just made the marker the time to write it. One that an older version wrote is sound."""
     if holder.noted is not None:
         return
     until_s = time.monotonic() + _UNREADABLE_S

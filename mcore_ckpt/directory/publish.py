@@ -1,6 +1,6 @@
 """Making a new checkpoint the one that a directory holds, at one moment; `target.py` tells what goes before and after.
 
-`metadata.json` and the common state are put beside it here, too: never over those of another save.
+`metadata.json` and the common state are put next to it here, too: never over those of another save.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_sta
     part = target.lock.part
     storage.sync()
     if not target.replaces:
-        storage.sync(parents=True)  # whoever has made the directory
+        storage.sync(parents=True)  # the directory may be new
     target.lock.publish(index_name(part), metadata)
     with contextlib.suppress(LoadError):
         if part is None and (published := storage.version(METADATA_FILE)) is not None:
@@ -61,7 +61,7 @@ def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_sta
             _settle_common(storage, target, has_common_state)
         _tidy_up(storage, target)
     except Exception as error:  # noqa: BLE001  (whatever it is, the checkpoint must not pass for a failed one)
-        # The new checkpoint is whole and in force; what is left over is mended by the next save into the directory.
+        # The new checkpoint is complete and in force; the next save into the directory removes what is left over.
         _logger.warning("%s: the checkpoint is published, but not everything old could be removed: %s", storage, error)
         with contextlib.suppress(SaveError, LoadError, OSError):
             target.lock.release(keep_note=True)
@@ -69,7 +69,7 @@ def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_sta
 
 def _settle_common(storage: Storage, target: Target, has_common_state: bool) -> None:
     # The common state first, before anything else is even looked at: until that is done, stock readers, which know of
-    # no pending name, see the old one beside the new `.metadata`.
+    # no pending name, see the old one next to the new `.metadata`.
     pending = target.pending_common
     if has_common_state:
         # Left by an older version, or by a save of it that was killed; readers of 0.19 would prefer it.
@@ -92,7 +92,7 @@ def _tidy_up(storage: Storage, target: Target) -> None:
 
 
 def _rename_for_sure(storage: Storage, source: str, name: str) -> None:
-    """Rename; an error of a moment must not leave stock readers the old common state beside the new `.metadata`."""
+    """Rename; an error of a moment must not leave stock readers the old common state next to the new `.metadata`."""
     for _ in range(_RENAMES - 1):
         try:
             storage.move(source, name)
@@ -153,7 +153,7 @@ def _size(storage: Storage, name: str) -> int | None:
 def settle(storage: Storage, config: bytes | None = None) -> None:
     """The checkpoint that the directory was reserved for has been saved by other means than `open_target`.
 
-    Its common state takes its place, and the directory is let go.
+    Its common state takes its place, and the directory is released.
 
     Args:
         storage: the checkpoint's directory.
@@ -175,11 +175,11 @@ def settle(storage: Storage, config: bytes | None = None) -> None:
 
 
 def write_config(storage: Storage, content: bytes) -> bool:
-    """Write `metadata.json` of the checkpoint that this process has published last, or has had somebody publish.
+    """Write `metadata.json` of the checkpoint that this process has published last, or another strategy has for it.
 
-    Megatron does so last of all, when the directory has been let go: another save may have it by then, and this process
-    may have been held up for as long as you like. So a file that is there is replaced by way of a lock only, and
-    where there is none, one is made that replaces nothing: whoever holds the directory then has the last word.
+    Megatron does so last of all, when the directory has been released. Another save may have it by then, and this
+    process may have been held up for any time. So a file that is there is replaced under a lock only, and
+    where there is none, one is made that replaces nothing: the save that holds the directory then has the last word.
 
     Returns:
         Whether the file says what it should. If not, another save has published since, or is about to.
@@ -187,7 +187,7 @@ def write_config(storage: Storage, content: bytes) -> bool:
     Raises:
         SaveError: it cannot be written.
     """
-    settle(storage, content)  # a strategy that is not ours saved beside the common state
+    settle(storage, content)  # another strategy saved next to the common state
     if _has_config(storage, content):
         return True
     if not _is_still_published(storage):
@@ -219,7 +219,7 @@ def _has_config(storage: Storage, content: bytes) -> bool:
 def _is_still_published(storage: Storage) -> bool:
     """Whether the checkpoint that this process has published last is still the one that the directory holds.
 
-    True also if it has published none there: somebody else has, for this process.
+    True also if it has published none there: another strategy has, for this process.
     """
     published = _published.get(storage.location)
     return published is None or storage.version(METADATA_FILE) == published

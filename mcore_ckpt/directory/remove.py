@@ -54,7 +54,7 @@ def _remove(storage: Storage, lock: DirectoryLock, index: CheckpointIndex, key_p
     lock.publish(METADATA_FILE, encode_metadata(kept))
     emptied = sorted(index_files(index) - index_files(kept))
     if not lock.is_still_held():
-        # Published, and taken over since: whoever holds the directory may be looking at these files.
+        # Published, and taken over since: the save that holds the directory may be looking at these files.
         _logger.warning("%s: the keys are removed, but files that nothing lies in stay: %s", storage, emptied)
         return []
     for name in emptied:

@@ -6,7 +6,7 @@ leaves either the old checkpoint whole or the new one whole:
 1. `open_target` (or, ahead of it, `reserve`): the directory is locked (`lock.py`), what it holds is looked at, and
    what earlier saves have left is finished or undone. The names of all new data files carry the id of the lock, so no
    name is ever used twice. Files of the old checkpoint whose names carry none are noted next to the lock.
-2. The ranks write and fsync their data files. If a checkpoint is being replaced, the new common state lies beside the
+2. The ranks write and fsync their data files. If a checkpoint is being replaced, the new common state lies next to the
    old one as `common.pt.<id>.pending`.
 3. `publish`: the coordinator sees every file that was planned, at its size. The new `.metadata` replaces the old one by
    a rename, which fails if the directory has been taken over by another save meanwhile. This is the moment the

@@ -122,7 +122,7 @@ def _name_of(kind: type) -> str:
 
 def _same_elements(a: Opaque, b: Opaque) -> Verdict:
     """Whether two tensors, made from storage, offset, sizes and strides in elements, have the same bits."""
-    places = [_place(tensor) for tensor in (a, b)]
+    places = [_strided(tensor) for tensor in (a, b)]
     storages = [tensor.arguments[0] for tensor in (a, b)]
     if None in places or not all(isinstance(storage, StoredStorage) for storage in storages):
         return "unknown"
@@ -140,7 +140,7 @@ def _same_elements(a: Opaque, b: Opaque) -> Verdict:
     return "same" if all(x.tobytes() == y.tobytes() for x, y in batches) else "different"
 
 
-class _Place(NamedTuple):
+class _Strided(NamedTuple):
     """Where a tensor's elements lie in its storage, in elements."""
 
     offset: int
@@ -148,32 +148,32 @@ class _Place(NamedTuple):
     strides: tuple[int, ...]
 
 
-def _place(tensor: Opaque) -> _Place | None:
+def _strided(tensor: Opaque) -> _Strided | None:
     """None if that cannot be told."""
     _, offset, sizes, strides = tensor.arguments[:4]
     if not all(type(each) is tuple and all(type(n) is int and n >= 0 for n in each) for each in (sizes, strides)):
         return None
     if type(offset) is not int or offset < 0 or len(sizes) != len(strides):
         return None
-    return _Place(offset, sizes, strides)
+    return _Strided(offset, sizes, strides)
 
 
-def _elements(tensor: Opaque, place: _Place) -> np.ndarray[Any, Any] | None:
+def _elements(tensor: Opaque, view: _Strided) -> np.ndarray[Any, Any] | None:
     """The elements where they lie; None if that cannot be told, or there are more of them than the storage holds."""
     storage: StoredStorage = tensor.arguments[0]
     # An untyped storage comes with a dtype.
     named = tensor.arguments[6] if len(tensor.arguments) > 6 and storage.kind.endswith("UntypedStorage") else None
     kind = _name_of(named) if isinstance(named, type) else storage.kind
     width = _ELEMENT_BYTES.get(kind.rpartition(".")[2])
-    if width is None or math.prod(place.sizes) * width > len(storage.content):
+    if width is None or math.prod(view.sizes) * width > len(storage.content):
         return None
     try:
         return np.ndarray(
-            place.sizes,
+            view.sizes,
             np.dtype((np.void, width)),
             buffer=storage.content,
-            offset=place.offset * width,
-            strides=tuple(stride * width for stride in place.strides),
+            offset=view.offset * width,
+            strides=tuple(stride * width for stride in view.strides),
         )
     except (ValueError, TypeError, OverflowError):
         return None

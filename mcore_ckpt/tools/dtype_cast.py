@@ -142,7 +142,7 @@ def cast_floats(
     if target is None or np.dtype(target).kind != "f":
         raise OptionError(f"dtype {to!r}: expected one of {', '.join(sorted(DTYPE_NAMES))}")
     with np.errstate(over=overflow):
-        # As torch does, float64 goes to float16 by way of float32.
+        # As torch does, float64 goes to float16 through float32.
         narrow = numbers.astype(np.float32) if to == "float16" else numbers
         return np.ascontiguousarray(narrow.astype(target)).data.cast("B")
 

@@ -1,6 +1,6 @@
 """The raw elements of stored tensors, for the offline commands: no torch, unless an item has to be decoded.
 
-A chunk's payload is located by the headers of its item and held against the index. It is then read by any range, in
+A chunk's payload is located by the headers of its item and compared with the index. It is then read by any range, in
 memory that the caller has: front to back for what streams (`PayloadSource`), or what a box of the tensor needs of it
 (`read_box`). What cannot be read by range (stored through a transform, compressed, not contiguous) is decoded whole.
 """
@@ -87,7 +87,7 @@ class StoredPayloads:
         index: of the checkpoint.
         storage: its files; by default those in the index's path.
         page_cache: how they are read (`LoadOptions.page_cache`).
-        stored: the checkpoint's own index, where `index` has other keys: what its files are held against.
+        stored: the checkpoint's own index, where `index` has other keys: what its files are compared with.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class StoredPayloads:
         """Told that nothing more is going to be read: what was read of chunks in parts is compared now."""
 
     def recipe(self) -> Iterable[str]:
-        """What the elements depend on, beside the index and its files."""
+        """What the elements depend on, besides the index and its files."""
         return ()
 
     def close(self) -> None:

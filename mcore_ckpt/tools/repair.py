@@ -1,4 +1,4 @@
-"""Mending a damaged checkpoint with the bytes of another copy: of the same save, or of one resharded from it.
+"""Repair of a damaged checkpoint with the bytes of another copy: of the same save, or of one resharded from it.
 
 Nothing is believed for coming from the copy: bytes of another iteration would make a mix of two, and look whole. Whole
 items and files are put back only from a copy of the same save, and only if their own checksums hold there; from any
@@ -48,10 +48,10 @@ _COMPARED_ITEMS = 16
 def repair_checkpoint(
     report: VerifyReport, other: str | os.PathLike[str], *, progress: bool | None = False
 ) -> VerifyReport:
-    """Mend what `report` found, as far as the copy in `other` can, and verify again.
+    """Repair what `report` found, as far as the copy in `other` can, and verify again.
 
     Args:
-        report: what `verify_checkpoint` returned; the checkpoint that it names is mended in place.
+        report: what `verify_checkpoint` returned; the checkpoint that it names is repaired in place.
         other: directory of a copy under the same sharding or any other, or one with a tracker file.
         progress: show bars; None: if standard error is a terminal.
 
@@ -60,7 +60,7 @@ def repair_checkpoint(
 
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError: `other` is no readable checkpoint, or its index does not
-            describe the files that are to be mended.
+            describe the files that are to be repaired.
         SaveError: a save, or another repair, holds the damaged checkpoint's directory, or it cannot be written.
     """
     with DirectoryLock.take(storage_at(report.path), common_ahead=True) as lock:
@@ -68,11 +68,11 @@ def repair_checkpoint(
 
 
 class _Damaged:
-    """The checkpoint that is being mended. All that is written there is written here, as long as the lock is held.
+    """The checkpoint that is being repaired. All that is written there is written here, as long as the lock is held.
 
     What stands for the whole checkpoint (`.metadata`, the common state) is published through the lock, which another
-    process may take over. A file that is missing gets its name only if nobody has made one
-    meanwhile. And a data file that is written to in place is one of the damaged checkpoint: no other save uses its
+    process may take over. A file that is missing gets its name only if there is none
+    by then. And a data file that is written to in place is one of the damaged checkpoint: no other save uses its
     name.
 
     Args:
@@ -86,7 +86,7 @@ class _Damaged:
         self._lock = lock
 
     def check_held(self) -> None:
-        """Raise `SaveError` if the directory is somebody else's by now."""
+        """Raise `SaveError` if another save holds the directory by now."""
         self._lock.check()
 
     def publish_index(self, content: bytes) -> None:
@@ -169,12 +169,12 @@ def _repair(report: VerifyReport, damaged: _Damaged, copy: Path, progress: bool 
                 continue
             check = checks.get((problem.fqn, problem.file, problem.offset))
             if check is None:
-                if same_save and _mend_file(problem, damaged, copy):
+                if same_save and _restore_file(problem, damaged, copy):
                     repaired.append(problem.file)
-            elif _mend(check, damaged, payloads, same_save):
+            elif _restore(check, damaged, payloads, same_save):
                 repaired.append(check.where)
             bar.advance(problem.length or 0)
-    repaired += _mend_seals(report.problems, damaged, copy, index)
+    repaired += _restore_seals(report.problems, damaged, copy, index)
     again = verify_checkpoint(directory, progress=progress)
     damaged.check_held()  # otherwise it was another save's checkpoint that was verified
     still_wrong = {problem.message for problem in again.problems}
@@ -244,17 +244,17 @@ def _end_of_file(name: str, copy: Path, index: CheckpointIndex) -> tuple[int, by
         return None
 
 
-def _mend_seals(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path, index: CheckpointIndex) -> list[str]:
+def _restore_seals(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path, index: CheckpointIndex) -> list[str]:
     """Ends of files, and lengths, come back from a copy whose file is the very same by what `.metadata` says of it."""
-    mended = []
+    restored = []
     for problem in problems:
         name = problem.file
         if name is None or index.seal is None or problem.kind != "file" or name not in index.seal.files:
             continue
         end = _end_of_file(name, copy, index)
         if end is not None and damaged.write(name, *end, is_end=True):
-            mended.append(name)
-    return list(dict.fromkeys(mended))
+            restored.append(name)
+    return list(dict.fromkeys(restored))
 
 
 def _replace_files(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path, index: CheckpointIndex) -> list[str]:
@@ -337,7 +337,7 @@ def _sums(directory: Path, item: StoredItem, where: str) -> list[tuple[str, int,
         return []
 
 
-def _mend_file(problem: Problem, damaged: _Damaged, copy: Path) -> bool:
+def _restore_file(problem: Problem, damaged: _Damaged, copy: Path) -> bool:
     """Put back a file that is one item by itself, the common state's, if the copy's is sound."""
     assert problem.file is not None
     try:
@@ -350,8 +350,8 @@ def _mend_file(problem: Problem, damaged: _Damaged, copy: Path) -> bool:
     return bool(sound) and damaged.publish_common(problem.file, content)
 
 
-def _mend(check: ItemCheck, damaged: _Damaged, payloads: StoredPayloads, same_save: bool) -> bool:
-    """Put one item back; False if the copy does not have it, or cannot prove that it is the same."""
+def _restore(check: ItemCheck, damaged: _Damaged, payloads: StoredPayloads, same_save: bool) -> bool:
+    """Put one item back; False if the copy does not have it, or its checksums do not show that it is the same."""
     content = _same_item(check, payloads)
     if content is not None and same_save:
         return damaged.write(check.item.file, check.item.offset, content)

@@ -27,7 +27,7 @@ from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.parallel_layout import ParallelLayout, layout_of_chunks
 
-__all__ = ["Fate", "ListedCheckpoint", "PruneReport", "RunReport", "list_run", "prune_run"]
+__all__ = ["ListedCheckpoint", "PruneDecision", "PruneReport", "RunReport", "list_run", "prune_run"]
 
 # What `.metadata` is called while what it names is being removed.
 _REMOVED_INDEX = METADATA_FILE + ".removed"
@@ -66,7 +66,7 @@ class RunReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class PruneDecision:
     """What becomes of a checkpoint.
 
     Attributes:
@@ -88,12 +88,12 @@ class PruneReport:
 
     path: str
     removed: bool
-    fates: tuple[Fate, ...]
+    decisions: tuple[PruneDecision, ...]
 
     @property
     def freed_bytes(self) -> int:
         """Of the checkpoints that go."""
-        return sum(fate.checkpoint.size_bytes for fate in self.fates if not fate.keep)
+        return sum(decision.checkpoint.size_bytes for decision in self.decisions if not decision.keep)
 
 
 def list_run(run: str | os.PathLike[str]) -> RunReport:
@@ -122,7 +122,7 @@ def list_run(run: str | os.PathLike[str]) -> RunReport:
     elif named is not None and named.newer:
         problem = f"it names {tracked}, which this version cannot read: {named.newer}"
     elif named is not None and not named.whole:
-        problem = f"it names {tracked}, which is not whole: {named.problems[0]}"
+        problem = f"it names {tracked}, which is incomplete: {named.problems[0]}"
     return RunReport(str(run), tracked, problem, tuple(found))
 
 
@@ -155,22 +155,22 @@ def prune_run(
     checkpoints = [look_at(directory, tracked=tracked)[0] for directory in directories]
     whole = [checkpoint for checkpoint in checkpoints if checkpoint.whole and checkpoint.iteration is not None]
     oldest_kept = whole[-keep_last:][0].iteration if len(whole) >= keep_last else None
-    fates = []
+    decisions = []
     for checkpoint in checkpoints:
         reason = _reason_to_keep(checkpoint, oldest_kept, keep_last, keep_every) or _reason_to_wait(checkpoint)
         if reason is not None:
-            fates.append(Fate(checkpoint, True, reason))
+            decisions.append(PruneDecision(checkpoint, True, reason))
         elif remove:
-            fates.append(_remove(checkpoint, run))
+            decisions.append(_remove(checkpoint, run))
         else:
-            fates.append(
-                Fate(
+            decisions.append(
+                PruneDecision(
                     checkpoint,
                     False,
                     "a removal was interrupted" if _half_removed(storage_at(checkpoint.path)) else "old",
                 )
             )
-    return PruneReport(str(run), remove, tuple(fates))
+    return PruneReport(str(run), remove, tuple(decisions))
 
 
 def _directories(run: str | os.PathLike[str]) -> list[Path]:
@@ -235,22 +235,22 @@ def _is_of_removals(storage: Storage) -> bool:
     return all((owner.noted or {}).get(_REMOVAL) is True and owner.process_state() != "alive" for owner in found)
 
 
-def _remove(checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> Fate:
+def _remove(checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> PruneDecision:
     """Remove a checkpoint, unless it has come into use meanwhile."""
     storage = storage_at(checkpoint.path)
     if not _is_of_removals(storage):
-        return Fate(checkpoint, True, _LOCKED)
+        return PruneDecision(checkpoint, True, _LOCKED)
     try:
         lock = _locked(storage, checkpoint, run)
     except (SaveError, LoadError) as error:
         if not _is_of_removals(storage):
-            return Fate(checkpoint, True, _LOCKED)
+            return PruneDecision(checkpoint, True, _LOCKED)
         raise SaveError(f"{checkpoint.path}: cannot be locked, and so not removed: {error}") from error
     save_before = any((owner.noted or {}).get(_REMOVAL) is not True for owner in lock.after)
     try:
         reason = _LOCKED if save_before else _reason_now(storage, checkpoint, run)
         if reason is not None:
-            return Fate(checkpoint, True, reason)
+            return PruneDecision(checkpoint, True, reason)
         lock.sweep(storage.list())
         for name in _being_removed(storage):
             lock.check()
@@ -266,9 +266,9 @@ def _remove(checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> Fate:
             lock.release(remove_marker=not save_before)
     # From here on a save may lock it again: then it is not empty.
     if storage.remove():
-        return Fate(checkpoint, False, "removed")
+        return PruneDecision(checkpoint, False, "removed")
     left = sorted(name for name in (*storage.list(), *storage.folders()) if not is_lock_file(name))
-    return Fate(checkpoint, False, "removed, but for files that are not its own", tuple(left))
+    return PruneDecision(checkpoint, False, "removed, but for files that are not its own", tuple(left))
 
 
 def _locked(storage: Storage, checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> DirectoryLock:
@@ -290,7 +290,7 @@ def _reason_now(storage: Storage, checkpoint: RunCheckpoint, run: str | os.PathL
     published = storage.version(METADATA_FILE)
     # After a removal has begun there is none, until a save publishes one.
     if published is not None and published.modified_ns / 1e9 != checkpoint.saved_at_s:
-        return "it has been saved anew"
+        return "it has been saved again"
     return _reason_to_wait(checkpoint)
 
 

@@ -1,4 +1,4 @@
-"""Is a checkpoint whole? Its structure, and the CRC-32 of every record in every file.
+"""Is a checkpoint complete and undamaged? Its structure, and the CRC-32 of every record in every file.
 
 Structure: each chunk of each tensor is there once, chunks tile their tensor, items lie inside their files and do not
 overlap, and say of themselves what the index says of them. Content: `torch.save` archives carry the CRC-32 of each
@@ -7,7 +7,7 @@ record (those of stock Megatron-Core and PyTorch too, where nothing ever compare
 Small items are read many at a time, large ones in windows, by a few threads: at the speed of the disk, in bounded
 memory, without torch.
 
-On request the optimizer is held against the model: its float32 weights, rounded, are the model's.
+On request the optimizer is compared with the model: its float32 weights, rounded, are the model's.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was checked, and what is wrong; `repaired` names items that were mended meanwhile.
+    """What was checked, and what is wrong; `repaired` names items that were repaired meanwhile.
 
     Attributes:
         unchecked: items whose bytes carry no CRC-32, or are stored through a transform that hides it.
-        compared: tensors of the model that the optimizer's were held against; None: it was not asked for.
+        compared: tensors of the model that the optimizer's were compared with; None: it was not asked for.
     """
 
     path: str
@@ -115,7 +115,7 @@ class VerifyReport:
 
 
 class ItemCheck(NamedTuple):
-    """One stored item to check: its tensor's entry and chunk, or None for an object; running sums, if there are any."""
+    """One stored item to check: its tensor's entry and chunk, or None for an object; cumulative CRCs, if any."""
 
     fqn: str
     item: StoredItem
@@ -145,7 +145,7 @@ def verify_checkpoint(
     Args:
         path: directory of the checkpoint, or one with a tracker file.
         workers: threads that read and sum; each takes one window (8 MiB) of memory.
-        optimizer: hold the optimizer's float32 weights against the model's, too, if nothing else is wrong.
+        optimizer: compare the optimizer's float32 weights with the model's, too, if nothing else is wrong.
         progress: show a bar; None: if standard error is a terminal.
 
     Raises:
@@ -160,7 +160,7 @@ def verify_checkpoint(
         report = _verify(directory, workers, progress)
         if optimizer and report.whole:
             report = verify_optimizer(report, progress=progress)
-        # What is wrong beside a save that replaces the checkpoint may be right in both.
+        # What is wrong during a save that replaces the checkpoint may be right in both.
         if report.whole or index_version(directory) == seen:
             return replace(report, seconds=time.monotonic() - started)
     raise restless_error(directory)
@@ -208,7 +208,7 @@ def verify_index(index: CheckpointIndex, *, workers: int = 2, progress: bool | N
 
 
 def verify_optimizer(report: VerifyReport, *, progress: bool | None = False) -> VerifyReport:
-    """Hold the optimizer's float32 weights against the model's: rounded, they are the same elements.
+    """Compare the optimizer's float32 weights with the model's: rounded, they are the same elements.
 
     They are wherever an optimizer keeps a copy in float32 of what a model has in 16 bits. Megatron-Core 0.16 saves a
     fully reshardable optimizer of several padded buckets shifted, and nothing else in the checkpoint shows it.
@@ -328,7 +328,7 @@ def _items_in_files(
 
 
 def _seal_problems(index: CheckpointIndex, storage: Storage) -> Iterator[Problem]:
-    """What data files say of themselves, held against `.metadata`: save, name, size, and each item's description."""
+    """What data files say of themselves, compared with `.metadata`: save, name, size, and each item's description."""
     items = items_by_file(index)
     for name in sorted(items):
         try:

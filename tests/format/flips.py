@@ -15,7 +15,7 @@ the checkpoint, the kind of the file and the outcome:
     missed      verify does not notice it, and some load refuses
     part        verify notices it; a load of a part of a record, for which no checksum is stored, gives other data
     WRONG       some other load gives other data than was stored
-    FOREIGN     an exception of somebody else came out
+    FOREIGN     a third-party exception came out
     DIED        the process ended by a signal, at its deadline, or out of memory
 
 What cannot be expected of checkpoints without a seal (those of others, and of this package before it wrote seals) is
@@ -526,7 +526,7 @@ def write_page(page: Path, tally: Tally, seed: int) -> None:
     bad = tally.of("FOREIGN", "DIED")
     told = (
         f"{tally.trials} trials, {flips} of them flipped bits, seed {seed}, torch {torch.__version__}; "
-        f"{len(tally.unexpected)} came out as they must not, {bad} ended in an exception of somebody else, a crash, at "
+        f"{len(tally.unexpected)} came out as they must not, {bad} ended in a third-party exception, a crash, at "
         f"the deadline ({DEADLINE_S:.0f} s) or at the limit of memory ({MEMORY_BYTES >> 30} GiB).\n\n"
     )
     text = page.read_text()

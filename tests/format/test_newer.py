@@ -168,10 +168,10 @@ def test_what_is_not_understood_is_not_called_damaged(
     assert main(["list", str(run)]) == 2
     shown = capsys.readouterr().out
     assert "WRITTEN BY SOMETHING NEWER" in shown
-    assert "NOT WHOLE" not in shown
+    assert "INCOMPLETE" not in shown
     assert "cannot read" in (report.tracker_problem or "")
     (run / "latest_checkpointed_iteration.txt").write_text("1")
-    assert all(fate.keep for fate in prune_run(run, keep_last=1).fates)
+    assert all(decision.keep for decision in prune_run(run, keep_last=1).decisions)
 
 
 @pytest.mark.parametrize(

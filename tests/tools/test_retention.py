@@ -59,11 +59,11 @@ def left(run: Path) -> list[int]:
 
 
 def going(report: PruneReport) -> list[int | None]:
-    return [fate.checkpoint.iteration for fate in report.fates if not fate.keep]
+    return [decision.checkpoint.iteration for decision in report.decisions if not decision.keep]
 
 
 def why(report: PruneReport, iteration: int) -> str:
-    return next(fate.reason for fate in report.fates if fate.checkpoint.iteration == iteration)
+    return next(decision.reason for decision in report.decisions if decision.checkpoint.iteration == iteration)
 
 
 def everything(run: Path) -> dict[str, int]:
@@ -168,7 +168,7 @@ def test_other_files_and_directories_stay(run: Path) -> None:
     (own / "modelopt_state" / "__0_0.distcp").write_bytes(b"of somebody else")
     (own / "__9_9.distcp").write_bytes(b"of no index")
     report = prune_run(run, keep_last=4, remove=True)
-    assert report.fates[0].left == ("__9_9.distcp", "modelopt_state", "notes.txt")
+    assert report.decisions[0].left == ("__9_9.distcp", "modelopt_state", "notes.txt")
     assert sorted(path.name for path in own.rglob("*")) == [
         "__0_0.distcp",
         "__9_9.distcp",
@@ -301,7 +301,7 @@ def test_a_checkpoint_that_a_save_has_claimed_or_published_since_it_was_chosen_s
     report = prune_run(run, keep_last=2, remove=True)
     claims[0].release()
     assert "a save is at work" in why(report, 100)
-    assert "saved anew" in why(report, 200)
+    assert "saved again" in why(report, 200)
     assert going(report) == [300]
     assert left(run) == [100, 200, 400, 500]
     assert everything(run / name_of(200)).keys() == before
@@ -378,7 +378,7 @@ os._exit(0)
 def test_a_list_for_people(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", str(run)]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("whole") == 6
+    assert shown.count("complete") == 6
     assert "TP 2" in shown
     tracker_line = next(line for line in shown.splitlines() if "tracker" in line)
     assert tracker_line.startswith(name_of(500))
@@ -387,7 +387,7 @@ def test_a_list_for_people(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["list", str(run)]) == 1
     shown = capsys.readouterr().out
     assert f"{name_of(300)}: " in shown
-    assert "NOT WHOLE" in shown
+    assert "INCOMPLETE" in shown
     assert f"it names {name_of(600)}, which is not there" in shown
 
 

@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""Words that the package and its documentation do not use, each with what they say instead; `make lint` runs this.
+
+Code, comments, docstrings and messages are searched alike, and a phrase may run over the end of a line. Of
+`CHANGELOG.md` only the newest section counts. Exit code 1, and a line for each place where such a word stands.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+WORDS = {
+    r"held against|hold(s|ing)? (\S+ ){0,5}against": "compare with, check against",
+    r"(go|goes|going|gone|went) on (with|from)": "resume, continue",
+    r"(let|lets|letting) go": "release, delete",
+    r"anew": "again",
+    r"hand-?overs?": "dispatch",
+    r"turn(ed|s|ing)? round": "transpose",
+    r"(take|takes|taken|taking) ahead": "preallocate",
+    r"pickle machines?": "restricted unpickler",
+    r"running sums?": "cumulative CRCs",
+    r"who(m|so)?ever": "name the component: the caller, another save",
+    r"(hear|hears|heard|hearing) of": "is notified of",
+    r"mend(s|ed|ing)?": "repair, fix",
+    r"prov(e|es|ed|en|ing)": "verify, check, show",
+    r"by way of": "through",
+    r"(is|are|was|were|be) wanted": "is requested",
+    r"(somebody|someone)": "name the component: another save, a third-party callback",
+    r"beside": "next to, compared with, during, besides",
+    r"in line": "synchronous, in process",
+    r"(is|are|was|were|be) not whole": "incomplete",
+    r"once more": "again",
+    r"past the page cache": "with O_DIRECT",
+    r"ought to": "should",
+    r"tickets?": "lock, lease",
+    r"peers?": "baselines",
+    r"other way round": "vice versa",
+    r"class _?(Piece|Place|Source|Draft|Made|Fate|Look)": "one name for each thing, see docs/glossary.md",
+}
+
+ALLOWED: dict[str, tuple[str, ...]] = {}
+"""Where a word is right, as in a name that this project did not choose: file -> what may stand there, in lower case."""
+
+_GAP = r"[ #\n]+"
+_PATTERNS = {re.compile(rf"\b({word.replace(' ', _GAP)})\b", re.IGNORECASE): say for word, say in WORDS.items()}
+
+
+def searched(root: Path) -> Iterator[tuple[str, str]]:
+    """Each file below `root` that is searched: its name, and the text that counts."""
+    for path in sorted((*root.glob("mcore_ckpt/**/*.py"), root / "README.md", *root.glob("docs/**/*.md"))):
+        yield str(path.relative_to(root)), path.read_text()
+    changes = (root / "CHANGELOG.md").read_text()
+    yield "CHANGELOG.md", "\n## ".join(changes.split("\n## ")[:2])
+
+
+def problems(name: str, text: str) -> Iterator[tuple[int, str]]:
+    """Words in one file: line, and what to say instead."""
+    for pattern, say in _PATTERNS.items():
+        for found in pattern.finditer(text):
+            words = " ".join(found[0].replace("#", " ").split())
+            if words.lower() not in ALLOWED.get(name, ()):
+                yield text.count("\n", 0, found.start()) + 1, f"{words!r}: say {say}"
+
+
+def main() -> int:
+    """Print all of them, by file and line."""
+    found = [f"{name}:{n}: {text}" for name, words in searched(Path.cwd()) for n, text in sorted(problems(name, words))]
+    print("\n".join(found), end="\n" if found else "")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
