@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import words
+from scripts.words import ALLOWED, problems
 from tests.conftest import NOT_QUICK
 from tests.support.shown_launches import shown_launches
 
@@ -86,6 +86,6 @@ def test_launches_that_pages_show_save_as_they_say() -> None:
 
 def test_words_are_found_across_lines_and_where_they_are_right_left(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "# a save is held\n    # against its plan\ntake_ahead = 1\nnew = of(anew)\n"
-    assert [line for line, _ in words.problems("a.py", text)] == [1, 4]
-    monkeypatch.setitem(words.ALLOWED, "a.py", ("anew",))
-    assert [line for line, _ in words.problems("a.py", text)] == [1]
+    assert [line for line, _ in problems("a.py", text)] == [1, 4]
+    monkeypatch.setitem(ALLOWED, "a.py", ("anew",))
+    assert [line for line, _ in problems("a.py", text)] == [1]
