@@ -25,7 +25,8 @@ from functools import lru_cache
 from typing import Any, Final
 
 from mcore_ckpt.format.crc import crc32
-from mcore_ckpt.format.tensor_pickle import dtype_entry, tensor_pickle
+from mcore_ckpt.format.dtypes import dtype_entry
+from mcore_ckpt.format.tensor_pickle import tensor_pickle
 from mcore_ckpt.format.zip_records import (
     DESCRIPTOR,
     DESCRIPTOR64,

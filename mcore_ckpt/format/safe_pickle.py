@@ -51,7 +51,7 @@ from mcore_ckpt.format._pickle_machine import (
 )
 from mcore_ckpt.format._plain_index import plainly_built
 from mcore_ckpt.format.crc import crc32
-from mcore_ckpt.format.tensor_pickle import DTYPE_OF_STORAGE, DTYPES
+from mcore_ckpt.format.dtypes import DTYPE_OF_STORAGE, DTYPES
 from mcore_ckpt.format.zip_records import ItemBytes, ItemStream, ZipRecord, read_directory, record_start
 
 __all__ = [

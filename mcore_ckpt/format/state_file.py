@@ -25,8 +25,9 @@ from mcore_ckpt.format._pickle_machine import (
     inert_maker,
 )
 from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.dtypes import DTYPES
 from mcore_ckpt.format.safe_pickle import Opaque
-from mcore_ckpt.format.tensor_pickle import DTYPES, contiguous_strides
+from mcore_ckpt.format.tensor_pickle import contiguous_strides
 from mcore_ckpt.format.zip_records import ItemBytes, ZipRecord, read_directory, record_start
 
 __all__ = ["FileTensor", "StateFile", "StateRecord", "read_state_file"]

@@ -12,92 +12,23 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from mcore_ckpt.core.errors import CheckpointError
+from mcore_ckpt.format.dtypes import DTYPE_OF_STORAGE, DTYPES, DtypeEntry
 
 __all__ = [
-    "DTYPES",
-    "DTYPE_OF_STORAGE",
     "MAX_PICKLE_BYTES",
-    "DtypeEntry",
     "MalformedPickleError",
     "NotPlainTensorError",
     "PickledTensor",
-    "UnsupportedDtypeError",
     "contiguous_strides",
-    "dtype_entry",
     "numbers_at",
     "own_dtype_and_shape",
     "read_tensor_pickle",
     "tensor_pickle",
 ]
-
-
-class UnsupportedDtypeError(CheckpointError, ValueError):
-    """No tensor item can be made by hand for that dtype (quantized dtypes among them: they carry scales)."""
-
-
-class DtypeEntry(NamedTuple):
-    """How a dtype lies in a tensor item.
-
-    Attributes:
-        element_bytes: bytes of one element.
-        storage_class: name of the legacy class `torch.<storage_class>`; None if the dtype is newer than those, and is
-            stored as an untyped storage counted in bytes.
-    """
-
-    element_bytes: int
-    storage_class: str | None
-
-
-DTYPES: Mapping[str, DtypeEntry] = MappingProxyType(
-    {
-        "float64": DtypeEntry(8, "DoubleStorage"),
-        "float32": DtypeEntry(4, "FloatStorage"),
-        "float16": DtypeEntry(2, "HalfStorage"),
-        "bfloat16": DtypeEntry(2, "BFloat16Storage"),
-        "int64": DtypeEntry(8, "LongStorage"),
-        "int32": DtypeEntry(4, "IntStorage"),
-        "int16": DtypeEntry(2, "ShortStorage"),
-        "int8": DtypeEntry(1, "CharStorage"),
-        "uint8": DtypeEntry(1, "ByteStorage"),
-        "bool": DtypeEntry(1, "BoolStorage"),
-        "complex64": DtypeEntry(8, "ComplexFloatStorage"),
-        "complex128": DtypeEntry(16, "ComplexDoubleStorage"),
-        "complex32": DtypeEntry(4, None),
-        "bcomplex32": DtypeEntry(4, None),
-        "uint16": DtypeEntry(2, None),
-        "uint32": DtypeEntry(4, None),
-        "uint64": DtypeEntry(8, None),
-        "float8_e4m3fn": DtypeEntry(1, None),
-        "float8_e4m3fnuz": DtypeEntry(1, None),
-        "float8_e5m2": DtypeEntry(1, None),
-        "float8_e5m2fnuz": DtypeEntry(1, None),
-        "float8_e8m0fnu": DtypeEntry(1, None),
-        "float4_e2m1fn_x2": DtypeEntry(1, None),
-        "bits8": DtypeEntry(1, None),
-        "bits16": DtypeEntry(2, None),
-        "bits1x8": DtypeEntry(1, None),
-        "bits2x4": DtypeEntry(1, None),
-        "bits4x2": DtypeEntry(1, None),
-    }
-)
-"""torch's dtype names, without `torch.`, of every dtype that is plain bytes in `torch.save`."""
-
-
-def dtype_entry(dtype: str) -> DtypeEntry:
-    """The row of `DTYPES` for a dtype name without `torch.`; raises `UnsupportedDtypeError`."""
-    try:
-        return DTYPES[dtype]
-    except KeyError:
-        raise UnsupportedDtypeError(
-            f"dtype {dtype!r} has no tensor item made by hand (expected one of {', '.join(DTYPES)}); "
-            "save such a tensor as an object, or convert it"
-        ) from None
 
 
 # --------------------------------------------------------------------------------------------------------- written
@@ -309,7 +240,6 @@ def read_tensor_pickle(pickle: bytes) -> PickledTensor:
 
 
 _MAX_AXES, _MAX_SIZE = 64, 2**63 - 1
-DTYPE_OF_STORAGE = {entry.storage_class: dtype for dtype, entry in DTYPES.items() if entry.storage_class}
 
 
 def _plain(

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
+from mcore_ckpt.format.dtypes import DTYPES
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.target.safetensors import DTYPES, METADATA_KEY
+from mcore_ckpt.target.safetensors import METADATA_KEY
 from mcore_ckpt.view.file_payloads import FileRange
 
 __all__ = ["parse_json", "read_safetensors"]
@@ -20,7 +21,7 @@ _MAX_NUMBER = 2**63
 _MAX_AXES = 64
 # What the reference implementation allows.
 _MAX_HEADER_BYTES = 100_000_000
-_NAMES = {name: dtype for dtype, name in DTYPES.items()}
+_NAMES = {entry.safetensors: name for name, entry in DTYPES.items() if entry.safetensors}
 
 
 def read_safetensors(directory: Path, name: str) -> dict[str, FileRange]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.format.dtypes import DTYPES
 from mcore_ckpt.format.index import TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.storage.resolve import storage_at
@@ -24,34 +25,13 @@ from mcore_ckpt.target._journal import Journal
 from mcore_ckpt.target.slots import Blob, TargetPlan, TensorMove, all_in_one, in_two_shares
 from mcore_ckpt.tools.payloads import StoredPayloads
 
-__all__ = ["DTYPES", "METADATA_KEY", "Exported", "plan_safetensors", "safetensors_header", "shard_names", "weight_map"]
+__all__ = ["METADATA_KEY", "Exported", "plan_safetensors", "safetensors_header", "shard_names", "weight_map"]
 
 METADATA_KEY: Final = "__metadata__"
 """Name that the header keeps for itself."""
 
 # Readers that map the file want elements aligned; the header is padded with spaces, as the format provides.
 _ALIGNMENT = 64
-
-DTYPES: Mapping[str, str] = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-    "complex64": "C64",
-}
-"""The format's names, by those of torch without `torch.`."""
 
 
 class Exported(NamedTuple):
@@ -83,13 +63,14 @@ def safetensors_header(
     for name, dtype, shape in tensors:
         if name == METADATA_KEY:
             raise OptionError(f"{name}: safetensors keeps this name for itself; give the tensor another one (--rename)")
-        if dtype not in DTYPES:
+        entry = DTYPES.get(dtype)
+        if entry is None or entry.safetensors is None:
             raise OptionError(
                 f"{name}: safetensors has no {dtype}; leave it out (--only, --rename), convert it (--dtype), or export "
                 "to torch"
             )
-        stop = position + math.prod(shape) * element_bytes(dtype)
-        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [position, stop]}
+        stop = position + math.prod(shape) * entry.element_bytes
+        header[name] = {"dtype": entry.safetensors, "shape": list(shape), "data_offsets": [position, stop]}
         starts[name] = position
         position = stop
     text = json.dumps(header, separators=(",", ":")).encode()

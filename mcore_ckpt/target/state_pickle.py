@@ -13,10 +13,11 @@ from typing import Any
 
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.dtypes import dtype_entry
 from mcore_ckpt.format.item_layout import ArchiveLayout
 from mcore_ckpt.format.safe_pickle import Opaque, Unavailable
 from mcore_ckpt.format.state_file import FileTensor, StateRecord, read_state_file
-from mcore_ckpt.format.tensor_pickle import contiguous_strides, dtype_entry
+from mcore_ckpt.format.tensor_pickle import contiguous_strides
 
 __all__ = ["SavedTensor", "decode_state", "encode_state", "pickle_state", "taken_over"]
 

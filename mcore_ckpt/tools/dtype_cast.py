@@ -11,25 +11,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.format.dtypes import DTYPES
 
 __all__ = ["DTYPE_NAMES", "Mismatch", "as_numbers", "carrier", "cast_floats", "floating_dtype", "rounding_mismatch"]
 
-_NUMPY = {
-    "float64": np.float64,
-    "float32": np.float32,
-    "float16": np.float16,
-    "int64": np.int64,
-    "int32": np.int32,
-    "int16": np.int16,
-    "int8": np.int8,
-    "uint8": np.uint8,
-    "uint16": np.uint16,
-    "uint32": np.uint32,
-    "uint64": np.uint64,
-    "bool": np.bool_,
-    "complex64": np.complex64,
-    "complex128": np.complex128,
-}
+_NUMPY = {name: np.dtype(entry.numpy) for name, entry in DTYPES.items() if entry.numpy}
 
 DTYPE_NAMES = {
     "bf16": "bfloat16",
@@ -139,7 +125,7 @@ def cast_floats(
         with np.errstate(over=overflow):
             return _to_bfloat16(numbers.astype(np.float32)).data.cast("B")
     target = _NUMPY.get(to)
-    if target is None or np.dtype(target).kind != "f":
+    if target is None or target.kind != "f":
         raise OptionError(f"dtype {to!r}: expected one of {', '.join(sorted(DTYPE_NAMES))}")
     with np.errstate(over=overflow):
         # As torch does, float64 goes to float16 through float32.

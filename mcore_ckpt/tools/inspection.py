@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.paths import local_path
+from mcore_ckpt.format.dtypes import DTYPES
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_key
 from mcore_ckpt.format.metadata_read import (
     MAX_TRACKER_BYTES,
@@ -28,7 +29,6 @@ from mcore_ckpt.format.metadata_read import (
     read_small_file,
 )
 from mcore_ckpt.format.seal import shown_id
-from mcore_ckpt.format.tensor_pickle import DTYPES
 from mcore_ckpt.storage.base import FileVersion
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.keys import group_of, key_filter
