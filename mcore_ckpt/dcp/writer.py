@@ -19,7 +19,6 @@ import os
 import secrets
 import threading
 import weakref
-from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -54,10 +53,10 @@ from mcore_ckpt.directory.in_force import index_name
 from mcore_ckpt.directory.publish import check_files, publish
 from mcore_ckpt.directory.target import Target, abandon, lock_late, open_target
 from mcore_ckpt.format.metadata_read import COMMON_FILE
-from mcore_ckpt.format.seal import SAVE_ID_BYTES, MetadataSeal, SealedFile, seal_metadata, shown_id
+from mcore_ckpt.format.seal import SAVE_ID_BYTES, SealedFile, shown_id
 from mcore_ckpt.layout.dense_tensors import check_memory
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
-from mcore_ckpt.layout.torch_classes import pickled_metadata, storage_meta
+from mcore_ckpt.layout.torch_classes import WrittenSums, encoded_metadata, storage_meta
 from mcore_ckpt.storage.resolve import storage_at
 
 __all__ = [
@@ -434,12 +433,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         metadata.version = _DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for result in written}
         metadata.storage_meta = self.storage_meta()
-        content = pickled_metadata(metadata)
-        seal = _seal(self._save_id, written)
-        if seal is not None and self._target is not None and self._target.common_sum is not None:
-            seal = dataclasses.replace(seal, files={**seal.files, **_common_file(self._target)})
-        if seal is not None and len(seal.crcs) == len(metadata.storage_data):
-            content = seal_metadata(content, seal)
+        content = encoded_metadata(metadata, self.path, self._save_id, *_files_and_sums(written, self._target))
         ends: dict[str, int] = {}
         for place in (result.storage_data for result in written):
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -483,27 +477,15 @@ def replaced_write_function() -> Callable[..., Any] | None:
     return None if current is _write_preloaded_data else current
 
 
-def _seal(save_id: bytes, written: Sequence[WriteResult]) -> MetadataSeal | None:
-    """The seal of what was written, in the order of the results; None if another writer wrote some of it."""
-    sums = [known for known in map(sums_of, written) if known is not None]
-    if len(sums) != len(written):
-        return None
-    files = {result.storage_data.relative_path: known.file for result, known in zip(written, sums, strict=True)}
-    running = [(number, known.blocks) for number, known in enumerate(sums) if known.blocks]
-    return MetadataSeal(
-        save_id,
-        dict(sorted(files.items())),
-        array("I", [known.crc32 for known in sums]),
-        array("Q", [number for number, _ in running]),
-        array("I", [len(blocks) for _, blocks in running]),
-        array("I", chain.from_iterable(blocks for _, blocks in running)),
-    )
-
-
-def _common_file(target: Target) -> dict[str, SealedFile]:
-    """The common state that was written ahead of the save, for its seal."""
-    assert target.common_sum is not None
-    return {COMMON_FILE: SealedFile(*target.common_sum, target.save_id)}
+def _files_and_sums(
+    written: Sequence[WriteResult], target: Target | None
+) -> tuple[dict[str, SealedFile], list[WrittenSums]]:
+    """The files of a save, and the checksums of the items that this package wrote."""
+    known = [(result.storage_data, sums) for result in written if (sums := sums_of(result)) is not None]
+    files = dict(sorted({info.relative_path: sums.file for info, sums in known}.items()))
+    if target is not None and target.common_sum is not None:  # the common state that was written ahead of the save
+        files[COMMON_FILE] = SealedFile(*target.common_sum, target.save_id)
+    return files, [WrittenSums((info.relative_path, info.offset), sums.crc32, sums.blocks) for info, sums in known]
 
 
 def _world_rank() -> int:

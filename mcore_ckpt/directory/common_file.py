@@ -18,6 +18,7 @@ from mcore_ckpt.directory.in_force import common_file_in_force, with_common_file
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.directory.target import Target
 from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.manifest import MetadataSeal, seal_metadata, split_metadata
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     MAX_METADATA_BYTES,
@@ -25,7 +26,7 @@ from mcore_ckpt.format.metadata_read import (
     parse_index,
     read_small_file,
 )
-from mcore_ckpt.format.seal import MetadataSeal, SealedFile, seal_metadata, shown_id, split_metadata
+from mcore_ckpt.format.seal import SealedFile, shown_id
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 

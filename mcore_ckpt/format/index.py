@@ -10,7 +10,7 @@ from functools import partial
 from itertools import accumulate, chain, islice, repeat
 from typing import Any, NamedTuple
 
-from mcore_ckpt.format.seal import MetadataSeal
+from mcore_ckpt.format.manifest import MetadataSeal
 
 __all__ = [
     "CheckpointIndex",

@@ -1,9 +1,10 @@
 """The files that describe a checkpoint: `.metadata`, the index of what is stored, and `metadata.json`.
 
 `read_index` turns `.metadata`, whoever wrote it (Megatron-Core 0.12 and later, torch.distributed.checkpoint, this
-package), into one plain structure that the reader, the command and verify share, without importing torch. It is
-unpickled with inert stand-ins for the classes that it names, and every field of theirs is checked before it counts. A
-chunk costs about ten microseconds in all; where the code is less plain than it could be, that is why.
+package), into one plain structure that the reader, the command and verify share, without importing torch. What this
+package wrote is read from the columns of its manifest. A pickle is read with inert stand-ins for the classes that it
+names, and every field of theirs is checked before it counts. A chunk costs about ten microseconds in all; where the
+code is less plain than it could be, that is why.
 
 `metadata_write` makes such a file; `layout.torch_classes` turns the index into DCP's own classes.
 """
@@ -14,8 +15,7 @@ import json
 import math
 import re
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -24,8 +24,23 @@ from typing import Any, cast
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.core.process import collector_paused
-from mcore_ckpt.format._own_index import OwnIndex, own_index
-from mcore_ckpt.format._pickle_machine import NotUnderstoodError
+from mcore_ckpt.format._index_classes import (
+    ALLOWED_GLOBALS,
+    BytesEntryState,
+    ChunkState,
+    DtypeName,
+    IndexState,
+    MetadataState,
+    OtherPathState,
+    PathState,
+    PropertiesState,
+    StorageInfoState,
+    StorageMetaState,
+    TensorEntryState,
+)
+from mcore_ckpt.format._index_columns import IndexColumns, read_columns
+from mcore_ckpt.format._pickle_machine import MAX_AXES
+from mcore_ckpt.format.dtypes import DTYPE_NAMES
 from mcore_ckpt.format.index import (
     CheckpointIndex,
     ObjectEntry,
@@ -33,15 +48,13 @@ from mcore_ckpt.format.index import (
     StoredItem,
     TensorEntry,
 )
+from mcore_ckpt.format.manifest import MetadataSeal, split_metadata
 from mcore_ckpt.format.safe_pickle import loads
-from mcore_ckpt.format.seal import MetadataSeal, split_metadata
 from mcore_ckpt.storage.resolve import storage_at
 
 __all__ = [
-    "ALLOWED_GLOBALS",
     "COMMON_FILE",
     "CONFIG_FILE",
-    "DTYPE_NAMES",
     "INCOMPLETE_MARKER",
     "MAX_CONFIG_BYTES",
     "MAX_METADATA_BYTES",
@@ -50,21 +63,12 @@ __all__ = [
     "NEMO_CONTEXT",
     "NEMO_WEIGHTS",
     "TRACKER_FILE",
-    "BytesEntryState",
     "CheckpointConfig",
-    "ChunkState",
-    "DtypeName",
-    "IndexState",
-    "MetadataState",
-    "PathState",
-    "PropertiesState",
-    "StorageInfoState",
-    "StorageMetaState",
-    "TensorEntryState",
     "encode_config",
     "file_name_problem",
     "metadata_of_rank",
     "parse_index",
+    "pickle_differs",
     "read_config",
     "read_index",
     "read_small_file",
@@ -116,13 +120,44 @@ def parse_index(data: bytes, where: str, *, strict: bool = True, name: str = MET
     """The index in `data`, the content of the file `name` of the checkpoint `where`. Raises as `read_index`."""
     file = f"{where}/{name}"
     with collector_paused():
-        data, seal = split_metadata(data, file)  # compares the checksum, before anything is unpickled
-        own = None if seal is None else own_index(data, seal.crcs, _DTYPE_NAMES)
-        state = _unpickle(data if own is None else own.rest, file)
-        if own is not None and (state.state_dict_metadata != {} or state.storage_data != {}):
-            # Set once more, behind what was read off: the last one counts.
-            own, state = None, _unpickle(data, file)
-        return _IndexBuilder(where, file, strict, seal, len(data)).build(state, _PLANS_NAME in data, own)
+        pickled, seal = split_metadata(data, file)  # compares the checksum, before anything is unpickled
+        builder = _IndexBuilder(where, file, strict, seal, len(pickled))
+        if seal is None or seal.columns is None:
+            return builder.build(_unpickle(pickled, file), _PLANS_NAME in pickled)
+        what = f"{file}: the index in its manifest"
+        return builder.build_of(read_columns(seal.columns, list(seal.files), seal.crcs, DTYPE_NAMES, what))
+
+
+def pickle_differs(path: str | Path) -> str | None:
+    """What the pickle in the `.metadata` of the checkpoint in `path` says otherwise than its columns; None if nothing.
+
+    Others read the pickle, this package the columns. Raises as `read_index`.
+    """
+    directory = local_path(path)
+    data = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
+    pickled, seal = split_metadata(data, str(directory / METADATA_FILE))
+    if seal is None or seal.columns is None:
+        return None
+    ours, others = parse_index(data, str(directory)), parse_index(pickled, str(directory))
+    for kind, own, other in (
+        ("tensor", ours.tensors, others.tensors),
+        ("object", ours.objects, others.objects),
+    ):
+        for key in dict.fromkeys((*own, *other)):
+            said = [_without_crcs(entries[key]) if key in entries else None for entries in (own, other)]
+            if said[0] != said[1]:
+                return f"{kind} {key!r:.200}: its columns say {said[0]!r:.300}, its pickle {said[1]!r:.300}"
+    for field in ("planner_data", "mcore_data", "storage_meta", "version", "has_local_plans"):
+        if getattr(ours, field) != getattr(others, field):
+            return f"{field}: its columns say {getattr(ours, field)!r:.300}, its pickle {getattr(others, field)!r:.300}"
+    return None
+
+
+def _without_crcs(entry: TensorEntry | ObjectEntry) -> TensorEntry | ObjectEntry:
+    if isinstance(entry, ObjectEntry):
+        return ObjectEntry(entry.fqn, entry.item._replace(crc32=None))
+    chunks = tuple(chunk._replace(item=chunk.item._replace(crc32=None)) for chunk in entry.chunks)
+    return entry._replace(chunks=chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,225 +264,12 @@ def _not_found(directory: Path, name: str) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------- stand-ins for pickled classes
-
-# What is allowed, and under which names, was found by reading the planners and writers of torch 2.1 to 2.13 and of
-# megatron-core 0.12 to 0.19, and by loading what they wrote (`tests/format`). A stand-in keeps what pickle puts into it
-# and does nothing; it is built in C by pickle's NEWOBJ and BUILD, so that it costs less than the class it stands for.
-
-
-class _Sealed(type):
-    """Metaclass whose classes cannot be changed: a pickle's BUILD can set attributes on any object it can name."""
-
-    def __setattr__(cls, name: str, value: object) -> None:
-        raise TypeError(f"{cls.__name__} is read-only")
-
-    def __delattr__(cls, name: str) -> None:
-        raise TypeError(f"{cls.__name__} is read-only")
-
-
-class MetadataState(metaclass=_Sealed):
-    """`Metadata`; Megatron's `MCoreMetadata`."""
-
-    state_dict_metadata: Any = None
-    planner_data: Any = None
-    storage_data: Any = None
-    storage_meta: Any = None
-    version: Any = None
-    mcore_data: Any = None
-
-
-class IndexState(metaclass=_Sealed):
-    """`MetadataIndex`. Hashed by identity: cheaper than by value, and a hostile value cannot make it slow."""
-
-    fqn: Any = None
-    offset: Any = None
-    index: Any = None
-
-
-class TensorEntryState(metaclass=_Sealed):
-    """`TensorStorageMetadata`."""
-
-    properties: Any = None
-    size: Any = None
-    chunks: Any = None
-
-
-class BytesEntryState(metaclass=_Sealed):
-    """`BytesStorageMetadata`."""
-
-
-class ChunkState(metaclass=_Sealed):
-    """`ChunkStorageMetadata`."""
-
-    offsets: Any = None
-    sizes: Any = None
-
-
-class StorageInfoState(metaclass=_Sealed):
-    """`_StorageInfo`; `transform_descriptors` came with torch 2.7, and None is left out of the state since."""
-
-    relative_path: Any = None
-    offset: Any = None
-    length: Any = None
-    transform_descriptors: Any = None
-
-
-class StorageMetaState(metaclass=_Sealed):
-    """`StorageMeta`."""
-
-    checkpoint_id: Any = None
-    save_id: Any = None
-    load_id: Any = None
-    modules: Any = None
-
-
-class PropertiesState(metaclass=_Sealed):
-    """`TensorProperties`: pickled as (dtype, layout, requires_grad, memory format, pin_memory), and since torch 2.15
-    its strides (a tuple, or None). What a later torch appends is read over if it is plain.
-    """
-
-    dtype: Any = None
-    layout: Any = None
-    requires_grad: Any = False
-
-    def __setstate__(self, state: Any) -> None:
-        if type(state) is dict:
-            self.dtype, self.layout = state.get("dtype"), state.get("layout")
-            self.requires_grad = state.get("requires_grad", False)
-        else:
-            self.dtype, self.layout, self.requires_grad, _memory_format, _pin_memory = first = state[:5]
-            _refuse_nested(first)
-            for value in state[5:]:
-                if type(value) is tuple:
-                    known = _INTS.issuperset(map(type, value)) and len(value) <= _MAX_DIMENSIONS
-                else:
-                    known = type(value) in _PLAIN
-                if not known:
-                    raise NotUnderstoodError(
-                        f"tensor properties of {len(state)} values, one of them a {type(value).__name__} that is not "
-                        "plain; expected 5, or 6 with the strides"
-                    )
-
-
-class PathState(metaclass=_Sealed):
-    """`pathlib` paths, as the checkpoint id in `StorageMeta`."""
-
-    def __init__(self, *parts: Any) -> None:
-        self.parts = parts
-
-
-class OtherPathState(metaclass=_Sealed):
-    """The path of a multi-storage client, which is pickled as its attributes: its text, and a path in the storage."""
-
-    text = ""
-
-    def __setstate__(self, state: Any) -> None:
-        text = state.get("_path") if type(state) is dict else None
-        if type(text) is not str:
-            raise TypeError("a path without its text")
-        self.text = text
-
-
-class DtypeName(str):
-    """A `torch.dtype`, as its name without `torch.`."""
-
-    __slots__ = ()
-
-
-class _Inert(metaclass=_Sealed):
-    """What is allowed to be there but is not used: takes any arguments and any state."""
-
-    def __init__(self, *arguments: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        _refuse_nested(state)
-
-
-class _Slice(metaclass=_Sealed):
-    """`slice`, of ints only: whatever else it held could be hashed without end."""
-
-    def __new__(cls, *bounds: Any) -> Any:
-        if not all(bound is None or type(bound) is int for bound in bounds):
-            raise TypeError("a slice of something else than ints")
-        return slice(*bounds)
-
-
-_INTS = frozenset((int,))
-_PLAIN = frozenset((bool, int, float, str, type(None)))
-
-
-def _refuse_nested(state: Any) -> None:
-    # `_plain_index` lets such states pass because they are looked at here.
-    if type(state) is tuple and tuple in map(type, state):
-        raise TypeError("a tuple in the state of an object")
-
-
-# Every dtype that torch has had since 2.1, in its spelling.
-DTYPE_NAMES = (
-    *("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32", "bcomplex32"),
-    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
-    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
-    *("qint8", "quint8", "qint32", "quint4x2", "quint2x4"),
-    *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
-    *(f"{sign}int{bits}" for bits in range(1, 8) for sign in ("", "u")),
-)
-
-_METADATA = "torch.distributed.checkpoint.metadata"
-_PLANNER = "torch.distributed.checkpoint.planner"
-_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
-_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
-_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-
-ALLOWED_GLOBALS: dict[tuple[str, str], Any] = {
-    (_METADATA, "Metadata"): MetadataState,
-    (_MEGATRON, "MCoreMetadata"): MetadataState,
-    (_METADATA, "MetadataIndex"): IndexState,
-    (_METADATA, "TensorStorageMetadata"): TensorEntryState,
-    (_METADATA, "BytesStorageMetadata"): BytesEntryState,
-    (_METADATA, "ChunkStorageMetadata"): ChunkState,
-    (_METADATA, "StorageMeta"): StorageMetaState,
-    (_METADATA, "TensorProperties"): PropertiesState,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _Inert,
-    # Up to torch 2.2, DCP took these two from the older sharded tensors.
-    (_SHARDED_TENSOR, "TensorProperties"): PropertiesState,
-    (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): _Inert,
-    (_FILESYSTEM, "_StorageInfo"): StorageInfoState,
-    (_FILESYSTEM, "_StoragePrefix"): _Inert,
-    # `all_local_plans`: every rank's plan, which Megatron keeps for its own reuse.
-    (_PLANNER, "SavePlan"): _Inert,
-    (_MEGATRON, "MCoreSavePlan"): _Inert,
-    (_PLANNER, "WriteItem"): _Inert,
-    (_PLANNER, "WriteItemType"): _Inert,
-    (_PLANNER, "TensorWriteData"): _Inert,
-    (_PLANNER, "BytesIOWriteData"): _Inert,
-    # torch.Size is a tuple of ints; `tuple` returns a tuple argument as it is.
-    ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): _Inert,
-    # Python 3.11.0 to 3.11.2 and 3.12 alphas pickle an enum member as getattr(class, name).
-    ("builtins", "getattr"): _Inert,
-    ("builtins", "slice"): _Slice,
-    ("collections", "OrderedDict"): OrderedDict,
-    **{
-        (module, name): PathState
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")
-    },
-    # NVIDIA's multi-storage client writes its own paths into the checkpoint id.
-    ("multistorageclient.pathlib", "MultiStoragePath"): OtherPathState,
-    **{("torch", name): DtypeName(name) for name in DTYPE_NAMES},
-}
-
-
 # ------------------------------------------------------------------------------------------ from stand-ins to index
 
 _MAX_OFFSET = 2**63 - 1
-_MAX_DIMENSIONS = 64
 _MAX_OFFSETS_OF_ONE_HASH = 16
 _DTYPES = {DtypeName(name): name for name in DTYPE_NAMES}  # stand-in -> one str for all entries
-_DTYPE_NAMES = {name: name for name in DTYPE_NAMES}
-_ZEROS = tuple((0,) * dimensions for dimensions in range(_MAX_DIMENSIONS + 1))
+_ZEROS = tuple((0,) * dimensions for dimensions in range(MAX_AXES + 1))
 
 
 _PLANS_NAME = b"all_local_plans"
@@ -496,10 +318,9 @@ class _IndexBuilder:
         self._problems: list[str] = []
         self._safe_names: set[str] = set()
 
-    def build(self, state: MetadataState, has_local_plans: bool, own: OwnIndex | None = None) -> CheckpointIndex:
-        """The index that `state` describes; its tensors and objects are those of `own`, where there is one."""
-        tensors: Mapping[str, TensorEntry]
-        tensors, objects = self._entries(state) if own is None else self._own_entries(own)
+    def build(self, state: MetadataState, has_local_plans: bool) -> CheckpointIndex:
+        """The index that `state` describes."""
+        tensors, objects = self._entries(state)
         return CheckpointIndex(
             self._path,
             tensors,
@@ -514,18 +335,20 @@ class _IndexBuilder:
             blocks=self._blocks,
         )
 
-    def _own_entries(self, own: OwnIndex) -> tuple[Mapping[str, TensorEntry], dict[str, ObjectEntry]]:
-        for file in own.files:
+    def build_of(self, columns: IndexColumns) -> CheckpointIndex:
+        """The index that columns describe."""
+        seal = self._seal
+        assert seal is not None
+        places, objects = columns.tensors.places, [entry.item for entry in columns.objects.values()]
+        for file in {*map(places.files.__getitem__, set(places.file_numbers)), *(item.file for item in objects)}:
             self._check_file_name("a file", file)
-        if self._seal is not None:
-            of_objects = [entry.item for entry in own.objects.values()]
-            chunks = own.items - len(of_objects)
-            self._check_seal(
-                self._seal,
-                own.items,
-                lambda number: own.tensors.places.item(number) if number < chunks else of_objects[number - chunks],
-            )
-        return own.tensors, own.objects
+        chunks = len(places.crcs)
+        self._check_seal(
+            seal,
+            chunks + len(objects),
+            lambda number: places.item(number) if number < chunks else objects[number - chunks],
+        )
+        return CheckpointIndex(self._path, *columns, problems=tuple(self._problems), seal=seal, blocks=self._blocks)
 
     def _entries(self, state: MetadataState) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
         items = self._items(state.storage_data)
@@ -615,7 +438,7 @@ class _IndexBuilder:
         if type(properties) is not PropertiesState or type(properties.dtype) is not DtypeName:
             raise self._wrong(f"properties of {fqn!r}", "TensorProperties with a dtype", properties)
         if shape is None:
-            raise self._wrong(f"shape of {fqn!r}", f"at most {_MAX_DIMENSIONS} non-negative ints", entry.size)
+            raise self._wrong(f"shape of {fqn!r}", f"at most {MAX_AXES} non-negative ints", entry.size)
         if type(entry.chunks) is not list:
             raise self._wrong(f"chunks of {fqn!r}", "a list", entry.chunks)
         self._chunks_left -= len(entry.chunks)
@@ -753,7 +576,7 @@ def _flat(value: tuple[Any, ...]) -> str:
 
 def _checked_sizes(values: Any) -> tuple[int, ...] | None:
     """`values` as a tuple of ints from 0 to 2**63 - 1, or None if it is anything else."""
-    if type(values) is not tuple or len(values) > _MAX_DIMENSIONS:
+    if type(values) is not tuple or len(values) > MAX_AXES:
         return None
     zeros = _ZEROS[len(values)]
     if values == zeros:

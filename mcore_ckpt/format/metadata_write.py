@@ -22,27 +22,85 @@ from __future__ import annotations
 import io
 import pickle
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from struct import Struct
 from typing import Any
 
-from mcore_ckpt.format._own_pickle import integer, memo_get, named_classes, text
+from mcore_ckpt.format._index_columns import ObjectSection, TensorSection
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredItem, TensorEntry
+from mcore_ckpt.format.manifest import MetadataSeal, seal_metadata
 from mcore_ckpt.format.metadata_read import COMMON_FILE
-from mcore_ckpt.format.seal import MetadataSeal, seal_metadata
+from mcore_ckpt.format.seal import SealedFile
 
-__all__ = ["FORMAT_VERSION", "MetadataEncoder", "encode_metadata"]
+__all__ = ["FORMAT_VERSION", "MetadataEncoder", "encode_metadata", "manifest_of"]
 
 # What torch 2.8 and later write into `Metadata.version`; earlier ones ignore it.
 FORMAT_VERSION = "1.0.0"
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_CLASSES = {
+    "Metadata": _METADATA,
+    "MetadataIndex": _METADATA,
+    "TensorStorageMetadata": _METADATA,
+    "BytesStorageMetadata": _METADATA,
+    "ChunkStorageMetadata": _METADATA,
+    "StorageMeta": _METADATA,
+    "TensorProperties": _METADATA,
+    "_MEM_FORMAT_ENCODING": _METADATA,
+    "_StorageInfo": "torch.distributed.checkpoint.filesystem",
+    "Size": "torch",
+    "_get_layout": "torch.serialization",
+}
+_ATTRIBUTES = (
+    *("fqn", "offset", "index", "properties", "size", "chunks", "offsets", "sizes"),
+    *("relative_path", "length", "transform_descriptors"),
+)
+
+_PACK_INT = Struct("<ci").pack
+_PACK_GET = Struct("<cI").pack
+
+
+def _text(value: str) -> bytes:
+    """SHORT_BINUNICODE or BINUNICODE."""
+    data = value.encode("utf-8", "surrogatepass")
+    if len(data) < 256:
+        return b"\x8c" + bytes((len(data),)) + data
+    return b"X" + len(data).to_bytes(4, "little") + data
+
+
+_BYTES = tuple(b"K" + bytes((value,)) for value in range(256))
+
+
+def _integer(value: int) -> bytes:
+    """BININT1, BININT or LONG1."""
+    if 0 <= value < 256:
+        return _BYTES[value]
+    if -(2**31) <= value < 2**31:
+        return _PACK_INT(b"J", value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes((len(data),)) + data
+
+
+def _memo_get(number: int) -> bytes:
+    """BINGET or LONG_BINGET of a memoized object."""
+    return b"h" + bytes((number,)) if number < 256 else _PACK_GET(b"j", number)
+
+
+def _named_classes() -> tuple[bytes, dict[str, bytes]]:
+    """What every pickle begins with: all classes and attribute names, memoized and popped; and the GET of each."""
+    names = [(name, _text(module) + _text(name) + b"\x93") for name, module in _CLASSES.items()]
+    names += [(name, _text(name)) for name in _ATTRIBUTES]
+    return b"".join(made + b"\x940" for _, made in names), {name: _memo_get(n) for n, (name, _) in enumerate(names)}
+
 
 _PACK_FRAME = Struct("<cQ").pack
 
 
 def _tuple(values: Iterable[int]) -> bytes:
     """MARK, the ints, TUPLE."""
-    return b"(" + b"".join(map(integer, values)) + b"t"
+    return b"(" + b"".join(map(_integer, values)) + b"t"
 
 
 def _new(class_get: bytes, state: bytes) -> bytes:
@@ -59,7 +117,7 @@ class _Memo:
     def next(self) -> bytes:
         """The GET of what the MEMOIZE that is being emitted stores."""
         self.count += 1
-        return memo_get(self.count - 1)
+        return _memo_get(self.count - 1)
 
 
 def _pickled(value: Any, memo: _Memo, dispatch_table: Mapping[type, Any] | None = None) -> bytes:
@@ -98,14 +156,17 @@ class MetadataEncoder:
         # File names are emitted at the end of the names, for each save anew: they may change while nothing else does.
         self._files = list(dict.fromkeys(c.item.file for entry in index.tensors.values() for c in entry.chunks))
         self._file_gets = {name: memo.next() for name in self._files}
-        self._head = self._attributes["Metadata"] + b")\x81}(" + text("planner_data")
+        self._head = self._attributes["Metadata"] + b")\x81}(" + _text("planner_data")
         self._head += _pickled(index.planner_data, memo)
         if index.mcore_data:
-            self._head += text("mcore_data") + _pickled(index.mcore_data, memo)
-        self._head += text("state_dict_metadata") + b"}("
+            self._head += _text("mcore_data") + _pickled(index.mcore_data, memo)
+        self._head += _text("state_dict_metadata") + b"}("
         self._tensor_entries, self._tensor_places = self._emit_tensors(memo, index.tensors.values())
         self._version = index.version or FORMAT_VERSION
         self._memo_count = memo.count
+        self._planner_data = index.planner_data
+        self._keys = list(index.tensors) if index.planner_data is not None else []
+        self._columns = TensorSection.of(index.tensors.values(), index.mcore_data)
 
     def encode(
         self,
@@ -125,12 +186,18 @@ class MetadataEncoder:
             storage_meta: fields of DCP's `StorageMeta` (`checkpoint_id`, `save_id`, `load_id`, `modules`).
             local_plans: every rank's `SavePlan`, for stock Megatron's reuse of a loaded checkpoint's plan.
             dispatch_table: how these are pickled, as for `pickle.Pickler`.
-            seal: what follows the pickle; its items in the order of the tensors' chunks, then of the objects.
+            seal: the manifest, its items in the order of the tensors' chunks, then of the objects. The index is put
+                into it in columns.
         """
         memo = _Memo()
         memo.count = self._memo_count
-        rename = (files or {}).get
-        file_names = b"".join(text(rename(name, name)) + b"\x940" for name in self._files)
+        meta = None if storage_meta is None else _plain_meta(storage_meta)
+        renamed = files or {}
+
+        def rename(name: str) -> str:
+            return renamed.get(name, name)
+
+        file_names = b"".join(_text(rename(name)) + b"\x940" for name in self._files)
         entries, places = self._emit_objects(memo, objects)
         parts = [
             self._names,
@@ -138,35 +205,58 @@ class MetadataEncoder:
             self._head,
             self._tensor_entries,
             entries,
-            b"u" + text("storage_data") + b"}(",
+            b"u" + _text("storage_data") + b"}(",
             self._tensor_places,
             places,
-            b"u" + text("storage_meta"),
-            self._emit_storage_meta(storage_meta),
-            text("version") + text(self._version),
+            b"u" + _text("storage_meta"),
+            self._emit_storage_meta(meta),
+            _text("version") + _text(self._version),
         ]
         if local_plans is not None:
             # Readers skip the plans by this key, so it is written as the pickler would: memoized, and last.
-            parts.append(text("all_local_plans") + b"\x94")
+            parts.append(_text("all_local_plans") + b"\x94")
             memo.next()
             parts.append(_pickled(list(local_plans), memo, dispatch_table))
         parts.append(b"ub.")
         body = b"".join(parts)
         content = b"\x80\x04" + _PACK_FRAME(b"\x95", len(body)) + body
-        return content if seal is None else seal_metadata(content, seal)
+        if seal is None:
+            return content
+        details = {"storage_meta": meta, "version": self._version, "has_local_plans": local_plans is not None}
+        return seal_metadata(content, self._with_columns(seal, objects, rename, details))
+
+    def _with_columns(
+        self,
+        seal: MetadataSeal,
+        objects: Mapping[str, ObjectEntry],
+        rename: Callable[[str], str],
+        details: dict[str, Any],
+    ) -> MetadataSeal:
+        """The manifest with the index in columns, if they can say all of it."""
+        of_tensors = self._columns
+        own = [] if of_tensors is None else [rename(name) for name in of_tensors.files]
+        named = {*own, *(entry.item.file for entry in objects.values())}
+        if of_tensors is None or not named <= seal.files.keys():
+            return seal
+        files = {name: seal.files[name] for name in own} | dict(seal.files)  # as the columns number them
+        numbers = dict(zip(files, range(len(files)), strict=True))
+        of_objects = ObjectSection.of(objects, numbers, self._keys, self._planner_data, details)
+        if of_objects is None:
+            return seal
+        return replace(seal, files=files, columns=(of_tensors[:2], of_objects))
 
     def _emit_names(self, memo: _Memo, tensors: Iterable[TensorEntry]) -> bytes:
         """Memoize (and pop) everything that has a name and is used again and again."""
-        classes, self._attributes = named_classes()
+        classes, self._attributes = _named_classes()
         memo.count = len(self._attributes)
         parts = [classes]
-        layout = self._attributes["_get_layout"] + text("torch.strided") + b"\x85R"
+        layout = self._attributes["_get_layout"] + _text("torch.strided") + b"\x85R"
         memory_format = self._attributes["_MEM_FORMAT_ENCODING"] + b"K\x00\x85R"  # contiguous
         self._properties: dict[tuple[str, bool], bytes] = {}
         for dtype, requires_grad in dict.fromkeys((entry.dtype, entry.requires_grad) for entry in tensors):
             parts += [
                 self._attributes["TensorProperties"] + b")\x81(",
-                text("torch") + text(dtype) + b"\x93",
+                _text("torch") + _text(dtype) + b"\x93",
                 layout + (b"\x88" if requires_grad else b"\x89") + memory_format + b"\x89",  # pin_memory is False
                 b"tb\x940",
             ]
@@ -198,16 +288,16 @@ class MetadataEncoder:
             fqn_get = memo.next()
             properties = self._properties[entry.dtype, entry.requires_grad]
             shape = sizes.get(entry.shape) or new_size(entry.shape)
-            entries += (text(entry.fqn), entry_open, properties, get["size"], shape, get["chunks"], b"](")
+            entries += (_text(entry.fqn), entry_open, properties, get["size"], shape, get["chunks"], b"](")
             while len(numbers) < len(entry.chunks):
-                numbers.append(get["index"] + integer(len(numbers)) + get["offset"])
+                numbers.append(get["index"] + _integer(len(numbers)) + get["offset"])
             for number, (offsets, chunk_sizes, item) in zip(numbers, entry.chunks, strict=False):
                 start = sizes.get(offsets) or new_size(offsets)
                 entries += (chunk_open, start, chunk_sizes_get, sizes.get(chunk_sizes) or new_size(chunk_sizes), b"ub")
                 file, offset, length, transforms, _ = item
-                places += (place_open, fqn_get, number, sizes[offsets], placed[file], integer(offset), length_get)
+                places += (place_open, fqn_get, number, sizes[offsets], placed[file], _integer(offset), length_get)
                 places += (
-                    (integer(length), self._transforms(transforms), b"ub") if transforms else (integer(length), b"ub")
+                    (_integer(length), self._transforms(transforms), b"ub") if transforms else (_integer(length), b"ub")
                 )
             entries.append(b"eub")
         return b"".join(entries), b"".join(places)
@@ -215,7 +305,7 @@ class MetadataEncoder:
     def _emit_objects(self, memo: _Memo, objects: Mapping[str, ObjectEntry]) -> tuple[bytes, bytes]:
         get = self._attributes
         bytes_entry = get["BytesStorageMetadata"] + b")\x81"
-        entries = [text(fqn) + b"\x94" + bytes_entry for fqn in objects]
+        entries = [_text(fqn) + b"\x94" + bytes_entry for fqn in objects]
         fqn_gets = [memo.next() for _ in objects]
         file_gets: dict[str, bytes] = {}
         places = []
@@ -231,9 +321,9 @@ class MetadataEncoder:
 
     def _place(self, item: StoredItem, file_gets: Mapping[str, bytes], first_use: bool = False) -> bytes:
         """A `_StorageInfo`; transforms are left out where there are none, as torch does."""
-        file = text(item.file) + b"\x94" if first_use else file_gets[item.file]
-        length = self._attributes["length"] + integer(item.length)
-        return self._place_open(file) + integer(item.offset) + length + self._transforms(item.transforms) + b"ub"
+        file = _text(item.file) + b"\x94" if first_use else file_gets[item.file]
+        length = self._attributes["length"] + _integer(item.length)
+        return self._place_open(file) + _integer(item.offset) + length + self._transforms(item.transforms) + b"ub"
 
     def _place_open(self, file: bytes) -> bytes:
         """A `_StorageInfo` up to its offset."""
@@ -243,49 +333,58 @@ class MetadataEncoder:
     def _transforms(self, names: Sequence[str]) -> bytes:
         if not names:
             return b""
-        return self._attributes["transform_descriptors"] + b"](" + b"".join(map(text, names)) + b"e"
+        return self._attributes["transform_descriptors"] + b"](" + b"".join(map(_text, names)) + b"e"
 
     def _emit_storage_meta(self, fields: Mapping[str, Any] | None) -> bytes:
         if fields is None:
             return b"N"
         state = b""
-        for name in ("checkpoint_id", "save_id", "load_id"):
-            value = fields.get(name)
-            state += text(name) + (b"N" if value is None else text(str(value)))
-        modules = b"".join(map(text, fields.get("modules") or ()))
-        return _new(self._attributes["StorageMeta"], state + text("modules") + b"](" + modules + b"e")
+        for name in _IDS:
+            state += _text(name) + (b"N" if fields[name] is None else _text(fields[name]))
+        modules = b"".join(map(_text, fields["modules"]))
+        return _new(self._attributes["StorageMeta"], state + _text("modules") + b"](" + modules + b"e")
+
+
+_IDS = ("checkpoint_id", "save_id", "load_id")
+
+
+def _plain_meta(fields: Mapping[str, Any]) -> dict[str, Any]:
+    ids = {name: None if fields.get(name) is None else str(fields[name]) for name in _IDS}
+    return {**ids, "modules": [str(name) for name in fields.get("modules") or ()]}
 
 
 def encode_metadata(
-    index: CheckpointIndex,
-    *,
-    storage_meta: Mapping[str, Any] | None = None,
+    index: CheckpointIndex, *, storage_meta: Mapping[str, Any] | None = None, seal: MetadataSeal | None = None
 ) -> bytes:
     """The content of `.metadata` for `index`, in one go; `storage_meta` replaces the index's own.
 
-    What is written names classes of torch only, so that it can be read where this package is not installed. It is
-    sealed if `index` comes from a sealed one and knows the checksums of all its items.
+    What is written names classes of torch only, so that it can be read where this package is not installed. The
+    manifest is `seal`, or what is left of the one that `index` was read with, if the checksums of all items are known.
     """
     meta = index.storage_meta if storage_meta is None else storage_meta
-    encoder = MetadataEncoder(index)
-    return encoder.encode(index.objects, storage_meta=meta, seal=_seal_of(index))
+    if seal is None and index.seal is not None:
+        seal = manifest_of(index, index.seal.save_id, index.seal.files)
+    return MetadataEncoder(index).encode(index.objects, storage_meta=meta, seal=seal)
 
 
-def _seal_of(index: CheckpointIndex) -> MetadataSeal | None:
-    """The seal of `index` for what is left in it, in the order in which that is encoded."""
-    if index.seal is None:
-        return None
+def manifest_of(index: CheckpointIndex, save_id: bytes, files: Mapping[str, SealedFile]) -> MetadataSeal | None:
+    """The manifest of what is in `index`, in the order in which that is encoded; None if a checksum is not known.
+
+    Args:
+        index: its items with their checksums, its `blocks`.
+        save_id: of the save.
+        files: of the save; those of which nothing is left are not named.
+    """
     items = [chunk.item for entry in index.tensors.values() for chunk in entry.chunks]
     items += [entry.item for entry in index.objects.values()]
     crcs = [item.crc32 for item in items if item.crc32 is not None]
     named = {item.file for item in items}
-    if len(crcs) != len(items) or not named <= index.seal.files.keys():
+    if len(crcs) != len(items) or not named <= files.keys():
         return None
-    files = {name: file for name, file in index.seal.files.items() if name in named or name == COMMON_FILE}
     running = [(n, sums) for n, item in enumerate(items) if (sums := index.blocks.get((item.file, item.offset)))]
     return MetadataSeal(
-        index.seal.save_id,
-        files,
+        save_id,
+        {name: file for name, file in files.items() if name in named or name == COMMON_FILE},
         array("I", crcs),
         array("Q", [n for n, _ in running]),
         array("I", [len(sums) for _, sums in running]),

@@ -22,6 +22,7 @@ __all__ = [
     "LocalPlan",
     "LocalPlanBuilder",
     "index_tensors",
+    "of_different_offsets",
 ]
 
 
@@ -129,13 +130,13 @@ def index_tensors(plans: Iterable[LocalPlan]) -> tuple[dict[str, TensorEntry], a
     entries: dict[str, TensorEntry] = {}
     order = array("I")
     for key, (dtype, shape, chunks, numbers) in heads.items():
-        kept = _of_different_offsets(chunks)
+        kept = of_different_offsets(chunks)
         entries[key] = TensorEntry(key, dtype, shape, tuple(chunks[n] for n in kept) if kept else tuple(chunks))
         order.extend([numbers[n] for n in kept] if kept else numbers)
     return entries, order
 
 
-def _of_different_offsets(chunks: list[StoredChunk]) -> list[int]:
+def of_different_offsets(chunks: Sequence[StoredChunk]) -> list[int]:
     """Positions of the chunks of one tensor that stay, if not all do: one for each offset, as readers look them up.
 
     Only an empty chunk can lie where another one begins; it holds nothing that could be missed.

@@ -14,9 +14,10 @@ from typing import Any
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.format.file_names import with_id
 from mcore_ckpt.format.index import ObjectEntry
+from mcore_ckpt.format.manifest import MetadataSeal
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.format.seal import MetadataSeal, SealedFile
+from mcore_ckpt.format.seal import SealedFile
 from mcore_ckpt.layout.file_image import WrittenFile
 from mcore_ckpt.layout.plans import GlobalPlan
 from mcore_ckpt.layout.torch_classes import dcp_dispatch_table, local_plans_as_dcp

@@ -15,9 +15,10 @@ import io
 import pickle
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -28,18 +29,21 @@ from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.file_names import data_file_of
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.format.seal import MetadataSeal, seal_metadata, split_metadata
-from mcore_ckpt.layout.plans import LocalPlan
+from mcore_ckpt.format.manifest import MetadataSeal, seal_metadata, split_metadata
+from mcore_ckpt.format.metadata_write import MetadataEncoder, manifest_of
+from mcore_ckpt.format.seal import SealedFile
+from mcore_ckpt.layout.plans import LocalPlan, of_different_offsets
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 __all__ = [
+    "WrittenSums",
     "dcp_dispatch_table",
     "dtype_name",
+    "encoded_metadata",
     "from_dcp_metadata",
     "local_plans_as_dcp",
-    "pickled_metadata",
     "plans_of_index",
     "storage_info",
     "storage_meta",
@@ -75,7 +79,7 @@ def _reduced_properties(properties: Any) -> tuple[Any, ...]:
     return copyreg.__newobj__, (TensorProperties,), properties.__getstate__()[:_PROPERTIES]  # type: ignore[attr-defined]
 
 
-def pickled_metadata(metadata: Metadata) -> bytes:
+def _pickled_metadata(metadata: Metadata) -> bytes:
     """`metadata` as DCP pickles it, in a form that older versions of torch read, too."""
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream)
@@ -143,7 +147,7 @@ def _plain_sums(seal: MetadataSeal, index: CheckpointIndex) -> dict[str, Any]:
     items = [chunk.item for entry in index.tensors.values() for chunk in entry.chunks]
     items += [stored.item for stored in index.objects.values()]
     return {
-        "seal": seal_metadata(b"", seal),
+        "seal": seal_metadata(b"", replace(seal, columns=None)),
         "crcs": {(item.file, item.offset): item.crc32 for item in items},
         "blocks": {place: sums.tolist() for place, sums in index.blocks.items()},
     }
@@ -156,6 +160,64 @@ def from_dcp_metadata(metadata: Metadata, path: str | Path) -> CheckpointIndex:
     Raises:
         CorruptCheckpointError: a chunk or object has no place in `storage_data`, or there is none at all.
     """
+    sums = getattr(metadata, _SUMS, None) or {"seal": b"", "crcs": {}, "blocks": {}}
+    seal = split_metadata(sums["seal"], str(path))[1]
+    blocks = {place: array("I", running) for place, running in sums["blocks"].items()}
+    return replace(_index_of(metadata, path, sums["crcs"]), seal=seal, blocks=blocks)
+
+
+@collector_paused()
+def encoded_metadata(
+    metadata: Metadata, path: str | Path, save_id: bytes, files: Mapping[str, SealedFile], sums: Sequence[WrittenSums]
+) -> bytes:
+    """The content of `.metadata` for what DCP has planned and this package has written.
+
+    Args:
+        metadata: with where each item lies.
+        path: of the checkpoint, for messages.
+        save_id: of the save.
+        files: of the save.
+        sums: of the items; where one is missing, there is no manifest.
+    """
+    if type(metadata).__name__ not in _KNOWN_METADATA or not _KNOWN_ATTRIBUTES.issuperset(vars(metadata)):
+        return _pickled_metadata(metadata)  # of a planner that keeps more in it than anybody knows
+    index = _index_of(metadata, path, {place: crc for place, crc, _ in sums})
+    tensors = dict(index.tensors)
+    for key, entry in tensors.items():
+        if len(entry.chunks) > 1 and (kept := of_different_offsets(entry.chunks)):
+            tensors[key] = entry._replace(chunks=tuple([entry.chunks[n] for n in kept]))
+    index = replace(index, tensors=tensors, blocks={place: running for place, _, running in sums if running})
+    return MetadataEncoder(index).encode(
+        index.objects,
+        storage_meta=index.storage_meta,
+        local_plans=getattr(metadata, "all_local_plans", None),
+        dispatch_table=dcp_dispatch_table(),
+        seal=manifest_of(index, save_id, files),
+    )
+
+
+_KNOWN_METADATA = {"Metadata", "MCoreMetadata"}
+_KNOWN_ATTRIBUTES = {
+    *("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
+    *("mcore_data", "all_local_plans"),
+}
+
+
+class WrittenSums(NamedTuple):
+    """The checksums of a written item.
+
+    Attributes:
+        place: its file and offset.
+        crc32: of its payload; of an object or of what is transformed, of all of it.
+        blocks: cumulative CRC-32 at each block boundary inside a long payload.
+    """
+
+    place: tuple[str, int]
+    crc32: int
+    blocks: array[int]
+
+
+def _index_of(metadata: Metadata, path: str | Path, crcs: Mapping[tuple[str, int], int]) -> CheckpointIndex:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     if not isinstance(metadata.storage_data, dict):
@@ -163,8 +225,6 @@ def from_dcp_metadata(metadata: Metadata, path: str | Path) -> CheckpointIndex:
             f"{path}: the metadata holds no storage data of DCP's file system writer (got "
             f"{type(metadata.storage_data).__name__}); expected a finished checkpoint of torch_dist or DCP"
         )
-    sums = getattr(metadata, _SUMS, None) or {"seal": b"", "crcs": {}, "blocks": {}}
-    crcs = sums["crcs"]
     items: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
     for key, info in metadata.storage_data.items():
         offsets = None if key.offset is None else tuple(key.offset)
@@ -212,8 +272,6 @@ def from_dcp_metadata(metadata: Metadata, path: str | Path) -> CheckpointIndex:
         storage_meta=fields,
         version=getattr(metadata, "version", None),
         has_local_plans=getattr(metadata, "all_local_plans", None) is not None,
-        seal=split_metadata(sums["seal"], str(path))[1],
-        blocks={place: array("I", running) for place, running in sums["blocks"].items()},
     )
 
 

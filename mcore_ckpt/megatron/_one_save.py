@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.format.manifest import MetadataSeal
 from mcore_ckpt.format.metadata_read import METADATA_FILE
-from mcore_ckpt.format.seal import MetadataSeal, shown_id
+from mcore_ckpt.format.seal import shown_id
 
 __all__ = ["Source", "check_common", "check_ranks", "metadata_version", "note_common", "one_load", "replaced_error"]
 

@@ -28,6 +28,7 @@ from mcore_ckpt.directory.in_force import common_file_in_force
 from mcore_ckpt.directory.publish import write_config
 from mcore_ckpt.directory.target import write_common
 from mcore_ckpt.format.index import object_key
+from mcore_ckpt.format.manifest import MetadataSeal, split_metadata
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
@@ -36,7 +37,6 @@ from mcore_ckpt.format.metadata_read import (
     read_small_file,
 )
 from mcore_ckpt.format.safe_pickle import load_object
-from mcore_ckpt.format.seal import MetadataSeal, split_metadata
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._one_save import Source, metadata_version, note_common
 from mcore_ckpt.storage.resolve import storage_at

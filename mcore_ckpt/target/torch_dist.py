@@ -20,8 +20,9 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes, place, tensor_template
+from mcore_ckpt.format.manifest import MetadataSeal
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.format.seal import SAVE_ID_BYTES, FileSealPlan, MetadataSeal, SealedFile, seal_metadata, shown_id
+from mcore_ckpt.format.seal import SAVE_ID_BYTES, FileSealPlan, SealedFile, shown_id
 from mcore_ckpt.layout.buckets import TensorSpec, seal_plan
 from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.target._file_stream import write_end
@@ -82,7 +83,7 @@ class _TorchDistPlan(TargetPlan):
         )
         # Another checkpoint than the source, and than other targets of the source: of another save.
         meta = {**(self.index.storage_meta or {}), "save_id": shown_id(save_id)}
-        return seal_metadata(encode_metadata(self.index, storage_meta=meta), seal)
+        return encode_metadata(self.index, storage_meta=meta, seal=seal)
 
 
 def plan_torch_dist(

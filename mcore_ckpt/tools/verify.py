@@ -34,7 +34,7 @@ from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor, locate_tensor_in
-from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, read_index
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, pickle_differs, read_index
 from mcore_ckpt.format.safe_pickle import read_tensor_outline
 from mcore_ckpt.format.seal import BLOCK_BYTES
 from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
@@ -169,10 +169,18 @@ def verify_checkpoint(
 def _verify(directory: Path, workers: int, progress: bool | None) -> VerifyReport:
     try:
         index = read_index(directory, strict=False)
+        differs = pickle_differs(directory)
     except CorruptCheckpointError as error:
         problem = Problem("index", str(error), file=METADATA_FILE)
         return VerifyReport(str(directory), (problem,), 0, 0, 0, 0.0)
-    return verify_index(index, workers=workers, progress=progress)
+    report = verify_index(index, workers=workers, progress=progress)
+    if differs is None:
+        return report
+    message = (
+        f"{directory / METADATA_FILE}: {differs}. This package reads the columns, Megatron-Core and DCP the pickle; "
+        "restore the file from another copy"
+    )
+    return replace(report, problems=(Problem("index", message, file=METADATA_FILE), *report.problems))
 
 
 def verify_index(index: CheckpointIndex, *, workers: int = 2, progress: bool | None = False) -> VerifyReport:

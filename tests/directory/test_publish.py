@@ -20,9 +20,10 @@ from mcore_ckpt.directory.publish import publish, settle
 from mcore_ckpt.directory.target import Target, abandon, discard, give_back, open_target, reserve, write_common
 from mcore_ckpt.format.file_names import data_file_name, with_id
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.manifest import MetadataSeal, seal_metadata
 from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.format.seal import MetadataSeal, SealedFile, seal_metadata
+from mcore_ckpt.format.seal import SealedFile
 from mcore_ckpt.storage import _durable
 from mcore_ckpt.storage._local import LocalStorage
 from tests.support.faulty_storage import Faults, FaultyStorage

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import math
 import pickle
 import stat
@@ -527,43 +528,104 @@ def read_metadata(program: bytes) -> tuple[dict[str, TensorMeta | None], list[Ch
 
 @dataclass
 class Sums:
-    """The seal of .metadata."""
+    """The manifest of .metadata."""
 
     files: dict[str, tuple[int, int, bytes]]  # name -> length, CRC-32 of the table, id
     items: list[int]
     running: dict[int, list[int]]
+    columns: tuple[dict[str, TensorMeta | None], list[Chunk]] | None  # the index once more
 
 
 def split_metadata(data: bytes) -> tuple[bytes, Sums | None]:
-    """The pickle, and the seal behind it, whose CRC-32 is compared."""
+    """The pickle, and the manifest behind it, whose CRC-32 is compared."""
     if not data.endswith(META_END):
-        need(META_MAGIC not in data, ".metadata: its seal has no end")
+        need(META_MAGIC not in data, ".metadata: its manifest has no end")
         return data, None
     need(len(data) >= 20, ".metadata: too short")
     length, crc = struct.unpack_from("<QI", data, len(data) - 20)
     need(zlib.crc32(data[:-12]) == crc, ".metadata: CRC-32")
-    need(length <= len(data), ".metadata: length of the seal")
+    need(length <= len(data), ".metadata: length of the manifest")
     begin = len(data) - length
-    cursor = Cursor(data[begin:-20], ".metadata: seal")
-    need(cursor.take(8) == META_MAGIC, ".metadata: no seal where it should begin")
+    cursor = Cursor(data[begin:-20], ".metadata: manifest")
+    need(cursor.take(8) == META_MAGIC, ".metadata: no manifest where it should begin")
     version, file_count = cursor.numbers(4, 2)
-    need(version == 1, f".metadata: version {version} of the seal")
+    need(version in (1, 2), f".metadata: version {version} of the manifest")
     cursor.take(16)
     item_count, with_running, running_count, name_bytes = cursor.numbers(8, 4)
+    sections = cursor.numbers(8, 4) if version == 2 else [0] * 4
     lengths, tables = cursor.numbers(8, file_count), cursor.numbers(4, file_count)
     ids = [cursor.take(16) for _ in range(file_count)]
     name_lengths = cursor.numbers(4, file_count)
-    need(sum(name_lengths) == name_bytes, ".metadata: seal: names")
+    need(sum(name_lengths) == name_bytes, ".metadata: manifest: names")
     names = [_utf8(cursor.take(count)) for count in name_lengths]
     items = cursor.numbers(4, item_count)
     numbers, counts = cursor.numbers(8, with_running), cursor.numbers(4, with_running)
-    need(sum(counts) == running_count and sorted(set(numbers)) == numbers, ".metadata: seal: running sums")
-    need(not numbers or numbers[-1] < item_count, ".metadata: seal: running sums")
+    need(sum(counts) == running_count and sorted(set(numbers)) == numbers, ".metadata: manifest: running sums")
+    need(not numbers or numbers[-1] < item_count, ".metadata: manifest: running sums")
     running = {number: cursor.numbers(4, count) for number, count in zip(numbers, counts, strict=True)}
+    first, second = (cursor.take(sections[n]) for n in (0, 2))
     cursor.end()
+    columns = read_columns(inflate(first, sections[1]), inflate(second, sections[3]), names) if first else None
     files = dict(zip(names, zip(lengths, tables, ids, strict=True), strict=True))
-    need(len(files) == file_count, ".metadata: seal: two files of one name")
-    return data[:begin], Sums(files, items, running)
+    need(len(files) == file_count, ".metadata: manifest: two files of one name")
+    return data[:begin], Sums(files, items, running, columns)
+
+
+def inflate(packed: bytes, length: int) -> bytes:
+    need(length <= MIB + 100 * len(packed), ".metadata: a section inflates to too much")
+    unpack = zlib.decompressobj()
+    try:
+        content = unpack.decompress(packed, length + 1)
+    except zlib.error as error:
+        raise CorruptError(f".metadata: {error}") from error
+    need(len(content) == length and unpack.eof and not unpack.unused_data, ".metadata: length of a section")
+    return content
+
+
+def read_columns(first: bytes, second: bytes, files: list[str]) -> tuple[dict[str, TensorMeta | None], list[Chunk]]:
+    """What the columns say, as `read_metadata` has it from the pickle."""
+    cursor = Cursor(first, ".metadata: tensors")
+    tensors, kinds, chunk_count, words, note_words = cursor.numbers(8, 5)
+    dtype_lengths, _grads = cursor.numbers(4, kinds), cursor.numbers(4, kinds)
+    key_lengths, of_forms = cursor.numbers(4, tensors), cursor.numbers(4, tensors)
+    places = list(zip(*(cursor.numbers(size, chunk_count) for size in (4, 8, 8)), strict=True))
+    numbers, _notes = cursor.numbers(8, words), cursor.numbers(8, note_words)
+    dtypes = [_utf8(cursor.take(length)) for length in dtype_lengths]
+    keys = [_utf8(cursor.take(length)) for length in key_lengths]
+    cursor.end()
+    forms = []
+    while numbers:
+        need(len(numbers) >= 3 and numbers[0] < kinds and numbers[1] <= 64, ".metadata: a form")
+        kind, axes, count = numbers[:3]
+        taken = axes * (1 + 2 * count)
+        need(3 + taken <= len(numbers) and count <= chunk_count, ".metadata: a form")
+        sizes = iter(numbers[3 : 3 + taken])
+        shape, *parts = (tuple(itertools.islice(sizes, axes)) for _ in range(1 + 2 * count))
+        forms.append(TensorMeta(dtypes[kind], shape, list(zip(parts[::2], parts[1::2], strict=True))))
+        del numbers[: 3 + taken]
+    entries: dict[str, TensorMeta | None] = {}
+    chunks, left = [], iter(places)
+    for key, number in zip(keys, of_forms, strict=True):
+        need(number < len(forms), ".metadata: no such form")
+        entries[key] = forms[number]
+        for offsets, _ in forms[number].boxes:
+            place = next(left, None)
+            need(place is not None and place[0] < len(files), ".metadata: no such file")
+            chunks.append(Chunk(key, offsets, files[place[0]], *place[1:], False))
+    need(next(left, None) is None and len(entries) == tensors, ".metadata: chunks of no tensor")
+    cursor = Cursor(second, ".metadata: objects")
+    objects, paths, details = cursor.numbers(8, 3)
+    key_lengths = cursor.numbers(4, objects)
+    places = list(zip(*(cursor.numbers(size, objects) for size in (4, 8, 8)), strict=True))
+    cursor.numbers(4, paths)
+    for length, place in zip(key_lengths, places, strict=True):
+        key = _utf8(cursor.take(length))
+        need(key not in entries and place[0] < len(files), ".metadata: an object")
+        entries[key] = None
+        chunks.append(Chunk(key, None, files[place[0]], *place[1:], False))
+    json.loads(cursor.take(details))
+    cursor.end()
+    return entries, chunks
 
 
 def check_sums(payload: bytes, crc: int, sum_of_item: int, running: list[int] | None, what: str) -> None:
@@ -585,7 +647,8 @@ def read_checkpoint(directory: str | Path) -> Checkpoint:
     directory = Path(directory)
     program, sums = split_metadata(read_file(directory, ".metadata"))
     entries, chunks = read_metadata(program)
-    need(sums is None or len(sums.items) == len(chunks), ".metadata: the seal is for another number of items")
+    need(sums is None or len(sums.items) == len(chunks), ".metadata: the manifest is for another number of items")
+    need(not sums or not sums.columns or sums.columns == (entries, chunks), ".metadata: columns and pickle differ")
     places = {(chunk.key, chunk.offsets): number for number, chunk in enumerate(chunks)}
     need(len(places) == len(chunks), ".metadata: an item is named twice")
     need({chunk.key for chunk in chunks} <= set(entries), ".metadata: an item of no entry")

@@ -24,10 +24,10 @@ from mcore_ckpt import (
 )
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_key
+from mcore_ckpt.format.manifest import split_metadata
 from mcore_ckpt.format.metadata_read import parse_index, read_config, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.format.safe_pickle import load_object
-from mcore_ckpt.format.seal import split_metadata
 from mcore_ckpt.layout.torch_classes import from_dcp_metadata, to_dcp_metadata
 from mcore_ckpt.tools.verify import verify_checkpoint
 

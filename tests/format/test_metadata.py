@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
+from mcore_ckpt.format.dtypes import DTYPE_NAMES
 from mcore_ckpt.format.index import (
     CheckpointIndex,
     ObjectEntry,
@@ -36,7 +37,6 @@ from mcore_ckpt.format.index import (
     parse_object_key,
 )
 from mcore_ckpt.format.metadata_read import (
-    DTYPE_NAMES,
     CheckpointConfig,
     encode_config,
     file_name_problem,

@@ -31,9 +31,9 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CorruptCheckpointError, UnsafePickleError
 from mcore_ckpt.format._plain_index import plainly_built
 from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.manifest import MetadataSeal, seal_metadata
 from mcore_ckpt.format.metadata_read import parse_index, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.format.seal import MetadataSeal, seal_metadata
 from mcore_ckpt.layout.torch_classes import dcp_dispatch_table, plans_of_index
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -134,7 +134,7 @@ NEWER = {
     "tensor properties of 6 values": with_properties_of_objects,
     "of 2 values; expected its attributes by name": with_values_without_names,
     "torch.float6_e3m2": of_a_new_dtype,
-    "seal has version 99": with_a_seal_of_tomorrow,
+    "format has version 99": with_a_seal_of_tomorrow,
 }
 
 

@@ -1,0 +1,177 @@
+"""The manifest: what `.metadata` says of its save, its files and their bytes, and the index once more, in columns.
+
+It stands behind the pickle, where no unpickler looks: the id of the save, length and integrity footer of each data
+file, the CRC-32 of each item, of payloads longer than a block the cumulative CRC-32 at the end of each block, so that a
+part of a payload can be checked without the rest, and the index as `_index_columns.py` has it. It ends with the CRC-32
+of all of `.metadata`. The pickle announces it, in bytes that every unpickler drops, so that a manifest which was cut
+off is missed.
+
+`docs/format.md` has every field. Columns of numbers, no object for an item: there may be a million of them.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from mcore_ckpt.core.errors import CorruptCheckpointError
+from mcore_ckpt.format._columns import Columns, column_bytes, text_bytes
+from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.format.seal import SAVE_ID_BYTES, SealedFile, newer_error
+
+__all__ = ["MetadataSeal", "Section", "seal_metadata", "split_metadata"]
+
+_VERSION: Final = 2
+_WITHOUT_COLUMNS: Final = 1
+_MAGIC: Final = b"\x89mckSUMS"
+_END: Final = b"\x89mckEND\n"
+# SHORT_BINBYTES and POP, behind PROTO: gone when somebody unpickles the file and pickles it again, as the manifest is.
+_ANNOUNCED: Final = b"C" + bytes((len(_MAGIC),)) + _MAGIC + b"0"
+_PROTO_BYTES: Final = 2
+_HEAD: Final = struct.Struct("<8sII16sQQQQ")
+_SECTIONS: Final = struct.Struct("<QQQQ")
+_TRAILER: Final = struct.Struct("<QI8s")
+_TRAILER_UNSUMMED: Final = 12  # CRC-32 and magic
+
+Section = tuple[bytes, int]
+"""Columns as they lie in the file, deflated, and their length when inflated."""
+_NONE: Final = (b"", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataSeal:
+    """What `.metadata` says of its save, its files and their bytes.
+
+    Items are numbered as `storage_data` lists them, from 0.
+
+    Attributes:
+        save_id: 16 bytes.
+        files: each data file, by name; and the file of the common state, if the save has one (of that, the CRC-32 is of
+            all its bytes). The columns of the index number them in this order.
+        crcs: CRC-32 of each item's payload; of the whole item for objects and for what is stored through a transform.
+        block_items: numbers of the items of which cumulative CRCs are kept, ascending.
+        block_counts: how many, for each of those.
+        blocks: the cumulative CRC-32 of the payload's first 1, 2, 3, ... MiB, up to the last boundary inside it.
+        columns: the index, of the tensors and of the rest; None where the pickle alone says it.
+    """
+
+    save_id: bytes
+    files: Mapping[str, SealedFile]
+    crcs: array[int]
+    block_items: array[int] = field(default_factory=lambda: array("Q"))
+    block_counts: array[int] = field(default_factory=lambda: array("I"))
+    blocks: array[int] = field(default_factory=lambda: array("I"))
+    columns: tuple[Section, Section] | None = field(default=None, compare=False, repr=False)
+
+    def running(self) -> Iterator[tuple[int, array[int]]]:
+        """Number of each item that has cumulative CRCs, and those."""
+        at = 0
+        for number, count in zip(self.block_items, self.block_counts, strict=True):
+            yield number, self.blocks[at : at + count]
+            at += count
+
+
+def seal_metadata(content: bytes, seal: MetadataSeal) -> bytes:
+    """`content`, a pickle, which announces its manifest, followed by that."""
+    if content[:1] == b"\x80":
+        content = b"".join((content[:_PROTO_BYTES], _ANNOUNCED, memoryview(content)[_PROTO_BYTES:]))
+    names = [text_bytes(name) for name in seal.files]
+    files = seal.files.values()
+    of_tensors, of_objects = seal.columns or (_NONE, _NONE)
+    body = b"".join(
+        (
+            _HEAD.pack(
+                *(_MAGIC, _VERSION, len(names), seal.save_id),
+                *(len(seal.crcs), len(seal.block_items), len(seal.blocks), sum(map(len, names))),
+            ),
+            _SECTIONS.pack(len(of_tensors[0]), of_tensors[1], len(of_objects[0]), of_objects[1]),
+            column_bytes(array("Q", [file.size_bytes for file in files])),
+            column_bytes(array("I", [file.table_crc32 for file in files])),
+            b"".join(file.save_id for file in files),
+            column_bytes(array("I", map(len, names))),
+            *names,
+            column_bytes(seal.crcs),
+            column_bytes(seal.block_items),
+            column_bytes(seal.block_counts),
+            column_bytes(seal.blocks),
+            of_tensors[0],
+            of_objects[0],
+        )
+    )
+    body += struct.pack("<Q", len(body) + _TRAILER.size)
+    return b"".join((content, body, struct.pack("<I8s", crc32(body, crc32(content)), _END)))
+
+
+def split_metadata(data: bytes, where: str) -> tuple[bytes, MetadataSeal | None]:
+    """The pickle in a `.metadata`, and its manifest, whose CRC-32 of the whole has been compared; None if it has none.
+
+    Raises:
+        CorruptCheckpointError: there is one, and it or anything before it is damaged.
+        NewerFormatError: a newer version of this package wrote it.
+    """
+    if not data.endswith(_END):
+        if _MAGIC in data:
+            raise _damaged(where, "its manifest is missing, or has no end; the file was truncated or damaged")
+        return data, None
+    if len(data) < _HEAD.size + _TRAILER.size:
+        raise _damaged(where, f"{len(data)} bytes cannot hold a manifest")
+    length, stated, _ = _TRAILER.unpack_from(data, len(data) - _TRAILER.size)
+    got = crc32(memoryview(data)[: len(data) - _TRAILER_UNSUMMED])
+    if got != stated:
+        raise _damaged(where, f"it has CRC-32 {got:#010x}, expected {stated:#010x}")
+    if not _HEAD.size + _TRAILER.size <= length <= len(data):
+        raise _damaged(where, f"its manifest is said to have {length} bytes")
+    start = len(data) - length
+    seal = _decode(memoryview(data)[start : len(data) - _TRAILER.size], where)
+    if not data.startswith(_ANNOUNCED, _PROTO_BYTES):
+        return data[:start], seal
+    return b"".join((data[:_PROTO_BYTES], memoryview(data)[_PROTO_BYTES + len(_ANNOUNCED) : start])), seal
+
+
+def _decode(data: memoryview, where: str) -> MetadataSeal:
+    columns = Columns(data, f"{where}: its manifest")
+    magic, version, file_count, save_id, items, block_items, blocks, name_bytes = _HEAD.unpack(
+        columns.bytes(_HEAD.size)
+    )
+    if magic != _MAGIC:
+        raise columns.wrong("it does not begin where its end says")
+    if version not in (_VERSION, _WITHOUT_COLUMNS):
+        raise newer_error(where, version, _VERSION)
+    packed, unpacked, more_packed, more_unpacked = (
+        _SECTIONS.unpack(columns.bytes(_SECTIONS.size)) if version == _VERSION else (0, 0, 0, 0)
+    )
+    sizes, table_crcs = columns.column("Q", file_count), columns.column("I", file_count)
+    ids = bytes(columns.bytes(SAVE_ID_BYTES * file_count))
+    name_lengths = columns.column("I", file_count)
+    if sum(name_lengths) != name_bytes:
+        raise columns.wrong("the names of its files have not the length that they should")
+    files = {
+        name: SealedFile(size, crc, ids[SAVE_ID_BYTES * n : SAVE_ID_BYTES * (n + 1)])
+        for n, (name, size, crc) in enumerate(zip(columns.texts(name_lengths), sizes, table_crcs, strict=True))
+    }
+    seal = MetadataSeal(
+        save_id,
+        files,
+        columns.column("I", items),
+        columns.column("Q", block_items),
+        columns.column("I", block_items),
+        columns.column("I", blocks),
+        ((bytes(columns.bytes(packed)), unpacked), (bytes(columns.bytes(more_packed)), more_unpacked))
+        if packed
+        else None,
+    )
+    columns.finish()
+    if len(files) != file_count or sum(seal.block_counts) != blocks:
+        raise columns.wrong("its columns contradict each other")
+    if any(number >= items for number in seal.block_items):
+        raise columns.wrong("it holds sums of an item that is not there")
+    return seal
+
+
+def _damaged(where: str, what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{where}: the file is damaged: {what}. Restore it from another copy, or load an earlier checkpoint."
+    )

@@ -1,0 +1,403 @@
+"""The index in columns, behind the pickle: says the same as that, is checked like that, and is what is read."""
+
+from __future__ import annotations
+
+import random
+import struct
+import zlib
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
+from mcore_ckpt.format import metadata_read
+from mcore_ckpt.format.index import (
+    CheckpointIndex,
+    ObjectEntry,
+    PackedTensors,
+    StoredChunk,
+    StoredItem,
+    TensorEntry,
+    TensorForm,
+)
+from mcore_ckpt.format.manifest import MetadataSeal, seal_metadata, split_metadata
+from mcore_ckpt.format.metadata_read import parse_index, pickle_differs
+from mcore_ckpt.format.metadata_write import MetadataEncoder
+from mcore_ckpt.format.seal import SealedFile
+from mcore_ckpt.tools.verify import verify_checkpoint
+
+SAVE_ID = bytes(range(16))
+META = {"checkpoint_id": "/run", "save_id": SAVE_ID.hex(), "load_id": None, "modules": ["m"]}
+
+
+def sample(tensors: int = 300, objects: int = 20) -> CheckpointIndex:
+    """What a save holds: many shapes, tensors of several chunks, offsets beyond 32 bits."""
+    entries, at, number = {}, 0, 0
+
+    def item() -> StoredItem:
+        nonlocal at, number
+        length = 700 + number % 3 * 2**33
+        at, number = at + length, number + 1
+        return StoredItem(f"__{number % 2}_0.distcp", at - length, length, (), number)
+
+    for n in range(tensors):
+        rows, columns = 2 * (n % 7), n % 40 if n < tensors // 2 else 3
+        shapes = {0: (), 1: (columns,), 2: (rows, columns), 3: (2**40, 2, n)}
+        shape = shapes[n % 4]
+        chunks = [StoredChunk((0,) * len(shape), shape, item())]
+        if n % 4 == 2 and rows > 2:
+            half = (rows // 2, columns)
+            chunks = [StoredChunk((start, 0), half, item()) for start in (0, rows // 2)]
+        key, dtype = f"layer.{n}" + "x" * (n % 90), ("float32", "bfloat16")[n % 2]
+        entries[key] = TensorEntry(key, dtype, shape, tuple(chunks), n % 5 == 0)
+    found = {f"object.{n}/shard_0_1": ObjectEntry(f"object.{n}/shard_0_1", item()) for n in range(objects)}
+    return CheckpointIndex("a", entries, found, storage_meta=META, version="1.0.0")
+
+
+def sealed(index: CheckpointIndex, plans: list[Any] | None = None, files: int = 2) -> bytes:
+    items = [chunk.item for entry in index.tensors.values() for chunk in entry.chunks]
+    items += [entry.item for entry in index.objects.values()]
+    seal = MetadataSeal(
+        SAVE_ID,
+        {f"__{n}_0.distcp": SealedFile(2**62, 5, SAVE_ID) for n in range(files)},
+        array("I", [item.crc32 for item in items]),
+        *((array("Q", [1]), array("I", [2]), array("I", [7, 8])) if len(items) > 1 else ()),
+    )
+    return MetadataEncoder(index).encode(index.objects, storage_meta=META, local_plans=plans, seal=seal)
+
+
+def columns_of(data: bytes) -> MetadataSeal:
+    _, seal = split_metadata(data, "a")
+    assert seal is not None
+    return seal
+
+
+def read(data: bytes, monkeypatch: pytest.MonkeyPatch) -> CheckpointIndex:
+    """By the columns alone."""
+    with monkeypatch.context() as patch:
+        patch.setattr(metadata_read, "loads", None)
+        return parse_index(data, "a")
+
+
+def unpickled(data: bytes) -> CheckpointIndex:
+    """By the pickle, with what else the manifest says."""
+    pickled, seal = split_metadata(data, "a")
+    assert seal is not None
+    return parse_index(seal_metadata(pickled, replace(seal, columns=None)), "a")
+
+
+@pytest.mark.parametrize("counts", [(300, 20), (0, 3), (3, 0), (0, 0), (1, 1)])
+@pytest.mark.parametrize("plans", [None, [{"a plan": [1, 2]}]])
+def test_columns_say_what_the_pickle_says(
+    counts: tuple[int, int], plans: list[Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = sample(*counts)
+    data = sealed(index, plans)
+    found = read(data, monkeypatch)
+    assert found == unpickled(data)
+    assert list(found.tensors.items()) == list(index.tensors.items())
+    assert list(found.objects.items()) == list(index.objects.items())
+    assert (found.storage_meta, found.version, found.has_local_plans) == (META, "1.0.0", plans is not None)
+
+
+@pytest.mark.parametrize("key", ["\u0414", "a\nb", "", "k" * 300, "\udc80", "\x94"])
+def test_unusual_keys(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = {}
+    for n, name in enumerate(("before", key, "behind")):
+        item = StoredItem("__0_0.distcp", 700 * n, 700, (), n)
+        entries[name] = TensorEntry(name, "float32", (2,), (StoredChunk((0,), (2,), item),))
+    stored = {f"o{key}": ObjectEntry(f"o{key}", StoredItem("__1_0.distcp", 2800, 700, (), 9))}
+    data = sealed(CheckpointIndex("a", entries, stored))
+    assert read(data, monkeypatch).tensors == entries
+    assert read(data, monkeypatch) == unpickled(data)
+
+
+def test_what_planners_left_is_in_the_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = sample(5, 2)
+    keys = [*index.tensors, *index.objects]
+    paths = {key: tuple(key.split(".")) for key in keys}
+    first, key = keys[0], keys[-1]
+    paths[first] = ("layer", 0)  # an element of a list
+    for planner_data in (paths, {**paths, key: (key,)}):
+        noted: dict[str, Any] = {keys[1]: {"nd_reformulated_orig_global_shape": (6, 10)}, keys[2]: {}}
+        data = sealed(replace(index, planner_data=planner_data, mcore_data=noted))
+        found = read(data, monkeypatch)
+        assert found.planner_data == planner_data
+        assert found.mcore_data == noted
+        assert found == unpickled(data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: replace(index, planner_data={"other": ("other",)}),
+        lambda index: replace(index, planner_data=["a list"]),
+        lambda index: replace(index, planner_data=dict.fromkeys([*index.tensors, *index.objects], ("another path",))),
+        lambda index: replace(index, mcore_data={next(iter(index.tensors)): {"a note": 1}}),
+        lambda index: replace(
+            index,
+            objects={
+                key: ObjectEntry(key, entry.item._replace(transforms=("zstd",))) for key, entry in index.objects.items()
+            },
+        ),
+    ],
+    ids=["other keys", "no dict", "other paths", "other notes", "transforms"],
+)
+def test_what_columns_cannot_say_is_in_the_pickle_alone(change: Callable[[CheckpointIndex], CheckpointIndex]) -> None:
+    index = change(sample(5, 2))
+    data = sealed(index)
+    assert columns_of(data).columns is None
+    found = parse_index(data, "a")
+    assert (found.tensors, found.objects) == (index.tensors, index.objects)
+    assert (found.planner_data, found.mcore_data) == (index.planner_data, index.mcore_data)
+
+
+def test_an_encoder_takes_new_objects_and_file_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = sample(20, 0)
+    encoder = MetadataEncoder(index)
+    crcs = [chunk.item.crc32 for entry in index.tensors.values() for chunk in entry.chunks]
+    for save, objects in enumerate((0, 3)):
+        names = {f"__{n}_0.distcp": f"__{n}_0.{save}.distcp" for n in range(2)}
+        stored = {
+            f"o{n}": ObjectEntry(f"o{n}", StoredItem(f"__2_0.{save}.distcp", n, 1, (), 50 + n)) for n in range(objects)
+        }
+        # In another order than that of the tensors, as writers sort them.
+        files = {name: SealedFile(9, 5, SAVE_ID) for name in (f"__2_0.{save}.distcp", *reversed(names.values()))}
+        seal = MetadataSeal(SAVE_ID, files, array("I", [*crcs, *range(50, 50 + objects)]))
+        data = encoder.encode(stored, files=names, storage_meta=META, seal=seal)
+        found = read(data, monkeypatch)
+        assert found == unpickled(data)
+        assert {chunk.item.file for entry in found.tensors.values() for chunk in entry.chunks} == set(names.values())
+
+
+# --------------------------------------------------------------------------------------------------------- not trusted
+
+
+def with_sections(data: bytes, change: Callable[[bytearray, bytearray], Any]) -> bytes:
+    """`data` with its two sections changed as they are when inflated, and all lengths and checksums made good."""
+    pickled, seal = split_metadata(data, "a")
+    assert seal is not None
+    assert seal.columns is not None
+    sections = [bytearray(zlib.decompress(packed)) for packed, _ in seal.columns]
+    change(*sections)
+    first, second = ((zlib.compress(section), len(section)) for section in sections)
+    return seal_metadata(pickled, replace(seal, columns=(first, second)))
+
+
+def one_tensor(shape: tuple[int, ...] = (4, 3), chunks: int = 1) -> CheckpointIndex:
+    """In columns, behind 40 bytes: of its kind 8, of its key and form 8, of its chunk 20, its form, the names."""
+    size = (shape[0] // chunks, *shape[1:])
+    stored = [
+        StoredChunk((n * size[0], *[0] * (len(shape) - 1)), size, StoredItem("__0_0.distcp", 700 * n, 700, (), n))
+        for n in range(chunks)
+    ]
+    entry = TensorEntry("w", "float32", shape, tuple(stored))
+    return CheckpointIndex("a", {"w": entry}, {"o": ObjectEntry("o", StoredItem("__0_0.distcp", 9000, 7, (), 9))})
+
+
+def number(at: int, value: int, code: str = "<Q", section: int = 0) -> Callable[[bytearray, bytearray], Any]:
+    return lambda *sections: struct.pack_into(code, sections[section], at, value)
+
+
+FORM = 40 + 8 + 8 + 20  # of one tensor of one chunk, where its form begins
+HOSTILE = {
+    "tensors that are not there": (number(0, 2**40), "are to follow"),
+    "dtypes that are not there": (number(8, 2**61), "are to follow"),
+    "chunks that are not there": (number(16, 2**62), "are to follow"),
+    "another number of chunks": (number(16, 0), "damaged"),
+    "forms that are not there": (number(24, 2**50), "are to follow"),
+    "notes that are not there": (number(32, 2**50), "are to follow"),
+    "name longer than all": (number(40, 2**31, "<I"), "are to follow"),
+    "key longer than all": (number(48, 2**31, "<I"), "are to follow"),
+    "no such form": (number(52, 1, "<I"), "of a form that is not there"),
+    "no such file": (number(56, 7, "<I"), "in a file that is not there"),
+    "offset below zero": (number(60, 2**63), "within 2\\*\\*63 bytes"),
+    "end beyond 2**63": (lambda first, _: struct.pack_into("<QQ", first, 60, 1, 2**63 - 1), "within 2\\*\\*63 bytes"),
+    "no such kind": (number(FORM, 1), "form of tensors that cannot be"),
+    "axes without end": (number(FORM + 8, 2**62), "form of tensors that cannot be"),
+    "chunks without end": (number(FORM + 16, 2**62), "form of tensors that cannot be"),
+    "shape beyond 2**63": (number(FORM + 24, 2**64 - 1), "shapes that nobody has"),
+    "chunk outside": (number(FORM + 40, 2), "a chunk outside its tensor"),
+    "bytes behind the end": (lambda first, _: first.extend(b"\0"), "follow its end"),
+    "unknown dtype": (lambda first, _: first.__setitem__(slice(-8, -1), b"float33"), "dtype that torch does not have"),
+    "name that is no text": (lambda first, _: first.__setitem__(-1, 0xFF), "is not UTF-8"),
+    "objects that are not there": (number(0, 2**60, section=1), "are to follow"),
+    "paths that are not there": (number(8, 2**60, section=1), "are to follow"),
+    "object of no file": (number(28, 9, "<I", 1), "in a file that is not there"),
+    "an object called as a tensor": (lambda _, more: more.__setitem__(48, ord("w")), "a key is there twice"),
+    "details that are none": (lambda _, more: more.__setitem__(slice(-3, None), b"]]]"), "details cannot be read"),
+    "details nested without end": (
+        lambda _, more: (struct.pack_into("<Q", more, 16, 10**5), more.__setitem__(slice(49, None), b"[" * 10**5)),
+        "details cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_columns_that_cannot_be_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, said = HOSTILE[name]
+    data = sealed(one_tensor(), files=1)
+    read(data, monkeypatch)
+    with pytest.raises(CorruptCheckpointError, match=said):
+        parse_index(with_sections(data, change), "a")
+
+
+def test_two_chunks_in_one_place_are_refused() -> None:
+    data = sealed(one_tensor(chunks=2), files=1)
+    behind = FORM + 20 + 24 + 16  # of the first chunk's offsets; those of the second come behind its sizes
+    with pytest.raises(CorruptCheckpointError, match="two chunks at the same offsets"):
+        parse_index(with_sections(data, number(behind + 32, 0)), "a")
+
+
+def test_axes_that_cannot_be_multiplied_are_refused() -> None:
+    with pytest.raises(CorruptCheckpointError, match="cannot be multiplied"):
+        parse_index(sealed(one_tensor((0, 2**62, 2**62)), files=1), "a")
+
+
+def test_shapes_of_one_hash_are_refused_before_all_are_compared_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    modulus = 2**61 - 1  # of an int's hash
+    starts = [tuple(modulus * (n >> axis & 1) for axis in range(5)) for n in range(1, 32)]
+    assert len({hash(start) for start in starts}) == 1
+    chunks = [
+        StoredChunk(start, (1,) * 5, StoredItem("__0_0.distcp", 700 * n, 700, (), 1)) for n, start in enumerate(starts)
+    ]
+    for few, refused in ((10, False), (31, True)):
+        entry = TensorEntry("w", "float32", (2**62,) * 5, tuple(chunks[:few]))
+        data = sealed(CheckpointIndex("a", {"w": entry}, {}))
+        if refused:
+            with pytest.raises(CorruptCheckpointError, match="shapes that nobody has"):
+                parse_index(data, "a")
+        else:
+            read(data, monkeypatch)
+
+
+def test_a_key_that_is_there_twice_is_refused() -> None:
+    entries = {}
+    for n, key in enumerate(("twin.a", "twin.b")):
+        item = StoredItem("__0_0.distcp", 700 * n, 700, (), n)
+        entries[key] = TensorEntry(key, "float32", (2,), (StoredChunk((0,), (2,), item),))
+
+    def rename(section: bytearray, _: bytearray) -> None:
+        at = section.index(b"twin.b")
+        section[at : at + 6] = b"twin.a"
+
+    with pytest.raises(CorruptCheckpointError, match="a key is there twice"):
+        parse_index(with_sections(sealed(CheckpointIndex("a", entries, {})), rename), "a")
+
+
+@pytest.mark.parametrize("unpacked_bytes", [10, 2**20, 2**50])
+def test_sections_are_not_inflated_beyond_what_they_say(unpacked_bytes: int) -> None:
+    pickled, seal = split_metadata(sealed(sample(3, 1)), "a")
+    assert seal is not None
+    assert seal.columns is not None
+    bomb = zlib.compress(bytes(50 * 1024 * 1024), 9)
+    for columns in (((bomb, unpacked_bytes), seal.columns[1]), (seal.columns[0], (bomb, unpacked_bytes))):
+        with pytest.raises(CorruptCheckpointError, match="inflated"):
+            parse_index(seal_metadata(pickled, replace(seal, columns=columns)), "a")
+
+
+def test_paths_that_are_not_those_of_their_keys_are_refused() -> None:
+    index = sample(4, 1)
+    data = sealed(replace(index, planner_data={key: tuple(key.split(".")) for key in [*index.tensors, *index.objects]}))
+    at = 24 + 4 + 4 + 8 + 8
+    for position, value in ((at, 10**6), (at, 1), (at + 4, 3), (at + 4, 10**9)):
+        with pytest.raises(CorruptCheckpointError, match="path"):
+            parse_index(with_sections(data, number(position, value, "<I", 1)), "a")
+
+
+def test_changed_columns_are_an_index_or_an_error_of_ours() -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    chance = random.Random(seed)
+    index = sample(60, 6)
+    data = sealed(replace(index, planner_data={key: (key,) for key in [*index.tensors, *index.objects]}))
+    taken = 0
+
+    def change(*sections: bytearray) -> None:
+        for _ in range(chance.choice((1, 1, 2, 5))):
+            section = chance.choice(sections)
+            at = chance.randrange(len(section))
+            kind = chance.random()
+            if kind < 0.7:
+                section[at] = chance.choice((chance.randrange(256), section[at] ^ 1, 0, 255))
+            elif kind < 0.85:
+                del section[at : at + chance.choice((1, 4, 8))]
+            else:
+                section[at:at] = section[at : at + chance.choice((4, 8, 60))]
+
+    for _ in range(400):
+        try:
+            found = parse_index(with_sections(data, change), "a")
+        except CheckpointError:
+            continue
+        taken += 1
+        for entry in found.tensors.values():
+            assert all(
+                start + size <= whole
+                for chunk in entry.chunks
+                for start, size, whole in zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)
+            )
+    assert taken > 20
+
+
+# ------------------------------------------------------------------------------------------------- columns and pickle
+
+
+def test_verify_names_what_columns_and_pickle_say_differently(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    golden = Path(__file__).parent / "golden" / "ours-0.1.0-format-2"
+    for file in golden.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    data = (tmp_path / ".metadata").read_bytes()
+    assert pickle_differs(tmp_path) is None
+    assert verify_checkpoint(tmp_path).whole
+
+    def rename(section: bytearray, _: bytearray) -> None:
+        at = section.index(b"mask")
+        section[at : at + 4] = b"mark"
+
+    (tmp_path / ".metadata").write_bytes(with_sections(data, rename))
+    assert "tensor 'mark': its columns say TensorEntry" in (pickle_differs(tmp_path) or "")
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "tensor 'mark': its columns say" in capsys.readouterr().out
+
+    def other_version(_: bytearray, more: bytearray) -> None:
+        at = more.index(b'"1.0.0"')
+        more[at : at + 7] = b'"9.0.0"'
+
+    (tmp_path / ".metadata").write_bytes(with_sections(data, other_version))
+    assert pickle_differs(tmp_path) == "version: its columns say '9.0.0', its pickle '1.0.0'"
+
+
+# ------------------------------------------------------------------------------------------------- what is made of them
+
+
+def test_columns_do_not_depend_on_hashes_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = sample(40, 0).tensors
+
+    def hashed(_: TensorForm) -> int:
+        raise AssertionError("a form was hashed by its numbers")
+
+    monkeypatch.setattr(TensorForm, "__hash__", hashed, raising=False)
+    packed = PackedTensors.of(tensors)
+    assert packed == tensors
+    assert packed is not None
+    assert len(set(map(id, packed.forms))) < len(packed)
+
+
+def test_entries_made_one_by_one_and_together_are_the_same() -> None:
+    wanted = sample()
+    index = parse_index(sealed(wanted), "a")
+    one_by_one = {key: index.tensors[key] for key in reversed(list(index.tensors))}
+    assert one_by_one == wanted.tensors
+    assert list(index.tensors.values()) == list(wanted.tensors.values())
+    assert index.tensors["layer.2xx"] == wanted.tensors["layer.2xx"]
+    assert index.tensors.get("nowhere") is None
+    assert "nowhere" not in index.tensors
+    assert {**index.tensors} == wanted.tensors
