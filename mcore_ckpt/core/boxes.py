@@ -23,11 +23,7 @@ class Box(NamedTuple):
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What two boxes of one tensor share, in the same coordinates; None if they share no element.
-
-    Raises:
-        ValueError: the boxes have different numbers of axes.
-    """
+    """What two boxes of one tensor share, in the same coordinates; None if they share no element."""
     offsets, sizes = [], []
     for a_start, a_size, b_start, b_size in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
         start = a_start if a_start > b_start else b_start
@@ -108,15 +104,12 @@ class Runs:
 
 
 def runs(outer_sizes: Sequence[int], inner: Box, elem_bytes: int) -> Runs:
-    """Where a box lies in the bytes of a C-contiguous array.
+    """Where a box lies in the bytes of a C-contiguous array: the fewest and longest contiguous runs.
 
     Args:
         outer_sizes: shape of the array, in elements.
         inner: a box inside it, in elements relative to the array's first.
         elem_bytes: bytes of one element.
-
-    Returns:
-        The runs, as few and long as possible: whole inner axes are part of the run.
 
     Raises:
         ValueError: the box has another number of axes, or does not lie inside the array.
@@ -150,17 +143,10 @@ _MAX_CORNERS_PER_BOX = 64
 
 
 def covers(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
-    """Check that boxes tile a tensor: every element lies in exactly one of them. Empty boxes are ignored.
+    """None if boxes tile a tensor, every element in exactly one; otherwise the problem and the first such element.
 
     The corners of all boxes, signed like those of a summed-area table, have to cancel out but for the corners of the
     tensor itself. Done axis by axis this takes about 2 n steps for a regular grid of n boxes, and needs no grid.
-
-    Args:
-        shape: sizes of the tensor, in elements.
-        boxes: in coordinates of the tensor.
-
-    Returns:
-        None if they do; otherwise the problem, in words, with the first element where it shows.
     """
     shape = tuple(shape)
     boxes = list(boxes)
@@ -218,10 +204,9 @@ def covers(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
 
 
 def _in_a_row(shape: tuple[int, ...], boxes: list[Box]) -> bool:
-    """Whether the boxes, as they are listed, follow one another along one axis and span the others.
+    """Whether the boxes follow one another, as listed, along one axis and span the others; False says nothing.
 
-    That is what ranks give that divide a tensor along an axis. Told in a quarter of the time that the rest takes, which
-    counts with 20,000 tensors; False says nothing.
+    Ranks that divide a tensor give these. With 20,000 tensors it counts that this takes a quarter of the time.
     """
     if not boxes or not shape:
         return boxes == [((), ())]

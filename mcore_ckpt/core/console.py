@@ -16,10 +16,7 @@ __all__ = ["Progress", "WaitingBar", "human_bytes", "human_count"]
 class Progress:
     """A bar over a known number of bytes; a context manager. `advance` may be called from any thread.
 
-    Args:
-        what: a word or two in front of the bar.
-        total_bytes: what 100% is.
-        shown: None shows the bar if standard error is a terminal; False never does.
+    `shown`: None shows the bar if standard error is a terminal; False never does.
     """
 
     def __init__(self, what: str, total_bytes: int, *, shown: bool | None = None) -> None:
@@ -65,12 +62,7 @@ class Progress:
 
 
 class WaitingBar:
-    """A bar for work that another process does, shown while this one waits for it; a context manager.
-
-    Args:
-        what: a few words in front of the bar.
-        total_bytes: what 100% is; 0 shows no bar.
-    """
+    """A bar for work of another process, shown while this one waits for it; a context manager. 0 bytes show no bar."""
 
     def __init__(self, what: str, total_bytes: int) -> None:
         self._progress = Progress(what, total_bytes, shown=total_bytes > 0 and sys.stderr.isatty())

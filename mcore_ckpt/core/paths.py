@@ -20,13 +20,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """The path of a file or directory of a file system, as it was given: relative, or absolute.
-
-    Whether Megatron's multi-storage client is switched on makes no difference: only the path itself tells.
-
-    Raises:
-        OptionError: it names an object store, or is a URL of another kind.
-    """
+    """The path of a file or directory, as given. Raises `OptionError` if it names an object store, or is a URL."""
     text = _text(path)
     scheme = _scheme(text)
     if scheme is None:

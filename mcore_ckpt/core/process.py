@@ -125,13 +125,7 @@ def wait_readable(fds: list[int], timeout_s: float, sentinel: Sentinel) -> None:
 
 
 def until_parent_is_gone(parent_pid: int, fd: int = -1, on_readable: Callable[[], bool] = lambda: True) -> None:
-    """Return when this process's parent has ended, however it ended.
-
-    Args:
-        parent_pid: the parent when this process was started.
-        fd: a descriptor to listen to meanwhile.
-        on_readable: called when `fd` can be read; returns False to stop listening and return.
-    """
+    """Return when this process's parent has ended. `on_readable` is called when `fd` can be read; False stops that."""
     poller = select.poll()
     parent = Sentinel(parent_pid)
     for each in (parent.fd, fd):
@@ -166,12 +160,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def exit_with_parent(parent_pid: int, kernel_watches: bool = False) -> None:
-    """Start a thread that ends this process as soon as its parent is gone, however the parent ended.
-
-    Args:
-        parent_pid: the parent.
-        kernel_watches: what `kernel_can_watch` said in the thread that started this process.
-    """
+    """Start a thread that ends this process when its parent ends; `kernel_watches` is `kernel_can_watch`'s answer."""
     if kernel_watches:
         die_with_parent(parent_pid)
 

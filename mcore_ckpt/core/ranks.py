@@ -87,11 +87,7 @@ class RankGroup:
     def run_gather(
         self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError] = CheckpointError
     ) -> list[T] | None:
-        """As `run`, but only the coordinator gets the values, and only it needs memory for them.
-
-        Returns:
-            The values by rank on the coordinator, None elsewhere.
-        """
+        """As `run`, but only the coordinator gets the values (others None), and only it needs memory for them."""
         payload, error = self._attempt(fn)
         with self._contact(what, wrap):
             slots = self._all_gather_slots(payload, error)

@@ -93,13 +93,8 @@ class Crew:
     ) -> Task[T]:
         """Have `work` done by a thread, or by the caller where no thread can be started. A task may submit another.
 
-        Args:
-            work: the task.
-            release: called when the task has ended or was dropped: its memory may be used again.
-            first: it goes before all tasks that have not begun.
-
-        Raises:
-            BaseException: the first error of an earlier task.
+        `release` is called when the task has ended or was dropped: its memory may be used again. With `first` the task
+        goes before all that have not begun. Raises the first error of an earlier task.
         """
         task = Task(work, release)
         with self._condition:
@@ -128,11 +123,7 @@ class Crew:
             self._most = len(self._threads)
 
     def wait_for(self, ready: Callable[[], T]) -> T:
-        """The first true value of `ready()`, which is asked again whenever a task has ended.
-
-        Raises:
-            BaseException: the first error of a task.
-        """
+        """The first true value of `ready()`, asked again whenever a task has ended. Raises a task's first error."""
         with self._condition:
             while self._failure is None:
                 if value := ready():
@@ -217,10 +208,9 @@ class Crew:
 
 
 def in_parallel(tasks: Iterable[T], work: Callable[[T], object], threads: int, name: str = "mcore_ckpt-read") -> None:
-    """Call `work` on each task, in order, in at most `threads` threads at once; a single task is done by the caller.
+    """Call `work` on each task, in order, in at most `threads` threads; a single task is done by the caller.
 
-    Raises:
-        BaseException: the first error of `work`, or of making the tasks; tasks that had not begun are not done.
+    Raises the first error of `work`, or of making the tasks; tasks that had not begun are not done.
     """
     remaining = iter(tasks)
     first = list(islice(remaining, 2))
@@ -256,11 +246,7 @@ def interpreter_ends() -> bool:
 
 
 def start_thread(thread: threading.Thread) -> bool:
-    """Start a thread; returns whether it runs, which it does not where `interpreter_ends`.
-
-    Raises:
-        RuntimeError: the system has no more threads.
-    """
+    """Start a thread; returns whether it runs, which it does not where `interpreter_ends`."""
     try:
         thread.start()
     except RuntimeError as error:

@@ -18,13 +18,7 @@ __all__ = ["finish_earlier", "sweep"]
 
 
 def finish_earlier(storage: Storage, lock: DirectoryLock, seen: InForce) -> None:
-    """Finish what saves that are gone have published, and undo what they have not; nothing that an index needs goes.
-
-    Args:
-        storage: the directory.
-        lock: of it, or of a rank's part of it.
-        seen: what it holds.
-    """
+    """Finish what saves that are gone have published, and undo what they have not; nothing that an index needs goes."""
     needed = seen.needed
     if needed is None:
         return
@@ -45,13 +39,7 @@ def finish_earlier(storage: Storage, lock: DirectoryLock, seen: InForce) -> None
 
 
 def sweep(storage: Storage, lock: DirectoryLock, seen: InForce) -> None:
-    """Remove data files of saves that are gone, which no index names.
-
-    Args:
-        storage: the directory.
-        lock: of it, or of a rank's part of it.
-        seen: what it holds.
-    """
+    """Remove data files of saves that are gone, which no index names."""
     files = {name: found for name in seen.names if "/" not in name and (found := data_file_of(name)) is not None}
     own = lock.owner.save_id
     left = {

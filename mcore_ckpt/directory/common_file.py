@@ -44,16 +44,7 @@ _PIECE_BYTES = 16 * 1024 * 1024
 
 
 def common_file_of_save(storage: Storage, target: Target, *, has_common_state: bool) -> SealedFile | None:
-    """What the seal of a save says of its common state; None if it has none in a file.
-
-    Args:
-        storage: the checkpoint's directory.
-        target: what the save found there.
-        has_common_state: the common state is an object in the data files.
-
-    Raises:
-        LoadError: stock has written a `common.pt`, and it cannot be read.
-    """
+    """The entry of the common state in a new seal; None if no file holds it."""
     if has_common_state:
         return None
     if target.common_sum is not None:
@@ -73,17 +64,7 @@ def _sum_of_file(storage: Storage, save_id: bytes, name: str = COMMON_FILE) -> S
 
 
 def read_common_file(storage: Storage, name: str, seal: MetadataSeal | None) -> bytes:
-    """All of the file of the common state, compared with the seal.
-
-    Args:
-        storage: the checkpoint's directory.
-        name: of the file that is in force.
-        seal: of `.metadata`; None if it has none.
-
-    Raises:
-        CorruptCheckpointError: it is not the one that was saved, or longer than any common state.
-        LoadError: it cannot be read.
-    """
+    """All bytes of the common state's file, compared with the seal. Raises `LoadError`."""
     expected = None if seal is None else seal.files.get(COMMON_FILE)
     with storage.open_reader(name, direct="off") as reader:
         if expected is not None and reader.size_bytes != expected.size_bytes:
@@ -118,13 +99,10 @@ def bind_common_file(content: bytes, directory: Path) -> bytes:
 
 
 def accept_common_file(path: Path) -> str | None:
-    """Let a checkpoint's seal say that the common state is the file that lies there now, however it was changed.
-
-    Args:
-        path: the checkpoint's directory.
+    """Accept the common state as it is now, however it was changed: write a new seal of `.metadata`.
 
     Returns:
-        The name of the file that was accepted; None if the seal says the same of it already.
+        The name of the file; None if the seal says the same of it already.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or no file of a common state in it.

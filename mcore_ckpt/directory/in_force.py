@@ -90,13 +90,7 @@ class InForce:
 
 
 def look(storage: Storage, rank: int | None = None, ranks: Iterable[int] = ()) -> InForce:
-    """What a directory holds.
-
-    Args:
-        storage: the directory.
-        rank: whose own index is meant; None for that of all ranks.
-        ranks: of whose indexes the listing is not believed that there are none.
-    """
+    """What a directory holds for `rank`, or for all ranks; the indexes of `ranks` are looked up by name."""
     own = index_name(rank)
     version = storage.version(own)
     index = None if version is None else _read(storage, own)
@@ -179,31 +173,14 @@ def common_file_in_force(names: Iterable[str], index: CheckpointIndex) -> str | 
 
 
 def with_common_files(storage: Storage, names: Iterable[str], index: CheckpointIndex) -> list[str]:
-    """What a listing has named, set right for the files that the common state of this index may be in.
-
-    These are asked for by their names: the listing of a network file system may lag behind.
-
-    Args:
-        storage: the checkpoint's directory.
-        names: of its files, as they were listed.
-        index: of the checkpoint.
-
-    Raises:
-        LoadError: the file system cannot say.
-    """
+    """File names as listed, corrected for the common state of this index: a listing may lag behind."""
     asked = {COMMON_FILE, *map(pending_name, saves_of(index))}
     there = [name for name in sorted(asked) if storage.version(name) is not None]
     return [name for name in names if name not in asked] + there
 
 
 def data_bytes_of_rank(storage: Storage, rank: int, ranks: int) -> int | None:
-    """How much one rank has written of a checkpoint, in whole pages; None if more or fewer ranks have saved it.
-
-    By the names and lengths of the files: a guess that is right where nothing is left of other saves.
-
-    Raises:
-        LoadError: the directory cannot be read.
-    """
+    """How much one rank has written of a checkpoint, in complete pages; None if other ranks have saved it. A guess."""
     files = [(found.rank, size) for name, size in storage.sizes().items() if (found := data_file_of(name))]
     if max((of for of, _ in files), default=0) + 1 != ranks:
         return None

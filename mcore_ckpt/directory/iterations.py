@@ -110,12 +110,7 @@ def iteration_of(name: str) -> int | None:
 
 
 def iteration_directories(run: str | os.PathLike[str]) -> list[Path]:
-    """The directories of a run's checkpoints, whatever state they are in: `release` first, then by iteration.
-
-    Raises:
-        CheckpointNotFoundError: there is no such directory.
-        LoadError: it cannot be listed.
-    """
+    """The directories of a run's checkpoints, in any state: `release` first, then by iteration. Raises `LoadError`."""
     names = storage_at(run).folders()
     order = {name: iteration for name in names if (iteration := iteration_of(name)) is not None}
     found = sorted(order, key=lambda name: order[name])
@@ -123,12 +118,7 @@ def iteration_directories(run: str | os.PathLike[str]) -> list[Path]:
 
 
 def tracked_name(run: str | os.PathLike[str]) -> str | None:
-    """The name of the directory that the tracker file names; None without a tracker file.
-
-    Raises:
-        CorruptCheckpointError: the file is there, and names nothing that Megatron-Core would write.
-        LoadError: it cannot be read.
-    """
+    """The directory that the tracker file names; None without a tracker file. Raises `LoadError`."""
     storage = storage_at(run, follow_links=True)
     try:
         with storage.open_reader(TRACKER_FILE, direct="off") as reader:
@@ -146,12 +136,7 @@ def tracked_name(run: str | os.PathLike[str]) -> str | None:
 
 
 def look_at(directory: Path, *, tracked: str | None = None) -> tuple[RunCheckpoint, CheckpointIndex | None]:
-    """One checkpoint of a run, and its index, if that can be read.
-
-    Args:
-        directory: of the checkpoint.
-        tracked: the name of the one that the tracker file names.
-    """
+    """One checkpoint of a run, and its index, if that can be read. `tracked`: what the tracker file names."""
     storage = storage_at(directory)
     index: CheckpointIndex | None = None
     saved_at_s = None
@@ -249,13 +234,7 @@ def _items(index: CheckpointIndex) -> Iterator[StoredItem]:
 def is_megatrons(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> tuple[bool, str | None]:
     """Whether a checkpoint is Megatron-Core's, and why its `metadata.json` would keep Megatron-Core from loading it.
 
-    A letter that has changed in that passes for another format, or for a field that only later versions know. It is
-    written last, so a save that was killed may lack it: then the common state tells whose the checkpoint is.
-
-    Args:
-        directory: of the checkpoint.
-        index: of it.
-        names: of the files in the directory.
+    That file is written last, so a killed save may lack it: then the common state tells whose the checkpoint is.
     """
     try:
         config = read_config(directory)
@@ -315,13 +294,7 @@ def structure_flaws(index: CheckpointIndex, *, megatron: bool) -> Iterator[Flaw]
 
 
 def common_state_flaw(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> str | None:
-    """Megatron-Core needs a common state: a file, or from 0.19 on an object. What is missing, or None.
-
-    Args:
-        directory: of the checkpoint.
-        index: of it.
-        names: of the files in the directory.
-    """
+    """Why Megatron-Core finds no common state, which is a file, or from 0.19 on an object; None if it does."""
     if common_file_in_force(names, index) is not None or _is_among_objects(index):
         return None
     missing = f"{directory / COMMON_FILE}: missing, and no object {_COMMON_STATE.rstrip('/')}"

@@ -273,13 +273,12 @@ class DirectoryLock:
 
         Args:
             storage: the directory.
-            noted: what the lease is to say besides, in JSON's types.
+            noted: more entries of the lease, in JSON's types.
             common_ahead: a common state is going to be published, too.
             part: the rank whose part it is; None for all of the directory.
 
         Raises:
             SaveError: another save holds it, or a part of it; the message says whose.
-            OSError, LoadError: the directory cannot be read or written.
         """
         owner = Owner.here(noted)
         try:
@@ -345,11 +344,7 @@ class DirectoryLock:
                 self.storage.delete(name)
 
     def publish(self, name: str, content: bytes, *, common: bool = False) -> None:
-        """Publish a file, unless the directory has been taken over: one, and with `common` one common state.
-
-        Raises:
-            SaveError: it cannot be written, or the directory is another save's by now.
-        """
+        """Publish a file, unless the directory has been taken over: one, and with `common` one common state."""
         self.check()
         try:
             token = _lease(self.owner, _COMMON_TOKEN) if common else _lease(self.owner, _TOKEN)
@@ -393,12 +388,8 @@ class DirectoryLock:
     def release(self, *, remove_marker: bool = True, keep_note: bool = False) -> None:
         """Release the directory; again, or after it was lost, that does nothing.
 
-        Args:
-            remove_marker: otherwise the marker stays, and says that there is no complete checkpoint.
-            keep_note: what was noted is still to be removed, by the next save.
-
-        Raises:
-            SaveError, LoadError: the directory cannot be read or written; it is given up all the same.
+        `remove_marker=False` leaves the marker: there is no complete checkpoint. `keep_note` leaves the noted files to
+        the next save.
         """
         if not self.is_held:
             return
@@ -436,15 +427,7 @@ def _chain(storage: Storage, marker: str) -> list[Owner]:
 
 
 def contenders(storage: Storage, names: Iterable[str]) -> list[Owner]:
-    """All saves of which a lock has left files: that holds the directory, has held it, or was about to.
-
-    Args:
-        storage: the directory.
-        names: of its files.
-
-    Raises:
-        LoadError: one of them cannot be read.
-    """
+    """All saves of which a lock has left files, by the names in the directory: holders, old and new, and attempts."""
     found: dict[str, Owner] = {}
     for name in names:
         if not is_lock_file(name):
@@ -457,13 +440,7 @@ def contenders(storage: Storage, names: Iterable[str]) -> list[Owner]:
 
 
 def seems_gone(storage: Storage, owner: Owner) -> bool:
-    """Whether a save that has locked the directory is gone, as far as one look tells: to be told to people.
-
-    For a process that cannot be seen from here, the time of its heartbeat is compared with this host's clock.
-
-    Raises:
-        LoadError: the directory cannot be read.
-    """
+    """Whether the save that locked the directory is gone, for display, by this host's clock. Raises `LoadError`."""
     beat = storage.version(_lease(owner))
     if beat is None:
         return True  # released, and the marker left: its save has failed
@@ -511,11 +488,7 @@ def _take(storage: Storage, owner: Owner, part: int | None) -> list[Owner]:
 
 
 def _exclude(storage: Storage, owner: Owner, part: int | None) -> list[Owner]:
-    """A lock of all ranks excludes locks of single ranks, and vice versa; returns the owners that were replaced.
-
-    Raises:
-        SaveError: another save holds one of them.
-    """
+    """A lock of all ranks excludes locks of single ranks, and vice versa; returns the owners that were replaced."""
     if part is not None:
         whole = holders(storage)
         if whole:
@@ -565,11 +538,7 @@ def _take_over(storage: Storage, gone: Owner, owner: Owner, marker: str) -> list
 
 
 def _wait_until_gone(storage: Storage, holder: Owner, owner: Owner, marker: str) -> None:
-    """Return when the holder is known to be gone.
-
-    Raises:
-        SaveError: it is not.
-    """
+    """Return when the holder is known to be gone; raise `SaveError` if it is not."""
     if not holder.host:
         _wait_for_content(storage, holder, marker)
         return

@@ -36,17 +36,10 @@ _published: dict[str, FileVersion] = {}
 
 
 def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_state: bool) -> None:
-    """Make the new checkpoint the one that the directory holds. All data files must be durable.
+    """Put the new checkpoint in force. All data files must be durable.
 
-    Args:
-        storage: the checkpoint's directory.
-        target: what `open_target` found.
-        metadata: the new `.metadata`.
-        has_common_state: the common state is an object in the data files (megatron-core 0.19 and later), so that a
-            `common.pt` of an older version must go: readers would prefer it.
-
-    Raises:
-        SaveError: it cannot be written, or the directory has been taken over; nothing is published.
+    `has_common_state`: it is an object (megatron-core 0.19 and later), so a `common.pt` of an older version must go:
+    readers would prefer it. On `SaveError` nothing is published.
     """
     part = target.lock.part
     storage.sync()
@@ -104,14 +97,9 @@ def _rename_for_sure(storage: Storage, source: str, name: str) -> None:
 
 
 def check_files(storage: Storage, planned: Iterable[tuple[str, int]], *, at_least: bool = False) -> None:
-    """Raise `SaveError` unless every planned file is there, at its size, as this process sees it.
+    """Raise `SaveError` unless every planned file (name, bytes) is there, at its size, as this process sees it.
 
-    What the ranks say of their own files does not tell whether they all write to one place.
-
-    Args:
-        storage: the checkpoint's directory.
-        planned: names, and lengths in bytes.
-        at_least: the files may be longer.
+    The ranks' own results do not tell whether all of them write to one place.
     """
 
     def look_for(name: str) -> None:
@@ -153,14 +141,7 @@ def _size(storage: Storage, name: str) -> int | None:
 def settle(storage: Storage, config: bytes | None = None) -> None:
     """The checkpoint that the directory was reserved for has been saved by other means than `open_target`.
 
-    Its common state takes its place, and the directory is released.
-
-    Args:
-        storage: the checkpoint's directory.
-        config: what `metadata.json` is to hold; None leaves that alone.
-
-    Raises:
-        SaveError: it cannot be written.
+    Its common state takes its place, `metadata.json` gets `config` if given, and the directory is released.
     """
     target = take_reserved(storage)
     if target is not None:
@@ -175,17 +156,10 @@ def settle(storage: Storage, config: bytes | None = None) -> None:
 
 
 def write_config(storage: Storage, content: bytes) -> bool:
-    """Write `metadata.json` of the checkpoint that this process has published last, or another strategy has for it.
+    """Write `metadata.json` of the checkpoint that this process has published last; False if another save has since.
 
-    Megatron does so last of all, when the directory has been released. Another save may have it by then, and this
-    process may have been held up for any time. So a file that is there is replaced under a lock only, and
-    where there is none, one is made that replaces nothing: the save that holds the directory then has the last word.
-
-    Returns:
-        Whether the file says what it should. If not, another save has published since, or is about to.
-
-    Raises:
-        SaveError: it cannot be written.
+    Megatron does so after the directory was released, and this process may have been held up for any time. So an
+    existing file is replaced under a lock only, and a new one replaces nothing.
     """
     settle(storage, content)  # another strategy saved next to the common state
     if _has_config(storage, content):
@@ -217,9 +191,6 @@ def _has_config(storage: Storage, content: bytes) -> bool:
 
 
 def _is_still_published(storage: Storage) -> bool:
-    """Whether the checkpoint that this process has published last is still the one that the directory holds.
-
-    True also if it has published none there: another strategy has, for this process.
-    """
+    """Whether no other save has replaced the checkpoint that this process published last, if it published any."""
     published = _published.get(storage.location)
     return published is None or storage.version(METADATA_FILE) == published

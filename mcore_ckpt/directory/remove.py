@@ -20,21 +20,10 @@ _logger = logging.getLogger(__name__)
 
 
 def remove_tensors(path: Path, key_prefix: str) -> list[str]:
-    """Remove what has a key with this prefix; then the data files that nothing else lies in.
+    """Remove all keys with this prefix, which must not be empty, then files that hold nothing else; returns these.
 
-    The index without those keys is published first, atomically, so that an interruption leaves files too many and never
-    an index that names a missing file.
-
-    Args:
-        path: the checkpoint's directory.
-        key_prefix: of the full keys; must not be empty.
-
-    Returns:
-        Names of the removed files.
-
-    Raises:
-        LoadError: there is no checkpoint, or its index cannot be read.
-        SaveError: the directory cannot be written, or a save holds it, or has taken it over meanwhile.
+    The index without those keys is published first: an interruption leaves extra files, never an index that names a
+    missing one. Raises `LoadError` or `SaveError`.
     """
     storage = storage_at(path)
     with DirectoryLock.take(storage) as lock:

@@ -101,12 +101,7 @@ _reserved: dict[str, Target] = {}
 
 
 def open_target(storage: Storage, options: SaveOptions, rank: int | None = None) -> Target:
-    """Lock the directory of a save, and look at it; the coordinator calls this once.
-
-    Args:
-        storage: the directory.
-        options: see `SaveOptions.on_existing`.
-        rank: that saves a checkpoint of its own; None for one of all ranks.
+    """Lock the directory of a save, and look at it; the coordinator calls this once. `rank` saves a checkpoint alone.
 
     Raises:
         CheckpointExistsError: there is a checkpoint and `on_existing="error"`.
@@ -147,11 +142,7 @@ def _tells_its_save(name: str) -> bool:
 
 
 def lock_late(storage: Storage, written: Collection[str]) -> Target:
-    """Lock a directory into which these data files were written before any save had locked it.
-
-    Raises:
-        SaveError: another save holds the directory.
-    """
+    """Lock a directory into which these data files were written before any save had locked it. Raises `SaveError`."""
     lock = DirectoryLock.take(storage)
     try:
         seen = look(storage)
@@ -162,11 +153,7 @@ def lock_late(storage: Storage, written: Collection[str]) -> Target:
 
 
 def reserve(storage: Storage) -> Target:
-    """Lock the directory for a save that is going to `open_target`, so that something can be written ahead of it.
-
-    Raises:
-        SaveError: another save holds the directory, or it cannot be made or written.
-    """
+    """Lock the directory for a save that is going to `open_target`, so that something can be written ahead of it."""
     give_back(storage)
     target = _locked(storage, common_ahead=True)
     _reserved[storage.location] = target
@@ -186,11 +173,7 @@ def give_back(storage: Storage) -> None:
 
 
 def write_common(storage: Storage, content: bytes) -> None:
-    """`reserve` the directory, and write the common state of the save that is going to `open_target`.
-
-    Raises:
-        SaveError: another save holds the directory, or has taken it over meanwhile, or it cannot be made or written.
-    """
+    """`reserve` the directory, and write the common state of the save that is going to `open_target`."""
     target = reserve(storage)
     try:
         target.lock.publish(target.common_file, content, common=True)

@@ -33,11 +33,7 @@ DTYPE_NAMES = {
 
 
 def floating_dtype(given: str | None, option: str = "dtype") -> str | None:
-    """A floating-point dtype as people name it (`bf16`, `float`), in torch's name without `torch.`; None stays None.
-
-    Raises:
-        OptionError: it is none; the message names `option`.
-    """
+    """A floating-point dtype as people name it (`bf16`), in torch's name; None stays None. Raises `OptionError`."""
     if given is not None and given not in DTYPE_NAMES:
         raise OptionError(f"{option} {given}: expected one of {', '.join(sorted(DTYPE_NAMES))}")
     return None if given is None else DTYPE_NAMES[given]
@@ -86,11 +82,7 @@ def _float8_values(dtype: str) -> np.ndarray[Any, np.dtype[np.float32]] | None:
 
 
 def as_numbers(content: memoryview, dtype: str) -> np.ndarray[Any, Any] | None:
-    """Elements as a flat numpy array of numbers: bfloat16 and 8-bit floats as float32, others as they are.
-
-    Returns:
-        None for dtypes that are no numbers by themselves (packed 4-bit floats, raw bits).
-    """
+    """Elements as a flat numpy array: bfloat16 and 8-bit floats as float32, others as they are; None if not numbers."""
     direct = _NUMPY.get(dtype)
     if direct is not None:
         return np.frombuffer(content, direct)
@@ -107,12 +99,7 @@ def as_numbers(content: memoryview, dtype: str) -> np.ndarray[Any, Any] | None:
 def cast_floats(
     content: memoryview, dtype: str, to: str, overflow: Literal["ignore", "raise"] = "ignore"
 ) -> memoryview:
-    """Floating-point elements in another floating-point dtype.
-
-    Args:
-        content: the elements.
-        dtype, to: what they are, and are to be.
-        overflow: what becomes of elements beyond the range of float16 or float32: infinite ones, or an error.
+    """Convert floating-point elements. `overflow`: what becomes of elements that float16 or float32 cannot hold.
 
     Raises:
         OptionError: either is no floating-point dtype that this can convert.
@@ -143,17 +130,7 @@ class Mismatch(NamedTuple):
 
 
 def rounding_mismatch(exact: memoryview, dtype: str, stored: memoryview, to: str) -> Mismatch | None:
-    """Compare elements of one floating-point dtype, rounded to another, with those that are stored in that.
-
-    Args:
-        exact: the elements.
-        dtype: of them.
-        stored: as many elements.
-        to: the dtype of those.
-
-    Returns:
-        None if they are the same. NaN is NaN.
-    """
+    """Compare elements, rounded to the dtype `to`, with `stored`; None if they are the same. NaN is NaN."""
     rounded = cast_floats(exact, dtype, to)
     if rounded == stored:
         return None

@@ -200,11 +200,7 @@ def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
 
 
 def index_version(directory: Path) -> FileVersion | None:
-    """Which `.metadata` lies in a directory now: the same again, if no save has replaced the checkpoint meanwhile.
-
-    Raises:
-        LoadError: that cannot be asked.
-    """
+    """Which `.metadata` lies in a directory now: equal again, if no save has replaced the checkpoint meanwhile."""
     return storage_at(directory).version(METADATA_FILE)
 
 

@@ -22,12 +22,7 @@ __all__ = [
 
 
 def key_filter(pattern: str | None) -> Callable[[str], bool]:
-    """A test for keys.
-
-    Args:
-        pattern: with any of `*?[`, a shell pattern for the whole key (`*` also passes dots); otherwise a part of it.
-            None and `""` match everything.
-    """
+    """A test for keys: with any of `*?[` by a shell pattern for the complete key, otherwise by a part of it."""
     if not pattern:
         return lambda key: True
     if any(character in pattern for character in "*?["):

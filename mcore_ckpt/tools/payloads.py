@@ -86,8 +86,8 @@ class StoredPayloads:
     Args:
         index: of the checkpoint.
         storage: its files; by default those in the index's path.
-        page_cache: how they are read (`LoadOptions.page_cache`).
-        stored: the checkpoint's own index, where `index` has other keys: what its files are compared with.
+        page_cache: as `LoadOptions.page_cache`.
+        stored: the checkpoint's own index, where `index` has other keys: its files are compared with that.
     """
 
     def __init__(
@@ -106,12 +106,7 @@ class StoredPayloads:
         self._decoder: ItemDecoder | None = None
 
     def locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
-        """Find the elements of a chunk; asked again soon, it answers from memory.
-
-        Raises:
-            CorruptCheckpointError: the item is damaged, or is not what the index says.
-            LoadError: it cannot be read.
-        """
+        """Find the elements of a chunk; asked again soon, it answers from memory. Raises `LoadError`."""
         key = entry.fqn, chunk
         with self._lock:
             known = self._located.get(key)
@@ -295,19 +290,17 @@ def read_box(
     *,
     checked: bool = True,
 ) -> memoryview:
-    """Bytes of a slice of a tensor, C order, little-endian.
+    """Read a slice of a tensor: bytes in C order, little-endian.
 
     Args:
-        payloads: the checkpoint.
-        entry: the tensor.
-        offsets: first element of the slice.
-        sizes: shape of the slice, in elements.
+        payloads, entry: the checkpoint, and the tensor in it.
+        offsets, sizes: of the slice, in elements.
         out: memory to fill; by default new.
         checked: compare checksums; not needed after `check_elements`.
 
     Raises:
-        ChecksumError: a chunk that is requested completely is damaged, or a part of one that has sums of its blocks.
-        CorruptCheckpointError: the stored chunks do not hold every element of the slice exactly once, or are damaged.
+        ChecksumError: a complete chunk is damaged, or a part of one that has sums of its blocks.
+        CorruptCheckpointError: the chunks do not hold every element of the slice exactly once.
         LoadError: they cannot be read.
     """
     elem_bytes = element_bytes(entry.dtype)

@@ -35,12 +35,7 @@ _COMMON_OBJECT = object_key("common_state", (0,), (1,))
 
 
 def read_plain_state(index: CheckpointIndex) -> dict[str, Any]:
-    """The common state of the checkpoint, as far as it is plain values; empty if there is none (plain DCP).
-
-    Raises:
-        CorruptCheckpointError: it is there, and is no archive of `torch.save`, or not the one that was saved.
-        ChecksumError: it is damaged.
-    """
+    """The common state as far as it is plain values; empty if there is none (plain DCP). Raises `LoadError`."""
     stored = stored_common_state(index)
     if stored is None or stored.transforms:
         return {}
@@ -81,13 +76,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def read_plain_object(index: CheckpointIndex, entry: ObjectEntry) -> Any:
-    """A stored object as plain values, without torch and whatever classes it names; for looking at.
-
-    Raises:
-        CorruptCheckpointError: it is no archive of `torch.save`, or its file is not the one that was saved.
-        ChecksumError: it is damaged.
-        LoadError: it is stored through a transform.
-    """
+    """A stored object as plain values, for display: no torch, and no class that it names. Raises `LoadError`."""
     where = f"{entry.fqn} ({entry.item.file})"
     if entry.item.transforms:
         raise LoadError(f"{where}: stored through {', '.join(entry.item.transforms)}; open_checkpoint() can read it")
@@ -95,13 +84,7 @@ def read_plain_object(index: CheckpointIndex, entry: ObjectEntry) -> Any:
 
 
 def read_object(index: CheckpointIndex, entry: ObjectEntry) -> bytes:
-    """The bytes of a stored object, checked as a load checks them: the seal of its file, and all checksums.
-
-    Raises:
-        CorruptCheckpointError: the file is not the one that was saved, or the item is no archive of `torch.save`.
-        ChecksumError: it is damaged.
-        LoadError: it cannot be read.
-    """
+    """The bytes of a stored object, after its file's seal and all its checksums were compared. Raises `LoadError`."""
     item, where = entry.item, f"{entry.fqn} ({entry.item.file})"
     with storage_at(index.path).open_reader(item.file) as reader:
         FileSeals(lambda: index).check(item.file, reader)

@@ -54,11 +54,7 @@ def _start_in(chunk: Box, part: Box, elem_bytes: int) -> int:
 
 
 class CrcSink:
-    """A sink that keeps nothing but the CRC-32.
-
-    Args:
-        window: memory to fill, shared by all sinks of one thread.
-    """
+    """A sink that keeps nothing but the CRC-32; `window` is memory that all sinks of one thread share."""
 
     __slots__ = ("_window", "crc32")
 
@@ -110,11 +106,7 @@ class Walk:
         target_boxes: Sequence[Box],
         sinks: Sequence[Sink],
     ) -> list[int]:
-        """Fill the sinks of one block.
-
-        Returns:
-            The CRC-32 of what was read of each source (all of it, where targets cover it).
-        """
+        """Fill the sinks of one block; returns the CRC-32 of what was read of each source."""
         crcs = [0] * len(sources)
         if len(sources) == 1 and list(source_boxes) == list(target_boxes):
             crcs[0] = self._straight(sources[0], 0, source_boxes[0], sinks[0], 0)

@@ -68,17 +68,7 @@ def repair_checkpoint(
 
 
 class _Damaged:
-    """The checkpoint that is being repaired. All that is written there is written here, as long as the lock is held.
-
-    What stands for the whole checkpoint (`.metadata`, the common state) is published through the lock, which another
-    process may take over. A file that is missing gets its name only if there is none
-    by then. And a data file that is written to in place is one of the damaged checkpoint: no other save uses its
-    name.
-
-    Args:
-        path: the checkpoint's directory.
-        lock: of it.
-    """
+    """The damaged checkpoint, while the lock is held; all writes to it are here."""
 
     def __init__(self, path: Path, lock: DirectoryLock) -> None:
         self.path = path
@@ -132,11 +122,7 @@ class _Damaged:
         return False
 
     def write(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
-        """Put bytes into a file, durably, and cut it behind them if they are its end.
-
-        Returns:
-            False if it is no file of the directory's own.
-        """
+        """Overwrite bytes durably; `is_end` truncates the file behind them. False if the file lies elsewhere."""
         self.check_held()
         return self.storage.overwrite(name, offset, content, is_end=is_end)
 
@@ -191,14 +177,7 @@ def _repair(report: VerifyReport, damaged: _Damaged, copy: Path, progress: bool 
 
 
 def _take_index(damaged: _Damaged, copy: Path, progress: bool | None) -> VerifyReport:
-    """Replace a damaged index by the copy's, if that describes the files here: a resharded copy's does not.
-
-    It is judged before it is put in force: until then, a repair that ends early has changed nothing.
-
-    Raises:
-        CorruptCheckpointError: it does not.
-        SaveError: the directory has been lost to another save meanwhile.
-    """
+    """Put the copy's index in force, if it describes the files here. Until then nothing changes."""
     content = read_small_file(copy, METADATA_FILE, MAX_METADATA_BYTES)
     index = parse_index(content, str(damaged.path), strict=False)
     report = verify_index(index, progress=progress)
@@ -258,10 +237,8 @@ def _restore_seals(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path,
 
 
 def _replace_files(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path, index: CheckpointIndex) -> list[str]:
-    """Files that are missing altogether come back whole; their items are verified afterwards like all others. So does
-    a common state that is not the one of the save, if the copy's is.
-
-    A file that is not the one that `.metadata` speaks of stays where it is: the copy is of another layout.
+    """Restore missing files, and a common state of another save. A file that differs from the seal stays: the copy has
+    another layout.
     """
     repaired = []
     for problem in problems:
@@ -294,16 +271,8 @@ def _is_same_save(
     directory: Path,
     payloads: StoredPayloads,
 ) -> bool:
-    """Whether the copy is one of the very same save: by the ids of both, and by checksums.
-
-    What a sealed index says of its save, the files say, too. Any other has the id that DCP gives a save, which may have
-    been taken from this very copy, by a repair that ended early: then it says nothing of the files.
-
-    Args:
-        index: of the damaged checkpoint; None if it was taken from the copy, so that its id says nothing.
-        checks: items of the damaged checkpoint.
-        directory: of the damaged checkpoint.
-        payloads: the copy.
+    """Whether the copy is of the same save, by the ids of both, else by checksums. `index` is None if it came from the
+    copy. DCP's id may have come from this copy, too, by a repair that ended early; a seal's id is also in the files.
     """
     if index is not None and index.seal is not None and payloads.index.seal is not None:
         return index.seal.save_id == payloads.index.seal.save_id

@@ -23,11 +23,7 @@ _BATCH_ELEMS = 512 * 1024
 
 
 class SlabReader:
-    """Reads slabs (slices that span all trailing axes) of stored tensors into memory of its own; one for each thread.
-
-    Args:
-        payloads: the checkpoint.
-    """
+    """Reads slabs (slices that span all trailing axes) of stored tensors into its own memory; one for each thread."""
 
     def __init__(self, payloads: StoredPayloads) -> None:
         self._payloads = payloads
@@ -41,11 +37,7 @@ class SlabReader:
         return read_box(self._payloads, entry, slab.offsets, slab.sizes, memoryview(self._memory), checked=False)
 
     def walk(self, entry: TensorEntry, slab_bytes: int = SLAB_BYTES) -> Iterator[tuple[Box, memoryview]]:
-        """All slabs of a tensor, in C order; the checksums of its chunks are compared before the first.
-
-        Raises:
-            ChecksumError: a chunk is damaged.
-        """
+        """All slabs of a tensor, in C order; the checksums of its chunks are compared before the first."""
         check_elements(self._payloads, entry)
         for slab in slabs(Box((0,) * len(entry.shape), entry.shape), element_bytes(entry.dtype), slab_bytes):
             yield slab, self.read(entry, slab)

@@ -216,17 +216,9 @@ def verify_index(index: CheckpointIndex, *, workers: int = 2, progress: bool | N
 
 
 def verify_optimizer(report: VerifyReport, *, progress: bool | None = False) -> VerifyReport:
-    """Compare the optimizer's float32 weights with the model's: rounded, they are the same elements.
+    """Compare the optimizer's float32 weights with the model's in 16 bits: rounded, they are the same elements.
 
-    They are wherever an optimizer keeps a copy in float32 of what a model has in 16 bits. Megatron-Core 0.16 saves a
-    fully reshardable optimizer of several padded buckets shifted, and nothing else in the checkpoint shows it.
-
-    Args:
-        report: of a checkpoint that is whole.
-        progress: show a bar; None: if standard error is a terminal.
-
-    Raises:
-        LoadError: it cannot be read.
+    Megatron-Core 0.16 saves a fully reshardable optimizer of several padded buckets shifted; nothing else shows it.
     """
     from mcore_ckpt.tools.payloads import StoredPayloads
 
@@ -456,20 +448,16 @@ def _window() -> memoryview:
 def check_item(
     check: ItemCheck, reader: RangeReader, inside: memoryview | None = None, buffer: Callable[[], memoryview] = _window
 ) -> int:
-    """Compare all checksums of one item, and what it says of itself with the index.
+    """Compare all checksums of one item, and its own description with the index.
 
     Args:
         check: the item.
         reader: of its file.
         inside: the item's bytes, if they have been read.
-        buffer: returns a window to read into otherwise; by default a new one.
+        buffer: returns a window to read into otherwise.
 
     Returns:
         How many records were compared; 0 if the item is stored in a way that hides them.
-
-    Raises:
-        ChecksumError: a record's bytes are not those that were written.
-        CorruptCheckpointError, LoadError: the item is damaged otherwise, or cannot be read.
     """
     item, where = check.item, check.where
 
