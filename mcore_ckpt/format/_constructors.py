@@ -127,6 +127,11 @@ class ObjectRules:
             known = _torch_named(full_name)
             if known is not None:
                 return known
+        if full_name.startswith("torch._utils._rebuild_"):
+            raise UnsafePickleError(
+                f"{self._where}: holds a tensor that {full_name:.100} makes; sparse, quantized and meta tensors are "
+                "not read. Save a dense tensor, or load with LoadOptions(run_code_from_checkpoint=True) if you trust it"
+            )
         if full_name in self._extra:
             try:
                 vouched = _import(full_name, may_import=True)
@@ -484,7 +489,7 @@ def _make_torch_table() -> dict[str, tuple[Any, Maker | None]]:
     table: dict[str, tuple[Any, Maker | None]] = {
         f"torch.{name}": (value, None)
         for name, value in vars(torch).items()
-        if isinstance(value, (torch.dtype, torch.qscheme, torch.layout))
+        if isinstance(value, (torch.dtype, torch.layout))
     }
     for dtype, storage in torch.storage._dtype_to_storage_type_map().items():  # noqa: SLF001
         table[f"torch.{storage}"] = (_StorageKind(dtype), None)
@@ -507,11 +512,7 @@ def _make_torch_table() -> dict[str, tuple[Any, Maker | None]]:
         "torch.Tensor": (torch.Tensor, None),
         "torch.nn.parameter.Parameter": (torch.nn.Parameter, None),
     }
-    for function in (
-        *(_rebuild_tensor_v2, _rebuild_tensor_v3, _rebuild_parameter, _rebuild_parameter_with_state),
-        *(_rebuild_qtensor, _rebuild_sparse_tensor, _rebuild_meta_tensor_no_storage),
-        *(_rebuild_device_tensor_from_cpu_tensor, _rebuild_device_tensor_from_numpy),
-    ):
+    for function in (*(_rebuild_tensor_v2, _rebuild_tensor_v3, _rebuild_parameter, _rebuild_parameter_with_state),):
         table[f"torch._utils.{function.__name__}"] = (function, Maker(function))
     table["torch._tensor._rebuild_from_type_v2"] = (_rebuild_from_type_v2, Maker(_rebuild_from_type_v2))
     return table
@@ -608,81 +609,6 @@ def _with_state(budget: Budget, tensor: Any, state: Any) -> Any:
     budget.charge(len(attributes))
     tensor.__dict__.update(_attributes_of(attributes))
     return tensor
-
-
-def _rebuild_qtensor(
-    _: Budget, storage: Any, offset: Any, size: Any, stride: Any, quantizer: Any, grad: Any, hooks: Any
-) -> Any:
-    import torch
-
-    _check_hooks(hooks, grad)
-    _wants(type(storage) is _Storage, "a storage")
-    offset, size, stride = _check_place(storage, storage.dtype, offset, size, stride)
-    _wants(math.prod(size) * storage.dtype.itemsize <= storage.untyped.nbytes(), "elements that do not overlap")
-    _wants(type(quantizer) is tuple and type(quantizer[0]) is torch.qscheme, "a quantizer")
-    _wants(all(type(part) in (int, float) or isinstance(part, torch.Tensor) for part in quantizer[1:]), "its numbers")
-    typed_storage: Any = torch.storage.TypedStorage
-    typed = typed_storage(wrap_storage=storage.untyped, dtype=storage.dtype, _internal=True)
-    rebuild: Any = torch._utils._rebuild_qtensor  # noqa: SLF001
-    return rebuild(typed, offset, size, stride, quantizer, grad, hooks)
-
-
-def _check_sparse_parts(budget: Budget, *parts: Any) -> None:
-    """Indices and values have elements of their own: what is expanded takes time and memory to be looked through."""
-    import torch
-
-    for part in parts:
-        _wants(
-            isinstance(part, torch.Tensor) and part.layout is torch.strided and part.device.type == "cpu", "a tensor"
-        )
-        if not part.numel():
-            budget.charge(max(part.shape, default=0))
-            continue
-        nbytes = part.numel() * part.element_size()
-        storage = part.untyped_storage()
-        _wants(nbytes <= storage.nbytes(), "elements that do not overlap")
-        budget.charge_again(storage.data_ptr(), nbytes)
-
-
-def _rebuild_sparse_tensor(budget: Budget, layout: Any, data: Any) -> Any:
-    import torch
-
-    _wants(type(layout) is torch.layout and type(data) is tuple, "a sparse tensor")
-    if layout is torch.sparse_coo:
-        _wants(len(data) in (3, 4), "indices, values and size")
-        indices, values, size = data[:3]
-        _check_sparse_parts(budget, indices, values)
-        coalesced = data[3] if len(data) == 4 and type(data[3]) is bool else None
-        size = checked_size(size)
-        return torch.sparse_coo_tensor(indices, values, size, check_invariants=True, is_coalesced=coalesced)
-    _wants(len(data) == 4, "two indices, values and size")
-    first, second, values = data[:3]
-    _check_sparse_parts(budget, first, second, values)
-    size = checked_size(data[3])
-    return torch.sparse_compressed_tensor(first, second, values, size, layout=layout, check_invariants=True)
-
-
-def _rebuild_meta_tensor_no_storage(_: Budget, dtype: Any, size: Any, stride: Any, grad: Any) -> Any:
-    import torch
-
-    _wants(type(dtype) is torch.dtype and type(grad) is bool, "a dtype")
-    return torch.empty_strided(checked_size(size), checked_size(stride), dtype=dtype, device="meta", requires_grad=grad)
-
-
-def _rebuild_device_tensor_from_cpu_tensor(budget: Budget, data: Any, dtype: Any, _device: Any, grad: Any) -> Any:
-    import torch
-
-    _wants(isinstance(data, torch.Tensor) and type(dtype) is torch.dtype and type(grad) is bool, "a tensor")
-    budget.charge(data.numel() * dtype.itemsize)
-    return data.to(dtype=dtype).requires_grad_(grad)
-
-
-def _rebuild_device_tensor_from_numpy(budget: Budget, data: Any, dtype: Any, device: Any, grad: Any) -> Any:
-    import numpy
-    import torch
-
-    _wants(type(data) is numpy.ndarray, "an array")
-    return _rebuild_device_tensor_from_cpu_tensor(budget, torch.from_numpy(data), dtype, device, grad)
 
 
 # torch's Mersenne Twister: 5,056 bytes of state, and what holds them.

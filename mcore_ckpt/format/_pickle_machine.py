@@ -71,7 +71,7 @@ class Budget:
     And what hashing keys may take: whatever puts keys of the pickle into a dict or set asks `check_keys` before.
     """
 
-    __slots__ = ("_by_hash", "_heavy", "_kept", "_left", "_of", "_read", "_where")
+    __slots__ = ("_by_hash", "_heavy", "_kept", "_left", "_of", "_where")
 
     def __init__(self, of_bytes: int, where: str) -> None:
         self._of, self._where = of_bytes, where
@@ -80,7 +80,6 @@ class Budget:
         self._heavy: dict[int, int] = {}
         self._kept: list[Any] = []
         self._by_hash: dict[int, list[Any]] = {}
-        self._read: set[int] = set()
 
     def charge(self, count: int) -> None:
         """Take `count` bytes or values; `UnsafePickleError` if nothing that was saved could need so many."""
@@ -90,12 +89,6 @@ class Budget:
                 f"{self._where}: its {self._of} bytes build more than {_GROWTH * self._of + _ALLOWANCE} values. The "
                 "file is damaged or was made to do harm; do not load it."
             )
-
-    def charge_again(self, storage: int, count: int) -> None:
-        """Take `count` bytes, unless this is the first time for the storage at that address, which holds as many."""
-        if storage in self._read:
-            self.charge(count)
-        self._read.add(storage)
 
     def weighed(self, members: Any) -> Any:
         """A tuple or frozenset, its weight noted if that is not its length: at most one more than a key may have.
@@ -423,12 +416,6 @@ class PickleRun:
             self.budget.check_keys(members)
             self._containers += 1
             stack.append(self.budget.weighed(frozenset(members)))
-        elif op == 0x6C or op == 0x64:  # LIST, DICT
-            members = self._marked()
-            self._containers += 1
-            stack.append(members if op == 0x6C else {})
-            if op == 0x64:
-                self._set_items(stack[-1], members)
         elif op == 0x92:  # NEWOBJ_EX
             keywords, arguments = stack.pop(), stack.pop()
             cls = stack.pop()
@@ -442,38 +429,12 @@ class PickleRun:
             self._marked()
         elif op == 0x32:  # DUP
             stack.append(stack[-1])
-        elif op in (0x49, 0x4C, 0x46, 0x70, 0x67, 0x50, 0x56):  # INT, LONG, FLOAT, PUT, GET, PERSID, UNICODE
-            stop = data.index(b"\n", at)
-            self._run_text(op, data[at:stop])
-            at = stop + 1
         else:
             raise UnsafePickleError(
-                f"{self._where}: opcode {op:#04x} at byte {at - 1} of the pickle; nothing that is saved has it. The "
-                "file is damaged or was made to do harm; do not load it."
+                f"{self._where}: opcode {op:#04x} at byte {at - 1} of the pickle; nothing that is saved under "
+                "protocol 2 or later has it. The file is damaged or was made to do harm; do not load it."
             )
         return at
-
-    def _run_text(self, op: int, line: bytes) -> None:
-        """The opcodes of protocol 0, whose argument is a line."""
-        stack = self._stack
-        if op != 0x56 and len(line) > 2 * MAX_INT_BYTES:
-            raise WrongArgumentsError(f"a number of {len(line)} digits")
-        if op == 0x49:
-            stack.append({b"00": False, b"01": True}[line] if line in (b"00", b"01") else int(line))
-        elif op == 0x4C:
-            stack.append(int(line.removesuffix(b"L")))
-        elif op == 0x46:
-            stack.append(float(line))
-        elif op == 0x70:
-            if int(line) > len(self._data):
-                raise WrongArgumentsError(f"an object numbered {line.decode()} in {len(self._data)} bytes")
-            self._memo[int(line)] = stack[-1]
-        elif op == 0x67:
-            stack.append(self._memo[int(line)])
-        elif op == 0x50:
-            stack.append(self._rules.referred(line.decode("ascii")))
-        else:
-            stack.append(str(line, "raw-unicode-escape"))
 
     def _span(self, at: int, length_bytes: int) -> tuple[int, int]:
         """Start and stop of an argument whose length comes first."""

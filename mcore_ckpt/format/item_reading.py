@@ -98,8 +98,8 @@ def locate_tensor(read: Callable[[int, int], bytes], item_bytes: int, where: str
     Raises:
         CorruptCheckpointError: the bytes cannot be such an item.
         ChecksumError: the description of the tensor does not have its CRC-32.
-        NotRangeable: a sound archive that has to be decoded as a whole: compressed, not contiguous, big-endian, a
-            tensor subclass, quantized, or not one tensor at all.
+        NotRangeable: a sound archive that has to be decoded as a whole: not contiguous, big-endian, a tensor subclass,
+            or not one tensor at all.
     """
     item = ItemBytes(read, item_bytes, where)
     ends = item.head, item.tail, item_bytes
@@ -128,14 +128,16 @@ class RecordSpan(NamedTuple):
 def verify_records(read: Callable[[int, int], bytes], item_bytes: int, where: str) -> Iterator[RecordSpan]:
     """Every record of an archive that `torch.save` wrote, of a tensor or of any object, with the CRC-32 to expect.
 
-    Headers are checked here; the content is for the caller to read. Arguments and errors as in `locate_tensor`;
-    `NotRangeable` is raised for a record that is not stored plainly.
+    Headers are checked here; the content is for the caller to read. Arguments as in `locate_tensor`.
+
+    Raises:
+        CorruptCheckpointError: the bytes cannot be such an archive.
     """
     item = ItemBytes(read, item_bytes, where)
     records = read_directory(item)
     checksummed = _has_checksums(records)
     for record in records.values():
-        start = _plain_record_start(item, record)
+        start = record_start(item, record)
         yield RecordSpan(record.name, start, record.stored_bytes, record.crc32 if checksummed else None)
 
 
@@ -420,15 +422,11 @@ def _id_fields(tail: bytes) -> tuple[tuple[int, int], ...] | None:
 
 # ------------------------------------------------------------------------------------------------- anybody's archives
 
-_LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # how torch.save began before it wrote zip archives
 _LITTLE = (crc32(b"little"), 6)
-_ENCRYPTED = 0x0001
 
 
 def _locate_any(item: ItemBytes) -> LocatedTensor:
     """Parse an archive of `torch.save(tensor)`."""
-    if item.head.startswith(_LEGACY_MAGIC):
-        raise NotRangeable(f"{item.where}: written in torch's format from before zip archives")
     records = read_directory(item)
     checksummed = _has_checksums(records)
     archive = next(iter(records)).partition("/")[0]
@@ -442,7 +440,7 @@ def _locate_any(item: ItemBytes) -> LocatedTensor:
             raise item.corrupt("expected byte order little or big", repr(order))
 
     record = _required(item, records, f"{archive}/data/{pickled.storage_key}")
-    record_offset = _plain_record_start(item, record)
+    record_offset = record_start(item, record)
     if record.stored_bytes != pickled.storage_bytes:
         raise item.corrupt(f"a storage of {pickled.storage_bytes} bytes", f"its record has {record.stored_bytes}")
     return _located(pickled, record_offset, record.crc32 if checksummed else None)
@@ -460,16 +458,9 @@ def _required(item: ItemBytes, records: dict[str, ZipRecord], name: str) -> ZipR
     return record
 
 
-def _plain_record_start(item: ItemBytes, record: ZipRecord) -> int:
-    start = record_start(item, record)
-    if record.method or record.flags & _ENCRYPTED:
-        raise NotRangeable(f"{item.where}: record {record.name} is compressed or encrypted")
-    return start
-
-
 def _content(item: ItemBytes, record: ZipRecord, checksummed: bool) -> bytes:
     """The content of a small record, checked."""
-    start = _plain_record_start(item, record)
+    start = record_start(item, record)
     if record.stored_bytes > MAX_PICKLE_BYTES:
         raise NotRangeable(f"{item.where}: record {record.name} has {record.stored_bytes} bytes, too many for a tensor")
     content = item.get(start, record.stored_bytes)

@@ -21,13 +21,11 @@ import pickle
 import pickletools
 import re
 import signal
-import threading
-import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from mcore_ckpt.core.errors import (
     CheckpointNotFoundError,
@@ -42,7 +40,6 @@ from mcore_ckpt.format._pickle_machine import (
     Budget,
     Maker,
     NotUnderstoodError,
-    PickleRun,
     WrongArgumentsError,
     checked_size,
     inert_maker,
@@ -51,22 +48,17 @@ from mcore_ckpt.format._pickle_machine import (
 )
 from mcore_ckpt.format._plain_index import plainly_built
 from mcore_ckpt.format.crc import crc32
-from mcore_ckpt.format.dtypes import DTYPE_OF_STORAGE, DTYPES
-from mcore_ckpt.format.zip_records import ItemBytes, ItemStream, ZipRecord, read_directory, record_start
+from mcore_ckpt.format.zip_records import ItemBytes, ZipRecord, read_directory, record_start
 
 __all__ = [
     "ALLOWED_OBJECT_CLASSES",
-    "Inflation",
     "Opaque",
     "StoredStorage",
-    "TensorOutline",
     "Unavailable",
     "load_object",
     "loads",
     "read_described",
     "read_plain",
-    "read_tensor_outline",
-    "refuse_zip_bomb",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -262,14 +254,14 @@ _PLAIN_CONTAINERS = {
 }
 
 
-def read_plain(content: bytes, where: str, inflation: Inflation | None = None) -> Any:
+def read_plain(content: bytes, where: str) -> Any:
     """What `torch.save` wrote, to look at: no class is imported, and each is an `Opaque` instead. Tensors are not read.
 
     Raises:
         CorruptCheckpointError: it is no archive of `torch.save`, or is damaged.
     """
     try:
-        return unpickle(_Container(content, where, inflation or Inflation()).read("data.pkl"), _Opaques(), where)
+        return unpickle(_Container(content, where).read("data.pkl"), _Opaques(), where)
     except LoadError:
         raise
     except Exception as error:  # a damaged archive can fail in any way
@@ -296,103 +288,6 @@ class StoredStorage:
     content: bytes
 
 
-class _Referred(NamedTuple):
-    """A storage that is referred to: the stand-in of its class, and which of the records it is."""
-
-    kind: type
-    key: str
-
-
-class _KindsOfStorages(_Opaques):
-    """As `_Opaques`; and a `_Referred` for each storage."""
-
-    def referred(self, reference: Any) -> Any:
-        kind, key = reference[1:3] if type(reference) is tuple and len(reference) > 2 else (None, None)
-        if not (isinstance(kind, type) and issubclass(kind, Opaque)) or type(key) is not str:
-            raise WrongArgumentsError("a reference to no storage")
-        return _Referred(kind, key)
-
-
-def read_tensor_outline(read: Callable[[int, int], bytes], item_bytes: int, where: str) -> TensorOutline | None:
-    """Dtype and shape of the tensor of an archive that has to be decoded as a whole, by its pickle alone.
-
-    Args:
-        read: `read(offset, length)` returns exactly these bytes, offsets relative to the item.
-        item_bytes: size of the item.
-        where: key and file, for messages.
-
-    Returns:
-        None if something makes the tensor that only decoding tells the result of.
-
-    Raises:
-        CorruptCheckpointError: it is no tensor, or one without an element at each place (sparse, or a meta tensor).
-    """
-    try:
-        with zipfile.ZipFile(ItemStream(read, item_bytes)) as archive:
-            name = next(name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl"))
-            if archive.getinfo(name).file_size > _MAX_INFLATION * item_bytes:
-                raise WrongArgumentsError(f"a pickle that would be inflated to {archive.getinfo(name).file_size} bytes")
-            made = unpickle(archive.read(name), _KindsOfStorages(), where)
-            folder = name.partition("/")[0]
-            return _outline(made, lambda key: archive.getinfo(f"{folder}/data/{key}").file_size, where)
-    except LoadError:
-        raise
-    except Exception as error:  # a damaged archive can fail in any way
-        raise _unreadable(where, error) from error
-
-
-def _outline(made: Any, storage_bytes: Callable[[str], int], where: str) -> TensorOutline | None:
-    if not isinstance(made, Opaque):
-        raise CorruptCheckpointError(f"{where}: expected a tensor, stored is {type(made).__name__}")
-    function, arguments = made.name, made.arguments
-    while function in _WRAPPERS or function == "torch._tensor._rebuild_from_type_v2":
-        inner = arguments[0] if arguments else None
-        if function in _WRAPPERS and isinstance(inner, Opaque):
-            function, arguments = inner.name, inner.arguments
-        elif function not in _WRAPPERS and len(arguments) > 2 and type(arguments[2]) is tuple:
-            function, arguments = getattr(inner, "name", ""), arguments[2]
-        else:
-            raise CorruptCheckpointError(f"{where}: expected a tensor, stored is a call of {function:.200}")
-    if function in _WITHOUT_ELEMENTS:
-        raise CorruptCheckpointError(
-            f"{where}: expected a tensor with an element at each place, stored is what {function} makes; load another "
-            "copy or an earlier checkpoint"
-        )
-    typed = function in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_qtensor")
-    if not typed and function != "torch._utils._rebuild_tensor_v3":
-        return None
-    storage: Any = arguments[0]
-    kind: Any = storage.kind if typed else arguments[6]
-    name = getattr(kind, "name", "").removeprefix("torch.") if isinstance(kind, type) else ""
-    dtype: str | None = DTYPE_OF_STORAGE.get(name) if typed else name or None
-    start, sizes, strides = arguments[1], checked_size(arguments[2]), checked_size(arguments[3])
-    if dtype is not None and dtype in DTYPES and 0 not in sizes:
-        last = start + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-        stored = storage_bytes(storage.key) // DTYPES[dtype].element_bytes
-        if not 0 <= start <= last < stored:
-            raise CorruptCheckpointError(
-                f"{where}: expected the elements [{start}, {last}] of a storage, which has {stored}; load another copy "
-                "or an earlier checkpoint"
-            )
-    return TensorOutline(dtype, sizes)
-
-
-_WRAPPERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
-_WITHOUT_ELEMENTS = ("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_meta_tensor_no_storage")
-
-
-class TensorOutline(NamedTuple):
-    """What a pickle says of its tensor.
-
-    Attributes:
-        dtype: torch's name without `torch.`; None if it is none that ranges are read of.
-        shape: sizes, in elements.
-    """
-
-    dtype: str | None
-    shape: tuple[int, ...]
-
-
 class _Described(_Opaques):
     """As `_Opaques`; and a `StoredStorage` for each storage, of which all of one record share its bytes."""
 
@@ -415,7 +310,7 @@ class _Described(_Opaques):
 def read_described(content: bytes, where: str) -> Any:
     """As `read_plain`, to compare: with the bytes of all tensors. Raises as that does."""
     try:
-        container = _Container(content, where, Inflation())
+        container = _Container(content, where)
         return unpickle(container.read("data.pkl"), _Described(container), where)
     except LoadError:
         raise
@@ -425,57 +320,15 @@ def read_described(content: bytes, where: str) -> Any:
 
 # ------------------------------------------------------------------------------------------------ containers of objects
 
-# torch.save never compresses; what others have compressed is inflated in memory, so up to this much, or ratio, only.
-_MAX_INFLATED_BYTES = 1024**3
-_MAX_INFLATION = 20
-
-
-class Inflation:
-    """How much the compressed records of one load have been inflated to, all items together."""
-
-    def __init__(self) -> None:
-        self._inflated_bytes = self._stored_bytes = 0
-        self._lock = threading.Lock()
-
-    def add(self, stored_bytes: int, inflated_bytes: int, where: str) -> None:
-        """Note an item; `UnsafePickleError` if it, or all items so far, would fill the memory."""
-        with self._lock:
-            self._stored_bytes += stored_bytes
-            self._inflated_bytes += inflated_bytes
-            for stored, inflated in ((stored_bytes, inflated_bytes), (self._stored_bytes, self._inflated_bytes)):
-                if inflated > max(_MAX_INFLATED_BYTES, _MAX_INFLATION * stored):
-                    raise UnsafePickleError(
-                        f"{where}: {stored} bytes would become {inflated} when inflated; torch.save never compresses. "
-                        "The file was made to do harm, or damaged; do not load it."
-                    )
-
-
-def refuse_zip_bomb(content: bytes, where: str, inflation: Inflation) -> None:
-    """Refuse a container whose compressed records would fill the memory.
-
-    Raises:
-        UnsafePickleError: they would.
-        CorruptCheckpointError: it is no zip archive.
-    """
-    try:
-        _Container(content, where, inflation)
-    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
-        raise CorruptCheckpointError(f"{where}: its compressed records cannot be read ({error!s:.200})") from error
-
 
 class _Container:
-    """The records of an archive of `torch.save` that is in memory, plain or compressed."""
+    """The records of an archive of `torch.save` that is in memory."""
 
-    def __init__(self, content: bytes, where: str, inflation: Inflation) -> None:
+    def __init__(self, content: bytes, where: str) -> None:
         self._content, self._where = content, where
         self._item = ItemBytes(lambda offset, length: content[offset : offset + length], len(content), where)
         self._records = read_directory(self._item)
         self._folder = next(iter(self._records)).partition("/")[0]
-        self._inflated: dict[str, bytes] = {}
-        if any(record.method for record in self._records.values()):
-            with zipfile.ZipFile(io.BytesIO(content)) as archive:
-                inflated_bytes = sum(record.file_size for record in archive.infolist())
-            inflation.add(len(content), inflated_bytes, where)
 
     def check(self) -> None:
         """Compare the CRC-32 of every record; `ChecksumError` if one is not that of its content.
@@ -503,16 +356,9 @@ class _Container:
         """Whether there is a record of that name."""
         return f"{self._folder}/{name}" in self._records
 
-    def _bytes_of(self, record: ZipRecord) -> bytes | memoryview:
+    def _bytes_of(self, record: ZipRecord) -> memoryview:
         start = record_start(self._item, record)
-        if record.flags & 1:
-            raise self._item.corrupt("expected records that are not encrypted", record.name[:100])
-        if not record.method:
-            return memoryview(self._content)[start : start + record.stored_bytes]
-        if record.name not in self._inflated:
-            with zipfile.ZipFile(io.BytesIO(self._content)) as archive:
-                self._inflated[record.name] = archive.read(record.name)
-        return self._inflated[record.name]
+        return memoryview(self._content)[start : start + record.stored_bytes]
 
 
 # -------------------------------------------------------------------------------------------------------------- objects
@@ -528,7 +374,6 @@ def load_object(
     import_classes: bool = True,
     verify_crc: bool = True,
     run_code: bool = False,
-    inflation: Inflation | None = None,
 ) -> Any:
     """Unpickle what `torch.save` wrote, building nothing outside the allow-list. Tensors land on the CPU.
 
@@ -540,7 +385,6 @@ def load_object(
             are replaced by `Unavailable`, as are those of packages that are not installed.
         verify_crc: compare the CRC-32 of every record before anything is unpickled.
         run_code: let the pickle import and call whatever it names (`LoadOptions.run_code_from_checkpoint`).
-        inflation: of the load that this is a part of.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
@@ -562,9 +406,7 @@ def load_object(
     try:
         if run_code:
             return _run_anything(content, where)
-        if content.startswith(_LEGACY_MAGIC):
-            return _Legacy(content, where, tuple(extra_allowed), import_classes).load()
-        container = _Container(content, where, inflation or Inflation())
+        container = _Container(content, where)
         if verify_crc:
             container.check()
         return _load(container, where, tuple(extra_allowed), import_classes)
@@ -595,13 +437,13 @@ def _load(container: _Container, where: str, extra_allowed: tuple[str, ...], imp
     return _run(container.read("data.pkl"), rules, where)
 
 
-def _run(data: bytes, rules: ObjectRules, where: str, position: int = 0) -> Any:
+def _run(data: bytes, rules: ObjectRules, where: str) -> Any:
     try:
-        return PickleRun(data, rules, where, position).load()
+        return unpickle(data, rules, where)
     except UnsafePickleError as error:
         if not rules.refused:
             raise
-        refused = _refused_names(data, position, rules)
+        refused = _refused_names(data, rules)
         shown = ", ".join(f"{name:.200}" for name in refused[:5]) + (", ..." if len(refused) > 5 else "")
         raise UnsafePickleError(
             f"{where}: contains {shown}, which is not among the classes that checkpoints may hold; nothing was loaded. "
@@ -610,11 +452,11 @@ def _run(data: bytes, rules: ObjectRules, where: str, position: int = 0) -> Any:
         ) from error
 
 
-def _refused_names(data: bytes, position: int, rules: ObjectRules) -> list[str]:
+def _refused_names(data: bytes, rules: ObjectRules) -> list[str]:
     """All names in a pickle that the rules refuse, as far as they stand in it in full."""
     names = set(rules.refused)
     try:
-        for opcode, argument, _ in pickletools.genops(data[position:]):
+        for opcode, argument, _ in pickletools.genops(data):
             if opcode.name == "GLOBAL" and isinstance(argument, str):
                 module, name = name_today(*argument.partition(" ")[::2])
                 try:
@@ -634,60 +476,3 @@ def _run_anything(content: bytes, where: str) -> Any:
         where,
     )
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
-
-
-_LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # how torch.save began before it wrote zip archives
-
-
-class _Legacy:
-    """What `torch.save` wrote before zip archives: five pickles, and the storages behind them, each with its length."""
-
-    def __init__(self, content: bytes, where: str, extra_allowed: tuple[str, ...], import_classes: bool) -> None:
-        self._content, self._where = content, where
-        self._options = extra_allowed, import_classes
-        self._elements: dict[str, int] = {}
-
-    def load(self) -> Any:
-        position = len(_LEGACY_MAGIC)
-        for _ in range(2):  # the version of the protocol, the sizes of C's types
-            position = self._skipped(position)
-        object_at = position
-        keys_run = PickleRun(self._content, self, self._where, self._skipped(object_at))
-        keys = keys_run.load()
-        if type(keys) is not list or not all(type(key) is str for key in keys):
-            raise WrongArgumentsError("expected the keys of storages")
-        places: dict[str, tuple[int, int]] = {}
-        position = keys_run.position
-        for key in keys:
-            count = int.from_bytes(self._content[position : position + 8], "little")
-            nbytes = count * self._elements.get(key, 1)
-            places[key] = position + 8, nbytes
-            position += 8 + nbytes
-        if position > len(self._content):
-            raise EOFError(f"storages up to byte {position} of {len(self._content)}")
-
-        def storage_bytes(key: str, nbytes: int) -> bytearray:
-            start, held = places[key]
-            if held != nbytes:
-                raise CorruptCheckpointError(f"storage {key:.40}: {held} bytes, its pickle says {nbytes}")
-            return bytearray(self._content[start : start + nbytes])
-
-        return _run(self._content, ObjectRules(self._where, *self._options, storage_bytes), self._where, object_at)
-
-    def _skipped(self, position: int) -> int:
-        run = PickleRun(self._content, self, self._where, position)
-        run.load()
-        return run.position
-
-    # What the pickles name is of no interest while they are skipped, but for the storages' elements.
-
-    def named(self, module: str, name: str) -> tuple[Any, Maker | None]:
-        stand_in = type("StandIn", (Opaque,), {"name": f"{module}.{name}"})
-        return stand_in, inert_maker(stand_in)
-
-    def referred(self, reference: Any) -> Any:
-        rules = ObjectRules(self._where, (), False, lambda _key, nbytes: bytearray(nbytes))
-        kind = getattr(reference[1], "name", "")
-        value, _ = rules.named(*kind.rpartition(".")[::2])
-        self._elements[reference[2]] = value.dtype.itemsize
-        return "<storage>"

@@ -8,7 +8,6 @@ instead of an error, for whoever takes the state to leave out, and an `OrderedDi
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,16 +20,14 @@ from mcore_ckpt.format._pickle_machine import (
     Maker,
     PickleRun,
     WrongArgumentsError,
-    checked_size,
     inert_maker,
 )
 from mcore_ckpt.format.crc import crc32
-from mcore_ckpt.format.dtypes import DTYPES
 from mcore_ckpt.format.safe_pickle import Opaque
-from mcore_ckpt.format.tensor_pickle import contiguous_strides
+from mcore_ckpt.format.tensor_pickle import TENSOR_NAMES, FileTensor, NotPlainTensorError, stored_storage
 from mcore_ckpt.format.zip_records import ItemBytes, ZipRecord, read_directory, record_start
 
-__all__ = ["FileTensor", "StateFile", "StateRecord", "read_state_file"]
+__all__ = ["FileTensor", "StateFile", "StateRecord", "read_state_file", "read_tensor_outline"]
 
 # What describes the tensors of one rank: some hundred bytes for each.
 _MAX_PICKLE_BYTES = 256 * 1024**2
@@ -44,46 +41,12 @@ class StateRecord(NamedTuple):
     crc32: int | None
 
 
-class FileTensor(NamedTuple):
-    """A tensor that stays in its file.
-
-    Attributes:
-        record: number of its storage, which other tensors may share.
-        dtype: torch's name without `torch.`.
-        offset: of the first element, in elements of the storage.
-        shape: sizes, in elements.
-        strides: in elements, where the elements do not follow one another in C order.
-    """
-
-    record: str
-    dtype: str
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Of its elements."""
-        return math.prod(self.shape) * DTYPES[self.dtype].element_bytes
-
-    @property
-    def first_byte(self) -> int:
-        """Of its elements, in the storage."""
-        return self.offset * DTYPES[self.dtype].element_bytes
-
-
 @dataclass(frozen=True, slots=True)
 class StateFile:
     """Attributes: `value` is what was saved, `records` where the storages lie, by number."""
 
     value: Any
     records: dict[str, StateRecord]
-
-
-class _Storage(NamedTuple):
-    key: str
-    dtype: str
-    nbytes: int
 
 
 class _Rules(ObjectRules):
@@ -96,10 +59,9 @@ class _Rules(ObjectRules):
 
     def named(self, module: str, name: str) -> tuple[Any, Maker | None]:
         full_name = f"{module}.{name}"
-        if full_name in _MAKERS:
-            return _MAKERS[full_name]
-        if full_name in self._unknown:
-            return self._unknown[full_name]
+        known = _MAKERS.get(full_name) or self._unknown.get(full_name)
+        if known is not None:
+            return known
         try:
             return super().named(module, name)
         except UnsafePickleError:
@@ -108,70 +70,15 @@ class _Rules(ObjectRules):
             return found
 
     def referred(self, reference: Any) -> Any:
-        if type(reference) is not tuple or len(reference) not in (5, 6) or reference[0] != "storage":
-            raise WrongArgumentsError("a reference to something else than a storage")
-        if len(reference) == 6 and reference[5] is not None:
-            raise WrongArgumentsError("a storage that is a view of another")
-        dtype, key, count = getattr(reference[1], "dtype", None), reference[2], reference[4]
-        if dtype is None or type(key) is not str or type(count) is not int or count < 0:
-            raise WrongArgumentsError("a reference to no storage")
-        nbytes, record = count * dtype.itemsize, self._records.get(key)
-        if record is None or record.nbytes != nbytes:
+        storage = stored_storage(reference)
+        record = self._records.get(storage.record)
+        if record is None or record.nbytes != storage.nbytes:
             held = "none" if record is None else f"{record.nbytes} bytes"
             raise CorruptCheckpointError(
-                f"{self._where}: storage {key:.40} of {nbytes} bytes: the archive holds {held}; the file is truncated "
-                "or damaged. Restore it from another copy, or take an earlier checkpoint"
+                f"{self._where}: storage {storage.record:.40} of {storage.nbytes} bytes: the archive holds {held}; the "
+                "file is truncated or damaged. Restore it from another copy, or take an earlier checkpoint"
             )
-        return _Storage(key, str(dtype).removeprefix("torch."), nbytes)
-
-
-def _noted(storage: Any, dtype: str, offset: Any, size: Any, stride: Any) -> FileTensor:
-    if type(storage) is not _Storage or dtype not in DTYPES:
-        raise WrongArgumentsError(f"a tensor of {dtype:.40} in a storage")
-    (offset,), size, stride = checked_size((offset,)), checked_size(size), checked_size(stride)
-    elements = math.prod(size)
-    plain = contiguous_strides(size)
-    if len(stride) != len(size):
-        raise WrongArgumentsError(f"a tensor of {len(size)} axes in {len(stride)} steps")
-    held = storage.nbytes // DTYPES[dtype].element_bytes
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if elements and last >= held:
-        raise WrongArgumentsError(f"elements up to {last} inside a storage of {held}")
-    strided = elements and any(n > 1 and a != b for n, a, b in zip(size, stride, plain, strict=True))
-    return FileTensor(storage.key, dtype, offset if elements else 0, size, stride if strided else ())
-
-
-def _tensor_v2(_: Budget, storage: Any, offset: Any, size: Any, stride: Any, *_rest: Any) -> FileTensor:
-    _check_rest(_rest)
-    return _noted(storage, getattr(storage, "dtype", "none"), offset, size, stride)
-
-
-def _tensor_v3(
-    _: Budget, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *_rest: Any
-) -> FileTensor:
-    _check_rest((grad, hooks, *_rest))
-    return _noted(storage, str(dtype).removeprefix("torch."), offset, size, stride)
-
-
-def _check_rest(rest: tuple[Any, ...]) -> None:
-    """Whether it requires a gradient, no hooks, and no flags (`conj`, `neg`) that change the elements."""
-    if not 2 <= len(rest) <= 3 or type(rest[0]) is not bool or rest[1] or (len(rest) == 3 and rest[2]):
-        raise WrongArgumentsError("a tensor without hooks and flags")
-
-
-def _parameter(_: Budget, data: Any, *_rest: Any) -> FileTensor:
-    if type(data) is not FileTensor:
-        raise WrongArgumentsError("a parameter of a tensor")
-    return data
-
-
-def _with_attributes(budget: Budget, function: Any, _kind: Any, arguments: Any, _state: Any) -> FileTensor:
-    """A tensor with attributes of Megatron's on it (`tensor_model_parallel`, ...), which are dropped."""
-    made = {_tensor_v2: _tensor_v2, _tensor_v3: _tensor_v3, _parameter: _parameter}.get(function)
-    if made is None or type(arguments) is not tuple:
-        raise WrongArgumentsError("a tensor with attributes")
-    found: FileTensor = made(budget, *arguments)  # type: ignore[operator]
-    return found
+        return storage
 
 
 def _ordered(budget: Budget, *arguments: Any) -> Any:
@@ -192,12 +99,8 @@ def _ordered_built(_: Budget, made: Any, state: Any) -> Any:
 
 
 _MAKERS: dict[str, tuple[Any, Maker | None]] = {
+    **TENSOR_NAMES,
     "collections.OrderedDict": (OrderedDict, Maker(_ordered, _ordered_built)),
-    "torch._utils._rebuild_tensor_v2": (_tensor_v2, Maker(_tensor_v2)),
-    "torch._utils._rebuild_tensor_v3": (_tensor_v3, Maker(_tensor_v3)),
-    "torch._utils._rebuild_parameter": (_parameter, Maker(_parameter)),
-    "torch._utils._rebuild_parameter_with_state": (_parameter, Maker(_parameter)),
-    "torch._tensor._rebuild_from_type_v2": (_with_attributes, Maker(_with_attributes)),
 }
 
 
@@ -225,7 +128,6 @@ def read_state_file(read: Callable[[int, int], bytes], file_bytes: int, where: s
         prefix = f"{folder}/data/"
         for name, record in directory.items():
             if name.startswith(prefix):
-                _refuse_packed(record, where)
                 crc = record.crc32 if stated else None
                 records[name.removeprefix(prefix)] = StateRecord(record_start(item, record), record.stored_bytes, crc)
         pickled = _content(item, directory, f"{folder}/data.pkl", _MAX_PICKLE_BYTES)
@@ -241,19 +143,10 @@ def read_state_file(read: Callable[[int, int], bytes], file_bytes: int, where: s
         ) from error
 
 
-def _refuse_packed(record: ZipRecord, where: str) -> None:
-    if record.method or record.flags & 1:
-        raise CorruptCheckpointError(
-            f"{where}: record {record.name:.100} is compressed or encrypted; torch.save writes records as they are. "
-            "Unpack the file, or load it and save it again"
-        )
-
-
 def _content(item: ItemBytes, directory: dict[str, ZipRecord], name: str, at_most: int) -> bytes | None:
     record = directory.get(name)
     if record is None:
         return None
-    _refuse_packed(record, item.where)
     if record.stored_bytes > at_most:
         raise item.corrupt(f"expected at most {at_most} bytes in {name:.100}", f"got {record.stored_bytes}")
     content = item.get(record_start(item, record), record.stored_bytes)
@@ -263,3 +156,29 @@ def _content(item: ItemBytes, directory: dict[str, ZipRecord], name: str, at_mos
             "file was damaged after it was written; take another copy or an earlier checkpoint"
         )
     return bytes(content)
+
+
+def read_tensor_outline(read: Callable[[int, int], bytes], item_bytes: int, where: str) -> FileTensor | None:
+    """The tensor of an item that has to be decoded as a whole, by its pickle alone. Arguments as of `read_state_file`.
+
+    Returns:
+        None if something makes the tensor that only decoding tells the result of.
+
+    Raises:
+        CorruptCheckpointError: the item is damaged, or holds no tensor with an element at each place.
+    """
+    try:
+        value = read_state_file(read, item_bytes, where).value
+    except CorruptCheckpointError as error:
+        if isinstance(error.__cause__, NotPlainTensorError):
+            return None
+        raise
+    if type(value) is FileTensor:
+        return value
+    if isinstance(value, Opaque) and not value.name.startswith("torch._utils."):
+        return None
+    stored = value.name if isinstance(value, Opaque) else type(value).__name__
+    raise CorruptCheckpointError(
+        f"{where}: expected a tensor with an element at each place, stored is {stored:.200}; load another copy or an "
+        "earlier checkpoint"
+    )

@@ -1,32 +1,45 @@
 """The pickle (`data.pkl`) with which `torch.save` describes one tensor, written and read without the pickle module.
 
-It is a short program for the pickle machine that calls `_rebuild_tensor_v2` (dtypes that have a legacy storage class)
-or `_rebuild_tensor_v3` (all newer ones) with the storage, offset, sizes and strides. To emit it is concatenation. To
-read it, a stack machine knows the opcodes which such programs consist of, over plain ints, strings and tuples. Nothing
-is imported and nothing is called, whatever the bytes say: the functions that rebuild a tensor are recognized by name,
-and their arguments are the result.
+It is a short program that calls `_rebuild_tensor_v2` (dtypes that have a legacy storage class) or `_rebuild_tensor_v3`
+(all newer ones) with the storage, offset, sizes and strides. To emit it is concatenation. A regular expression reads
+the usual one; the restricted unpickler runs any other, with constructors that note the arguments (`TENSOR_NAMES`).
+Nothing of torch is imported or called. State files, which hold many tensors, are read with the same constructors.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
+from mcore_ckpt.format._pickle_machine import (
+    MAX_AXES,
+    MAX_SIZE,
+    Budget,
+    Maker,
+    WrongArgumentsError,
+    checked_size,
+    unpickle,
+)
 from mcore_ckpt.format.dtypes import DTYPE_OF_STORAGE, DTYPES, DtypeEntry
 
 __all__ = [
     "MAX_PICKLE_BYTES",
+    "TENSOR_NAMES",
+    "FileTensor",
     "MalformedPickleError",
     "NotPlainTensorError",
     "PickledTensor",
+    "StorageKind",
+    "StoredStorage",
     "contiguous_strides",
     "numbers_at",
     "own_dtype_and_shape",
     "read_tensor_pickle",
+    "stored_storage",
     "tensor_pickle",
 ]
 
@@ -206,7 +219,7 @@ class PickledTensor(NamedTuple):
     payload_bytes: int
 
 
-class NotPlainTensorError(Exception):
+class NotPlainTensorError(WrongArgumentsError):
     """The pickle is of something else than one C-contiguous tensor; the message says of what."""
 
 
@@ -229,17 +242,7 @@ def read_tensor_pickle(pickle: bytes) -> PickledTensor:
     known = _read_usual(usual) if usual is not None else None
     if known is not None:
         return known
-    try:
-        result = _interpret(pickle)
-    except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:
-        # Each is what malformed input does to the stack, to the memo, or to a read past the end.
-        raise MalformedPickleError(f"{type(error).__name__}: {error}") from error
-    if not isinstance(result, PickledTensor):
-        raise NotPlainTensorError(f"it holds {type(result).__name__}, not a tensor")
-    return result
-
-
-_MAX_AXES, _MAX_SIZE = 64, 2**63 - 1
+    return _run(pickle)
 
 
 def _plain(
@@ -248,7 +251,7 @@ def _plain(
     """Check a tensor against its storage; `offset` and `strides` are in elements."""
     numbers = (offset, *shape, *strides)
     # Looked at before they are multiplied: ints may have 255 bytes, and a pickle refer to one thousands of times.
-    if len(shape) != len(strides) or len(shape) > _MAX_AXES or min(numbers) < 0 or max(numbers) > _MAX_SIZE:
+    if len(shape) != len(strides) or len(shape) > MAX_AXES or min(numbers) < 0 or max(numbers) > MAX_SIZE:
         raise MalformedPickleError(f"{len(shape)} sizes and {len(strides)} strides, not all from 0 to 2**63 - 1")
     width = DTYPES[dtype].element_bytes
     payload_bytes = math.prod(shape) * width
@@ -307,146 +310,166 @@ def _read_usual(match: re.Match[bytes]) -> PickledTensor | None:
 # ------------------------------------------------------------------------------------------------ any other program
 
 
-class _Mark:
-    """What MARK leaves on the stack."""
+class FileTensor(NamedTuple):
+    """A tensor that stays in its file, as its pickle describes it.
+
+    Attributes:
+        record: number of its storage, which other tensors may share.
+        dtype: torch's name without `torch.`.
+        offset: of the first element, in elements of the storage.
+        shape: sizes, in elements.
+        strides: in elements, where the elements do not follow one another in C order.
+    """
+
+    record: str
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Of its elements."""
+        return math.prod(self.shape) * DTYPES[self.dtype].element_bytes
+
+    @property
+    def first_byte(self) -> int:
+        """Of its elements, in the storage."""
+        return self.offset * DTYPES[self.dtype].element_bytes
 
 
-class _Global(str):
-    """A name that the pickle would import: only ever compared."""
+class StorageKind(NamedTuple):
+    """The class of a storage; dtype None: untyped, counted in bytes."""
 
+    dtype: str | None
+
+
+class StoredStorage(NamedTuple):
+    """A storage that a pickle refers to."""
+
+    record: str
+    dtype: str | None
+    nbytes: int
+
+
+class _DtypeName(str):
     __slots__ = ()
 
 
-class _Storage(NamedTuple):
-    storage_class: _Global
-    key: str
-    length: int  # in elements; in bytes if untyped
+def stored_storage(reference: Any) -> StoredStorage:
+    """A storage, as torch refers to it; raises `WrongArgumentsError` for anything else."""
+    if type(reference) is not tuple or len(reference) not in (5, 6) or reference[0] != "storage":
+        raise WrongArgumentsError("a reference to something else than a storage")
+    if len(reference) == 6 and reference[5] is not None:
+        raise WrongArgumentsError("a storage that is a view of another")
+    kind, record, count = reference[1], reference[2], reference[4]
+    if type(kind) is not StorageKind or type(record) is not str or type(count) is not int or not 0 <= count <= MAX_SIZE:
+        raise WrongArgumentsError("a reference to no storage")
+    width = 1 if kind.dtype is None else DTYPES[kind.dtype].element_bytes
+    return StoredStorage(record, kind.dtype, count * width)
 
 
-_MARKER = _Mark()
-_NO_HOOKS = object()  # the empty OrderedDict of backward hooks
-_NO_STATE = object()  # an empty dict
-_READ_INT = struct.Struct("<i")
-_READ_LENGTH = struct.Struct("<I")
+def _described(storage: Any, dtype: str, offset: Any, size: Any, stride: Any, rest: tuple[Any, ...]) -> FileTensor:
+    """The tensor of one call; `rest` is whether it requires a gradient, its hooks, and perhaps flags."""
+    if type(storage) is not StoredStorage or dtype not in DTYPES:
+        raise WrongArgumentsError(f"a tensor of {dtype:.40} in a storage")
+    if not 2 <= len(rest) <= 3 or type(rest[0]) is not bool or rest[1] or rest[2:] not in ((), (None,), ({},)):
+        raise NotPlainTensorError("a tensor with hooks or flags (conjugated, negated)")
+    (offset,), size, stride = checked_size((offset,)), checked_size(size), checked_size(stride)
+    if len(stride) != len(size):
+        raise WrongArgumentsError(f"a tensor of {len(size)} axes in {len(stride)} steps")
+    held = storage.nbytes // DTYPES[dtype].element_bytes
+    last = -1 if 0 in size else offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if last >= held:
+        raise WrongArgumentsError(f"elements up to {last} inside a storage of {held}")
+    # The stride of an axis of one element says nothing.
+    steps = zip(size, stride, contiguous_strides(size), strict=True)
+    strided = last >= 0 and any(n > 1 and step != plain for n, step, plain in steps)
+    return FileTensor(storage.record, dtype, offset if last >= 0 else 0, size, stride if strided else ())
 
 
-def _interpret(pickle: bytes) -> Any:
-    """The stack machine. What it can build: ints, bools, None, str, tuples, names, a storage, a tensor."""
-    stack: list[Any] = []
-    memo: dict[int, Any] = {}
-    push, pop = stack.append, stack.pop
-    position, stop = 0, len(pickle)
-    while position < stop:
-        opcode = pickle[position]
-        position += 1
-        if opcode == 0x71:  # BINPUT
-            memo[pickle[position]] = stack[-1]
-            position += 1
-        elif opcode == 0x4B:  # BININT1
-            push(pickle[position])
-            position += 1
-        elif opcode == 0x4D:  # BININT2
-            push(pickle[position] | pickle[position + 1] << 8)
-            position += 2
-        elif opcode == 0x4A:  # BININT
-            push(_READ_INT.unpack_from(pickle, position)[0])
-            position += 4
-        elif opcode == 0x63:  # GLOBAL
-            end = pickle.index(b"\n", pickle.index(b"\n", position) + 1)
-            push(_Global(pickle[position:end], "ascii"))
-            position = end + 1
-        elif opcode == 0x58:  # BINUNICODE
-            start = position + 4
-            position = start + _READ_LENGTH.unpack_from(pickle, position)[0]
-            if position > stop:
-                raise IndexError("text past the end")
-            push(pickle[start:position].decode())
-        elif opcode == 0x28:  # MARK
-            push(_MARKER)
-        elif opcode == 0x74:  # TUPLE
-            first = len(stack) - 1
-            while stack[first] is not _MARKER:
-                first -= 1
-                if first < 0:
-                    raise IndexError("no mark")
-            stack[first:] = [tuple(stack[first + 1 :])]
-        elif 0x85 <= opcode <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
-            size = opcode - 0x84
-            if len(stack) < size:
-                raise IndexError("stack")
-            stack[-size:] = [tuple(stack[-size:])]
-        elif opcode == 0x29:  # EMPTY_TUPLE
-            push(())
-        elif opcode == 0x52:  # REDUCE
-            arguments = pop()
-            push(_call(pop(), arguments))
-        elif opcode == 0x51:  # BINPERSID
-            push(_storage(pop()))
-        elif opcode == 0x88 or opcode == 0x89:  # NEWTRUE, NEWFALSE
-            push(opcode == 0x88)
-        elif opcode == 0x68:  # BINGET
-            push(memo[pickle[position]])
-            position += 1
-        elif opcode == 0x4E:  # NONE
-            push(None)
-        elif opcode == 0x7D:  # EMPTY_DICT
-            push(_NO_STATE)
-        elif opcode == 0x8A:  # LONG1
-            start = position + 1
-            position = start + pickle[position]
-            if position > stop:
-                raise IndexError("number past the end")
-            push(int.from_bytes(pickle[start:position], "little", signed=True))
-        elif opcode == 0x80:  # PROTO
-            position += 1
-        elif opcode == 0x2E:  # STOP
-            (result,) = stack
-            return result
-        else:
-            raise NotPlainTensorError(f"opcode {opcode:#04x} at byte {position - 1}")
-    raise IndexError("no STOP")
+def _rebuild_v2(_: Budget, storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> FileTensor:
+    return _described(storage, str(getattr(storage, "dtype", None)), offset, size, stride, rest)
 
 
-def _storage(reference: Any) -> _Storage:
-    kind, storage_class, key, _location, count = reference
-    if kind != "storage" or type(storage_class) is not _Global or type(key) is not str or type(count) is not int:
-        raise TypeError("reference to something else than a storage")  # no repr: a hostile tuple's has no bounds
-    return _Storage(storage_class, key, count)
+def _rebuild_v3(
+    _: Budget, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *flags: Any
+) -> FileTensor:
+    return _described(storage, str(dtype).removeprefix("torch."), offset, size, stride, (grad, hooks, *flags))
 
 
-def _call(function: Any, arguments: Any) -> Any:
-    if type(arguments) is not tuple or type(function) is not _Global:
-        raise TypeError("call of something that is no function")
-    if function == "collections\nOrderedDict" and not arguments:
-        return _NO_HOOKS
-    if function == "torch._utils\n_rebuild_tensor_v2":
-        return _tensor(arguments[:6], arguments[6:], typed=True)
-    if function == "torch._utils\n_rebuild_tensor_v3":
-        return _tensor(arguments[:7], arguments[7:], typed=False)
-    if function == "torch._utils\n_rebuild_parameter":
-        tensor, _requires_grad, hooks = arguments
-        if type(tensor) is PickledTensor and hooks is _NO_HOOKS:
-            return tensor
-    raise NotPlainTensorError(f"call of {function!r}")
+def _parameter(_: Budget, data: Any, *_rest: Any) -> FileTensor:
+    if type(data) is not FileTensor:
+        raise WrongArgumentsError("a parameter of a tensor")
+    return data
 
 
-def _tensor(arguments: tuple[Any, ...], further: tuple[Any, ...], *, typed: bool) -> PickledTensor:
-    """The tensor that a rebuild function would make; `further` is its metadata (conjugate bit and the like)."""
-    storage, offset, shape, strides, _requires_grad, hooks = arguments[:6]
-    if type(storage) is not _Storage or hooks is not _NO_HOOKS or any(more is not _NO_STATE for more in further):
-        raise NotPlainTensorError("a tensor with hooks or further metadata")
-    if any(type(numbers) is not tuple or any(type(n) is not int for n in numbers) for numbers in ((offset,), shape)):
-        raise TypeError("sizes or offset")
-    if type(strides) is not tuple or any(type(n) is not int for n in strides):
-        raise TypeError("strides")
-    if typed:
-        module, _, storage_class = storage.storage_class.partition("\n")
-        dtype = DTYPE_OF_STORAGE.get(storage_class) if module == "torch" else None
-    else:
-        module, _, name = arguments[6].partition("\n") if type(arguments[6]) is _Global else ("", "", "")
-        untyped = storage.storage_class == "torch.storage\nUntypedStorage"
-        dtype = name if untyped and module == "torch" and name in DTYPES else None
-    if dtype is None:
-        raise NotPlainTensorError(f"dtype of {storage.storage_class!r}")
-    storage_bytes = storage.length * (DTYPES[dtype].element_bytes if typed else 1)
-    return _plain(dtype, storage.key, storage_bytes, offset, shape, strides)
+def _with_attributes(budget: Budget, function: Any, _kind: Any, arguments: Any, _state: Any) -> FileTensor:
+    """A tensor with attributes of Megatron's on it (`tensor_model_parallel`, ...), which are dropped."""
+    if function not in (_rebuild_v2, _rebuild_v3, _parameter) or type(arguments) is not tuple:
+        raise WrongArgumentsError("a tensor with attributes")
+    found: FileTensor = function(budget, *arguments)
+    return found
+
+
+TENSOR_NAMES: Final[Mapping[str, tuple[Any, Maker | None]]] = {
+    **{f"torch.{name}": (StorageKind(dtype), None) for name, dtype in DTYPE_OF_STORAGE.items()},
+    **{f"{module}.UntypedStorage": (StorageKind(None), None) for module in ("torch", "torch.storage")},
+    "torch._utils._rebuild_tensor_v2": (_rebuild_v2, Maker(_rebuild_v2)),
+    "torch._utils._rebuild_tensor_v3": (_rebuild_v3, Maker(_rebuild_v3)),
+    "torch._utils._rebuild_parameter": (_parameter, Maker(_parameter)),
+    "torch._utils._rebuild_parameter_with_state": (_parameter, Maker(_parameter)),
+    "torch._tensor._rebuild_from_type_v2": (_with_attributes, Maker(_with_attributes)),
+}
+"""What makes a `FileTensor` of the pickle of a tensor, for `Rules.named`; `stored_storage` is for `Rules.referred`."""
+
+
+def _no_hooks(_: Budget) -> dict[str, Any]:
+    return {}
+
+
+_OF_ONE_TENSOR: Final[Mapping[str, tuple[Any, Maker | None]]] = {
+    **TENSOR_NAMES,
+    **{f"torch.{name}": (_DtypeName(name), None) for name in DTYPES},
+    "torch.Tensor": ("torch.Tensor", None),
+    "torch.nn.parameter.Parameter": ("torch.nn.parameter.Parameter", None),
+    "collections.OrderedDict": (_no_hooks, Maker(_no_hooks)),
+}
+
+
+class _OneTensor:
+    """Rules for the pickle of one tensor."""
+
+    def __init__(self) -> None:
+        self.storage_bytes = 0
+
+    def named(self, module: str, name: str) -> tuple[Any, Maker | None]:
+        try:
+            return _OF_ONE_TENSOR[f"{module}.{name}"]
+        except KeyError:
+            raise NotPlainTensorError(f"call of {module:.100}.{name:.100}") from None
+
+    def referred(self, reference: Any) -> StoredStorage:
+        storage = stored_storage(reference)
+        self.storage_bytes = storage.nbytes
+        return storage
+
+
+def _run(pickle: bytes) -> PickledTensor:
+    rules = _OneTensor()
+    try:
+        tensor = unpickle(pickle, rules, "its pickle")
+    except CheckpointError as error:
+        cause = error.__cause__
+        if isinstance(cause, NotPlainTensorError):
+            raise cause from None
+        if isinstance(error, CorruptCheckpointError) and cause is None:  # an opcode or a call that no tensor needs
+            raise NotPlainTensorError(str(error)) from error
+        raise MalformedPickleError(str(cause)) from error
+    if type(tensor) is not FileTensor:
+        raise NotPlainTensorError(f"it holds {type(tensor).__name__}, not a tensor")
+    if tensor.strides:
+        raise NotPlainTensorError("its strides are not those of a contiguous tensor")
+    return PickledTensor(
+        tensor.dtype, tensor.shape, tensor.record, rules.storage_bytes, tensor.first_byte, tensor.nbytes
+    )

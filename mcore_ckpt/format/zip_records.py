@@ -2,19 +2,16 @@
 
 Every offset and length is held against the size of the item before it is used, directory and local headers have to
 agree, and nothing is allocated that the item is not large enough to contain. Only what `torch.save` can write is
-understood: one disk, no comment, records stored as they are. Of compressed ones, which nobody writes by default, only
-the place is told; the standard library inflates them, a piece at a time, to compare their checksums.
+understood: one disk, no comment, records stored as they are, neither compressed nor encrypted.
 """
 
 from __future__ import annotations
 
-import io
 import struct
-import zipfile
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from mcore_ckpt.core.errors import CheckpointError, ChecksumError, CorruptCheckpointError, LoadError
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 
 __all__ = [
     "DESCRIPTOR",
@@ -25,12 +22,10 @@ __all__ = [
     "END64_LOCATOR",
     "LOCAL_HEADER",
     "ItemBytes",
-    "ItemStream",
     "NotRangeable",
     "ZipRecord",
     "read_directory",
     "record_start",
-    "verify_compressed",
 ]
 
 # The fixed parts of an archive, signature first; names and extra fields follow local headers and entries.
@@ -57,8 +52,7 @@ class ZipRecord(NamedTuple):
         header_offset: start of its local header, in bytes from the item's first.
         stored_bytes: size in the archive.
         crc32: of the content; 0 if the writer did not compute any.
-        flags: general purpose bits; bit 0 is encryption, bit 3 a data descriptor after the record.
-        method: 0 for stored, else compressed.
+        flags: general purpose bits; bit 3 is a data descriptor after the record.
     """
 
     name: str
@@ -66,7 +60,6 @@ class ZipRecord(NamedTuple):
     stored_bytes: int
     crc32: int
     flags: int
-    method: int
 
 
 # Local header of the payload and everything before it, and directory with end records, in items of one tensor: about
@@ -138,7 +131,8 @@ class ItemBytes:
 
 
 _MAX_16, _MAX_32 = 0xFFFF, 0xFFFFFFFF
-_HAS_DESCRIPTOR = 0x0008
+_ENCRYPTED, _HAS_DESCRIPTOR = 0x0001, 0x0008
+_LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # how torch.save began before it wrote zip archives
 _ZIP64_EXTRA = 0x0001
 
 
@@ -169,7 +163,13 @@ def read_directory(item: ItemBytes) -> dict[str, ZipRecord]:
         if stored == _MAX_32 or size == _MAX_32 or header_at == _MAX_32:
             extra = directory[extra_at : extra_at + extra_bytes]
             size, stored, header_at = _wide_values(item, extra, size, stored, header_at)
-        if (method == 0 and size != stored) or header_at + 30 + name_bytes + stored > directory_at:
+        if method or flags & _ENCRYPTED:
+            raise item.corrupt(
+                "expected records as torch.save writes them",
+                f"{directory[name_at:extra_at]!r:.100} is compressed or encrypted (if on purpose: load it with torch "
+                "and save it again)",
+            )
+        if size != stored or header_at + 30 + name_bytes + stored > directory_at:
             raise item.corrupt(
                 f"record of {stored} bytes ({size} unpacked) with its header at byte {header_at}",
                 f"there are {directory_at} bytes before the directory",
@@ -178,7 +178,7 @@ def read_directory(item: ItemBytes) -> dict[str, ZipRecord]:
             name = directory[name_at:extra_at].decode()
         except UnicodeDecodeError:
             raise item.corrupt("expected record names in UTF-8", repr(directory[name_at:extra_at])) from None
-        records[name] = ZipRecord(name, header_at, stored, crc, flags, method)
+        records[name] = ZipRecord(name, header_at, stored, crc, flags)
     if position != directory_bytes or len(records) != count:
         raise item.corrupt(
             f"{count} records of different names in {directory_bytes} bytes",
@@ -190,6 +190,10 @@ def read_directory(item: ItemBytes) -> dict[str, ZipRecord]:
 def _find_directory(item: ItemBytes) -> tuple[int, int, int]:
     """Offset, bytes and number of entries of the directory, from the end records."""
     tail = item.tail
+    if item.head.startswith(_LEGACY_MAGIC):
+        raise item.corrupt(
+            "expected a zip archive", "torch's format from before zip archives (load it with torch and save it again)"
+        )
     if len(tail) < 22 or tail[-22:-18] != b"PK\x05\x06":
         # A comment would hide the end record; torch writes none, so this is a truncated item or none at all.
         raise item.corrupt("expected the end record of a zip archive in the last 22 bytes", f"got {tail[-22:]!r}")
@@ -257,15 +261,13 @@ def record_start(item: ItemBytes, record: ZipRecord) -> int:
     content_at = record.header_offset + 30 + len(name)
     fixed = item.get(record.header_offset, 30 + len(name))
     signature, _, flags, method, _, _, crc, stored, size, name_bytes, extra_bytes = LOCAL_HEADER.unpack_from(fixed)
-    expected = b"PK\x03\x04", record.flags, record.method, len(name), name
+    expected = b"PK\x03\x04", record.flags, 0, len(name), name
     if (signature, flags, method, name_bytes, fixed[30:]) != expected:
         raise item.corrupt(f"expected the header of {record.name} at byte {record.header_offset}", repr(fixed))
     start: int = content_at + extra_bytes
     stop = start + record.stored_bytes
     if stop > item.item_bytes:
         raise item.corrupt(f"{record.name} should end at byte {stop}", f"the item ends at {item.item_bytes}")
-    if record.method:
-        return start
     summary = record.crc32, record.stored_bytes, record.stored_bytes
     if flags & _HAS_DESCRIPTOR:
         got = item.get(stop, min(DESCRIPTOR64.size, item.item_bytes - stop))
@@ -280,63 +282,3 @@ def record_start(item: ItemBytes, record: ZipRecord) -> int:
             f"got {crc:#010x} and {stored}",
         )
     return start
-
-
-class ItemStream(io.RawIOBase):
-    """An item as a file that can be read and sought."""
-
-    def __init__(self, read: Callable[[int, int], bytes], item_bytes: int) -> None:
-        self._read, self._size, self._at = read, item_bytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int = -1, /) -> bytes:
-        left = max(0, self._size - self._at)
-        length = left if size < 0 else min(size, left)
-        content = self._read(self._at, length) if length else b""
-        self._at += len(content)
-        return content
-
-
-def verify_compressed(read: Callable[[int, int], bytes], item_bytes: int, where: str) -> int:
-    """Compare the CRC-32 of every record of an archive, compressed or not, in bounded memory.
-
-    Args:
-        read: `(offset, length) -> bytes` of the item.
-        item_bytes: its length.
-        where: the item, for messages.
-
-    Returns:
-        How many records were compared.
-
-    Raises:
-        ChecksumError: a record is not what was written.
-        CorruptCheckpointError: the archive cannot be read.
-    """
-    try:
-        with zipfile.ZipFile(ItemStream(read, item_bytes)) as archive:
-            damaged, count = archive.testzip(), len(archive.infolist())
-    except CheckpointError:
-        raise
-    # Each way of compressing has exceptions of its own for damaged bytes (BadZipFile, zlib.error, LZMAError, OSError
-    # ...).
-    except Exception as error:
-        raise CorruptCheckpointError(f"{where}: its compressed records cannot be read ({error})") from error
-    if damaged is not None:
-        raise ChecksumError(
-            f"{where}: record {damaged:.100}, compressed, does not have its CRC-32: the file was damaged after it was"
-            " written; load another copy or an earlier checkpoint"
-        )
-    return count

@@ -195,7 +195,6 @@ class FileSystemReader(StorageReader):
             where=f"{fqn} in {self.path}",
             verify_crc=False,  # compared when it was read, if it is to be
             run_code=self.options.run_code_from_checkpoint,
-            inflation=self._decoder.inflation,
         )
 
     def read_objects(self, fqns: Iterable[str]) -> dict[str, Any]:

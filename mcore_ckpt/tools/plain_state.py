@@ -16,7 +16,6 @@ from mcore_ckpt.directory.in_force import common_file_in_force, with_common_file
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, object_key
 from mcore_ckpt.format.safe_pickle import Opaque, read_plain
-from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
 from mcore_ckpt.items.checksums import check_records, checksum_error
 from mcore_ckpt.items.file_seals import FileSeals
 from mcore_ckpt.storage.resolve import storage_at
@@ -101,10 +100,7 @@ def _check_records(content: bytes, where: str) -> None:
         return content[offset : offset + length]
 
     view = memoryview(content)
-    try:
-        check_records(read, lambda offset, length: crc32(view[offset : offset + length]), len(content), where)
-    except NotRangeable:
-        verify_compressed(read, len(content), where)
+    check_records(read, lambda offset, length: crc32(view[offset : offset + length]), len(content), where)
 
 
 def _as_dict(value: Any, where: str) -> dict[str, Any]:

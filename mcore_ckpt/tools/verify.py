@@ -35,9 +35,9 @@ from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, Te
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor, locate_tensor_in
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, pickle_differs, read_index
-from mcore_ckpt.format.safe_pickle import read_tensor_outline
 from mcore_ckpt.format.seal import BLOCK_BYTES
-from mcore_ckpt.format.zip_records import NotRangeable, verify_compressed
+from mcore_ckpt.format.state_file import read_tensor_outline
+from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.items.checks import check_located, check_proportion, item_name
 from mcore_ckpt.items.checksums import check_records, checksum_error, range_crc
 from mcore_ckpt.items.file_seals import check_seal, items_by_file, read_table, table_problems
@@ -488,21 +488,20 @@ def check_item(
             raise checksum_error(where, "its bytes have", whole, item.crc32)
     if item.transforms:
         return int(item.crc32 is not None)
+    checked = check_records(read, sum_up, item.length, where)
+    if check.entry is None or check.chunk is None:
+        return checked
+    dtype, sizes = check.entry.dtype, check.chunk.sizes
+    nbytes = math.prod(sizes) * element_bytes(dtype)
     try:
-        checked = check_records(read, sum_up, item.length, where)
-        if check.entry is not None and check.chunk is not None:
-            dtype, sizes = check.entry.dtype, check.chunk.sizes
-            found = locate_tensor(read, item.length, where) if inside is None else locate_tensor_in(inside, where)
-            check_located(found, dtype, sizes, math.prod(sizes) * element_bytes(dtype), item.crc32)
+        found = locate_tensor(read, item.length, where) if inside is None else locate_tensor_in(inside, where)
+        check_located(found, dtype, sizes, nbytes, item.crc32)
     except NotRangeable:
-        checked = verify_compressed(read, item.length, where)
-        if check.entry is not None and check.chunk is not None:
-            dtype, sizes = check.entry.dtype, check.chunk.sizes
-            check_proportion(math.prod(sizes) * element_bytes(dtype), item, where)
-            outline = read_tensor_outline(read, item.length, where)
-            if outline is not None and (outline.shape != sizes or outline.dtype not in (None, dtype)):
-                raise CorruptCheckpointError(
-                    f"{where}: the index says {dtype} of shape {list(sizes)}, stored is {outline.dtype} of shape "
-                    f"{list(outline.shape)}; index and data file do not belong together"
-                ) from None
+        check_proportion(nbytes, item, where)
+        outline = read_tensor_outline(read, item.length, where)
+        if outline is not None and (outline.dtype, outline.shape) != (dtype, sizes):
+            raise CorruptCheckpointError(
+                f"{where}: the index says {dtype} of shape {list(sizes)}, stored is {outline.dtype} of shape "
+                f"{list(outline.shape)}; index and data file do not belong together"
+            ) from None
     return checked

@@ -19,7 +19,7 @@ from mcore_ckpt.format.tensor_pickle import (
     MalformedPickleError,
     NotPlainTensorError,
     PickledTensor,
-    _interpret,
+    _run,
     contiguous_strides,
     numbers_at,
     own_dtype_and_shape,
@@ -128,7 +128,7 @@ def test_the_quick_parse_is_the_slow_one(tensor: tuple[str, tuple[int, ...], byt
     buffer = io.BytesIO()
     torch.save(view, buffer)
     pickle = zipfile.ZipFile(buffer).read("archive/data.pkl")
-    assert read_tensor_pickle(pickle) == _interpret(pickle)
+    assert read_tensor_pickle(pickle) == _run(pickle)
 
 
 @given(st.data())
@@ -144,7 +144,7 @@ def test_mutated_descriptions_are_parsed_alike_or_refused(data: st.DataObject) -
         tensor = read_tensor_pickle(bytes(pickle))
     except (NotPlainTensorError, MalformedPickleError):
         return
-    assert tensor == _interpret(bytes(pickle))
+    assert tensor == _run(bytes(pickle))
     assert 0 <= tensor.first_byte <= tensor.first_byte + tensor.payload_bytes <= max(tensor.storage_bytes, 0)
 
 

@@ -17,6 +17,7 @@ import sys
 import threading
 import types
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,7 @@ from mcore_ckpt.core.errors import (
     OptionError,
     UnsafePickleError,
 )
-from mcore_ckpt.format import safe_pickle
-from mcore_ckpt.format.safe_pickle import ALLOWED_OBJECT_CLASSES, Unavailable, load_object, loads
+from mcore_ckpt.format.safe_pickle import ALLOWED_OBJECT_CLASSES, Unavailable, load_object, loads, read_plain
 
 
 def saved(value: object) -> bytes:
@@ -202,19 +202,41 @@ class TestRefused:
             load_object(content, (name,))
 
 
-class TestCompressed:
-    """torch.save does not compress, but reads what was compressed afterwards."""
+def _legacy(value: object) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream, _use_new_zipfile_serialization=False)
+    return stream.getvalue()
 
-    def test_moderately(self) -> None:
-        assert load_object(_renamed(saved({"a": [0] * 1000}), {}, zipfile.ZIP_DEFLATED)) == {"a": [0] * 1000}
 
-    def test_bomb(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        content = _renamed(saved(torch.zeros(1_000_000)), {}, zipfile.ZIP_DEFLATED)
-        assert len(content) < 10_000
-        assert load_object(content).shape == (1_000_000,)
-        monkeypatch.setattr(safe_pickle, "_MAX_INFLATED_BYTES", 1_000_000)
-        with pytest.raises(UnsafePickleError, match=r"would become 4\d{6} when inflated"):
+class TestUnusual:
+    """What no save of Megatron-Core, DCP or this package writes: refused, with a way out."""
+
+    @pytest.mark.parametrize(
+        "content",
+        [lambda value: _renamed(saved(value), {}, zipfile.ZIP_DEFLATED), _legacy],
+        ids=["compressed", "from before zip archives"],
+    )
+    def test_archives(self, content: Callable[[object], bytes]) -> None:
+        for read in (load_object, lambda item: read_plain(item, "x")):
+            with pytest.raises(CorruptCheckpointError, match="load it with torch and save it again"):
+                read(content({"a": [0] * 1000}))
+
+    @pytest.mark.filterwarnings("ignore:.*quantiz")
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    @pytest.mark.parametrize(
+        "tensor",
+        [
+            lambda: torch.eye(3).to_sparse(),
+            lambda: torch.quantize_per_tensor(torch.ones(4), 0.5, 1, torch.quint8),
+            lambda: torch.empty(3, device="meta"),
+        ],
+        ids=["sparse", "quantized", "meta"],
+    )
+    def test_tensors(self, tensor: Callable[[], torch.Tensor]) -> None:
+        content = saved([tensor()])
+        with pytest.raises(UnsafePickleError, match="run_code_from_checkpoint=True"):
             load_object(content)
+        assert load_object(content, run_code=True)[0].shape == tensor().shape
 
 
 class TestDamaged:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -313,25 +311,6 @@ def test_a_tensor_stored_with_strides_is_decoded_and_logged_once(
             assert load_box(reader, fqn, tensor, Box((3, 2), (20, 11))).equal(tensor[3:23, 2:13])
     assert reader.stats.fallbacks == 3
     assert len([record for record in caplog.records if "decoded as a whole" in record.message]) == 1
-
-
-def compressed_item(tensor: torch.Tensor) -> bytes:
-    stream = io.BytesIO()
-    with (
-        zipfile.ZipFile(io.BytesIO(stock_item(tensor))) as source,
-        zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as target,
-    ):
-        for name in source.namelist():
-            target.writestr(name, source.read(name))
-    return stream.getvalue()
-
-
-def test_a_compressed_item_is_decoded(tmp_path: Path) -> None:
-    tensor = torch.arange(100_000.0)
-    write_checkpoint(tmp_path, {"w": whole(tensor)}, item_of=compressed_item)
-    reader = FileSystemReader(tmp_path)
-    assert load_box(reader, "w", tensor).equal(tensor)
-    assert reader.stats.fallbacks == 1
 
 
 def test_large_items_that_have_to_be_decoded_among_others_that_have_not(tmp_path: Path) -> None:
