@@ -45,7 +45,7 @@ from mcore_ckpt.models.families._registry import (
 )
 from mcore_ckpt.models.families._table import Family, Link, Model, Naming, Relation, relate
 from mcore_ckpt.models.options import ExportOptions, ImportOptions
-from mcore_ckpt.reshard.conversion import Conversion, KeyPlan, arguments_of, in_dtype
+from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, arguments_of, in_dtype
 from mcore_ckpt.reshard.names import EMBEDDING, expert_of, extra_states, is_expert_key, layer_of, prefix_of, split_half
 from mcore_ckpt.reshard.plan import target_dtype, token_count
 from mcore_ckpt.storage.resolve import storage_at
@@ -118,16 +118,18 @@ def export_model(index: CheckpointIndex, options: ExportOptions) -> Conversion:
     entries = payloads.index.tensors
     tensors = [Exported(key, entry, found.relation.joined.get(key)) for key, entry in entries.items()]
     return Conversion(
-        format="hf",
-        family=found.family.name,
         payloads=payloads,
         source=files,
         plan=plan_safetensors(tensors, options.max_shard_bytes),
         keys=lambda: found.keys(lambda key: entries[key].dtype, to_megatron=False),
-        config=found.config,
-        arguments=found.arguments,
-        notes=found.notes,
-        left_out=found.left_out,
+        report=ConversionReport(
+            format="hf",
+            family=found.family.name,
+            config=found.config,
+            arguments=found.arguments,
+            notes=found.notes,
+            left_out=found.left_out,
+        ),
         carry=lambda folder: _write_model_files(folder, found, tensors, options),
     )
 
@@ -265,7 +267,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _write_model_files(folder: Path, conversion: _Converted, tensors: list[Exported], options: ExportOptions) -> None:
-    """`config.json`, and what else belongs model_directory the weights."""
+    """`config.json`, and what else belongs to the weights."""
     storage = storage_at(folder)
     # What most elements are: norms and routers may be kept in another.
     sizes: dict[str, int] = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_config
 from mcore_ckpt.models.options import ImportOptions
-from mcore_ckpt.reshard.conversion import Conversion, KeyPlan, in_dtype
+from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, in_dtype
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, make_plan
 from mcore_ckpt.reshard.rules import PartitionRule
@@ -56,7 +56,7 @@ def import_conversion(
         keys: rows, for showing.
         tensors: of the target; None: those of the source, as they are.
         objects: of the target, by full key.
-        more: further fields of `Conversion`.
+        more: further fields of `ConversionReport`.
     """
     files = SourceFiles(payloads.index)
     if tensors is not None:
@@ -74,14 +74,12 @@ def import_conversion(
         storage.publish(COMMON_FILE, common({entry.dtype for entry in index.tensors.values()}))
 
     return Conversion(
-        format=format,
         payloads=payloads,
         source=files,
         plan=plan.target,
         keys=keys,
-        target_layout=str(layout),
-        arguments=arguments,
-        objects=len(objects or ()),
+        report=ConversionReport(
+            format=format, target_layout=str(layout), arguments=arguments, objects=len(objects or ()), **more
+        ),
         carry=carry,
-        **more,
     )

@@ -22,7 +22,7 @@ from mcore_ckpt.format.index import CheckpointIndex, object_key, parse_object_ke
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.models._legacy_files import FEWEST, MODEL_FILE, Arguments
 from mcore_ckpt.models.options import ExportOptions
-from mcore_ckpt.reshard.conversion import Conversion, KeyPlan
+from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan
 from mcore_ckpt.reshard.names import (
     EMBEDDING,
     EXTRA_STATE,
@@ -110,16 +110,18 @@ def legacy_export(index: CheckpointIndex, options: ExportOptions) -> Conversion:
             "without it, a job is given --no-load-optim)"
         )
     return Conversion(
-        format="megatron-legacy",
         payloads=payloads,
         source=files,
         plan=plan_state_files(
             {f"{rank.folder}/{MODEL_FILE}": ranks.state(rank) for rank in ranks.ranks}, payloads.index
         ),
         keys=ranks.rows.values,
-        target_layout=str(ranks.sizes),
-        notes=tuple(ranks.notes),
-        left_out=tuple(ranks.left_out),
+        report=ConversionReport(
+            format="megatron-legacy",
+            target_layout=str(ranks.sizes),
+            notes=tuple(ranks.notes),
+            left_out=tuple(ranks.left_out),
+        ),
     )
 
 

@@ -124,7 +124,6 @@ class PlainPayloads(DerivedPayloads):
         self._lock_scales = threading.Lock()
 
     def base_chunk(self, entry: TensorEntry, chunk: StoredChunk) -> tuple[TensorEntry, StoredChunk] | None:
-        """As `DerivedPayloads.base_chunk`."""
         return None if entry.fqn in self._quantized else (entry, chunk)
 
     def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:

@@ -258,12 +258,11 @@ def _export_tensors(
         else:
             plan = plan_safetensors(exported, options.max_shard_bytes)
     return Conversion(
-        format=kind,
         payloads=payloads,
         source=SourceFiles(index, names),
         plan=plan,
         keys=lambda: (KeyPlan(e.fqn, 1, "as it is", name, e.shape, e.dtype) for name, e in tensors.items()),
-        left_out=tuple(objects),
+        report=ConversionReport(format=kind, left_out=tuple(objects)),
     )
 
 

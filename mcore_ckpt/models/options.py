@@ -61,7 +61,6 @@ class ImportOptions(ConversionOptions):
     )
 
     def normal(self) -> dict[str, Any]:
-        """As `ConversionOptions.normal`."""
         if self.vocabulary_multiple < 1:
             raise OptionError(f"vocabulary multiple {self.vocabulary_multiple}: expected at least 1")
         rules = {"rename": rename_rules(self.rename), "rules": partition_rules(self.rules)}
@@ -101,6 +100,5 @@ class ExportOptions(ConversionOptions):
     vpp: int = option(1, "chunks of the model that each pipeline stage has", metavar="V")
 
     def normal(self) -> dict[str, Any]:
-        """As `ConversionOptions.normal`."""
         most = parse_size(self.max_shard_bytes)
         return {**ConversionOptions.normal(self), "rename": rename_rules(self.rename), "max_shard_bytes": most}

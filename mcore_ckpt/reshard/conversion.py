@@ -1,20 +1,19 @@
-"""One conversion, whatever it is from and to: what was thought of it, and what came of it.
+"""One conversion, whatever it is from and to.
 
-a source, options -> `Conversion`, nothing written -> with `dry_run`, its rows -> otherwise the target
-                                                    `ConversionReport` says either
+a source, options -> `Conversion` (nothing is written) -> its rows (`dry_run`), or the target -> `ConversionReport`
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.format.index import TensorEntry
 from mcore_ckpt.reshard.options import ConversionOptions
 from mcore_ckpt.reshard.plan import target_dtype
-from mcore_ckpt.target.build import BuildOptions, Built, build_target
+from mcore_ckpt.target.build import build_target
 from mcore_ckpt.target.slots import TargetPlan
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.view.derived import cast_payloads
@@ -46,11 +45,12 @@ class KeyPlan:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport:
     """What a conversion does, and what it has written.
 
     Attributes:
+        source, target: directories.
         format: of the side that is not `torch_dist`: `safetensors`, `torch`, `dcp`, `ucp`, `hf`, `megatron-legacy`; of
             a reshard `torch_dist`.
         family: of the model, where one was found.
@@ -70,22 +70,22 @@ class ConversionReport:
         copy_s, verify_s: seconds.
     """
 
-    source: str
-    target: str
+    source: str = ""
+    target: str = ""
     format: str
-    family: str
-    source_layout: str
-    target_layout: str
-    keys: tuple[KeyPlan, ...]
-    config: Mapping[str, Any]
-    arguments: Mapping[str, Any]
-    objects: int
-    tensors: int
-    payload_bytes: int
-    chunks: int
-    guesses: int
-    notes: tuple[str, ...]
-    left_out: tuple[str, ...]
+    family: str = ""
+    source_layout: str = ""
+    target_layout: str = ""
+    keys: tuple[KeyPlan, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    objects: int = 0
+    tensors: int = 0
+    payload_bytes: int = 0
+    chunks: int = 0
+    guesses: int = 0
+    notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     file_bytes: int = 0
     resumed: bool = False
@@ -96,32 +96,23 @@ class ConversionReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """A conversion that has been thought through; nothing has been written.
+    """A conversion that has been planned; nothing has been written.
 
     Attributes:
         payloads: of everything that is written, open.
         source: the files behind them, as they were at first.
         plan: of the target.
         keys: rows, one after another, for showing.
+        report: what is known before anything is written.
         carry: adds to the target's folder what is no tensor.
         after: called when the target has its name.
-        objects: how many the target has.
     """
 
-    format: str
     payloads: StoredPayloads
     source: SourceFiles
     plan: TargetPlan
     keys: Callable[[], Iterable[KeyPlan]]
-    family: str = ""
-    source_layout: str = ""
-    target_layout: str = ""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    objects: int = 0
-    guesses: int = 0
-    notes: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
+    report: ConversionReport
     carry: Callable[[Path], None] = lambda _: None
     after: Callable[[], None] = lambda: None
 
@@ -137,39 +128,36 @@ def run_conversion(
     move_files: bool = True,
 ) -> ConversionReport:
     """Write what was planned, or only report it (`dry_run`); closes the payloads."""
+    plan = conversion.plan
+    written: dict[str, Any] = {}
     with conversion.payloads as payloads:
-        rows = tuple(conversion.keys()) if dry_run else ()
-        built = Built((), 0, False, False, 0.0, 0.0)
-        if not dry_run:
+        if dry_run:
+            written["keys"] = tuple(conversion.keys())
+        else:
             built = build_target(
                 payloads,
-                conversion.plan,
+                plan,
                 target,
-                BuildOptions(options.workers, options.verify, options.restart, move_files, options.memory_bytes),
                 source=conversion.source,
+                workers=options.workers,
+                verify=options.verify,
+                restart=options.restart,
+                move_files=move_files,
+                memory_bytes=options.memory_bytes,
                 carry=conversion.carry,
                 progress=progress,
             )
+            written = asdict(built)
             conversion.after()
-    moves = list(conversion.plan.moves)
-    return ConversionReport(
-        source,
-        str(target),
-        conversion.format,
-        conversion.family,
-        conversion.source_layout,
-        conversion.target_layout,
-        rows,
-        conversion.config,
-        conversion.arguments,
-        conversion.objects,
-        len(moves),
-        conversion.plan.payload_bytes,
-        sum(len(move.slots) for move in moves),
-        conversion.guesses,
-        conversion.notes,
-        conversion.left_out,
-        *astuple(built),
+    moves = list(plan.moves)
+    return replace(
+        conversion.report,
+        source=source,
+        target=str(target),
+        tensors=len(moves),
+        payload_bytes=plan.payload_bytes,
+        chunks=sum(len(move.slots) for move in moves),
+        **written,
     )
 
 

@@ -148,7 +148,6 @@ class ReshardOptions(ConversionOptions):
     file_copy: bool = option(True, "let the kernel copy payloads that stay as they are")
 
     def normal(self) -> dict[str, Any]:
-        """As `ConversionOptions.normal`."""
         return {**ConversionOptions.normal(self), "rules": partition_rules(self.rules)}
 
 

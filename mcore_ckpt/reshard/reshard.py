@@ -17,7 +17,7 @@ from mcore_ckpt.format.metadata_read import MAX_TRACKER_BYTES, TRACKER_FILE, rea
 from mcore_ckpt.reshard._optimizer_layout import convert_optimizer
 from mcore_ckpt.reshard._sidecars import carry_sidecars, sidecar_files
 from mcore_ckpt.reshard.buckets import ParameterOrders
-from mcore_ckpt.reshard.conversion import Conversion, KeyPlan, arguments_of, in_dtype
+from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, arguments_of, in_dtype
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE, ReshardOptions
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import Decision, ReshardPlan, TargetLayout, make_plan
@@ -84,15 +84,17 @@ def plan_reshard(
             raise replaced_error(source.path)
 
     return Conversion(
-        format="torch_dist",
         payloads=payloads,
         source=files,
         plan=plan.target,
         keys=lambda: _rows(plan),
-        target_layout=str(plan.layout),
-        objects=len(plan.target.blobs),
-        guesses=plan.guesses,
-        notes=(*plan.notes, *(() if converted is None else converted.notes)),
+        report=ConversionReport(
+            format="torch_dist",
+            target_layout=str(plan.layout),
+            objects=len(plan.target.blobs),
+            guesses=plan.guesses,
+            notes=(*plan.notes, *(() if converted is None else converted.notes)),
+        ),
         carry=carry,
         after=lambda: _carry_tracker(directory, target),
     ), plan

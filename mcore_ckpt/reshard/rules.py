@@ -53,19 +53,12 @@ def parse_rename_rules(text: str, where: str) -> list[RenameRule]:
     ^decoder\.layers\.(\d+)\.     model.layers.\1.
     _extra_state                  -
     """
-    rules = []
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.split(" #", 1)[0].split() if not line.lstrip().startswith("#") else []
-        if not words:
-            continue
-        if len(words) != 2:
-            raise OptionError(f"{where}, line {number}: {line.strip()!r}: expected PATTERN REPLACEMENT, or PATTERN -")
-        try:
-            pattern = re.compile(words[0])
-        except re.error as error:
-            raise OptionError(f"{where}, line {number}: {words[0]!r} is no regular expression: {error}") from error
-        rules.append(RenameRule(pattern, None if words[1] == _DROP else words[1]))
-    return rules
+
+    def rule(words: list[str]) -> RenameRule:
+        pattern, replacement = words
+        return RenameRule(re.compile(pattern), None if replacement == _DROP else replacement)
+
+    return _parsed(text, where, rule, "PATTERN REPLACEMENT, or PATTERN -")
 
 
 def rename_keys(keys: Iterable[str], rules: Sequence[RenameRule]) -> dict[str, str]:
@@ -107,20 +100,25 @@ def parse_partition_rules(text: str, where: str) -> list[PartitionRule]:
     linear_fc1\\.weight$   0 x2     # two halves, each divided
     my_norm               whole
     """
+
+    def rule(words: list[str]) -> PartitionRule:
+        pattern, axis, *rest = words
+        parts = int(rest[0].removeprefix("x")) if rest else 1
+        if len(rest) > 1 or parts < 1:
+            raise ValueError("too many words, or fewer parts than one")
+        return PartitionRule(re.compile(pattern), None if axis == "whole" else int(axis), parts)
+
+    return _parsed(text, where, rule, "PATTERN AXIS [xPARTS], with AXIS a number or 'whole'")
+
+
+def _parsed(text: str, where: str, parse: Callable[[list[str]], _Rule], expected: str) -> list[_Rule]:
     rules = []
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.split("#", 1)[0].split()
-        if not words:
+        words = line.split(" #", 1)[0].split()
+        if not words or words[0].startswith("#"):
             continue
         try:
-            pattern, axis, *rest = words
-            parts = int(rest[0].removeprefix("x")) if rest else 1
-            if len(rest) > 1 or parts < 1:
-                raise ValueError("too many words, or fewer parts than one")
-            rules.append(PartitionRule(re.compile(pattern), None if axis == "whole" else int(axis), parts))
+            rules.append(parse(words))
         except (ValueError, re.error) as error:
-            raise OptionError(
-                f"{where}, line {number}: {line.strip()!r}: expected PATTERN AXIS [xPARTS], with AXIS a number or "
-                f"'whole' ({error})"
-            ) from error
+            raise OptionError(f"{where}, line {number}: {line.strip()!r}: expected {expected} ({error})") from error
     return rules

@@ -258,10 +258,8 @@ class StreamSink:
         return self.sums.crc32
 
     def space(self, nbytes: int) -> memoryview:
-        """As `FileStream.space`."""
         return self.stream.space(nbytes)
 
     def filled(self, view: memoryview) -> None:
-        """As `FileStream.filled`."""
         self.sums.feed(view)
         self.stream.filled(view)

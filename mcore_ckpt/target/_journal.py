@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from mcore_ckpt.core.errors import SaveError
@@ -21,7 +20,7 @@ __all__ = ["InUseError", "Journal", "Sums"]
 Sums = tuple[int, list[int]]
 """Of the elements in one slot: their CRC-32, and the cumulative CRC-32s of their blocks."""
 
-_VERSION = 3
+_VERSION = 4
 # A line for each gibibyte or so, of some bytes for each tensor and MiB.
 _MAX_BYTES: Final = 1024**3
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
@@ -55,7 +54,7 @@ class Journal:
         self.done: dict[int, int] = {}
         self.crcs: dict[str, list[int]] = {}
         self.sums: dict[str, list[Sums]] = {}
-        self.unproved = False
+        self.unverified = False
         is_new = not path.exists()
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -103,7 +102,7 @@ class Journal:
                 for line in lines[1:]
                 for key, found in line["sums"].items()
             }
-            unproved = any(bool(line["unproved"]) for line in lines[1:])
+            unverified = any(bool(line["unverified"]) for line in lines[1:])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             self.fingerprint = None
             return
@@ -111,7 +110,7 @@ class Journal:
             self.fingerprint = None
             return
         self.fingerprint, self.done, self.crcs, self.sums = str(head.get("fingerprint")), done, crcs, sums
-        self.unproved = unproved
+        self.unverified = unverified
 
     def begin(self, fingerprint: str) -> None:
         """Name the plan of a new journal."""
@@ -123,11 +122,11 @@ class Journal:
         self.done[worker] = done
         self.crcs.update(crcs)
         self.sums.update(sums)
-        self._append({"worker": worker, "done": done, "crcs": crcs, "sums": sums, "unproved": self.unproved})
+        self._append({"worker": worker, "done": done, "crcs": crcs, "sums": sums, "unverified": self.unverified})
 
     def forget(self) -> None:
         """Nothing is done: the next run writes everything again."""
-        self.done, self.crcs, self.sums, self.unproved = {}, {}, {}, False
+        self.done, self.crcs, self.sums, self.unverified = {}, {}, {}, False
         with self._lock:
             first = os.pread(self._fd, 1 << 16, 0)
             os.ftruncate(self._fd, first.index(b"\n") + 1)
@@ -150,7 +149,5 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from mcore_ckpt.core.threads import Crew, Task
 from mcore_ckpt.items.open_files import OpenFiles, padded_range
@@ -219,11 +218,9 @@ class ReadAhead:
         self._is_open = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *ended: Any) -> None:
         self._is_open = False
-        self._crew.__exit__(kind, error, traceback)
+        self._crew.__exit__(*ended)
 
 
 class AheadSource:

@@ -78,7 +78,7 @@ def write_all(
         advance: called with payload bytes that have been written.
         move_files: let the kernel copy payloads that stay as they are, from file to file.
     """
-    journal.unproved = journal.unproved or move_files
+    journal.unverified = journal.unverified or move_files
     workers = [w for w in range(len(plan.work)) if plan.work[w] or (plan.blobs and not w)]
     _allow_open_files(2 * len(plan.sizes) + _OTHER_FILES)
     memory_bytes //= max(1, len(workers))
@@ -312,16 +312,6 @@ def _buffers(memory_bytes: int, streams: int) -> tuple[int, int]:
 
 def copy_file_bytes(source: Storage, name: str, start: int, target: TargetFile, at: int, nbytes: int) -> None:
     """Let the kernel copy bytes from file to file, or read and write where it cannot; raises `SaveError`."""
-    try:
-        _copy_file_bytes(source, name, start, target, at, nbytes)
-    except OSError as error:
-        raise SaveError(
-            f"copying bytes [{start}, {start + nbytes}) of {source.path(name)} to byte {at} of {target.path} failed: "
-            f"{error.strerror or error}; check space and devices, and run the command again"
-        ) from error
-
-
-def _copy_file_bytes(source: Storage, name: str, start: int, target: TargetFile, at: int, nbytes: int) -> None:
     fd = source.open_descriptor(name)
     assert fd is not None  # a conversion reads local files only
     try:
@@ -340,5 +330,10 @@ def _copy_file_bytes(source: Storage, name: str, start: int, target: TargetFile,
                 target.write(at + done, memoryview(content))
                 got = len(content)
             done += got
+    except OSError as error:
+        raise SaveError(
+            f"copying bytes [{start}, {start + nbytes}) of {source.path(name)} to byte {at} of {target.path} failed: "
+            f"{error.strerror or error}; check space and devices, and run the command again"
+        ) from error
     finally:
         os.close(fd)

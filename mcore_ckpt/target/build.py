@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.core.console import Progress
-from mcore_ckpt.core.errors import CorruptCheckpointError, SaveError
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.directory.common_file import bind_common_file
 from mcore_ckpt.format.metadata_read import METADATA_FILE, parse_index
 from mcore_ckpt.storage.resolve import storage_at
@@ -25,25 +25,11 @@ from mcore_ckpt.target.slots import TargetPlan
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.view.source_files import SourceFiles
 
-__all__ = ["BuildOptions", "Built", "build_target"]
+__all__ = ["Built", "build_target"]
 
 # What the interpreter, numpy and the index take before the first buffer.
 _BASE_BYTES = 256 * 1024**2
 _MIN_BUFFER_BYTES = 64 * 1024**2
-
-
-@dataclass(frozen=True, slots=True)
-class BuildOptions:
-    """How to build; `verify` compares the target with the source, `move_files` lets the kernel copy payloads.
-
-    `memory_bytes` is for everything. `restart` removes what an earlier run has left.
-    """
-
-    workers: int = 2
-    verify: bool = True
-    restart: bool = False
-    move_files: bool = True
-    memory_bytes: int = 1024**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +48,13 @@ def build_target(
     payloads: StoredPayloads,
     plan: TargetPlan,
     target: Path,
-    options: BuildOptions,
     *,
     source: SourceFiles,
+    workers: int = 2,
+    verify: bool = True,
+    restart: bool = False,
+    move_files: bool = True,
+    memory_bytes: int = 1024**3,
     carry: Callable[[Path], None] = lambda _: None,
     progress: bool | None = False,
 ) -> Built:
@@ -72,6 +62,10 @@ def build_target(
 
     Args:
         source: the files that the payloads come from, as they were at first.
+        verify: compare the target with the source before it appears, if its format can be read back.
+        restart: remove what an earlier run has left.
+        move_files: let the kernel copy payloads that stay as they are.
+        memory_bytes: for everything.
         carry: called with the folder, to add what is no tensor, before `.metadata` is written.
         progress: show bars; None: if standard error is a terminal.
 
@@ -82,7 +76,7 @@ def build_target(
         LoadError: the source cannot be read, or another program has changed its files meanwhile.
     """
     fingerprint = plan.fingerprint(payloads, source.states)
-    with target_folder(target, fingerprint, restart=options.restart) as (folder, journal):
+    with target_folder(target, fingerprint, restart=restart) as (folder, journal):
         resumed = bool(journal.done)
         if not resumed:
             _check_space(folder, plan.sizes)
@@ -90,26 +84,30 @@ def build_target(
         for inner in folders:
             inner.mkdir(parents=True, exist_ok=True)
         started, total = time.monotonic(), plan.payload_bytes
-        with Progress("copy", total, shown=progress) as bar:
-            write_all(
-                plan,
-                payloads,
-                folder,
-                journal,
-                memory_bytes=max(_MIN_BUFFER_BYTES, (options.memory_bytes - _BASE_BYTES) // 2),
-                advance=bar.advance,
-                # What the kernel copies does not pass through here: it is compared when the target is read back.
-                move_files=options.move_files and options.verify and plan.index is not None,
-            )
-        payloads.check_rest()
+        try:
+            with Progress("copy", total, shown=progress) as bar:
+                write_all(
+                    plan,
+                    payloads,
+                    folder,
+                    journal,
+                    memory_bytes=max(_MIN_BUFFER_BYTES, (memory_bytes - _BASE_BYTES) // 2),
+                    advance=bar.advance,
+                    # What the kernel copies does not pass through here: it is compared when the target is read back.
+                    move_files=move_files and verify and plan.index is not None,
+                )
+            payloads.check_rest()
+        except LoadError:
+            source.refuse_changes()  # what looks damaged may be of two saves
+            raise
         content = plan.finish(folder, journal, payloads)
         copied = time.monotonic()
-        verified = content is not None and (options.verify or journal.unproved)
+        verified = content is not None and (verify or journal.unverified)
         if verified and content is not None:
             written = parse_index(content, str(folder))
             try:
                 with Progress("verify", total, shown=progress) as bar:
-                    check_all(plan, payloads, written, journal, workers=options.workers, advance=bar.advance)
+                    check_all(plan, payloads, written, journal, workers=workers, advance=bar.advance)
             except CorruptCheckpointError:
                 journal.forget()  # the next run is not to resume what was written
                 raise

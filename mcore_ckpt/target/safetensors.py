@@ -109,7 +109,6 @@ class _SafetensorsPlan(TargetPlan):
     index_file: bytes | None
 
     def finish(self, folder: Path, journal: Journal, payloads: StoredPayloads) -> None:
-        """As `TargetPlan.finish`."""
         if self.index_file is not None:
             storage_at(folder).publish("model.safetensors.index.json", self.index_file)
 

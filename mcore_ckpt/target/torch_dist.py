@@ -52,7 +52,6 @@ class _TorchDistPlan(TargetPlan):
     seals: Mapping[str, FileSealPlan]
 
     def frame(self, move: TensorMove, number: int) -> TensorTemplate:
-        """As `TargetPlan.frame`."""
         return tensor_template(move.entry.dtype, move.slots[number].slice.sizes)
 
     def finish(self, folder: Path, journal: Journal, payloads: StoredPayloads) -> bytes:

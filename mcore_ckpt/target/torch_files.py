@@ -39,11 +39,9 @@ class _TorchPlan(TargetPlan):
     index_file: bytes | None
 
     def frame(self, move: TensorMove, number: int) -> Frame:
-        """As `TargetPlan.frame`."""
         return self.archives[move.slots[number].file].layout.frame(int(move.key.rpartition(" ")[2]))
 
     def finish(self, folder: Path, journal: Journal, payloads: StoredPayloads) -> None:
-        """As `TargetPlan.finish`."""
         for name, archive in self.archives.items():
             crcs = [known if isinstance(known, int) else journal.sums[known][0][0] for known in archive.sums]
             write_end(folder / name, self.sizes[name], archive.layout.end(crcs))

@@ -52,7 +52,6 @@ class DerivedPayloads(StoredPayloads):
         return StoredPayload(where, file or chunk.item.file, 0, nbytes, None, computed=True)
 
     def read_into(self, payload: StoredPayload, start: int, view: memoryview) -> None:
-        """As `StoredPayloads.read_into`."""
         fill = self._fills.get(payload.where) if payload.computed else None
         if fill is None:
             self.base.read_into(payload, start, view)
@@ -76,18 +75,15 @@ class DerivedPayloads(StoredPayloads):
             self.base.was_read(entry, chunk, value)
 
     def was_read(self, entry: TensorEntry, chunk: StoredChunk, value: int) -> None:
-        """As `StoredPayloads.was_read`."""
         found = self.base_chunk(entry, chunk)
         if found is not None:
             self.base.was_read(*found, value)
 
     def check_rest(self) -> None:
-        """As `StoredPayloads.check_rest`."""
         self._sums.check_rest()
         self.base.check_rest()
 
     def recipe(self) -> Iterable[str]:
-        """As `StoredPayloads.recipe`."""
         return self.base.recipe()
 
     def close(self) -> None:
@@ -105,7 +101,6 @@ class CastPayloads(DerivedPayloads):
         super().__init__(base, replace(base.index, tensors={**tensors, **cast}))
 
     def base_chunk(self, entry: TensorEntry, chunk: StoredChunk) -> tuple[TensorEntry, StoredChunk] | None:
-        """As `DerivedPayloads.base_chunk`."""
         return None if entry.fqn in self._dtypes else (entry, chunk)
 
     def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
@@ -131,7 +126,6 @@ class CastPayloads(DerivedPayloads):
         return self.computed(entry, chunk, fill)
 
     def recipe(self) -> Iterable[str]:
-        """As `StoredPayloads.recipe`."""
         yield from self.base.recipe()
         yield from (f"{key} from {self.base.index.tensors[key].dtype} to {to}" for key, to in self._dtypes.items())
 
@@ -171,5 +165,4 @@ class RegroupedPayloads(DerivedPayloads):
         super().__init__(base, replace(base.index, tensors=tensors))
 
     def base_chunk(self, entry: TensorEntry, chunk: StoredChunk) -> tuple[TensorEntry, StoredChunk]:
-        """As `DerivedPayloads.base_chunk`."""
         return self._together.get((entry.fqn, chunk), (entry, chunk))

@@ -94,5 +94,4 @@ class FilePayloads(StoredPayloads):
         self._sums.check_rest()
 
     def recipe(self) -> Iterable[str]:
-        """As `StoredPayloads.recipe`."""
         return (f"{key} {at.offset} {at.dtype} {at.shape}" for key, at in self._tensors.items())

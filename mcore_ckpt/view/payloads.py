@@ -65,7 +65,6 @@ class ViewPayloads(DerivedPayloads):
         """As `DerivedPayloads.base_chunk`: chunks of a view are parts of others."""
 
     def recipe(self) -> Iterable[str]:
-        """As `StoredPayloads.recipe`."""
         yield from self.base.recipe()
         for (key, offsets), origin in self._slices.items():
             if origin.chunk is not None:
@@ -180,7 +179,6 @@ class _FilesAndMade:
         self._made = _MadeReader(made)
 
     def reader(self, name: str) -> AbstractContextManager[RangeReader]:
-        """As `OpenFiles.reader`."""
         return nullcontext(self._made) if name == MADE_HERE else self._base.files.reader(name)
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ def test_what_is_of_no_use_goes(tmp_path: Path, kind: str) -> None:
     if kind == "no journal":
         journal.unlink()
     elif kind == "damaged journal":
-        journal.write_text('{"version": 3, "fingerprint": 5}\n{"worker": "x"}\n')
+        journal.write_text('{"version": 4, "fingerprint": 5}\n{"worker": "x"}\n')
     elif kind == "of another version":
         journal.write_text(journal.read_text().replace('"version": ', '"version": 9'))
     elif kind == "no folder":
@@ -189,5 +189,5 @@ def test_a_journal_is_no_link_and_of_no_absurd_size(tmp_path: Path) -> None:
         file.truncate(1024**3 + 1)
     with pytest.raises(CorruptCheckpointError, match="expected at most"):
         make(tmp_path / "t")
-    journal.write_text(json.dumps({"version": 3, "fingerprint": WORK}) + "\n" + "[" * 5000 + "\n")
+    journal.write_text(json.dumps({"version": 4, "fingerprint": WORK}) + "\n" + "[" * 5000 + "\n")
     assert make(tmp_path / "t") == []

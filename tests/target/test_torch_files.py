@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcore_ckpt.format.item_layout import ArchiveLayout
-from mcore_ckpt.target.build import BuildOptions, build_target
+from mcore_ckpt.target.build import build_target
 from mcore_ckpt.target.safetensors import Exported
 from mcore_ckpt.target.state_pickle import SavedTensor, pickle_state
 from mcore_ckpt.target.torch_files import plan_torch_files
@@ -42,7 +42,7 @@ def write(target: Path, most_bytes: int = 1 << 40) -> None:
     exported = [Exported(name, entry) for name, entry in payloads.index.tensors.items()]
     plan = plan_torch_files(exported, payloads.index, most_bytes)
     with payloads:
-        build_target(payloads, plan, target, BuildOptions(), source=SourceFiles(payloads.index))
+        build_target(payloads, plan, target, source=SourceFiles(payloads.index))
 
 
 @pytest.mark.parametrize("mmap", [False, True])

@@ -3,7 +3,4 @@
 In: a `config.json` or Megatron's stored arguments, and how a checkpoint names its layers and experts.
 Out: shapes on both sides, and links: boxes of a tensor there that are boxes of a tensor here.
 Must not know: files, checkpoints, where any byte lies.
-
-Modules: registry, table, _deepseek, _gemma, _gpt2, _gpt_oss, _llama, _mistral, _mixtral, _qwen, _qwen_moe, _rows,
-_settings.
 """

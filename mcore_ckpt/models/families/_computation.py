@@ -14,14 +14,6 @@ __all__ = ["COMPUTATION", "TRAINED_WITH", "contradictions"]
 _Arguments = Mapping[str, Any]
 
 
-def _always(_: _Arguments) -> bool:
-    return True
-
-
-def _never(_: _Arguments) -> bool:
-    return False
-
-
 def _is_rotary(arguments: _Arguments) -> bool:
     return setting(arguments, "position_embedding_type", default="rope") in ("rope", "yarn", "mrope")
 
@@ -30,36 +22,8 @@ def _is_latent(arguments: _Arguments) -> bool:
     return bool(arguments.get("multi_latent_attention"))
 
 
-def _is_not_latent(arguments: _Arguments) -> bool:
-    return not _is_latent(arguments)
-
-
 def _is_plainly_rotary(arguments: _Arguments) -> bool:
     return _is_rotary(arguments) and not _is_latent(arguments)
-
-
-def _is_stretched(arguments: _Arguments) -> bool:
-    return _is_plainly_rotary(arguments) and bool(arguments.get("use_rope_scaling"))
-
-
-def _has_window(arguments: _Arguments) -> bool:
-    return _window(arguments.get("window_size")) is not None
-
-
-def _has_yarn(arguments: _Arguments) -> bool:
-    return arguments.get("position_embedding_type") == "yarn"
-
-
-def _has_latent_yarn(arguments: _Arguments) -> bool:
-    return _is_latent(arguments) and latent_rope_type(arguments) == "yarn"
-
-
-def _has_gelu(arguments: _Arguments) -> bool:
-    return not any(arguments.get(name) for name in ("swiglu", "quick_geglu", "squared_relu"))
-
-
-def _is_gated(arguments: _Arguments) -> bool:
-    return any(arguments.get(name) for name in ("swiglu", "quick_geglu", "gated_linear_unit"))
 
 
 def _has_experts(arguments: _Arguments) -> bool:
@@ -76,11 +40,15 @@ def _has_softmax_router(arguments: _Arguments) -> bool:
     return _has_experts(arguments) and setting(arguments, "moe_router_score_function", default="softmax") == "softmax"
 
 
+def _has_any(*names: str) -> Callable[[_Arguments], bool]:
+    return lambda arguments: any(arguments.get(name) for name in names)
+
+
 # Which models read these arguments (a job stores all that there are, whatever the model), and for each argument the
 # values by which it changes nothing; without any, each value says something.
 _READ: tuple[tuple[Callable[[_Arguments], bool], Mapping[str, tuple[Any, ...]]], ...] = (
     (
-        _always,
+        lambda _: True,
         {
             "num_layers": (),
             "hidden_size": (),
@@ -118,18 +86,24 @@ _READ: tuple[tuple[Callable[[_Arguments], bool], Mapping[str, tuple[Any, ...]]],
         },
     ),
     # The fused kernel of GELU has the approximation.
-    (_has_gelu, {"gated_linear_unit": (False,), "bias_gelu_fusion": (True,), "use_te_activation_func": (False,)}),
-    (_is_gated, {"glu_linear_offset": (0.0,), "activation_func_clamp_value": (None,)}),
-    (_is_not_latent, {"kv_channels": (), "num_query_groups": ()}),
-    (_has_window, {"window_attn_skip_freq": (None,)}),
+    (
+        lambda given: not _has_any("swiglu", "quick_geglu", "squared_relu")(given),
+        {"gated_linear_unit": (False,), "bias_gelu_fusion": (True,), "use_te_activation_func": (False,)},
+    ),
+    (
+        _has_any("swiglu", "quick_geglu", "gated_linear_unit"),
+        {"glu_linear_offset": (0.0,), "activation_func_clamp_value": (None,)},
+    ),
+    (lambda given: not _is_latent(given), {"kv_channels": (), "num_query_groups": ()}),
+    (lambda given: _window(given.get("window_size")) is not None, {"window_attn_skip_freq": (None,)}),
     (
         _is_rotary,
         {"no_rope_freq": (None, 0), "rotary_base": (), "rotary_percent": (1.0,), "rotary_interleaved": (False,)},
     ),
     (_is_plainly_rotary, {"rotary_seq_len_interpolation_factor": (None, 1), "use_rope_scaling": (False,)}),
-    (_is_stretched, {"rope_scaling_factor": ()}),
+    (lambda given: _is_plainly_rotary(given) and bool(given.get("use_rope_scaling")), {"rope_scaling_factor": ()}),
     (
-        _has_yarn,
+        lambda given: given.get("position_embedding_type") == "yarn",
         {
             "yarn_rotary_scaling_factor": (),
             "yarn_original_max_position_embeddings": (),
@@ -139,7 +113,7 @@ _READ: tuple[tuple[Callable[[_Arguments], bool], Mapping[str, tuple[Any, ...]]],
             "yarn_correction_range_round_to_int": (),
         },
     ),
-    (_never, {"yarn_mscale_all_dim": ()}),  # but for its part in what `yarn_mscale` comes to
+    (lambda _: False, {"yarn_mscale_all_dim": ()}),  # but for its part in what `yarn_mscale` comes to
     (
         _is_latent,
         {
@@ -153,7 +127,7 @@ _READ: tuple[tuple[Callable[[_Arguments], bool], Mapping[str, tuple[Any, ...]]],
         },
     ),
     (
-        _has_latent_yarn,
+        lambda given: _is_latent(given) and latent_rope_type(given) == "yarn",
         {
             "rotary_scaling_factor": (),
             "original_max_position_embeddings": (),

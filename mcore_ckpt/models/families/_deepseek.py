@@ -281,14 +281,6 @@ def _is_latent(arguments: Mapping[str, Any], score_function: str) -> bool:
     )
 
 
-def _is_v2(arguments: Mapping[str, Any]) -> bool:
-    return _is_latent(arguments, "softmax")
-
-
-def _is_v3(arguments: Mapping[str, Any]) -> bool:
-    return _is_latent(arguments, "sigmoid")
-
-
 DEEPSEEK_V2 = Family(
     name="deepseek-v2",
     model_types=("deepseek_v2",),
@@ -308,7 +300,7 @@ DEEPSEEK_V2 = Family(
     model_of=_model,
     arguments_of=_v2_arguments,
     config_of=_v2_config,
-    recognizes=_is_v2,
+    recognizes=lambda arguments: _is_latent(arguments, "softmax"),
     remarks=_remarks,
 )
 
@@ -333,7 +325,7 @@ DEEPSEEK_V3 = Family(
     model_of=_model,
     arguments_of=_v3_arguments,
     config_of=_v3_config,
-    recognizes=_is_v3,
+    recognizes=lambda arguments: _is_latent(arguments, "sigmoid"),
     remarks=_remarks,
     # Layers behind the last one predict further tokens; transformers loads the model without them.
     derived=(r"^model\.layers\.{layers}\.",),

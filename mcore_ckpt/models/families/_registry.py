@@ -8,14 +8,11 @@ from typing import Any
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.models.families._computation import TRAINED_WITH, contradictions
 from mcore_ckpt.models.families._deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from mcore_ckpt.models.families._dense import LLAMA, MISTRAL, QWEN2, QWEN3
 from mcore_ckpt.models.families._gemma import GEMMA, LATER_GEMMAS
 from mcore_ckpt.models.families._gpt2 import GPT2
 from mcore_ckpt.models.families._gpt_oss import GPT_OSS
-from mcore_ckpt.models.families._llama import LLAMA
-from mcore_ckpt.models.families._mistral import MISTRAL
-from mcore_ckpt.models.families._mixtral import MIXTRAL
-from mcore_ckpt.models.families._qwen import QWEN2, QWEN3
-from mcore_ckpt.models.families._qwen_moe import QWEN2_MOE, QWEN3_MOE
+from mcore_ckpt.models.families._mixtures import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from mcore_ckpt.models.families._table import Family
 
 __all__ = ["FAMILIES", "compare_settings", "family_named", "family_of_arguments", "family_of_config", "launch_notes"]
