@@ -1,20 +1,16 @@
-"""Where each parameter lies in the flat buckets of Megatron-Core's distributed optimizer.
+"""Which parameters lie in the flat buckets of Megatron-Core's distributed optimizer (`reshard.buckets`), in order.
 
-The optimizer keeps its state in buffers, one for each chunk of the model and kind of element, cut into buckets. A
-buffer holds the parameters of the chunk in the reverse order of `named_parameters()`, each from a multiple of 64
-elements on. Nothing that is stored says which parameter lies where. So megatron-core builds the model of each rank on
-the meta device, from the arguments that are stored next to the state: that gives the order, and which box of which
-global tensor each parameter is. It happens in a process of its own, since it takes Megatron's global state, and the
-process groups of a job of which no rank is running.
-
-Where buckets begin follows from their stored sizes (`places_in_buckets`), whatever made them end there.
+Nothing that is stored tells. So megatron-core builds the model of each rank on the meta device, from the stored
+arguments: that gives the order, and which slice of which global tensor each parameter is. It happens in a process of
+its own, since it takes Megatron's global state, and the process groups of a job of which no rank is running.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from mcore_ckpt.core.boxes import Box
@@ -126,7 +122,7 @@ def all_groups(request: Mapping[str, Any]) -> list[Any]:
     stage = math.lcm(tensor, expert_tensor * expert)
     found: dict[tuple[bool, int], list[Any]] = {}
     for rank in range(stage * pipeline):
-        with _AsRank(rank, stage * pipeline, arguments) as groups:
+        with _as_rank(rank, stage * pipeline, arguments) as groups:
             missing = [key for key in groups if key not in found]
             if missing:
                 chunks = _parameters(arguments, metadata)
@@ -161,45 +157,37 @@ def _without_cuda() -> None:
     dist.all_reduce = lambda *_, **__: None
 
 
-class _AsRank:
+@contextmanager
+def _as_rank(rank: int, world: int, arguments: Mapping[str, Any]) -> Iterator[list[tuple[bool, int]]]:
     """This process as one rank of a job; gives which groups of the optimizer it stands for."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    def __init__(self, rank: int, world: int, arguments: Mapping[str, Any]) -> None:
-        self._rank, self._world, self._arguments = rank, world, arguments
-
-    def __enter__(self) -> list[tuple[bool, int]]:
-        import torch.distributed as dist
-        from megatron.core import parallel_state
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        tensor, pipeline, expert, expert_tensor = _sizes(self._arguments)
-        dist.init_process_group("fake", rank=self._rank, world_size=self._world, store=FakeStore())
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tensor,
-            pipeline_model_parallel_size=pipeline,
-            virtual_pipeline_model_parallel_size=self._arguments.get("virtual_pipeline_model_parallel_size"),
-            expert_model_parallel_size=expert,
-            expert_tensor_parallel_size=expert_tensor,
-            create_gloo_process_groups=False,
-        )
-        groups = []
-        if parallel_state.get_data_parallel_rank() == 0:
-            groups.append((False, dist.get_rank(parallel_state.get_model_parallel_group())))
-        if parallel_state.get_expert_data_parallel_rank() == 0:
-            experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
-            groups.append((True, dist.get_rank(experts)))
-        return groups
-
-    def __exit__(self, *_: object) -> None:
-        import torch.distributed as dist
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    tensor, pipeline, expert, expert_tensor = _sizes(arguments)
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=arguments.get("virtual_pipeline_model_parallel_size"),
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor,
+        create_gloo_process_groups=False,
+    )
+    groups = []
+    if parallel_state.get_data_parallel_rank() == 0:
+        groups.append((False, dist.get_rank(parallel_state.get_model_parallel_group())))
+    if parallel_state.get_expert_data_parallel_rank() == 0:
+        experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+        groups.append((True, dist.get_rank(experts)))
+    yield groups
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 def _parameters(arguments: Mapping[str, Any], metadata: Mapping[str, Any]) -> list[list[tuple[Any, bool]]]:
     """For each chunk of the model, its parameters in their order, and whether each is of a divided expert."""
+    import torch
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -213,7 +201,7 @@ def _parameters(arguments: Mapping[str, Any], metadata: Mapping[str, Any]) -> li
         shards = {}
         content = {**metadata, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
         for leaf in nested_values(model.sharded_state_dict(metadata=content)):
-            if isinstance(getattr(leaf, "data", None), _tensor_type()):
+            if isinstance(getattr(leaf, "data", None), torch.Tensor):
                 parts = list(nested_values(leaf.build())) if isinstance(leaf, ShardedTensorFactory) else [leaf]
                 shards[id(leaf.data)] = parts
         rows: list[tuple[Any, bool]] = []
@@ -246,10 +234,6 @@ def _as_transformer_engine(rows: list[tuple[Any, bool]], grouped_experts: bool) 
 
     A layer that holds a norm has its parameters before its own. Where experts are grouped, one layer holds the first
     matrices of all of them, and another the second ones.
-
-    Args:
-        rows: the parameters, and whether each is of a divided expert.
-        grouped_experts: as `--moe-grouped-gemm`.
     """
     names = [row[0] for row, _ in rows]
     held: dict[str, list[tuple[Any, bool]]] = {}
@@ -297,12 +281,6 @@ def _grouped(rows: list[tuple[Any, bool]]) -> list[tuple[Any, bool]]:
         return (expert.rest.partition(".")[0], expert.number or 0) if expert else ("", 0)
 
     return [row for group in groups.values() for row in sorted(group, key=place)]
-
-
-def _tensor_type() -> type:
-    import torch
-
-    return torch.Tensor
 
 
 def _box(part: Any, name: str) -> list[Any]:

@@ -106,9 +106,8 @@ def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
 
     Raises `CorruptCheckpointError` where one is missing or damaged, or they contradict one another.
     """
-    folders = (
-        sorted(path.name for path in directory.iterdir() if _FOLDER.fullmatch(path.name)) if _is(directory) else []
-    )
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    folders = sorted(name for name in names if _FOLDER.fullmatch(name))
     if not folders:
         raise CheckpointNotFoundError(
             f"{directory}: expected directories mp_rank_00, ... with {MODEL_FILE}, as `--ckpt-format torch` saves them"
@@ -148,12 +147,6 @@ def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
             "one checkpoint's files"
         )
     return found, shown
-
-
-def _is(directory: Path) -> bool:
-    if not directory.is_dir():
-        raise CheckpointNotFoundError(f"{directory}: no such directory")
-    return True
 
 
 def _arguments(state: Mapping[str, Any], where: str, most: int) -> Arguments:

@@ -45,7 +45,7 @@ from mcore_ckpt.reshard.partition import Partition, Partitioner, shard_slices
 from mcore_ckpt.reshard.plan import TargetLayout, target_dtype
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.target.state_pickle import SavedTensor, encode_state
-from mcore_ckpt.tools.dtype_cast import as_numbers, cast_floats
+from mcore_ckpt.tools.dtype_cast import cast_floats
 from mcore_ckpt.tools.payloads import StoredPayload
 from mcore_ckpt.view.file_payloads import FilePayloads, FileRange
 from mcore_ckpt.view.slices import Part, TensorView
@@ -438,7 +438,8 @@ def _settings(model: _Model, optimizer: Mapping[str, Any]) -> dict[str, Any]:
     inner = dict(optimizer.get("optimizer", optimizer))
     if isinstance(inner.get("state"), dict):
         steps = [taken(one["step"]) for one in inner["state"].values() if isinstance(one, dict) and "step" in one]
-        if len({_number(value) for value in steps}) > 1:
+        # A step may be a tensor of one element.
+        if len({value.number if isinstance(value, SavedTensor) else value for value in steps}) > 1:
             raise OptionError(f"{first.file}: the optimizer's steps differ among parameters; Megatron-Core has one")
         step = steps[0] if steps else None
     found = {key: taken(value) for key, value in inner.items() if key not in ("state", "param_groups")}
@@ -453,14 +454,6 @@ def _settings(model: _Model, optimizer: Mapping[str, Any]) -> dict[str, Any]:
     if is_distributed(optimizer):
         found["param_state_sharding_type"] = "fully_reshardable"
     return found
-
-
-def _number(value: Any) -> Any:
-    """A step, which may be a tensor of one element."""
-    if isinstance(value, SavedTensor) and isinstance(value.content, bytes):
-        numbers = as_numbers(memoryview(value.content), value.dtype)
-        return value.content if numbers is None or len(numbers) != 1 else float(numbers[0])
-    return value
 
 
 def _check_masters(payloads: FilePayloads, masters: Iterable[tuple[_Parameter, str]]) -> None:

@@ -12,6 +12,7 @@ model is built.
 
 from __future__ import annotations
 
+import math
 import re
 from argparse import Namespace
 from collections.abc import Collection, Iterable, Mapping
@@ -354,8 +355,12 @@ def _put_together(model: _Model, keys: Mapping[str, str]) -> dict[str, TensorVie
         halves = {model.places[name][1] for name in members}
         if len({model.shapes[name] for name in members}) > 1 or ("" in halves and len(halves) > 1):
             raise CorruptCheckpointError(f"{key}: its parts {members[0]} and others have different shapes or forms")
-        _check_members(key, members, lead, halves)
         count = 1 if halves == {""} else 2
+        if len(members) != count * math.prod(lead):
+            raise CorruptCheckpointError(
+                f"{key}: {len(members)} parameters are stored, the first {members[0]}; expected one for each layer, "
+                f"expert and half, {count * math.prod(lead)}. The checkpoint is incomplete. Nothing was written"
+            )
         total = (count * own[0], *own[1:]) if own else ()
         parts = []
         for name in members:
@@ -368,15 +373,3 @@ def _put_together(model: _Model, keys: Mapping[str, str]) -> dict[str, TensorVie
             total = (model.vocabulary, *own[1:])
         views[key] = TensorView((*lead, *total), tuple(parts))
     return views
-
-
-def _check_members(key: str, members: list[str], lead: tuple[int, ...], halves: set[str]) -> None:
-    """Raise `CorruptCheckpointError` where a layer, an expert or a half of a tensor is missing."""
-    expected = len(halves | ({"w", "v"} if halves != {""} else set()))
-    for size in lead:
-        expected *= size
-    if len(members) != expected:
-        raise CorruptCheckpointError(
-            f"{key}: {len(members)} parameters are stored, the first {members[0]}; expected {expected}, one for each "
-            f"layer, expert and half ({list(lead)}). The checkpoint is incomplete. Nothing was written"
-        )

@@ -24,8 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from mcore_ckpt.core.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, OptionError
-from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index, read_small_file
 from mcore_ckpt.format.state_file import FileTensor, StateFile
@@ -36,7 +35,7 @@ from mcore_ckpt.models._torch_files import file_range, read_state, read_torch_fi
 from mcore_ckpt.reshard.rules import RenameRule, rename_keys
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.tools.dtype_cast import as_numbers
+from mcore_ckpt.target.state_pickle import SavedTensor, taken_over
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 from mcore_ckpt.view.file_payloads import FilePayloads, FileRange
 
@@ -271,20 +270,10 @@ def _number(storage: Storage, file: str) -> float:
 def _plain_number(storage: Storage, file: str, read: StateFile, value: Any) -> float | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
-    if type(value) is not FileTensor or math.prod(value.shape) != 1 or value.nbytes > 8:
+    if type(value) is not FileTensor or value.nbytes > 8:
         return None
-    record = read.records[value.record]
-    if record.nbytes > 4096:
-        return None
-    with storage.open_reader(file) as reader:
-        content = reader.read(record.start, record.nbytes)
-    if record.crc32 is not None and crc32(content) != record.crc32:
-        raise ChecksumError(
-            f"{storage.path(file)}: record data/{value.record} has CRC-32 {crc32(content):#010x}, expected "
-            f"{record.crc32:#010x}; take a sound copy"
-        )
-    numbers = as_numbers(memoryview(content)[value.first_byte : value.first_byte + value.nbytes], value.dtype)
-    return None if numbers is None else float(numbers[0])
+    taken: SavedTensor = taken_over(value, reading(storage, file), str(storage.path(file)), read.records)
+    return taken.number
 
 
 def _shapes(storage: Storage, source: Path) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -170,15 +170,13 @@ def kinds_of(cls: type[ConversionOptions], name: str) -> tuple[str, ...]:
     return () if len(kinds) == len(cls.TAKES) else kinds
 
 
-def _table_rows(cls: type[ConversionOptions]) -> Iterator[str]:
-    for described in fields(cls):
-        kinds = kinds_of(cls, described.name)
-        yield f"    {described.name}: {help_of(described)}" + (f"; with {', '.join(kinds)}" if kinds else "")
-
-
 def option_table(cls: type[ConversionOptions]) -> str:
     """All options, one a line, for docstrings."""
-    return "\n".join(_table_rows(cls))
+    rows = [(described, kinds_of(cls, described.name)) for described in fields(cls)]
+    return "\n".join(
+        f"    {described.name}: {help_of(described)}" + (f"; with {', '.join(kinds)}" if kinds else "")
+        for described, kinds in rows
+    )
 
 
 def partition_rules(given: Any) -> tuple[PartitionRule, ...]:

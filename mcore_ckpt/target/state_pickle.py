@@ -18,6 +18,7 @@ from mcore_ckpt.format.item_layout import ArchiveLayout
 from mcore_ckpt.format.safe_pickle import Opaque, Unavailable
 from mcore_ckpt.format.state_file import FileTensor, StateRecord, read_state_file
 from mcore_ckpt.format.tensor_pickle import contiguous_strides
+from mcore_ckpt.tools.dtype_cast import as_numbers
 
 __all__ = ["SavedTensor", "decode_state", "encode_state", "pickle_state", "taken_over"]
 
@@ -36,6 +37,12 @@ class SavedTensor:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * dtype_entry(self.dtype).element_bytes
+
+    @property
+    def number(self) -> float | None:
+        """Its element, if it is one number in memory."""
+        numbers = as_numbers(memoryview(self.content), self.dtype) if isinstance(self.content, bytes) else None
+        return None if numbers is None or len(numbers) != 1 else float(numbers[0])
 
 
 class _Global:

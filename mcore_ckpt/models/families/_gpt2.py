@@ -8,6 +8,7 @@ from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.models.families._rows import in_layer, row
+from mcore_ckpt.models.families._settings import model_arguments
 from mcore_ckpt.models.families._table import Family, Model
 from mcore_ckpt.models.families._values import count, epsilon_of, expect, layer_count, number, setting
 
@@ -57,36 +58,16 @@ def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     expect(config, "scale_attn_by_inverse_layer_idx", False)
     expect(config, "add_cross_attention", False)
     model = _model(config)
-    epsilon = number(config, "layer_norm_epsilon")
     return {
-        "num_layers": model.layers,
-        "hidden_size": model.sizes["hidden"],
-        "ffn_hidden_size": model.sizes["ffn"],
-        "num_attention_heads": model.heads,
-        "group_query_attention": False,
-        "num_query_groups": 1,
-        "kv_channels": model.head_dim,
-        "max_position_embeddings": model.sizes["positions"],
-        "seq_length": model.sizes["positions"],
+        **model_arguments(model, model.sizes["positions"], number(config, "layer_norm_epsilon")),
         "position_embedding_type": "learned_absolute",
-        "add_position_embedding": True,
-        "use_rotary_position_embeddings": False,
         "normalization": "LayerNorm",
-        "norm_epsilon": epsilon,
-        "layernorm_epsilon": epsilon,
-        "apply_layernorm_1p": False,
-        "apply_query_key_layer_scaling": False,
         "add_bias_linear": True,
-        "add_qkv_bias": False,
-        "qk_layernorm": False,
-        "squared_relu": False,
         "swiglu": False,
         # What Megatron-Core has fused of it is the approximation.
         "bias_gelu_fusion": config["activation_function"] != "gelu",
-        "untie_embeddings_and_output_weights": "untied" in model.holds,
         "attention_dropout": number(config, "attn_pdrop", 0.1),
         "hidden_dropout": number(config, "resid_pdrop", 0.1),
-        "vocab_size": model.sizes["vocab"],
     }
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "expect_no_windows",
     "expert_arguments",
     "is_plain_decoder",
+    "model_arguments",
     "window_arguments",
     "window_config",
 ]
@@ -62,9 +63,25 @@ def decoder_arguments(config: Mapping[str, Any], **constants: Any) -> dict[str, 
     """Megatron's arguments for a decoder with rotary embedding, RMS norms and a gated MLP; `constants` override."""
     expect(config, "hidden_act", "silu")
     model = decoder_model(config)
+    return {
+        **model_arguments(model, count(config, "max_position_embeddings"), number(config, "rms_norm_eps")),
+        "position_embedding_type": "rope",
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        **rope_arguments(config),
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "swiglu": True,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "window_size": None,
+        **constants,
+    }
+
+
+def model_arguments(model: Model, positions: int, epsilon: float) -> dict[str, Any]:
+    """Megatron's arguments for sizes, and for what few families have."""
     grouped = model.groups != model.heads
-    epsilon = number(config, "rms_norm_eps")
-    positions = count(config, "max_position_embeddings")
     return {
         "num_layers": model.layers,
         "hidden_size": model.sizes["hidden"],
@@ -75,28 +92,17 @@ def decoder_arguments(config: Mapping[str, Any], **constants: Any) -> dict[str, 
         "kv_channels": model.head_dim,
         "max_position_embeddings": positions,
         "seq_length": positions,
-        "position_embedding_type": "rope",
         "add_position_embedding": True,
         "use_rotary_position_embeddings": False,
-        "rotary_percent": 1.0,
-        "rotary_interleaved": False,
-        **rope_arguments(config),
-        "normalization": "RMSNorm",
         "norm_epsilon": epsilon,
         "layernorm_epsilon": epsilon,
         "apply_layernorm_1p": False,
         "apply_query_key_layer_scaling": False,
-        "add_bias_linear": False,
         "add_qkv_bias": False,
         "qk_layernorm": False,
         "squared_relu": False,
-        "swiglu": True,
         "untie_embeddings_and_output_weights": "untied" in model.holds,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
         "vocab_size": model.sizes["vocab"],
-        "window_size": None,
-        **constants,
     }
 
 
