@@ -30,7 +30,7 @@ WORDS = {
     r"(is|are|was|were|be) wanted": "is requested",
     r"(somebody|someone)": "name the component: another save, a third-party callback",
     r"beside": "next to, compared with, during, besides",
-    r"in line": "synchronous, in process",
+    r"in line(?!\[)": "synchronous, in process",
     r"(is|are|was|were|be) not whole": "incomplete",
     r"once more": "again",
     r"past the page cache": "with O_DIRECT",

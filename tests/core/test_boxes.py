@@ -1,4 +1,4 @@
-"""Boxes by example: overlaps, where rows lie in memory, and what a tiling's faults are called."""
+"""Boxes: overlaps, where rows lie in memory, what a tiling's faults are called; by example and against numpy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import itertools
 import random
 import time
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box, Runs, covers, intersect, runs
 
@@ -20,22 +23,6 @@ def grid(shape: tuple[int, ...], cuts: tuple[int, ...]) -> list[Box]:
     boxes = [Box(tuple(at for at, _ in cell), tuple(size for _, size in cell)) for cell in itertools.product(*axes)]
     random.Random(0).shuffle(boxes)
     return boxes
-
-
-def test_overlap_is_given_in_the_coordinates_of_both() -> None:
-    assert intersect(Box((0, 0), (4, 4)), Box((2, 3), (4, 4))) == Box((2, 3), (2, 1))
-
-
-def test_boxes_that_touch_share_nothing() -> None:
-    assert intersect(Box((0,), (4,)), Box((4,), (4,))) is None
-
-
-def test_an_empty_box_shares_nothing() -> None:
-    assert intersect(Box((0, 2), (4, 0)), Box((0, 0), (4, 4))) is None
-
-
-def test_scalars_share_their_element() -> None:
-    assert intersect(Box((), ()), Box((), ())) == Box((), ())
 
 
 def test_boxes_of_different_tensors_are_refused() -> None:
@@ -152,3 +139,97 @@ def test_boxes_made_to_be_costly_are_refused_in_bounded_time() -> None:
     started_s = time.process_time()
     assert "too irregularly" in str(covers((1000,) * axes, boxes))
     assert time.process_time() - started_s < 30
+
+
+# --- against numpy
+
+SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    offsets, sizes = [], []
+    for size in shape:
+        start = draw(st.integers(0, size))
+        offsets.append(start)
+        sizes.append(draw(st.integers(0, size - start)))
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def index(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+
+
+@given(SHAPES, st.data())
+def test_intersection_is_what_both_contain(shape: tuple[int, ...], data: st.DataObject) -> None:
+    a, b = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
+    in_both = np.zeros(shape, dtype=np.int8)
+    in_both[index(a)] += 1
+    in_both[index(b)] += 1
+    shared = intersect(a, b)
+    assert shared == intersect(b, a)
+    expected = np.zeros(shape, dtype=bool)
+    if shared is not None:
+        assert all(shared.sizes)
+        expected[index(shared)] = True
+    assert np.array_equal(in_both == 2, expected)
+
+
+@given(SHAPES, st.sampled_from([1, 2, 4, 8, 16]), st.data())
+def test_runs_are_the_bytes_of_the_box_in_order(shape: tuple[int, ...], elem_bytes: int, data: st.DataObject) -> None:
+    box = data.draw(boxes_in(shape))
+    numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)[index(box)].ravel()
+    expected = [byte for number in numbers for byte in range(number * elem_bytes, (number + 1) * elem_bytes)]
+    found = runs(shape, box, elem_bytes)
+    pieces = list(found)
+    assert [byte for start, nbytes in pieces for byte in range(start, start + nbytes)] == expected
+    assert len(pieces) == len(found)
+    assert found.payload_bytes == len(expected)
+    for (start, nbytes), (following, _) in itertools.pairwise(pieces):
+        assert start + nbytes < following, "two runs that touch should be one"
+    if expected:
+        assert (found.first_byte, found.stop_byte) == (expected[0], expected[-1] + 1)
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A tensor cut in two again and again, at any place and along any axis."""
+    shape = draw(st.lists(st.integers(1, 6), max_size=4).map(tuple))
+    boxes = [Box((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 6)) if shape else 0):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        axis = draw(st.integers(0, len(shape) - 1))
+        first = draw(st.integers(0, box.sizes[axis]))
+        sizes, offsets = list(box.sizes), list(box.offsets)
+        sizes[axis] = first
+        boxes.append(Box(box.offsets, tuple(sizes)))
+        sizes[axis], offsets[axis] = box.sizes[axis] - first, offsets[axis] + first
+        boxes.append(Box(tuple(offsets), tuple(sizes)))
+    return shape, draw(st.permutations(boxes))
+
+
+@given(tilings())
+def test_every_tiling_covers(tiling: tuple[tuple[int, ...], list[Box]]) -> None:
+    assert covers(*tiling) is None
+
+
+@given(tilings(), st.data())
+def test_exactly_the_tilings_cover(tiling: tuple[tuple[int, ...], list[Box]], data: st.DataObject) -> None:
+    shape, boxes = tiling
+    for _ in range(data.draw(st.integers(1, 2))):
+        at = data.draw(st.integers(0, len(boxes)))
+        if data.draw(st.booleans()):
+            boxes = [*boxes[:at], data.draw(boxes_in(shape)), *boxes[at:]]
+        else:
+            boxes = [*boxes[:at], *boxes[at + 1 :]]
+    count = np.zeros(shape, dtype=int)
+    for box in boxes:
+        count[index(box)] += 1
+    problem = covers(shape, boxes)
+    if (count == 1).all():
+        assert problem is None
+    else:
+        element = np.argwhere(count != 1)[0].tolist()  # the first in row-major order
+        assert (
+            problem == f"element {element} of {list(shape)} lies in {count[tuple(element)]} chunks, expected exactly 1"
+        )

@@ -18,6 +18,7 @@ from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.checkpoint_reader import CheckpointReader, reader
 from tests.support.gloo_ranks import RankOutcome
 from tests.support.loop_device import KINDS, LoopDevice, NoLoopDeviceError, loop_device
+from tests.support.moments import damage
 from tests.support.standing_ranks import StandingRanks, standing_ranks
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -95,10 +96,7 @@ def test_what_a_tool_has_returned_from_stays_when_the_power_goes(
     reshard_checkpoint(source, target, tp=2, pp=1)
     device.pull_the_plug()
     check(readers, target, 2, "reshard")
-    data = max(target.glob("*.distcp"), key=lambda file: file.stat().st_size)
-    with data.open("r+b") as stream:
-        stream.seek(data.stat().st_size // 2)
-        stream.write(b"\xff" * 8)
+    damage(target)
     device.unmount()
     device.mount()
     damaged = verify_checkpoint(target)
