@@ -21,8 +21,18 @@ from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.reshard.rules import RenameRule
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
-from tests.models.test_conversions import read_by_definition
-from tests.models.test_huggingface import CONFIG, FFN, GROUPS, HEAD, HEADS, HIDDEN, LAYERS, model_tensors, write_hf
+from tests.models.test_huggingface import (
+    CONFIG,
+    FFN,
+    GROUPS,
+    HEAD,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    exported,
+    model_tensors,
+    write_hf,
+)
 from tests.support.fsdp_ranks import save_fsdp, save_megatron_fsdp
 from tests.support.gloo_ranks import run_ranks
 from tests.support.model_like import assert_same, read_all
@@ -46,8 +56,7 @@ def test_a_checkpoint_of_fsdp2_becomes_megatrons(fsdp: Path, tmp_path: Path, nam
     words = ["import", str(fsdp / name), target, "--from", "dcp", "--hf-config", str(fsdp), "--tp", "2", "-q"]
     assert main(words) == 0
     assert verify_checkpoint(target).whole
-    export_checkpoint(target, tmp_path / "e", to="hf", dtype="bf16")
-    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
+    assert_same(exported(target, tmp_path / "e", dtype="bf16"), model_tensors())
 
 
 def test_the_moments_of_adam_become_those_of_megatron(fsdp: Path, tmp_path: Path) -> None:
@@ -200,8 +209,7 @@ def test_a_nemo_directory_becomes_a_hugging_face_model(nemo: Path, tmp_path: Pat
     assert "256 rows" in report.notes[0]
     same = {**CONFIG, "rope_theta": 500000.0, "rope_scaling": config["rope_scaling"]}
     (tmp_path / "config.json").write_text(json.dumps(same))
-    export_checkpoint(nemo, tmp_path / "k", to="hf", hf_config=tmp_path)
-    assert_same(read_by_definition(tmp_path / "k" / "model.safetensors"), model_tensors())
+    assert_same(exported(nemo, tmp_path / "k", hf_config=tmp_path), model_tensors())
     (tmp_path / "config.json").write_text(json.dumps({**same, "num_attention_heads": 8, "head_dim": 4}))
     with pytest.raises(OptionError, match="num_attention_heads is 4"):
         export_checkpoint(nemo, tmp_path / "x", to="hf", hf_config=tmp_path)
@@ -272,8 +280,7 @@ def test_a_universal_checkpoint_of_deepspeed_becomes_megatrons(
     assert main([*words, "--global-batch-size", "4"]) == 0
     assert "after 12 samples, by its own one (--override-opt_param-scheduler)" in capsys.readouterr().out
     assert verify_checkpoint(target).whole
-    export_checkpoint(target, tmp_path / "e", to="hf")
-    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), held["fp32"])
+    assert_same(exported(target, tmp_path / "e"), held["fp32"])
     found = read_all(tmp_path / "c")
     for state, name in (("param", "fp32"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
         gate, up = (held[name][f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up"))

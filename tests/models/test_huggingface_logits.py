@@ -18,9 +18,12 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.reshard.rules import RenameRule
 from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.models import test_table as table
+from tests.models.test_table import EXPERTS
 from tests.support.gloo_ranks import run_ranks
 from tests.support.hf_models import SMALL, HfCase, hf_logits, make_hf_model, weights
 from tests.support.hf_ranks import fsdp_to_megatron, load_and_run, save_and_run
+from tests.support.model_like import assert_same
 from tests.support.models import Parallel
 
 pytest.importorskip("transformers", reason="transformers makes the models: pip install 'mcore-ckpt[dev]'")
@@ -32,39 +35,9 @@ VOCABULARY = SMALL["vocab_size"]
 # Of the largest logit: what rounding in another order makes of float32.
 TOLERANCE = 1e-5
 
-EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-LATENT = {
-    **SMALL,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-    "num_experts_per_tok": 4,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 40.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
+LLAMA3 = {**table.LLAMA3, "rope_theta": 500000.0}
+LATENT = {**SMALL, **table.LATENT_ATTENTION, "first_k_dense_replace": 1, "q_lora_rank": 24}
+YARN = {**table.YARN, "rope_type": "yarn", "rope_theta": 10000.0}
 GPT_OSS = {
     **SMALL,
     "head_dim": 16,
@@ -72,25 +45,16 @@ GPT_OSS = {
     "num_experts_per_tok": 2,
     "sliding_window": 8,
     "swiglu_limit": 0.5,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 150000.0,
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 16,
-    },
+    "rope_parameters": {**table.YARN_32, "rope_theta": 150000.0},
 }
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 64}
 CASES = [
     HfCase("llama", "LlamaConfig", SMALL),
     HfCase("llama-tied-scaled", "LlamaConfig", {**SMALL, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
     HfCase("mistral", "MistralConfig", {**SMALL, "sliding_window": 8, "head_dim": 16}),
     HfCase("qwen2", "Qwen2Config", {**SMALL, "tie_word_embeddings": True}),
     HfCase("qwen3", "Qwen3Config", {**SMALL, "head_dim": 16}),
-    HfCase(
-        "gpt2", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 64}
-    ),
+    HfCase("gpt2", "GPT2Config", GPT2),
     HfCase("mixtral", "MixtralConfig", {**SMALL, "num_local_experts": 4}),
     HfCase("qwen2-moe", "Qwen2MoeConfig", {**SMALL, **EXPERTS, "shared_expert_intermediate_size": 24}),
     HfCase("qwen3-moe", "Qwen3MoeConfig", {**SMALL, **EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
@@ -118,8 +82,6 @@ CASES = [
     HfCase(
         "deepseek-v3-whole-queries", "DeepseekV3Config", {**LATENT, "n_group": 1, "topk_group": 1, "q_lora_rank": None}
     ),
-]
-CASES += [
     HfCase("gemma", "GemmaConfig", {**SMALL, "head_dim": 16}),
     HfCase("deepseek-v3-fp8", "DeepseekV3Config", {**LATENT, "n_group": 4, "topk_group": 2}, "fp8"),
     HfCase("gpt-oss", "GptOssConfig", GPT_OSS),
@@ -137,16 +99,7 @@ OTHERS = [
     HfCase(
         "gpt2-untied",
         "GPT2Config",
-        {
-            "n_embd": 32,
-            "n_layer": 2,
-            "n_head": 4,
-            "vocab_size": VOCABULARY,
-            "n_positions": 64,
-            "n_inner": 40,
-            "tie_word_embeddings": False,
-            "activation_function": "gelu",
-        },
+        {**GPT2, "n_inner": 40, "tie_word_embeddings": False, "activation_function": "gelu"},
     ),
     HfCase(
         "mixtral-tied",
@@ -217,9 +170,7 @@ def test_a_model_with_experts_computes_the_same_on_two_ranks_and_comes_back(tmp_
     for key, logits in computed:
         assert_close(logits, expected, key)
     export_checkpoint(tmp_path / "c", tmp_path / "back", to="hf")
-    original, back = weights(tmp_path / "hf"), weights(tmp_path / "back")
-    assert back.keys() == original.keys()
-    assert all(torch.equal(back[key], tensor) for key, tensor in original.items())
+    assert_same(weights(tmp_path / "back"), weights(tmp_path / "hf"))
 
 
 @pytest.fixture(scope="module")
@@ -272,26 +223,20 @@ def test_the_same_bits_come_back(models: Path, tmp_path: Path, case: HfCase) -> 
         for config in (None, str(models / case.name / "hf")):
             target = tmp_path / f"{number}{'-config' if config else ''}"
             export_checkpoint(checkpoint, target, to="hf", hf_config=config, max_shard_bytes=60_000)
-            back = weights(target)
-            assert back.keys() == original.keys()
-            assert all(torch.equal(back[key], tensor) for key, tensor in original.items())
+            assert_same(weights(target), original)
     for numbered in (False, True):  # names of Transformer Engine's layers, which cannot run here
         checkpoint = tmp_path / f"engine-{numbered}"
         import_checkpoint(models / case.name / "hf", checkpoint, kind="hf", numbered_layers=numbered, tp=2, dtype=dtype)
         export_checkpoint(checkpoint, tmp_path / f"engine-{numbered}-hf", to="hf")
-        back = weights(tmp_path / f"engine-{numbered}-hf")
-        assert all(torch.equal(back[key], tensor) for key, tensor in original.items())
+        assert_same(weights(tmp_path / f"engine-{numbered}-hf"), original)
     assert torch.equal(hf_logits(tmp_path / "0", VOCABULARY), hf_logits(models / case.name / "hf", VOCABULARY))
 
 
 @long
 def test_the_same_bits_come_back_of_others(models: Path, tmp_path: Path) -> None:
     for case in OTHERS:
-        original = weights(models / case.name / "hf")
         export_checkpoint(imported(case, Parallel(), models), tmp_path / case.name, to="hf")
-        back = weights(tmp_path / case.name)
-        assert back.keys() == original.keys(), case
-        assert all(torch.equal(back[key], tensor) for key, tensor in original.items()), case
+        assert_same(weights(tmp_path / case.name), weights(models / case.name / "hf"))
         assert torch.equal(
             hf_logits(tmp_path / case.name, VOCABULARY), hf_logits(models / case.name / "hf", VOCABULARY)
         ), case

@@ -331,25 +331,20 @@ def test_ranks_files_become_whole_tensors(
     assert "decoder.layers.self_attention.linear_qkv._extra_state/shard_0_4" in objects
 
 
-def test_another_layout_and_the_model_alone(tmp_path: Path) -> None:
+def test_another_layout_and_the_model_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = Model(2, 2, torch.bfloat16)
     source = model.save(tmp_path / "iter_0000007", "distributed")
     arguments = [str(source), str(tmp_path / "target"), "--from", "megatron-legacy", "--drop", "optimizer"]
     assert main(["import", *arguments, "--tp", "4", "--pp", "1", "--dry-run"]) == 0
     assert not (tmp_path / "target").exists()
-    assert main(["import", *arguments, "--tp", "4", "--pp", "1", "--dtype", "fp32", "--quiet"]) == 0
-    wanted = {key: tensor.float() for key, tensor in model.expected(None).items() if not key.startswith("optimizer")}
-    assert_holds(tmp_path / "target", wanted)
-    assert len(read_index(tmp_path / "target").tensors[EMBEDDING].chunks) == 4
-
-
-def test_a_dry_run_lists_source_transform_and_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = Model(2, 2, torch.bfloat16).save(tmp_path / "iter_0000007", "distributed")
-    assert main(["import", str(source), str(tmp_path / "to"), "--from", "megatron-legacy", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     row = next(line for line in lines if "  decoder.layers.mlp.linear_fc1.weight " in line)
     assert row.split()[0] == "decoder.layers.*.mlp.linear_fc1.weight"
     assert "joined along axis 0, each half by itself, stacked" in row
+    assert main(["import", *arguments, "--tp", "4", "--pp", "1", "--dtype", "fp32", "--quiet"]) == 0
+    wanted = {key: tensor.float() for key, tensor in model.expected(None).items() if not key.startswith("optimizer")}
+    assert_holds(tmp_path / "target", wanted)
+    assert len(read_index(tmp_path / "target").tensors[EMBEDDING].chunks) == 4
 
 
 def _load_into_megatron(rank: int, legacy: Path, checkpoint: Path, ep: int) -> list[str]:

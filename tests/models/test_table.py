@@ -41,10 +41,8 @@ SMALL: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
 }
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
-LATENT = {
-    **SMALL,
+LATENT_ATTENTION = {
     "num_key_value_heads": 4,
-    "head_dim": 8,
     "n_routed_experts": 8,
     "n_shared_experts": 2,
     "moe_intermediate_size": 16,
@@ -53,6 +51,15 @@ LATENT = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
     "num_experts_per_tok": 4,
+}
+LATENT = {**SMALL, **LATENT_ATTENTION, "head_dim": 8}
+YARN_32: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**SMALL, "head_dim": 16, "rope_theta": 500000.0},
@@ -71,14 +78,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "sliding_window": 8,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "original_max_position_embeddings": 16,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-        },
+        "rope_scaling": YARN_32,
     },
     "deepseek-v3": {**LATENT, "q_lora_rank": 24, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
 }
@@ -321,14 +321,6 @@ def test_settings_from_anywhere_are_taken_or_refused(data: st.DataObject) -> Non
         family.model(family.config(arguments, 100))
 
 
-def test_rotary_settings_of_transformers_4_and_5() -> None:
-    llama = family_named("llama")
-    old = llama.arguments({**SMALL, "rope_theta": 500000.0, "rope_scaling": LLAMA3})
-    new = llama.arguments({**SMALL, "rope_parameters": {**LLAMA3, "rope_theta": 500000.0}})
-    assert old == new
-    assert (new["rotary_base"], new["use_rope_scaling"], new["rope_scaling_factor"]) == (500000, True, 8.0)
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "arguments"),
     [
@@ -338,6 +330,8 @@ def test_rotary_settings_of_transformers_4_and_5() -> None:
             {"rotary_base": 500000, "rotary_seq_len_interpolation_factor": 4.0},
         ),
         ("llama", {"rope_scaling": {}, "rope_parameters": {"rope_theta": 1e6}}, {"rotary_base": 1000000}),
+        ("llama", {"rope_scaling": LLAMA3}, {"rotary_base": 500000, "rope_scaling_factor": 8.0}),  # transformers 4, 5
+        ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 1e6}}, {"rotary_base": 1000000}),
         (
             "llama",
             {
@@ -594,26 +588,6 @@ def test_later_gemmas_are_refused_by_what_megatron_lacks(kind: str, lacks: list[
     with pytest.raises(OptionError, match=f"config.json: model_type '{kind}'") as refused:
         family_of_config({"model_type": kind}, "config.json")
     assert all(word in str(refused.value) for word in lacks)
-
-
-def test_megatron_still_lacks_what_later_gemmas_need() -> None:
-    """Where this fails, Megatron-Core has learnt something: `LATER_GEMMAS` may become families."""
-    core = _directory_of_megatron()
-    (submodules,) = (
-        node
-        for node in ast.parse((core / "transformer" / "transformer_layer.py").read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name == "TransformerLayerSubmodules"
-    )
-    names = {ast.unparse(node.target) for node in submodules.body if isinstance(node, ast.AnnAssign)}
-    norms = {name for name in names if "norm" in name}
-    assert norms == {"input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"}
-    for path in (
-        "transformer/dot_product_attention.py",
-        "transformer/transformer_config.py",
-        "models/gpt/gpt_model.py",
-    ):
-        assert "softcap" not in (core / path).read_text()
-    assert (core / "models" / "gpt" / "gpt_model.py").read_text().count("rotary_base=rotary_base") == 3  # of one model
 
 
 # Fields of Megatron-Core's configuration of layers that `COMPUTATION` leaves out, and why.

@@ -60,29 +60,22 @@ class TestTable:
             ("mixer.norm.weight", (64,), 0),
             ("norm.weight", (64,), None),
             ("mixer.out_proj.weight", (32, 64), 1),
+            ("embedding.word_embeddings.weight", (64, 32), 0),
+            ("output_layer.weight", (64, 32), 0),
         ],
     )
     def test_layers_of_megatron(self, key: str, shape: tuple[int, ...], axis: int | None) -> None:
-        found = Partitioner(index(entry(LAYER + key, shape))).decide(LAYER + key)
+        key = key if "embedding" in key or "output" in key else LAYER + key
+        found = Partitioner(index(entry(key, shape))).decide(key)
         assert (found.axis, found.decider, found.guess) == (axis, "table", True)
 
-    @pytest.mark.parametrize("key", ["embedding.word_embeddings.weight", "output_layer.weight"])
-    def test_vocabulary(self, key: str) -> None:
-        assert Partitioner(index(entry(key, (64, 32)))).decide(key).axis == 0
-
-    def test_gated_first_layer_is_two_halves(self) -> None:
+    @pytest.mark.parametrize(("rows", "parts"), [(128, 2), (64, 1)], ids=["gated", "plain"])
+    def test_a_gated_first_layer_is_two_halves(self, rows: int, parts: int) -> None:
         first, second = (
-            entry(LAYER + "mlp.linear_fc1.weight", (128, 32)),
+            entry(LAYER + "mlp.linear_fc1.weight", (rows, 32)),
             entry(LAYER + "mlp.linear_fc2.weight", (32, 64)),
         )
-        assert Partitioner(index(first, second)).decide(first.fqn).parts == 2
-
-    def test_plain_first_layer_is_one(self) -> None:
-        first, second = (
-            entry(LAYER + "mlp.linear_fc1.weight", (64, 32)),
-            entry(LAYER + "mlp.linear_fc2.weight", (32, 64)),
-        )
-        assert Partitioner(index(first, second)).decide(first.fqn).parts == 1
+        assert Partitioner(index(first, second)).decide(first.fqn).parts == parts
 
     def test_arguments_tell_where_the_second_layer_does_not(self) -> None:
         first = entry(LAYER + "mlp.linear_fc1.weight", (128, 32))
@@ -103,10 +96,6 @@ class TestGrid:
         proj = halves(LAYER + "self_attention.linear_proj.weight", (32, 32), 1)
         found = Partitioner(index(proj)).decide(proj.fqn)
         assert (found.axis, found.decider, found.guess) == (1, "grid", False)
-
-    def test_the_grid_wins_over_the_table(self) -> None:
-        odd = halves(LAYER + "self_attention.linear_proj.weight", (32, 32), 0)
-        assert Partitioner(index(odd)).decide(odd.fqn).axis == 0
 
     def test_what_is_whole_while_others_are_divided_is_replicated(self) -> None:
         proj, other = halves(LAYER + "self_attention.linear_proj.weight", (32, 32), 1), entry("my.own.weight", (8, 8))
@@ -183,11 +172,8 @@ class TestDivide:
     def test_chunks_tile(self, key: str, shape: tuple[int, ...], partition: Partition, count: int) -> None:
         assert covers(shape, divide(key, shape, partition, count)) is None
 
-    def test_halves_are_divided_each_by_itself(self) -> None:
-        boxes = divide("a", (8, 2), Partition(0, 2), 2)
-        assert [box.offsets[0] for box in boxes] == [0, 2, 4, 6]
-
-    def test_what_does_not_divide_stays_whole(self) -> None:
+    def test_halves_are_divided_each_by_itself_and_what_does_not_divide_not_at_all(self) -> None:
+        assert [box.offsets[0] for box in divide("a", (8, 2), Partition(0, 2), 2)] == [0, 2, 4, 6]
         assert divide("a", (7, 6), Partition(0), 2) == [Box((0, 0), (7, 6))]
 
     def test_stacked_axes_are_one_index_a_chunk(self) -> None:
