@@ -1,7 +1,7 @@
 """What stored objects may be made of: for each name that their pickles may hold, a constructor that checks its
 arguments.
 
-The names are those that Megatron-Core's checkpoints hold, beside what `torch.load(weights_only=True)` knows. None of
+The names are those that Megatron-Core's checkpoints hold, and what `torch.load(weights_only=True)` knows. None of
 the constructors can be called for a value that no save has written: arrays are made from bytes of exactly the right
 length and of dtypes without Python objects, members of enums are looked up by value, tensors lie inside their
 storages, and what the process shares (classes, dtypes, members) has no state to set. Members of classes that the user
@@ -233,7 +233,7 @@ def _attributes_maker(cls: Any) -> Maker:
 
 
 def _vouched(value: Any) -> Maker:
-    """Whatever pickle would do with a class that somebody vouches for."""
+    """What pickle would do with a class that the user allows."""
 
     def make(_: Budget, *arguments: Any) -> Any:
         return value(*arguments)

@@ -51,7 +51,7 @@ class TensorSection(NamedTuple):
     ) -> TensorSection | None:
         """Put the columns of an index together; None if they cannot say all of it (stream transforms)."""
         kinds: dict[tuple[str, bool], int] = {}
-        forms: dict[bytes, int] = {}  # by their bytes: of shapes that somebody has chosen, many may have one hash
+        forms: dict[bytes, int] = {}  # by their bytes: many hostile shapes may have one hash
         files: dict[str, int] = {}
         keys, own_forms, file_numbers = [], array("I"), array("I")
         offsets, lengths = array("Q"), array("Q")

@@ -1,11 +1,11 @@
-"""The pickle machine of this package: it builds plain values, and calls nothing but the constructors that it is given.
+"""The restricted unpickler: it builds plain values, and calls nothing but the constructors that it is given.
 
 Pickles of a checkpoint are run here, or (an index, for its speed) by the machine in C after `_plain_index` has seen
-that this one would find nothing to object to. Two are not: the `data.pkl` of a tensor that is read in ranges, which
-`tensor_pickle` interprets, and what `run_code_from_checkpoint` hands to `torch.load`. What a pickle names is looked up
-by `Rules`, which hand out a value and, if it may be called, its `Maker`: a constructor that checks its arguments. What
-no rule knows is refused. The limits are those below, for every kind of pickle; a pickle that passes them can take time
-and memory in proportion to its length only, and leaves nothing behind that walks, hashes or prints without end.
+that this one would find nothing to object to. `torch.load` runs only what `run_code_from_checkpoint` hands to it. What
+a pickle names is looked up by `Rules`, which hand out a value and, if it may be called, its `Maker`: a constructor that
+checks its arguments. What no rule knows is refused. The limits are those below, for every kind of pickle; a pickle that
+passes them can take time and memory in proportion to its length only, and leaves nothing behind that walks, hashes or
+prints without end.
 
 `pickle.Unpickler` has none of these limits. Nested tuples as a key overflow the C stack; shared ones are hashed without
 end; a number in the memo of six bytes takes 64 GB; a list of 125 KB, called `torch.Size` again and again, takes 4 GB;
@@ -31,7 +31,6 @@ __all__ = [
     "Budget",
     "Maker",
     "NotUnderstoodError",
-    "PickleRun",
     "Rules",
     "WrongArgumentsError",
     "checked_size",
@@ -76,7 +75,7 @@ class Budget:
     def __init__(self, of_bytes: int, where: str) -> None:
         self._of, self._where = of_bytes, where
         self._left = _GROWTH * of_bytes + _ALLOWANCE
-        # By identity; the values are kept alive beside, so that an identity stays theirs.
+        # By identity; the values are kept alive as well, so that an identity stays theirs.
         self._heavy: dict[int, int] = {}
         self._kept: list[Any] = []
         self._by_hash: dict[int, list[Any]] = {}
@@ -226,27 +225,16 @@ _ATOMS = frozenset((str, int, float, bool, bytes, type(None)))
 _CONTAINERS = frozenset((dict, list, tuple, set, frozenset, OrderedDict, Counter))
 
 
-class PickleRun:
-    """One run of a pickle.
+class _Run:
+    """One run of a pickle; bytes after its end are not looked at."""
 
-    Args:
-        data: holds the pickle.
-        rules: what it may name.
-        where: file or object, for messages.
-        position: where in `data` it starts.
-
-    Attributes:
-        position: after `load`, where in `data` the pickle has ended; what follows is not looked at.
-        budget: what building may take.
-    """
-
-    def __init__(self, data: bytes, rules: Rules, where: str, position: int = 0) -> None:
-        self.position = position
-        self.budget = Budget(len(data) - position, where)
+    def __init__(self, data: bytes, rules: Rules, where: str) -> None:
+        self.position = 0
+        self.budget = Budget(len(data), where)
         self._data, self._rules, self._where = data, rules, where
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
-        # By identity; the values are kept alive beside, so that an identity stays theirs.
+        # By identity; the values are kept alive as well, so that an identity stays theirs.
         self._makers: dict[int, Maker] = {}
         self._fresh: dict[int, Maker] = {}
         self._kept: list[Any] = []
@@ -254,14 +242,7 @@ class PickleRun:
         self._protocol = 0
 
     def load(self) -> Any:
-        """Run the pickle to its STOP.
-
-        Raises:
-            UnsafePickleError: it names what no rule allows, or passes a limit.
-            NewerFormatError: something newer wrote it.
-            CorruptCheckpointError: it is no pickle, or ends too soon.
-            OptionError: a rule cannot be followed.
-        """
+        """Run the pickle to its STOP. Raises as `unpickle`."""
         try:
             value = self._run()
             if self._containers > MAX_DEPTH:
@@ -277,7 +258,7 @@ class PickleRun:
         except NotUnderstoodError as error:
             raise NewerFormatError(
                 f"{self._where}: written by a newer torch, Megatron-Core or mcore_ckpt: {error}. Nothing shows that "
-                "the file is damaged. Load it with a newer mcore_ckpt, or save it once more with an older torch."
+                "the file is damaged. Load it with a newer mcore_ckpt, or save it again with an older torch."
             ) from error
         # Damaged bytes fail in any way that a stack machine and constructors can.
         except Exception as error:
@@ -605,5 +586,17 @@ class PickleRun:
 
 
 def unpickle(data: bytes, rules: Rules, where: str) -> Any:
-    """The value of the pickle in `data`; bytes after its end are ignored. Raises as `PickleRun.load`."""
-    return PickleRun(data, rules, where).load()
+    """The value of the pickle in `data`; bytes after its end are ignored.
+
+    Args:
+        data: holds the pickle.
+        rules: what it may name.
+        where: file or object, for messages.
+
+    Raises:
+        UnsafePickleError: it names what no rule allows, or passes a limit.
+        NewerFormatError: something newer wrote it.
+        CorruptCheckpointError: it is no pickle, or ends too soon.
+        OptionError: a rule cannot be followed.
+    """
+    return _Run(data, rules, where).load()

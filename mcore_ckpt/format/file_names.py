@@ -1,7 +1,7 @@
 """Names of data files: `[prefix]__{rank}_{number}.{id}.distcp`.
 
 The id is that of the save: 16 hexadecimal digits, the first eight bytes of what the integrity footers carry. So no name
-is ever used twice, whoever saves into a directory, and a file tells by its name which save has made it. Eight random
+is ever used twice, and a file tells by its name which save has made it. Eight random
 bytes are enough, since names meet in one directory only: among a million saves into it, two have the same id with a
 probability of 3e-8.
 

@@ -127,7 +127,7 @@ class PackedTensors(Mapping[str, TensorEntry]):
     @classmethod
     def of(cls, tensors: Mapping[str, TensorEntry]) -> PackedTensors | None:
         """The same tensors in columns; None if an item of theirs goes through transforms or has no checksum."""
-        # By their bytes: of shapes that somebody has chosen, very many could have one hash.
+        # By their bytes: very many hostile shapes could have one hash.
         forms: dict[bytes, TensorForm] = {}
         files: dict[str, int] = {}
         places = StoredPlaces([], array("I"), array("q"), array("q"), array("I"))
@@ -223,7 +223,7 @@ class CheckpointIndex:
         has_local_plans: `.metadata` holds `all_local_plans` (which is not read).
         problems: with `strict=False`, what the index names but cannot be there; such chunks and objects are left out.
         seal: what `.metadata` says of its files and their bytes, if this package wrote it.
-        blocks: by file and offset of the item, the running sums that the seal keeps of a payload.
+        blocks: by file and offset of the item, the cumulative CRCs that the manifest keeps of a payload.
     """
 
     path: str

@@ -9,8 +9,8 @@ checkpoint may hold 20,000 items that differ in a few numbers; so most are recog
 takes a fifth of the time or less:
 
     an item of our own       with the template that dtype and shape lead to: all but the payload's CRC-32 is known
-    an item of torch         with the directories that versions of torch write; the numbers in them are held against
-                             each other, against the local headers and the size of the item, as the parse does
+    an item of torch         with the directories that versions of torch write; the numbers in them are compared with
+                             each other, with the local headers and the size of the item, as the parse does
     an item like another     with the bytes around the payload of an item that was found sound (`ItemForm`)
 
 Not to fit is no verdict: the next way is tried, and the parse comes last. No files here, and no torch.
@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.item_layout import PICKLE_AT, tensor_template
 from mcore_ckpt.format.tensor_pickle import (
@@ -43,11 +42,10 @@ from mcore_ckpt.format.zip_records import (
     END64,
     END64_LOCATOR,
     LOCAL_HEADER,
+    Archive,
     ItemBytes,
     NotRangeable,
     ZipRecord,
-    read_directory,
-    record_start,
 )
 
 __all__ = [
@@ -133,12 +131,10 @@ def verify_records(read: Callable[[int, int], bytes], item_bytes: int, where: st
     Raises:
         CorruptCheckpointError: the bytes cannot be such an archive.
     """
-    item = ItemBytes(read, item_bytes, where)
-    records = read_directory(item)
-    checksummed = _has_checksums(records)
-    for record in records.values():
-        start = record_start(item, record)
-        yield RecordSpan(record.name, start, record.stored_bytes, record.crc32 if checksummed else None)
+    archive = Archive(ItemBytes(read, item_bytes, where))
+    for record in archive.records.values():
+        crc = record.crc32 if archive.has_checksums else None
+        yield RecordSpan(record.name, archive.start(record), record.stored_bytes, crc)
 
 
 # ---------------------------------------------------------------------------------------------------------- own items
@@ -427,56 +423,33 @@ _LITTLE = (crc32(b"little"), 6)
 
 def _locate_any(item: ItemBytes) -> LocatedTensor:
     """Parse an archive of `torch.save(tensor)`."""
-    records = read_directory(item)
-    checksummed = _has_checksums(records)
-    archive = next(iter(records)).partition("/")[0]
-    pickled = _read_pickle(item, _required(item, records, f"{archive}/data.pkl"), checksummed)
-    byte_order = records.get(f"{archive}/byteorder")
+    archive = Archive(item)
+    pickled = _read_pickle(archive, archive.record("data.pkl"))
+    byte_order = archive.find("byteorder")
     if byte_order is not None and (byte_order.crc32, byte_order.stored_bytes) != _LITTLE:
-        order = _content(item, byte_order, checksummed)
+        order = _content(archive, byte_order)
         if order == b"big":
             raise NotRangeable(f"{item.where}: written on a big-endian machine")
         if order != b"little":
             raise item.corrupt("expected byte order little or big", repr(order))
-
-    record = _required(item, records, f"{archive}/data/{pickled.storage_key}")
-    record_offset = record_start(item, record)
+    record = archive.record(f"data/{pickled.storage_key}")
+    record_offset = archive.start(record)
     if record.stored_bytes != pickled.storage_bytes:
         raise item.corrupt(f"a storage of {pickled.storage_bytes} bytes", f"its record has {record.stored_bytes}")
-    return _located(pickled, record_offset, record.crc32 if checksummed else None)
+    return _located(pickled, record_offset, record.crc32 if archive.has_checksums else None)
 
 
-def _has_checksums(records: dict[str, ZipRecord]) -> bool:
-    """False if torch wrote zeros instead (`torch.serialization.set_crc32_options(False)`)."""
-    return any(record.crc32 for record in records.values())
-
-
-def _required(item: ItemBytes, records: dict[str, ZipRecord], name: str) -> ZipRecord:
-    record = records.get(name)
-    if record is None:
-        raise item.corrupt(f"expected a record {name[:100]!r}", f"got {', '.join(map(repr, list(records)[:8]))}")
-    return record
-
-
-def _content(item: ItemBytes, record: ZipRecord, checksummed: bool) -> bytes:
-    """The content of a small record, checked."""
-    start = record_start(item, record)
+def _content(archive: Archive, record: ZipRecord) -> bytes:
     if record.stored_bytes > MAX_PICKLE_BYTES:
-        raise NotRangeable(f"{item.where}: record {record.name} has {record.stored_bytes} bytes, too many for a tensor")
-    content = item.get(start, record.stored_bytes)
-    got = crc32(content)
-    if checksummed and got != record.crc32:
-        raise ChecksumError(
-            f"{item.where}: record {record.name}, bytes [{start}, {start + len(content)}) of the item: expected CRC-32 "
-            f"{record.crc32:#010x}, got {got:#010x}. The file is damaged; load another checkpoint"
-        )
-    return content
+        where = archive.item.where
+        raise NotRangeable(f"{where}: record {record.name} has {record.stored_bytes} bytes, too many for a tensor")
+    return archive.content(record)
 
 
-def _read_pickle(item: ItemBytes, record: ZipRecord, checksummed: bool) -> PickledTensor:
+def _read_pickle(archive: Archive, record: ZipRecord) -> PickledTensor:
     try:
-        return read_tensor_pickle(_content(item, record, checksummed))
+        return read_tensor_pickle(_content(archive, record))
     except NotPlainTensorError as error:
-        raise NotRangeable(f"{item.where}: not the pickle of one plain tensor: {error}") from error
+        raise NotRangeable(f"{archive.item.where}: not the pickle of one plain tensor: {error}") from error
     except MalformedPickleError as error:
-        raise item.corrupt("expected the pickle of a tensor", str(error)) from error
+        raise archive.item.corrupt("expected the pickle of a tensor", str(error)) from error

@@ -1,4 +1,4 @@
-"""The manifest: what `.metadata` says of its save, its files and their bytes, and the index once more, in columns.
+"""The manifest: what `.metadata` says of its save, its files and their bytes, and the index in columns.
 
 It stands behind the pickle, where no unpickler looks: the id of the save, length and integrity footer of each data
 file, the CRC-32 of each item, of payloads longer than a block the cumulative CRC-32 at the end of each block, so that a
@@ -28,7 +28,7 @@ _VERSION: Final = 2
 _WITHOUT_COLUMNS: Final = 1
 _MAGIC: Final = b"\x89mckSUMS"
 _END: Final = b"\x89mckEND\n"
-# SHORT_BINBYTES and POP, behind PROTO: gone when somebody unpickles the file and pickles it again, as the manifest is.
+# SHORT_BINBYTES and POP, behind PROTO: gone when a program unpickles the file and pickles it again, as the manifest is.
 _ANNOUNCED: Final = b"C" + bytes((len(_MAGIC),)) + _MAGIC + b"0"
 _PROTO_BYTES: Final = 2
 _HEAD: Final = struct.Struct("<8sII16sQQQQ")

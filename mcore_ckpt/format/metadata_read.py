@@ -1,7 +1,7 @@
 """The files that describe a checkpoint: `.metadata`, the index of what is stored, and `metadata.json`.
 
-`read_index` turns `.metadata`, whoever wrote it (Megatron-Core 0.12 and later, torch.distributed.checkpoint, this
-package), into one plain structure that the reader, the command and verify share, without importing torch. What this
+`read_index` turns the `.metadata` of any writer (Megatron-Core 0.12 and later, torch.distributed.checkpoint, this
+package) into one plain structure that the reader, the command and verify share, without importing torch. What this
 package wrote is read from the columns of its manifest. A pickle is read with inert stand-ins for the classes that it
 names, and every field of theirs is checked before it counts. A chunk costs about ten microseconds in all; where the
 code is less plain than it could be, that is why.
@@ -278,12 +278,9 @@ _PLANS_KEY = b"\x8c\x0f" + _PLANS_NAME + b"\x94"
 
 
 def _unpickle(data: bytes, file: str) -> MetadataState:
-    """The pickled Metadata, without `all_local_plans` where that can be skipped.
-
-    The plans are the last attribute and half of the file. Cutting the pickle at their key and closing the state there
-    (SETITEMS, BUILD, STOP) leaves a whole Metadata. Should the key's bytes mean something else (an fqn of that name),
-    the cut pickle fails or lacks storage data, and the whole one is read instead.
-    """
+    """The pickled Metadata, without `all_local_plans` where that can be skipped."""
+    # The plans come last and are half of the file. Cut at their key, the closed state (SETITEMS, BUILD, STOP) is a
+    # complete Metadata. Where the key's bytes mean something else, the cut pickle fails or lacks storage data.
     cut = data.find(_PLANS_KEY)
     if cut > 0:
         shortened = bytearray(data)
@@ -415,13 +412,7 @@ class _IndexBuilder:
         return items
 
     def _check_seal(self, seal: MetadataSeal, count: int, item_at: Callable[[int], StoredItem]) -> None:
-        """Hold the seal against the places; keep the running sums by place.
-
-        Args:
-            seal: of the index.
-            count: of the items.
-            item_at: one of them, by its number in `storage_data`.
-        """
+        """Compare the manifest with the places, and keep its cumulative CRCs by place; `item_at`: an item by number."""
         if count != len(seal.crcs):
             raise self._wrong("storage_data", "each key and offset once", count)
         unsealed = self._safe_names - seal.files.keys()

@@ -121,11 +121,9 @@ class _Memo:
 
 
 def _pickled(value: Any, memo: _Memo, dispatch_table: Mapping[type, Any] | None = None) -> bytes:
-    """Any picklable value, in one piece that continues the memo; `dispatch_table` as for `pickle.Pickler`.
-
-    The C pickler numbers by the size of its memo, so one that is filled with `memo.count` placeholders goes on from
-    there. Protocol 3 has no frames, which must not be nested into ours; its opcodes are legal in a protocol 4 stream.
-    """
+    """Any picklable value, in one piece that continues the memo; `dispatch_table` as for `pickle.Pickler`."""
+    # The C pickler numbers by the size of its memo, so placeholders move its first number. Protocol 3 has no frames,
+    # which must not be nested into ours; its opcodes are legal in a protocol 4 stream.
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, protocol=3)
     if dispatch_table is not None:
@@ -153,7 +151,7 @@ class MetadataEncoder:
         self.order = array("I") if order is None else order
         memo = _Memo()
         self._names = self._emit_names(memo, index.tensors.values())
-        # File names are emitted at the end of the names, for each save anew: they may change while nothing else does.
+        # File names are emitted at the end of the names, for each save: they may change while nothing else does.
         self._files = list(dict.fromkeys(c.item.file for entry in index.tensors.values() for c in entry.chunks))
         self._file_gets = {name: memo.next() for name in self._files}
         self._head = self._attributes["Metadata"] + b")\x81}(" + _text("planner_data")

@@ -22,7 +22,7 @@ import pickletools
 import re
 import signal
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -47,8 +47,7 @@ from mcore_ckpt.format._pickle_machine import (
     unpickle,
 )
 from mcore_ckpt.format._plain_index import plainly_built
-from mcore_ckpt.format.crc import crc32
-from mcore_ckpt.format.zip_records import ItemBytes, ZipRecord, read_directory, record_start
+from mcore_ckpt.format.zip_records import Archive, ItemBytes
 
 __all__ = [
     "ALLOWED_OBJECT_CLASSES",
@@ -254,27 +253,6 @@ _PLAIN_CONTAINERS = {
 }
 
 
-def read_plain(content: bytes, where: str) -> Any:
-    """What `torch.save` wrote, to look at: no class is imported, and each is an `Opaque` instead. Tensors are not read.
-
-    Raises:
-        CorruptCheckpointError: it is no archive of `torch.save`, or is damaged.
-    """
-    try:
-        return unpickle(_Container(content, where).read("data.pkl"), _Opaques(), where)
-    except LoadError:
-        raise
-    except Exception as error:  # a damaged archive can fail in any way
-        raise _unreadable(where, error) from error
-
-
-def _unreadable(where: str, error: Exception) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{where}: not a readable archive of torch.save ({type(error).__name__}: {error!s:.200}); restore it from "
-        "another copy"
-    )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredStorage:
     """What a stored tensor's elements lie in.
@@ -291,9 +269,9 @@ class StoredStorage:
 class _Described(_Opaques):
     """As `_Opaques`; and a `StoredStorage` for each storage, of which all of one record share its bytes."""
 
-    def __init__(self, container: _Container) -> None:
+    def __init__(self, archive: Archive) -> None:
         super().__init__()
-        self._container = container
+        self._archive = archive
         self._contents: dict[str, bytes] = {}
 
     def referred(self, reference: Any) -> Any:
@@ -303,62 +281,45 @@ class _Described(_Opaques):
         if not (isinstance(kind, type) and issubclass(kind, Opaque)) or type(key) is not str:
             raise WrongArgumentsError("a reference to no storage")
         if key not in self._contents:
-            self._contents[key] = self._container.read(f"data/{key}")
+            self._contents[key] = _plain_content(self._archive, f"data/{key}")
         return StoredStorage(kind.name, self._contents[key])
+
+
+def read_plain(content: bytes, where: str) -> Any:
+    """What `torch.save` wrote, to look at: no class is imported, and each is an `Opaque` instead. Tensors are not read.
+
+    Raises:
+        CorruptCheckpointError: it is no archive of `torch.save`, or is damaged.
+    """
+    return _read_inert(content, where, lambda _: _Opaques())
 
 
 def read_described(content: bytes, where: str) -> Any:
     """As `read_plain`, to compare: with the bytes of all tensors. Raises as that does."""
+    return _read_inert(content, where, _Described)
+
+
+def _read_inert(content: bytes, where: str, rules: Callable[[Archive], _Opaques]) -> Any:
     try:
-        container = _Container(content, where)
-        return unpickle(container.read("data.pkl"), _Described(container), where)
+        archive = _archive_of(content, where)
+        return unpickle(_plain_content(archive, "data.pkl"), rules(archive), where)
     except LoadError:
         raise
     except Exception as error:  # a damaged archive can fail in any way
-        raise _unreadable(where, error) from error
+        raise CorruptCheckpointError(
+            f"{where}: not a readable archive of torch.save ({type(error).__name__}: {error!s:.200}); restore it from "
+            "another copy"
+        ) from error
 
 
-# ------------------------------------------------------------------------------------------------ containers of objects
+def _archive_of(content: bytes, where: str) -> Archive:
+    return Archive(ItemBytes(lambda offset, length: content[offset : offset + length], len(content), where))
 
 
-class _Container:
-    """The records of an archive of `torch.save` that is in memory."""
-
-    def __init__(self, content: bytes, where: str) -> None:
-        self._content, self._where = content, where
-        self._item = ItemBytes(lambda offset, length: content[offset : offset + length], len(content), where)
-        self._records = read_directory(self._item)
-        self._folder = next(iter(self._records)).partition("/")[0]
-
-    def check(self) -> None:
-        """Compare the CRC-32 of every record; `ChecksumError` if one is not that of its content.
-
-        There is nothing to compare where torch was told to write no checksums: all are zero then.
-        """
-        if any(record.crc32 for record in self._records.values()):
-            for record in self._records.values():
-                got = crc32(self._bytes_of(record))
-                if got != record.crc32:
-                    raise ChecksumError(
-                        f"{self._where}: record {record.name:.100} has CRC-32 {got:#010x}, expected "
-                        f"{record.crc32:#010x}: the file was damaged after it was written; load "
-                        "another copy or an earlier checkpoint"
-                    )
-
-    def read(self, name: str) -> bytes:
-        """The content of a record; `CorruptCheckpointError` if there is none of that name."""
-        record = self._records.get(f"{self._folder}/{name}")
-        if record is None:
-            raise self._item.corrupt(f"expected a record {name:.100}", f"got {', '.join(list(self._records)[:8]):.400}")
-        return bytes(self._bytes_of(record))
-
-    def has(self, name: str) -> bool:
-        """Whether there is a record of that name."""
-        return f"{self._folder}/{name}" in self._records
-
-    def _bytes_of(self, record: ZipRecord) -> memoryview:
-        start = record_start(self._item, record)
-        return memoryview(self._content)[start : start + record.stored_bytes]
+def _plain_content(archive: Archive, name: str) -> bytes:
+    """A record's content, its CRC-32 not compared."""
+    record = archive.record(name)
+    return archive.item.get(archive.start(record), record.stored_bytes)
 
 
 # -------------------------------------------------------------------------------------------------------------- objects
@@ -406,10 +367,11 @@ def load_object(
     try:
         if run_code:
             return _run_anything(content, where)
-        container = _Container(content, where)
+        archive = _archive_of(content, where)
         if verify_crc:
-            container.check()
-        return _load(container, where, tuple(extra_allowed), import_classes)
+            for record in archive.records.values():
+                archive.content(record)
+        return _load(archive, where, tuple(extra_allowed), import_classes)
     except (UnsafePickleError, ChecksumError, OptionError):
         raise
     # Damaged archives and the objects that are built of them can fail in any way at all.
@@ -421,11 +383,11 @@ def load_object(
         ) from error
 
 
-def _load(container: _Container, where: str, extra_allowed: tuple[str, ...], import_classes: bool) -> Any:
-    swapped = container.has("byteorder") and container.read("byteorder") == b"big"
+def _load(archive: Archive, where: str, extra_allowed: tuple[str, ...], import_classes: bool) -> Any:
+    swapped = archive.find("byteorder") is not None and _plain_content(archive, "byteorder") == b"big"
 
     def storage_bytes(key: str, nbytes: int) -> bytearray:
-        content = bytearray(container.read(f"data/{key}"))
+        content = bytearray(_plain_content(archive, f"data/{key}"))
         if len(content) != nbytes or swapped:
             problem = (
                 "written on a big-endian machine" if swapped else f"{len(content)} bytes, its pickle says {nbytes}"
@@ -434,7 +396,7 @@ def _load(container: _Container, where: str, extra_allowed: tuple[str, ...], imp
         return content
 
     rules = ObjectRules(where, extra_allowed, import_classes, storage_bytes)
-    return _run(container.read("data.pkl"), rules, where)
+    return _run(_plain_content(archive, "data.pkl"), rules, where)
 
 
 def _run(data: bytes, rules: ObjectRules, where: str) -> Any:

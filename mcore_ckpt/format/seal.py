@@ -63,7 +63,7 @@ def shown_id(save_id: bytes) -> str:
 
 
 def inner_blocks(payload_bytes: int) -> int:
-    """How many block boundaries lie inside a payload: as many running sums are kept of it."""
+    """How many block boundaries lie inside a payload: as many cumulative CRCs are kept of it."""
     return max(0, (payload_bytes - 1) // BLOCK_BYTES)
 
 

@@ -1,9 +1,9 @@
 """A state dict in a file of `torch.save`, read without its tensors: each becomes a note of where its elements lie.
 
 What a file may name is what stored objects may (`_constructors.py`). Two things differ, since such files hold the
-arguments of a launch and whatever its user put beside them: a class that is not known becomes an inert `Opaque`
-instead of an error, for whoever takes the state to leave out, and an `OrderedDict` may carry what
-`Module.state_dict` leaves on it, which is dropped. Classes of packages that are not imported become `Unavailable`.
+arguments of a job and anything that its user added. A class that is not known becomes an inert `Opaque` instead of an
+error; the caller leaves it out. An `OrderedDict` may carry what `Module.state_dict` leaves on it, which is dropped.
+Classes of packages that are not imported become `Unavailable`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mcore_ckpt.core.errors import CheckpointError, ChecksumError, CorruptCheckpointError, UnsafePickleError
+from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, UnsafePickleError
 from mcore_ckpt.format._constructors import ObjectRules
 from mcore_ckpt.format._pickle_machine import (
     Budget,
     Maker,
-    PickleRun,
     WrongArgumentsError,
     inert_maker,
+    unpickle,
 )
-from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.safe_pickle import Opaque
 from mcore_ckpt.format.tensor_pickle import TENSOR_NAMES, FileTensor, NotPlainTensorError, stored_storage
-from mcore_ckpt.format.zip_records import ItemBytes, ZipRecord, read_directory, record_start
+from mcore_ckpt.format.zip_records import Archive, ItemBytes, ZipRecord
 
 __all__ = ["FileTensor", "StateFile", "StateRecord", "read_state_file", "read_tensor_outline"]
 
@@ -118,22 +117,18 @@ def read_state_file(read: Callable[[int, int], bytes], file_bytes: int, where: s
         CorruptCheckpointError: it is no such file, or is damaged.
     """
     try:
-        item = ItemBytes(read, file_bytes, where)
-        directory = read_directory(item)
-        folder = next(iter(directory)).partition("/")[0]
-        stated = any(record.crc32 for record in directory.values())
-        if _content(item, directory, f"{folder}/byteorder", 16) == b"big":
+        archive = Archive(ItemBytes(read, file_bytes, where))
+        byte_order = archive.find("byteorder")
+        if byte_order is not None and _content(archive, byte_order, 16) == b"big":
             raise CorruptCheckpointError(f"{where}: was written on a big-endian machine, which is not read here")
         records = {}
-        prefix = f"{folder}/data/"
-        for name, record in directory.items():
-            if name.startswith(prefix):
-                crc = record.crc32 if stated else None
-                records[name.removeprefix(prefix)] = StateRecord(record_start(item, record), record.stored_bytes, crc)
-        pickled = _content(item, directory, f"{folder}/data.pkl", _MAX_PICKLE_BYTES)
-        if pickled is None:
-            raise item.corrupt(f"expected a record {folder}/data.pkl", f"got {', '.join(list(directory)[:8]):.400}")
-        return StateFile(PickleRun(pickled, _Rules(where, records), where).load(), records)
+        for name, record in archive.records.items():
+            _, data, number = name.partition("/data/")
+            if data:
+                crc = record.crc32 if archive.has_checksums else None
+                records[number] = StateRecord(archive.start(record), record.stored_bytes, crc)
+        pickled = _content(archive, archive.record("data.pkl"), _MAX_PICKLE_BYTES)
+        return StateFile(unpickle(pickled, _Rules(where, records), where), records)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged archive can fail in any way
@@ -143,19 +138,12 @@ def read_state_file(read: Callable[[int, int], bytes], file_bytes: int, where: s
         ) from error
 
 
-def _content(item: ItemBytes, directory: dict[str, ZipRecord], name: str, at_most: int) -> bytes | None:
-    record = directory.get(name)
-    if record is None:
-        return None
+def _content(archive: Archive, record: ZipRecord, at_most: int) -> bytes:
     if record.stored_bytes > at_most:
-        raise item.corrupt(f"expected at most {at_most} bytes in {name:.100}", f"got {record.stored_bytes}")
-    content = item.get(record_start(item, record), record.stored_bytes)
-    if record.crc32 and crc32(content) != record.crc32:
-        raise ChecksumError(
-            f"{item.where}: record {name:.100} has CRC-32 {crc32(content):#010x}, expected {record.crc32:#010x}: the "
-            "file was damaged after it was written; take another copy or an earlier checkpoint"
+        raise archive.item.corrupt(
+            f"expected at most {at_most} bytes in {record.name:.100}", f"got {record.stored_bytes}"
         )
-    return bytes(content)
+    return archive.content(record)
 
 
 def read_tensor_outline(read: Callable[[int, int], bytes], item_bytes: int, where: str) -> FileTensor | None:

@@ -46,7 +46,7 @@ __all__ = [
 
 # --------------------------------------------------------------------------------------------------------- written
 
-# Opcodes of the pickle machine, protocol 2, as `pickletools` names them.
+# Opcodes of protocol 2, as `pickletools` names them.
 _PROTO_2, _GLOBAL, _MARK, _STOP = b"\x80\x02", b"c", b"(", b"."
 _BINUNICODE, _BININT1, _BININT2, _BININT, _LONG1 = b"X", b"K", b"M", b"J", b"\x8a"
 _EMPTY_TUPLE, _TUPLE1, _TUPLE2, _TUPLE3, _TUPLE = b")", b"\x85", b"\x86", b"\x87", b"t"

@@ -1,6 +1,6 @@
 """Zip archives that nobody vouches for: where each record lies, in checked arithmetic, and if it is what was written.
 
-Every offset and length is held against the size of the item before it is used, directory and local headers have to
+Every offset and length is compared with the size of the item before it is used, directory and local headers have to
 agree, and nothing is allocated that the item is not large enough to contain. Only what `torch.save` can write is
 understood: one disk, no comment, records stored as they are, neither compressed nor encrypted.
 """
@@ -11,7 +11,8 @@ import struct
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
+from mcore_ckpt.format.crc import crc32
 
 __all__ = [
     "DESCRIPTOR",
@@ -21,11 +22,10 @@ __all__ = [
     "END64",
     "END64_LOCATOR",
     "LOCAL_HEADER",
+    "Archive",
     "ItemBytes",
     "NotRangeable",
     "ZipRecord",
-    "read_directory",
-    "record_start",
 ]
 
 # The fixed parts of an archive, signature first; names and extra fields follow local headers and entries.
@@ -130,13 +130,58 @@ class ItemBytes:
         )
 
 
+class Archive:
+    """The records of an archive of `torch.save`; raises `CorruptCheckpointError` if its directory cannot be right.
+
+    Attributes:
+        item: its bytes.
+        records: by name, with the archive's folder.
+        has_checksums: False where torch wrote zeros instead (`torch.serialization.set_crc32_options(False)`).
+    """
+
+    def __init__(self, item: ItemBytes) -> None:
+        self.item = item
+        self.records = _read_directory(item)
+        self.has_checksums = any(record.crc32 for record in self.records.values())
+        self._folder = next(iter(self.records)).partition("/")[0]
+
+    def find(self, name: str) -> ZipRecord | None:
+        """The record of that name in the archive's folder."""
+        return self.records.get(f"{self._folder}/{name}")
+
+    def record(self, name: str) -> ZipRecord:
+        """The record of that name in the archive's folder; raises `CorruptCheckpointError`."""
+        found = self.find(name)
+        if found is None:
+            shown = ", ".join(map(repr, list(self.records)[:8]))
+            raise self.item.corrupt(f"expected a record {self._folder:.40}/{name:.100}", f"got {shown:.400}")
+        return found
+
+    def start(self, record: ZipRecord) -> int:
+        """Where a record's content begins, in bytes from the item's first; raises `CorruptCheckpointError`."""
+        return _record_start(self.item, record)
+
+    def content(self, record: ZipRecord) -> bytes:
+        """A record's content; raises `ChecksumError` if it has another CRC-32 than the directory says."""
+        start = self.start(record)
+        content = self.item.get(start, record.stored_bytes)
+        got = crc32(content)
+        if self.has_checksums and got != record.crc32:
+            raise ChecksumError(
+                f"{self.item.where}: record {record.name:.100}, bytes [{start}, {start + len(content)}) of the archive "
+                f"has CRC-32 {got:#010x}, expected {record.crc32:#010x}: damaged after it was written; load another "
+                "copy or an earlier checkpoint"
+            )
+        return content
+
+
 _MAX_16, _MAX_32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED, _HAS_DESCRIPTOR = 0x0001, 0x0008
 _LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # how torch.save began before it wrote zip archives
 _ZIP64_EXTRA = 0x0001
 
 
-def read_directory(item: ItemBytes) -> dict[str, ZipRecord]:
+def _read_directory(item: ItemBytes) -> dict[str, ZipRecord]:
     """All records of the archive, by name.
 
     Raises:
@@ -248,7 +293,7 @@ def _wide_values(item: ItemBytes, extra: bytes, *narrow: int) -> list[int]:
     raise item.corrupt(f"expected {wanted} zip64 values in a record's extra field", repr(extra[:64]))
 
 
-def record_start(item: ItemBytes, record: ZipRecord) -> int:
+def _record_start(item: ItemBytes, record: ZipRecord) -> int:
     """Offset of a record's content, in bytes from the item's first.
 
     Local header and data descriptor have to say what the directory says; between them a wrong offset or size does not

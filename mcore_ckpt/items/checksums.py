@@ -1,10 +1,9 @@
 """The checksums of what is read: of whole records, of payloads read in pieces, and of the blocks of a part.
 
 A record that is read whole is compared with the CRC-32 that its archive states. A payload that is read in pieces, in
-any order, is summed piece by piece and combined. Of a part of a payload the blocks are checked that it lies in, by the
-running CRC-32s that a sealed `.metadata` keeps: a block is sound if its CRC-32, continued from the running sum before
-it, is the running sum behind it. So whole blocks have to be read; what a load wants is widened to them, and the edges
-are read for this alone.
+any order, is summed piece by piece and combined. Of a part of a payload, the blocks that it lies in are checked by the
+cumulative CRCs of the manifest. A block is sound if its CRC-32, continued from the cumulative CRC before it, is the one
+behind it. So a load reads whole blocks.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class OpenFiles:
             surplus.close()
 
     def close(self) -> None:
-        """Close what is idle, and what is in use when its last user lets go of it."""
+        """Close what is idle, and what is in use when its last user releases it."""
         with self._lock:
             self._closed = True
             readers = list(self._idle.values())

@@ -27,7 +27,7 @@ MAX_WASTE = 0.25
 
 
 class Extent(NamedTuple):
-    """Bytes `[start, stop)` of a file that are wanted, and by whom.
+    """Bytes `[start, stop)` of a file that are requested, and by whom.
 
     Attributes:
         file: name of the file, relative to the checkpoint.
@@ -132,7 +132,7 @@ def split_box(
 
     Args:
         outer_sizes: shape of the stored chunk, in elements.
-        box: what is wanted of it, relative to the chunk.
+        box: what is requested of it, relative to the chunk.
         elem_bytes: size of an element.
         window_bytes: a piece spans no more bytes than this (one element at least).
         max_gap_bytes: largest gap that is read and thrown away.

@@ -157,7 +157,7 @@ class TestEvil:
         assert isinstance(refused(content), UnsafePickleError)
 
     def test_persistent_ids(self) -> None:
-        for content in (b"P7\n.", b"\x80\x02K\x07Q.", b"\x80\x02]Q."):
+        for content in (b"\x80\x02K\x07Q.", b"\x80\x02]Q."):
             assert "external object" in str(refused(content))
 
     def test_extension_registry(self) -> None:
@@ -196,7 +196,6 @@ class TestBombs:
         "content",
         [
             b"\x80\x04Nr\xff\xff\xff\x7f.",  # memo number 2**31
-            b"Np2000000000\n.",  # the same as text
             b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b"x.",  # bytes
             b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b"x.",  # bytearray
             b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b"x.",  # str
