@@ -35,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         2 if there is nothing to run or `install()` is impossible (the reason is on stderr); otherwise does not return
         before the script does, and leaves the script's own exit to the caller.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    as_module = bool(given) and given[0] == "-m"
-    target = given[1:] if as_module else given
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    as_module = bool(words) and words[0] == "-m"
+    target = words[1:] if as_module else words
     if not target or (not as_module and target[0] in ("-h", "--help")):
         print(USAGE, file=sys.stderr)  # noqa: T201  (a command's usage)
         return 2

@@ -8,9 +8,11 @@ from __future__ import annotations
 import sys
 import threading
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["Progress", "WaitingBar", "human_bytes", "human_count"]
+
+P = TypeVar("P", bound="Progress")
 
 
 class Progress:
@@ -35,7 +37,7 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, advance=nbytes)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self: P) -> P:
         if self._shown:
             from rich.console import Console
             from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -61,24 +63,15 @@ class Progress:
             self._bar = None
 
 
-class WaitingBar:
+class WaitingBar(Progress):
     """A bar for work of another process, shown while this one waits for it; a context manager. 0 bytes show no bar."""
 
     def __init__(self, what: str, total_bytes: int) -> None:
-        self._progress = Progress(what, total_bytes, shown=total_bytes > 0 and sys.stderr.isatty())
+        super().__init__(what, total_bytes, shown=total_bytes > 0 and sys.stderr.isatty())
 
     def show(self, done_bytes: int) -> None:
         """So much is done by now."""
-        self._progress.advance(max(0, done_bytes - self._progress.done_bytes))
-
-    def __enter__(self) -> WaitingBar:
-        self._progress.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._progress.__exit__(kind, error, traceback)
+        self.advance(max(0, done_bytes - self.done_bytes))
 
 
 # An index may claim any shape: so much is still a floating-point number.

@@ -17,30 +17,30 @@ from mcore_ckpt.storage.base import Storage
 __all__ = ["finish_earlier", "sweep"]
 
 
-def finish_earlier(storage: Storage, lock: DirectoryLock, seen: InForce) -> None:
+def finish_earlier(storage: Storage, lock: DirectoryLock, held: InForce) -> None:
     """Finish what saves that are gone have published, and undo what they have not; nothing that an index needs goes."""
-    needed = seen.needed
+    needed = held.needed
     if needed is None:
         return
     if lock.part is None:
-        in_force = None if seen.index is None else common_file_in_force(seen.names, seen.index)
+        in_force = None if held.index is None else common_file_in_force(held.names, held.index)
         # A listing that lags behind may still name what has been renamed since.
         if in_force not in (None, COMMON_FILE) and storage.version(in_force) is not None:
             storage.move(in_force, COMMON_FILE)
-        for name in filter(is_pending, seen.names):
+        for name in filter(is_pending, held.names):
             storage.delete(name)
-    published = set() if seen.index is None else saves_of(seen.index)
-    for save, replaced in lock.left_notes(seen.names):
+    published = set() if held.index is None else saves_of(held.index)
+    for save, replaced in lock.left_notes(held.names):
         for name in replaced if save in published else ():
             if name not in needed:
                 storage.delete(name)
-    lock.sweep(seen.names)
-    sweep(storage, lock, seen)
+    lock.sweep(held.names)
+    sweep(storage, lock, held)
 
 
-def sweep(storage: Storage, lock: DirectoryLock, seen: InForce) -> None:
+def sweep(storage: Storage, lock: DirectoryLock, held: InForce) -> None:
     """Remove data files of saves that are gone, which no index names."""
-    files = {name: found for name in seen.names if "/" not in name and (found := data_file_of(name)) is not None}
+    files = {name: found for name in held.names if "/" not in name and (found := data_file_of(name)) is not None}
     own = lock.owner.save_id
     left = {
         name: found
@@ -48,9 +48,9 @@ def sweep(storage: Storage, lock: DirectoryLock, seen: InForce) -> None:
         if found.save not in (None, own) and lock.part in (None, found.rank)
     }
     # A listing that lags behind may not show the index of a rank that has saved alone.
-    hidden = {found.rank for found in left.values() if index_name(found.rank) not in seen.names} - {lock.part}
+    hidden = {found.rank for found in left.values() if index_name(found.rank) not in held.names} - {lock.part}
     hidden = {rank for rank in hidden if storage.version(index_name(rank)) is not None}
-    needed = (look(storage, lock.part, hidden) if hidden else seen).needed
+    needed = (look(storage, lock.part, hidden) if hidden else held).needed
     if needed is None:
         return
     gone = {found.save for found in left.values() if found.save is not None and not lock.is_locked_by(found.save)}

@@ -151,9 +151,9 @@ class Owner:
     def decode(cls, content: bytes) -> Owner:
         """Who a lease or marker names; one of an older version, or a torn one, names nobody (`host` is empty)."""
         try:
-            told = json.loads(content)
-            own = {name: told.pop(name) for name in cls.__slots__ if name != "noted"}
-            owner = cls(**own, noted=told)
+            fields = json.loads(content)
+            own = {name: fields.pop(name) for name in cls.__slots__ if name != "noted"}
+            owner = cls(**own, noted=fields)
             texts = (owner.save_id, owner.host, owner.machine, owner.boot, owner.pid_namespace, owner.started)
             numbers = (owner.pid, owner.since_s, owner.beat_s, owner.lease_s)
             well_formed = (
@@ -165,9 +165,9 @@ class Owner:
             if well_formed:
                 return owner
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            told = None
+            fields = None
         stands_for = hashlib.sha256(content).hexdigest()[:16]
-        return cls(save_id=stands_for, noted=told if isinstance(told, dict) else None)
+        return cls(save_id=stands_for, noted=fields if isinstance(fields, dict) else None)
 
     def process_state(self) -> Literal["alive", "gone", "rebooted", "unknown"]:
         """What can be said of the owner's process from here: `"unknown"` if it cannot be seen."""
@@ -542,9 +542,9 @@ def _wait_until_gone(storage: Storage, holder: Owner, owner: Owner, marker: str)
     if not holder.host:
         _wait_for_content(storage, holder, marker)
         return
-    seen = storage.version(_lease(holder))
+    before = storage.version(_lease(holder))
     state = holder.process_state()
-    if seen is None or state == "gone":
+    if before is None or state == "gone":
         return
     if state == "alive" and holder.pid == os.getpid():
         raise SaveError(
@@ -559,7 +559,7 @@ def _wait_until_gone(storage: Storage, holder: Owner, owner: Owner, marker: str)
     # Both times are the file system's.
     storage.renew(_lease(owner))
     now = storage.version(_lease(owner))
-    late_s = 0.0 if now is None else (now.modified_ns - seen.modified_ns) / 1e9
+    late_s = 0.0 if now is None else (now.modified_ns - before.modified_ns) / 1e9
     if state == "rebooted" and late_s >= lease_s:
         return
     wait_s = max(watched_s, lease_s - max(0.0, late_s))
@@ -576,7 +576,7 @@ def _wait_until_gone(storage: Storage, holder: Owner, owner: Owner, marker: str)
         beat = storage.version(_lease(holder))
         if beat is None:
             return
-        if beat != seen:
+        if beat != before:
             raise _in_use(storage, holder, "which renews its lease")
 
 

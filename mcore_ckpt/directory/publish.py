@@ -123,11 +123,11 @@ def check_files(storage: Storage, planned: Iterable[tuple[str, int]], *, at_leas
         storage.list()
     if left:
         name, size = min(left.items())
-        seen = found[name]
+        size_bytes = found[name]
         raise SaveError(
             f"{storage}: {len(left)} of the files that the ranks have written cannot be seen by the coordinator, on "
             f"host {platform.node()}, as they were written: {name} was planned with {size} bytes, "
-            + ("and is not there" if seen is None else f"and has {seen}")
+            + ("and is not there" if size_bytes is None else f"and has {size_bytes}")
             + ". Is this directory not shared between the hosts, but on a disk of each one's own? All ranks must save "
             "to one directory, on a file system that all hosts share. Nothing was published"
         )

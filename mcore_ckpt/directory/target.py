@@ -126,11 +126,11 @@ def _locked(storage: Storage, rank: int | None = None, *, common_ahead: bool = F
     storage.ensure()
     lock = DirectoryLock.take(storage, common_ahead=common_ahead, part=rank)
     try:
-        seen = look(storage, rank)
-        finish_earlier(storage, lock, seen)
-        old_files = tuple(sorted(seen.replaced))
+        found = look(storage, rank)
+        finish_earlier(storage, lock, found)
+        old_files = tuple(sorted(found.replaced))
         lock.note([name for name in old_files if not _tells_its_save(name)])
-        return Target(lock, seen.version is not None, old_files)
+        return Target(lock, found.version is not None, old_files)
     except BaseException:
         lock.release(remove_marker=not lock.after)
         raise
@@ -145,8 +145,8 @@ def lock_late(storage: Storage, written: Collection[str]) -> Target:
     """Lock a directory into which these data files were written before any save had locked it. Raises `SaveError`."""
     lock = DirectoryLock.take(storage)
     try:
-        seen = look(storage)
-        return Target(lock, seen.version is not None, tuple(sorted(seen.replaced - set(written))))
+        found = look(storage)
+        return Target(lock, found.version is not None, tuple(sorted(found.replaced - set(written))))
     except BaseException:
         lock.release(remove_marker=not lock.after)
         raise
@@ -177,8 +177,8 @@ def write_common(storage: Storage, content: bytes) -> None:
     target = reserve(storage)
     try:
         target.lock.publish(target.common_file, content, common=True)
-        written, told = storage.version(target.common_file), (len(content), crc32(content))
-        _reserved[storage.location] = replace(target, common=written, common_sum=told)
+        written, summed = storage.version(target.common_file), (len(content), crc32(content))
+        _reserved[storage.location] = replace(target, common=written, common_sum=summed)
         target.lock.check()
     except BaseException as error:
         if isinstance(error, SaveError) and not target.lock.is_still_held():

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
+from mcore_ckpt.format.dtypes import DTYPE_OF_STORAGE, DTYPES
 from mcore_ckpt.format.safe_pickle import Opaque, StoredStorage
 
 __all__ = ["SIMPLE_KEYS", "Verdict", "compare"]
@@ -25,14 +26,6 @@ SIMPLE_KEYS: Final = frozenset((str, int, float, bool, bytes, type(None)))
 # A file may refer to one value from many places, so that there are more pairs to look at than either has values.
 _MAX_PAIRS: Final = 10_000_000
 _BATCH_ELEMENTS: Final = 1 << 20
-_ELEMENT_BYTES: Final = {
-    **dict.fromkeys(("DoubleStorage", "LongStorage", "ComplexFloatStorage", "uint64"), 8),
-    **dict.fromkeys(("FloatStorage", "IntStorage", "QInt32Storage", "uint32"), 4),
-    **dict.fromkeys(("HalfStorage", "BFloat16Storage", "ShortStorage", "uint16"), 2),
-    **dict.fromkeys(("ByteStorage", "CharStorage", "BoolStorage", "QInt8Storage", "QUInt8Storage"), 1),
-    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
-    "ComplexDoubleStorage": 16,
-}
 
 
 def compare(a: Any, b: Any) -> Verdict:
@@ -42,7 +35,7 @@ def compare(a: Any, b: Any) -> Verdict:
     itself.
     """
     known = True
-    seen: set[tuple[int, int, bool]] = set()
+    compared: set[tuple[int, int, bool]] = set()
     # With each pair, whether the two values differ if the pair does: where keys are matched by their order, they may
     # be the same in another one.
     waiting: list[tuple[Any, Any, bool]] = [(a, b, True)]
@@ -50,7 +43,7 @@ def compare(a: Any, b: Any) -> Verdict:
     while waiting:
         left, right, decides = waiting.pop()
         pair = id(left), id(right), decides  # of what lives as long as the two values
-        if left is right or pair in seen:
+        if left is right or pair in compared:
             continue
         parts, in_order = _parts(left, right)
         if parts == "different" and decides:
@@ -59,7 +52,7 @@ def compare(a: Any, b: Any) -> Verdict:
             known = False
             continue
         if parts:
-            seen.add(pair)
+            compared.add(pair)
             count += len(parts)
             if count > _MAX_PAIRS:
                 return "unknown"
@@ -164,9 +157,11 @@ def _elements(tensor: Opaque, view: _Strided) -> np.ndarray[Any, Any] | None:
     # An untyped storage comes with a dtype.
     named = tensor.arguments[6] if len(tensor.arguments) > 6 and storage.kind.endswith("UntypedStorage") else None
     kind = _name_of(named) if isinstance(named, type) else storage.kind
-    width = _ELEMENT_BYTES.get(kind.rpartition(".")[2])
-    if width is None or math.prod(view.sizes) * width > len(storage.content):
+    name = kind.rpartition(".")[2]
+    entry = DTYPES.get(DTYPE_OF_STORAGE.get(name, name))
+    if entry is None or math.prod(view.sizes) * entry.element_bytes > len(storage.content):
         return None
+    width = entry.element_bytes
     try:
         return np.ndarray(
             view.sizes,

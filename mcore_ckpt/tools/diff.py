@@ -155,18 +155,18 @@ def diff_checkpoints(
         ChecksumError: a tensor or an object differs since one of them is damaged, or a common state is.
     """
     directories = checkpoint_directory(a), checkpoint_directory(b)
-    seen = [index_version(directory) for directory in directories]
+    versions = [index_version(directory) for directory in directories]
     try:
         report = _diff(*directories, only, values, rtol, atol, workers, progress)
     except LoadError:
-        _refuse_replaced(directories, seen)  # says better what has happened
+        _refuse_replaced(directories, versions)  # says better what has happened
         raise
-    _refuse_replaced(directories, seen)
+    _refuse_replaced(directories, versions)
     return report
 
 
-def _refuse_replaced(directories: Sequence[Path], seen: Sequence[FileVersion | None]) -> None:
-    for directory, version in zip(directories, seen, strict=True):
+def _refuse_replaced(directories: Sequence[Path], versions: Sequence[FileVersion | None]) -> None:
+    for directory, version in zip(directories, versions, strict=True):
         if index_version(directory) != version:
             raise LoadError(
                 f"{directory}: another program has replaced the checkpoint while it was compared; run the command "

@@ -32,11 +32,11 @@ DTYPE_NAMES = {
 """What people call floating-point dtypes -> torch's name."""
 
 
-def floating_dtype(given: str | None, option: str = "dtype") -> str | None:
+def floating_dtype(name: str | None, option: str = "dtype") -> str | None:
     """A floating-point dtype as people name it (`bf16`), in torch's name; None stays None. Raises `OptionError`."""
-    if given is not None and given not in DTYPE_NAMES:
-        raise OptionError(f"{option} {given}: expected one of {', '.join(sorted(DTYPE_NAMES))}")
-    return None if given is None else DTYPE_NAMES[given]
+    if name is not None and name not in DTYPE_NAMES:
+        raise OptionError(f"{option} {name}: expected one of {', '.join(sorted(DTYPE_NAMES))}")
+    return None if name is None else DTYPE_NAMES[name]
 
 
 _CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
@@ -134,14 +134,14 @@ def rounding_mismatch(exact: memoryview, dtype: str, stored: memoryview, to: str
     rounded = cast_floats(exact, dtype, to)
     if rounded == stored:
         return None
-    ours, theirs = as_numbers(rounded, to), as_numbers(stored, to)
-    assert ours is not None
-    assert theirs is not None
-    wrong = ((ours != theirs) & ~((ours != ours) & (theirs != theirs))).nonzero()[0]
+    expected, found = as_numbers(rounded, to), as_numbers(stored, to)
+    assert expected is not None
+    assert found is not None
+    wrong = ((expected != found) & ~((expected != expected) & (found != found))).nonzero()[0]
     if not len(wrong):
         return None
     first = int(wrong[0])
-    return Mismatch(len(wrong), first, float(ours[first]), float(theirs[first]))
+    return Mismatch(len(wrong), first, float(expected[first]), float(found[first]))
 
 
 def _to_bfloat16(numbers: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.uint16]]:

@@ -10,10 +10,10 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.paths import local_path
@@ -42,7 +42,6 @@ from mcore_ckpt.tools.parallel_layout import (
 from mcore_ckpt.tools.plain_state import read_plain_state
 
 __all__ = [
-    "LOOKS",
     "CheckpointSummary",
     "FileRow",
     "GroupRow",
@@ -55,14 +54,16 @@ __all__ = [
     "index_version",
     "object_rows",
     "rank_balance",
-    "restless_error",
     "summarize",
     "summarize_checkpoint",
     "tensor_rows",
+    "undisturbed",
 ]
 
-LOOKS: Final = 5
-"""How often a checkpoint is looked at that others replace meanwhile."""
+T = TypeVar("T")
+
+# How often a checkpoint is looked at that others replace meanwhile.
+_LOOKS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,23 +385,23 @@ def summarize_checkpoint(path: str | os.PathLike[str]) -> CheckpointSummary:
             `problems` instead.
     """
     directory = checkpoint_directory(path)
-    for _ in range(LOOKS):
-        seen = index_version(directory)
+    return undisturbed(directory, lambda: summarize(read_index(directory, strict=False)))
+
+
+def undisturbed(directory: Path, look: Callable[[], T], is_sound: Callable[[T], bool] = lambda _: False) -> T:
+    """What `look` returns or raises while no save replaces the checkpoint, or returns that `is_sound` all the same."""
+    for _ in range(_LOOKS):
+        before = index_version(directory)
         try:
-            summary = summarize(read_index(directory, strict=False))
+            found = look()
         except LoadError:
-            if index_version(directory) == seen:
+            if index_version(directory) == before:
                 raise
             continue
-        if index_version(directory) == seen:
-            return summary
-    raise restless_error(directory)
-
-
-def restless_error(directory: Path) -> LoadError:
-    """That a checkpoint is replaced faster than it can be looked at."""
-    return LoadError(
-        f"{directory}: another program has replaced the checkpoint each of the {LOOKS} times that it was looked at; "
+        if is_sound(found) or index_version(directory) == before:
+            return found
+    raise LoadError(
+        f"{directory}: another program has replaced the checkpoint each of the {_LOOKS} times that it was looked at; "
         "run the command again when nothing saves there"
     )
 

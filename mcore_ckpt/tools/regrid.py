@@ -112,21 +112,23 @@ class Walk:
             crcs[0] = self._straight(sources[0], 0, source_boxes[0], sinks[0], 0)
             return crcs
         for slab in slabs(bounding(target_boxes), self.elem_bytes, self.slab_bytes):
-            given = [(n, part) for n, box in enumerate(source_boxes) if (part := intersect(box, slab)) is not None]
-            taken = [(n, part) for n, box in enumerate(target_boxes) if (part := intersect(box, slab)) is not None]
-            if len(given) == 1 and len(taken) == 1 and given[0][1] == taken[0][1]:
-                (n, part), (m, _) = given[0], taken[0]
+            from_sources = [
+                (n, part) for n, box in enumerate(source_boxes) if (part := intersect(box, slab)) is not None
+            ]
+            to_targets = [(n, part) for n, box in enumerate(target_boxes) if (part := intersect(box, slab)) is not None]
+            if len(from_sources) == 1 and len(to_targets) == 1 and from_sources[0][1] == to_targets[0][1]:
+                (n, part), (m, _) = from_sources[0], to_targets[0]
                 start = _start_in(source_boxes[n], part, self.elem_bytes)
                 crcs[n] = self._straight(sources[n], start, part, sinks[m], crcs[n])
                 continue
             read: dict[int, tuple[Box, Any]] = {}
             straight: dict[int, int] = {}
-            for m, part in taken:
-                for n, other in given:
+            for m, part in to_targets:
+                for n, other in from_sources:
                     if other == part:
                         straight[m] = n
-            memory = self._memory(sum(math.prod(part.sizes) for n, part in given if n not in straight.values()))
-            for n, part in given:
+            memory = self._memory(sum(math.prod(part.sizes) for n, part in from_sources if n not in straight.values()))
+            for n, part in from_sources:
                 if n in straight.values():
                     continue
                 nbytes = math.prod(part.sizes) * self.elem_bytes
@@ -134,7 +136,7 @@ class Walk:
                 sources[n].read_into(_start_in(source_boxes[n], part, self.elem_bytes), view)
                 crcs[n] = crc32(view, crcs[n])
                 read[n] = part, np.frombuffer(view, carrier(self.elem_bytes)).reshape(part.sizes)
-            for m, part in taken:
+            for m, part in to_targets:
                 if m in straight:
                     n = straight[m]
                     start = _start_in(source_boxes[n], part, self.elem_bytes)

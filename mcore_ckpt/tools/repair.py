@@ -256,11 +256,11 @@ def _replace_files(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path,
         if os.path.lexists(damaged.path / problem.file) or (sealed and not _end_of_file(problem.file, copy, index)):
             continue
         try:
-            given = storage_at(copy).open_reader(problem.file, direct="off")
+            source = storage_at(copy).open_reader(problem.file, direct="off")
         except LoadError:
             continue
-        with given:
-            if damaged.put_file(problem.file, given):
+        with source:
+            if damaged.put_file(problem.file, source):
                 repaired.append(problem.file)
     return repaired
 
@@ -277,9 +277,9 @@ def _is_same_save(
     if index is not None and index.seal is not None and payloads.index.seal is not None:
         return index.seal.save_id == payloads.index.seal.save_id
     own = ((index.storage_meta if index else None) or {}).get("save_id")
-    theirs = (payloads.index.storage_meta or {}).get("save_id")
-    same_id = bool(own and own == theirs)
-    if own and theirs and (not same_id or (index is not None and index.seal is not None)):
+    copy_id = (payloads.index.storage_meta or {}).get("save_id")
+    same_id = bool(own and own == copy_id)
+    if own and copy_id and (not same_id or (index is not None and index.seal is not None)):
         return same_id
     # Large tensors are weights and moments: those of two iterations differ, and so do their checksums.
     equal = different = 0

@@ -45,7 +45,7 @@ from mcore_ckpt.items.open_files import OpenFiles, naming
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.tools.inspection import LOOKS, checkpoint_directory, index_version, restless_error
+from mcore_ckpt.tools.inspection import checkpoint_directory, undisturbed
 from mcore_ckpt.tools.tilings import slabs
 
 if TYPE_CHECKING:
@@ -155,15 +155,14 @@ def verify_checkpoint(
     """
     started = time.monotonic()
     directory = checkpoint_directory(path)
-    for _ in range(LOOKS):
-        seen = index_version(directory)
+
+    def look() -> VerifyReport:
         report = _verify(directory, workers, progress)
-        if optimizer and report.whole:
-            report = verify_optimizer(report, progress=progress)
-        # What is wrong during a save that replaces the checkpoint may be right in both.
-        if report.whole or index_version(directory) == seen:
-            return replace(report, seconds=time.monotonic() - started)
-    raise restless_error(directory)
+        return verify_optimizer(report, progress=progress) if optimizer and report.whole else report
+
+    # What is wrong during a save that replaces the checkpoint may be right in both.
+    report = undisturbed(directory, look, lambda report: report.whole)
+    return replace(report, seconds=time.monotonic() - started)
 
 
 def _verify(directory: Path, workers: int, progress: bool | None) -> VerifyReport:
