@@ -11,7 +11,7 @@ The state of an Adam optimizer, as Megatron's distributed optimizer keeps it:
     step, betas, eps, weight decay           ->  groups of parameters in the common state
 
 Megatron has one step and one pair of betas for all parameters, and keeps everything in float32. What does not fit is
-left out as a whole, with the reason: half of an optimizer's state is none.
+left out completely, with the reason: half of an optimizer's state is of no use.
 """
 
 from __future__ import annotations

@@ -402,7 +402,7 @@ def _transposed(shape: tuple[int, ...], key: str | None, transposed: Collection[
 
 
 def _part(link: Link, key: str, transposed: Collection[str]) -> Part:
-    """Where a box of Megatron's comes from."""
+    """Where a slice of Megatron's comes from."""
     box = link.hf_box
     if key not in transposed:
         return Part(link.megatron_box, key, box, link.axes)

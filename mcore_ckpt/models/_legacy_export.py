@@ -408,7 +408,7 @@ def _rows_at(arguments: Arguments, rows: int, tp: int) -> int | None:
     """To how many rows a job at `tp` pads a vocabulary, of which `rows` are stored; None if that is not known."""
     stored_tp, values = arguments.count("tensor_model_parallel_size", default=1), arguments.values
     if token_count(values) is not None:
-        # Whoever has given the number of rows himself gives it again.
+        # A job that was given another number of rows is given it again.
         return padded_vocabulary(values, tp) if padded_vocabulary(values, stored_tp) == rows else rows
     if not values.get("make_vocab_size_divisible_by"):
         return rows

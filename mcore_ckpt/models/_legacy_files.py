@@ -82,7 +82,7 @@ class RankFiles:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The whole state dict."""
+        """The complete state dict."""
         found: dict[str, Any] = self.model.value
         return found
 
@@ -90,11 +90,6 @@ class RankFiles:
     def file(self) -> str:
         """Name of the model's file, in the directory."""
         return f"{self.folder}/{MODEL_FILE}"
-
-    @property
-    def optimizer_file(self) -> str:
-        """Name of the distributed optimizer's file, in the directory."""
-        return f"{self.folder}/{OPTIMIZER_FILE}"
 
     def taken(self, directory: Path, value: Any) -> Any:
         """A part of the model's file with its tensors; raises as `taken_over`."""

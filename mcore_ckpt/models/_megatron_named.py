@@ -1,4 +1,4 @@
-"""Models of Megatron's whose parameters lie whole under the names of its modules, as `torch_dist`.
+"""Models of Megatron's whose parameters are complete under the names of its modules, as `torch_dist`.
 
     Megatron-FSDP (`--ckpt-format fsdp_dtensor`)   model.module.decoder.layers.3.mlp.linear_fc1.weight_w
     Megatron-DeepSpeed, universal                  language_model.encoder.layers.3.mlp.dense_h_to_4h.weight, or of its

@@ -39,7 +39,7 @@ computes something else makes a hundredth and more."""
 
 _BATCH, _MAX_TOKENS = 2, 24
 _NEEDED = {"torch": "torch", "transformers": "transformers", "megatron.core": "megatron-core"}
-# Beside the parameters: the interpreter with its packages, and activations.
+# Besides the parameters: the interpreter with its packages, and activations.
 _BASE_BYTES = 1024**3
 
 

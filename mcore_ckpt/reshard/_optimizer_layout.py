@@ -116,7 +116,7 @@ def _from_stretches(index: CheckpointIndex, common: Mapping[str, Any]) -> Conver
 
 
 def _unflattened(entry: TensorEntry, shape: tuple[int, ...]) -> TensorView:
-    """A parameter that is stored as a grid of flattened boxes, `[boxes along each axis..., elements of a box]`."""
+    """A parameter that is stored as a grid of flattened slices, `[slices along each axis..., elements of a slice]`."""
     grid = entry.shape[:-1]
     cells_fit = len(grid) == len(shape) and all(n > 0 and size % n == 0 for size, n in zip(shape, grid, strict=False))
     cell = tuple(size // n for size, n in zip(shape, grid, strict=True)) if cells_fit else ()
@@ -279,7 +279,7 @@ def _compare_elements(payloads: StoredPayloads, bucket: str, first: int, part: P
         exact = read_box(payloads, copy, (at,), (count,), checked=False)
         if cast_floats(exact, copy.dtype, stored.dtype) != expected:
             raise CorruptCheckpointError(
-                f"{index.path}: elements [{at}, {at + count}) of {bucket} ought to be those of {part.key} at "
+                f"{index.path}: elements [{at}, {at + count}) of {bucket} should be those of {part.key} at "
                 f"{list(offsets)}, and are others. The optimizer that was saved keeps its parameters in another order "
                 "than the model that megatron-core builds from the stored arguments, or its state is not that of these "
                 "weights. Nothing was written"

@@ -1,8 +1,8 @@
 """Along which axis a tensor is divided among ranks: the decision for each tensor of a checkpoint, and who says so.
 
 In this order: a checkpoint that has the layout already (`like`), a rules file, the chunks that the source itself has,
-and a table of Megatron-Core's layers. Whatever no one of these knows stays whole. Optimizer state follows its
-parameter. Pure: keys, shapes and chunk boxes only.
+and a table of Megatron-Core's layers. A tensor that none of these knows is not divided. Optimizer state follows its
+parameter. Pure: keys, shapes and chunks only.
 
 Megatron-Core stacks: with homogeneous layers the leading axis counts layers (`decoder.layers.mlp...`), with experts the
 next one counts experts (`...experts.experts...`). Such axes are stored one index a chunk, and say which pipeline stage
@@ -272,7 +272,7 @@ def _cut(size: int, parts: int, count: int, padded: int | None) -> list[tuple[in
         step = padded // count
         return [(start, min(step, size - start)) for start in range(0, size, step)]
     if size % (parts * count):
-        # Parts that do not divide stay whole, but never cross the boundary between two halves.
+        # Parts that do not divide stay as they are, but never cross the boundary between two halves.
         count = 1
         if size % parts:
             return [(0, size)]

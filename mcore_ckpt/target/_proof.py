@@ -1,6 +1,6 @@
 """Is a target, as it lies on the disk, its source? Shown by checksum, without reading the source again.
 
-The target is read back and divided once more into the chunks of the source. Each must have the CRC-32 that is stored
+The target is read back and divided again into the chunks of the source. Each must have the CRC-32 that is stored
 with the source's chunk, or where none is stored, the one that the writer found. So one pass over the target checks data
 and layout at once, from the target's own index.
 """

@@ -1,7 +1,7 @@
 """Files of `torch.save` with any number of tensors, whose elements are written where they belong in the archive.
 
 The pickle is made first, so sizes and offsets of all records are known before a byte is written. The CRC-32 of each
-tensor follows its elements, and stands once more in the directory at the end of the file.
+tensor follows its elements, and again in the directory at the end of the file.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class PartSums:
             if before is not None and part.stop <= before.stop:
                 return None
             if (before is not None and part.first < before.stop) or (after is not None and part.stop > after.first):
-                self._crossing.add(key)  # `check_rest` reads this payload once more
+                self._crossing.add(key)  # `check_rest` reads this payload again
                 return None
             parts.insert(at, part)
             _join(parts, at)

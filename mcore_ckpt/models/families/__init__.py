@@ -1,6 +1,6 @@
 """Families of models as Hugging Face and Megatron-Core know them: which parameter is which, and which setting.
 
 In: a `config.json` or Megatron's stored arguments, and how a checkpoint names its layers and experts.
-Out: shapes on both sides, and links: boxes of a tensor there that are boxes of a tensor here.
+Out: shapes on both sides, and links: slices of a tensor there that are slices of a tensor here.
 Must not know: files, checkpoints, where any byte lies.
 """

@@ -44,45 +44,35 @@ def _has_any(*names: str) -> Callable[[_Arguments], bool]:
     return lambda arguments: any(arguments.get(name) for name in names)
 
 
+def _group(names: str, *neutral: Any) -> dict[str, tuple[Any, ...]]:
+    """Arguments, each with the values by which it changes nothing."""
+    return dict.fromkeys(names.split(), neutral)
+
+
 # Which models read these arguments (a job stores all that there are, whatever the model), and for each argument the
 # values by which it changes nothing; without any, each value says something.
 _READ: tuple[tuple[Callable[[_Arguments], bool], Mapping[str, tuple[Any, ...]]], ...] = (
     (
         lambda _: True,
         {
-            "num_layers": (),
-            "hidden_size": (),
-            "apply_residual_connection_post_layernorm": (False,),
-            "normalization": (),
-            "norm_epsilon": (),
-            "layernorm_epsilon": (),
-            "apply_layernorm_1p": (False,),
-            "layernorm_zero_centered_gamma": (False,),
-            "heterogeneous_block_specs": (False,),
-            "heterogeneous_layers_config_path": (None,),
-            "heterogeneous_layers_config_encoded_json": (None,),
-            "is_hybrid_model": (False,),
-            "hybrid_layer_pattern": (None,),
-            "hybrid_override_pattern": (None,),
+            **_group(
+                "num_layers hidden_size normalization norm_epsilon layernorm_epsilon num_attention_heads "
+                "position_embedding_type"
+            ),
+            **_group(
+                "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json hybrid_layer_pattern "
+                "hybrid_override_pattern softmax_scale window_size experimental_attention_variant "
+                "linear_attention_freq linear_attention_type mrope_section",
+                None,
+            ),
+            **_group(
+                "apply_residual_connection_post_layernorm apply_layernorm_1p layernorm_zero_centered_gamma "
+                "heterogeneous_block_specs is_hybrid_model use_mup scale_embeddings_by_hidden_size swiglu quick_geglu "
+                "squared_relu qk_layernorm qk_l2_norm attention_output_gate multi_latent_attention",
+                False,
+            ),
             "mtp_num_layers": (None, 0),
-            "use_mup": (False,),
-            "scale_embeddings_by_hidden_size": (False,),
-            "swiglu": (False,),
-            "quick_geglu": (False,),
-            "squared_relu": (False,),
-            "num_attention_heads": (),
-            "softmax_scale": (None,),
             "softmax_type": ("vanilla",),
-            "qk_layernorm": (False,),
-            "qk_l2_norm": (False,),
-            "attention_output_gate": (False,),
-            "window_size": (None,),
-            "experimental_attention_variant": (None,),
-            "linear_attention_freq": (None,),
-            "linear_attention_type": (None,),
-            "position_embedding_type": (),
-            "mrope_section": (None,),
-            "multi_latent_attention": (False,),
         },
     ),
     # The fused kernel of GELU has the approximation.
@@ -104,55 +94,41 @@ _READ: tuple[tuple[Callable[[_Arguments], bool], Mapping[str, tuple[Any, ...]]],
     (lambda given: _is_plainly_rotary(given) and bool(given.get("use_rope_scaling")), {"rope_scaling_factor": ()}),
     (
         lambda given: given.get("position_embedding_type") == "yarn",
-        {
-            "yarn_rotary_scaling_factor": (),
-            "yarn_original_max_position_embeddings": (),
-            "yarn_beta_fast": (),
-            "yarn_beta_slow": (),
-            "yarn_mscale": (),
-            "yarn_correction_range_round_to_int": (),
-        },
+        _group(
+            "yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow "
+            "yarn_mscale yarn_correction_range_round_to_int"
+        ),
     ),
     (lambda _: False, {"yarn_mscale_all_dim": ()}),  # but for its part in what `yarn_mscale` comes to
+    # Softmax is scaled by `mscale_all_dim` whatever the kind of rotary embedding.
     (
         _is_latent,
         {
-            "q_lora_rank": (None,),
-            "kv_lora_rank": (),
-            "qk_head_dim": (),
-            "qk_pos_emb_head_dim": (),
-            "v_head_dim": (),
-            "rope_type": (),
-            "mscale_all_dim": (),  # softmax is scaled by it whatever the kind of rotary embedding
+            **_group("q_lora_rank", None),
+            **_group("kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type mscale_all_dim"),
         },
     ),
     (
         lambda given: _is_latent(given) and latent_rope_type(given) == "yarn",
-        {
-            "rotary_scaling_factor": (),
-            "original_max_position_embeddings": (),
-            "beta_fast": (),
-            "beta_slow": (),
-            "mscale": (),
-        },
+        _group("rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale"),
     ),
     (
         _has_experts,
         {
-            "moe_layer_freq": (),
-            "moe_router_topk": (),
+            **_group("moe_layer_freq moe_router_topk"),
             "moe_router_score_function": ("softmax",),
             "moe_router_topk_scaling_factor": (None, 1.0, 0.0),  # zero is as none
-            "moe_router_topk_limited_devices": (None,),
-            "moe_router_enable_expert_bias": (False,),
             "moe_router_load_balancing_type": ("top-k",),
-            "moe_router_force_load_balancing": (False,),
-            "moe_router_force_biased": (None,),
-            "moe_apply_probs_on_input": (False,),
-            "moe_latent_size": (None,),
-            "moe_shared_expert_gate": (False,),
-            "moe_mlp_glu_interleave_size": (None,),
-            "moe_shared_expert_glu_interleave_size": (None,),
+            **_group(
+                "moe_router_topk_limited_devices moe_router_force_biased moe_latent_size moe_mlp_glu_interleave_size "
+                "moe_shared_expert_glu_interleave_size",
+                None,
+            ),
+            **_group(
+                "moe_router_enable_expert_bias moe_router_force_load_balancing moe_apply_probs_on_input "
+                "moe_shared_expert_gate",
+                False,
+            ),
         },
     ),
     (_has_softmax_router, {"moe_router_pre_softmax": (False,)}),

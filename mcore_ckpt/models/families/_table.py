@@ -9,10 +9,10 @@
     )
 
 A row names a parameter of Megatron-Core, the tensors of Hugging Face that it is made of, and how. `how` is the name of
-a transform: it says which box of which part is which box of the parameter, and nothing else, so that every row can be
-read in both directions. Keys have `{layer}` and `{expert}` in them; shapes are words, sizes that a model has by name.
+a transform: it says which slice of which part is which slice of the parameter. So every row can be read in both
+directions. Keys have `{layer}` and `{expert}` in them; shapes are words, sizes that a model has by name.
 
-`relate` unfolds a table for one model: every tensor on both sides with its shape, and the links between them. It proves
+`relate` unfolds a table for one model: every tensor on both sides with its shape, and the links between them. It checks
 that links cover each tensor exactly once, on either side, before anybody moves a byte.
 """
 
@@ -243,7 +243,7 @@ class Relation:
 
 _MOST_INSTANCES = 1_000_000
 
-# Part, box of the parameter, box of the part, which axis is which.
+# Part, slice of the parameter, slice of the part, which axis is which.
 _Slice = tuple[int, Box, Box, Axes | None]
 _Shape = tuple[int, ...]
 _Transform = Callable[[Model, Sequence[_Shape], int], tuple[_Shape, list[_Slice]]]
@@ -266,7 +266,7 @@ def _same(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, 
 
 
 def _transposed(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
-    """The one part is stored the other way round: inputs before outputs."""
+    """The one part is stored transposed: inputs before outputs."""
     ((inputs, outputs),) = shapes
     return (outputs, inputs), [(0, _all_of((outputs, inputs)), _all_of((inputs, outputs)), _EXCHANGED)]
 
@@ -313,7 +313,7 @@ def _joined_qkv(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_S
 
 
 def _joined_qkv_transposed(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
-    """As `joined qkv`, stored the other way round."""
+    """As `joined qkv`, stored transposed."""
     ((inputs, outputs),) = shapes
     total, slices = _joined_qkv(model, [(outputs, inputs)], expert)
     transposed: list[_Slice] = [
@@ -323,7 +323,7 @@ def _joined_qkv_transposed(model: Model, shapes: Sequence[_Shape], expert: int) 
 
 
 def _of_all(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
-    """The expert's part of one that has all experts', one after another: a vector, or a matrix the other way round."""
+    """The expert's part of one that has all experts', one after another: a vector, or a transposed matrix."""
     ((_, *inner),) = shapes
     axes = tuple((-1 - n, n - len(inner)) for n in range(len(inner)))
     own = tuple(reversed(inner))
@@ -397,7 +397,7 @@ def relate(family: Family, model: Model, naming: Naming, padded_vocabulary: int)
     for row in family.rows:
         for layer, expert in _instances(row, model):
             _add(relation, row, model, naming, padded_vocabulary, layer, expert)
-    _prove_complete(relation)
+    _check_complete(relation)
     return relation
 
 
@@ -448,7 +448,7 @@ def _add(
         relation.links.append(Link(stored, lead, keys[number], theirs, axes, row.how, len(index)))
 
 
-def _prove_complete(relation: Relation) -> None:
+def _check_complete(relation: Relation) -> None:
     """Each element of each tensor, on either side, is in exactly one link (or padding)."""
     mine: dict[str, list[Box]] = {key: [box] for key, box in relation.padding.items()}
     theirs: dict[str, list[Box]] = {}
