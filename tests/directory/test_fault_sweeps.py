@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -156,7 +157,7 @@ def litter(directory: Path) -> set[str]:
 
 
 def check_errors_of_saves(
-    ranks: StandingRanks, mount: FuseMount, readers: Readers, way: str, code: int, *, exists: bool, step: int = 1
+    ranks: StandingRanks, mount: FuseMount, readers: Readers, way: str, code: int, *, exists: bool, step: int
 ) -> None:
     """Answer a save's changes with an error, one after the other."""
     probe = mount.path / "probe"
@@ -203,25 +204,27 @@ def check_errors_of_saves(
     assert between <= (6 if sticky else 0)
 
 
-def test_an_error_harms_no_save_of_two_ranks(
-    mount: FuseMount, readers: Readers, rank_sets: Callable[[int], StandingRanks]
-) -> None:
-    check_errors_of_saves(rank_sets(2), mount, readers, "persistent", errno.EIO, exists=True, step=11)
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE)
+# Ranks, way, error, whether a checkpoint is replaced, every how many changes.
+ERRORS_OF_SAVES = [
+    pytest.param(2, "persistent", errno.EIO, True, 11),
+    pytest.param(2, "in_line", errno.ENOSPC, True, 2, marks=pytest.mark.long),
+    pytest.param(2, "fork", errno.ESTALE, False, 3, marks=pytest.mark.long),
+    pytest.param(4, "persistent", errno.EIO, True, 3, marks=pytest.mark.long),
+    pytest.param(4, "in_line", errno.EDQUOT, False, 4, marks=pytest.mark.long),
+    pytest.param(4, "DCP", errno.EIO, True, 4, marks=pytest.mark.long),
+    *(
+        pytest.param(*case, 1, marks=pytest.mark.slow)
+        for case in itertools.product((1, 2, 4), ("in_line", "persistent", "fork", "DCP"), ERRORS, (True, False))
+    ),
+]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "way", "code", "exists", "step"),
-    [
-        (2, "in_line", errno.ENOSPC, True, 2),
-        (2, "fork", errno.ESTALE, False, 3),
-        (4, "persistent", errno.EIO, True, 3),
-        (4, "in_line", errno.EDQUOT, False, 4),
-        (4, "DCP", errno.EIO, True, 4),
-    ],
-    ids=lambda given: errno.errorcode.get(given, given) if type(given) is int and given > 4 else str(given),
+    ERRORS_OF_SAVES,
 )
-def test_errors_harm_no_save_of_many_ranks(
+def test_no_error_at_any_moment_harms_a_save(
     world: int,
     way: str,
     code: int,
@@ -232,23 +235,6 @@ def test_errors_harm_no_save_of_many_ranks(
     rank_sets: Callable[[int], StandingRanks],
 ) -> None:
     check_errors_of_saves(rank_sets(world), mount, readers, way, code, exists=exists, step=step)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("exists", [True, False], ids=["replacing", "new"])
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE], ids=errno.errorcode.get)
-@pytest.mark.parametrize("way", ["in_line", "persistent", "fork", "DCP"])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_no_error_at_any_moment_harms_a_save(
-    world: int,
-    way: str,
-    code: int,
-    exists: bool,
-    mount: FuseMount,
-    readers: Readers,
-    rank_sets: Callable[[int], StandingRanks],
-) -> None:
-    check_errors_of_saves(rank_sets(world), mount, readers, way, code, exists=exists)
 
 
 ODDITIES = {
@@ -308,28 +294,20 @@ def check_moments_of_save(
     assert exists or not between, f"a new checkpoint has no common state that is pending: {between}"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("world", "way", "exists"),
-    [(1, "in_line", True), (2, "in_line", False), (2, "persistent", True), (2, "DCP", True)],
-)
-def test_neither_kill_nor_loss_of_power_harms_a_save_of_many_ranks(
-    world: int,
-    way: str,
-    exists: bool,
-    mount: FuseMount,
-    readers: Readers,
-    rank_sets: Callable[[int], StandingRanks],
-    tmp_path: Path,
-) -> None:
-    check_moments_of_save(rank_sets(world), mount, readers, way, tmp_path / "moments", exists=exists)
+MOMENTS_OF_SAVES = [
+    *(
+        pytest.param(*case, marks=pytest.mark.long)
+        for case in ((1, "in_line", True), (2, "in_line", False), (2, "persistent", True), (2, "DCP", True))
+    ),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in itertools.product((1, 2, 4), ("in_line", "persistent", "fork", "DCP"), (True, False))
+    ),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("exists", [True, False], ids=["replacing", "new"])
-@pytest.mark.parametrize("way", ["in_line", "persistent", "fork", "DCP"])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_neither_kill_nor_loss_of_power_harms_any_save(
+@pytest.mark.parametrize(("world", "way", "exists"), MOMENTS_OF_SAVES)
+def test_neither_kill_nor_loss_of_power_harms_a_save(
     world: int,
     way: str,
     exists: bool,
@@ -456,7 +434,7 @@ def use(ranks: StandingRanks, name: str, source: Path, target: Path) -> RankOutc
 
 
 def check_errors_of_tool(
-    name: str, ranks: StandingRanks, mount: FuseMount, readers: Readers, code: int, *, step: int = 1
+    name: str, ranks: StandingRanks, mount: FuseMount, readers: Readers, code: int, *, step: int
 ) -> None:
     """Answer a tool's changes with an error, one after the other."""
     tool, source = TOOLS[name], mount.path / "source"
@@ -496,29 +474,19 @@ def check_errors_of_tool(
     assert refused > len(changes) / step / 4
 
 
-@pytest.mark.parametrize(("name", "step"), [("reshard", 13), ("repair", 5)])
-def test_an_error_harms_no_tool(
-    name: str, step: int, mount: FuseMount, readers: Readers, rank_sets: Callable[[int], StandingRanks]
-) -> None:
-    check_errors_of_tool(name, rank_sets(2), mount, readers, errno.EIO, step=step)
+ERRORS_OF_TOOLS = [
+    pytest.param("reshard", errno.EIO, 13),
+    pytest.param("repair", errno.EIO, 5),
+    *(pytest.param(*case, 4, marks=pytest.mark.long) for case in itertools.product(TOOLS, ERRORS[:2])),
+    *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in itertools.product(TOOLS, ERRORS)),
+]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
-@pytest.mark.parametrize("name", TOOLS)
-def test_errors_harm_no_tool(
-    name: str, code: int, mount: FuseMount, readers: Readers, rank_sets: Callable[[int], StandingRanks]
-) -> None:
-    check_errors_of_tool(name, rank_sets(2), mount, readers, code, step=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE], ids=errno.errorcode.get)
-@pytest.mark.parametrize("name", TOOLS)
+@pytest.mark.parametrize(("name", "code", "step"), ERRORS_OF_TOOLS)
 def test_no_error_at_any_moment_harms_a_tool(
-    name: str, code: int, mount: FuseMount, readers: Readers, rank_sets: Callable[[int], StandingRanks]
+    name: str, code: int, step: int, mount: FuseMount, readers: Readers, rank_sets: Callable[[int], StandingRanks]
 ) -> None:
-    check_errors_of_tool(name, rank_sets(2), mount, readers, code)
+    check_errors_of_tool(name, rank_sets(2), mount, readers, code, step=step)
 
 
 @pytest.mark.long

@@ -206,15 +206,13 @@ def check_moments(case: Case, mount: FuseMount, scratch: Path) -> None:
     check_never_gone_again(found, case.new)
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_neither_kill_nor_loss_of_power_harms(name: str, mount: FuseMount, tmp_path: Path) -> None:
-    check_moments(QUICK[name], mount, tmp_path / "moments")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", MORE)
-def test_neither_kill_nor_loss_of_power_harms_other_writers(name: str, mount: FuseMount, tmp_path: Path) -> None:
-    check_moments(MORE[name], mount, tmp_path / "moments")
+@pytest.mark.parametrize(
+    "case",
+    [*QUICK.values(), *(pytest.param(case, marks=pytest.mark.long) for case in MORE.values())],
+    ids=[*QUICK, *MORE],
+)
+def test_neither_kill_nor_loss_of_power_harms(case: Case, mount: FuseMount, tmp_path: Path) -> None:
+    check_moments(case, mount, tmp_path / "moments")
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -251,15 +249,19 @@ def check_errors(save: Callable[[float, Path], None], mount: FuseMount, code: in
     assert refused > total / step / 4
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
-def test_an_error_of_the_file_system_harms_nothing(code: int, mount: FuseMount) -> None:
-    check_errors(save_sync, mount, code, 3, sticky=code == errno.ENOSPC)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("save", "code"), [(save_persistent, errno.EIO), (save_dcp, errno.EDQUOT)])
-def test_no_error_at_any_moment_harms(save: Callable[[float, Path], None], code: int, mount: FuseMount) -> None:
-    check_errors(save, mount, code, 1, sticky=code == errno.EDQUOT)
+@pytest.mark.parametrize(
+    ("save", "code", "step"),
+    [
+        (save_sync, errno.ENOSPC, 3),
+        (save_sync, errno.EIO, 3),
+        pytest.param(save_persistent, errno.EIO, 1, marks=pytest.mark.long),
+        pytest.param(save_dcp, errno.EDQUOT, 1, marks=pytest.mark.long),
+    ],
+)
+def test_no_error_at_any_moment_harms(
+    save: Callable[[float, Path], None], code: int, step: int, mount: FuseMount
+) -> None:
+    check_errors(save, mount, code, step, sticky=code in (errno.ENOSPC, errno.EDQUOT))
 
 
 # --- oddities ---------------------------------------------------------------------------------------------------------
