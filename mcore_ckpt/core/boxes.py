@@ -81,14 +81,6 @@ class Runs:
         """Bytes of all runs together."""
         return math.prod(self.counts) * self.run_bytes
 
-    @property
-    def stop_byte(self) -> int:
-        """One past the last byte of the last run; `first_byte` if the box is empty."""
-        if not self.run_bytes:
-            return self.first_byte
-        last = sum((count - 1) * stride for count, stride in zip(self.counts, self.strides, strict=True))
-        return self.first_byte + last + self.run_bytes
-
     def __iter__(self) -> Iterator[tuple[int, int]]:
         if not self.run_bytes:
             return

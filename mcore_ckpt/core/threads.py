@@ -15,14 +15,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
-from mcore_ckpt.core.signals import interrupts_wait
-
-if TYPE_CHECKING:
-    from concurrent.futures import Executor, Future
-
-__all__ = ["Crew", "Task", "done_by", "in_parallel", "interpreter_ends", "start_thread"]
+__all__ = ["Crew", "Task", "in_parallel", "interpreter_ends", "start_thread"]
 
 T = TypeVar("T")
 
@@ -254,29 +249,6 @@ def start_thread(thread: threading.Thread) -> bool:
             raise
         return False
     return True
-
-
-def done_by(pool: Executor, work: Callable[..., T], *arguments: Any) -> Future[T]:
-    """What `pool.submit(work, *arguments)` returns; at the end of the interpreter, where pools take no work any more,
-    that of work which has been done here. A pool that was made before may come to know of the end only now.
-
-    A signal waits until it is done: a pool that is interrupted while it starts a thread does not know of that thread,
-    and nobody would wait for it.
-    """
-    try:
-        with interrupts_wait():
-            return pool.submit(work, *arguments)
-    except RuntimeError as error:
-        if not _is_of_the_end(error):
-            raise
-    from concurrent.futures import Future  # whose import takes longer than that of all of this module
-
-    done: Future[T] = Future()
-    try:
-        done.set_result(work(*arguments))
-    except BaseException as error:  # noqa: BLE001  (of the work, for the caller that asks for the result)
-        done.set_exception(error)
-    return done
 
 
 def _is_of_the_end(error: RuntimeError) -> bool:
