@@ -11,12 +11,13 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.commands._shell import Outcome, numbers, one_line
+from mcore_ckpt.commands._shell import Outcome, document_of, numbers, one_line
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
 
 if TYPE_CHECKING:
     from mcore_ckpt.tools.checkpoint import Checkpoint, LazyTensor
+    from mcore_ckpt.tools.tensor_stats import Stats
 
 __all__ = ["add_arguments", "run"]
 
@@ -116,9 +117,8 @@ def _tensor(checkpoint: Checkpoint, tensor: LazyTensor, arguments: argparse.Name
     return Outcome(document, "\n".join(lines))
 
 
-def _stats(stats: Any) -> dict[str, Any]:
-    names = ("elements", "minimum", "maximum", "mean", "std", "norm", "zeros", "nans", "infinities")
-    found = {name: getattr(stats, name) for name in names}
+def _stats(stats: Stats) -> dict[str, Any]:
+    found = document_of(stats)
     return {name: float(f"{value:.9g}") if isinstance(value, float) else value for name, value in found.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, one_line, table
+from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, document_of, one_line, table
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
 
@@ -73,18 +73,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     lines += ["", f"{verdict}: {same} of {len(report.tensors)} common tensors are the same"]
     lines[-1] += f", {report.objects_same} of {total_objects} common objects; {len(report.only_in_a)} keys only in A"
     lines[-1] += f", {len(report.only_in_b)} only in B{compared}"
-    document = {
-        "a": report.a,
-        "b": report.b,
-        "identical": report.identical,
-        "only_in_a": report.only_in_a,
-        "only_in_b": report.only_in_b,
-        "tensors": [_document(tensor) for tensor in report.tensors],
-        "objects_differ": report.objects_differ,
-        "objects_same": report.objects_same,
-        "common_differs": report.common_differs,
-        "not_compared": report.not_compared,
-    }
+    document = document_of(report, identical=report.identical, tensors=[_document(tensor) for tensor in report.tensors])
     return Outcome(document, "\n".join(lines).strip("\n"), DONE if report.identical else DIFFERS)
 
 

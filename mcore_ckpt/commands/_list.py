@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from mcore_ckpt.commands._shell import DIFFERS, DONE, FAILED, Outcome, human_age, one_line, table
+from mcore_ckpt.commands._shell import DIFFERS, DONE, FAILED, Outcome, document_of, human_age, one_line, table
 from mcore_ckpt.core.console import human_bytes
 
 __all__ = ["add_arguments", "run"]
@@ -41,33 +41,14 @@ def run(arguments: argparse.Namespace) -> Outcome:
             )
         )
         notes += [one_line(f"{found.name}: {reason}") for reason in (*found.problems[:1], found.newer) if reason]
-        documents.append(
-            {
-                "name": found.name,
-                "iteration": found.iteration,
-                "whole": found.whole,
-                "problems": found.problems,
-                "newer": found.newer,
-                "size_bytes": found.size_bytes,
-                "saved_at_s": found.saved_at_s,
-                "layout": listed.layout,
-                "tracked": found.tracked,
-                "claimed": found.claimed,
-                "abandoned": found.abandoned,
-            }
-        )
+        documents.append(document_of(found, name=found.name, whole=found.whole, layout=listed.layout))
     whole = sum(listed.checkpoint.whole for listed in report.checkpoints)
     total_bytes = sum(listed.checkpoint.size_bytes for listed in report.checkpoints)
     lines = [table(("checkpoint", "state", "size", "age", "layout", ""), rows, right=(2, 3)), *notes]
     if report.tracker_problem:
         lines.append(f"tracker: {report.tracker_problem}")
     lines.append(f"{report.path}: {len(rows)} checkpoints, {whole} complete, {human_bytes(total_bytes)}")
-    document = {
-        "path": report.path,
-        "tracked": report.tracked,
-        "tracker_problem": report.tracker_problem,
-        "checkpoints": documents,
-    }
+    document = document_of(report, checkpoints=documents)
     newer = [listed.checkpoint for listed in report.checkpoints if listed.checkpoint.newer]
     damaged = any(listed.checkpoint.problems and not listed.checkpoint.claimed for listed in report.checkpoints)
     if damaged or (report.tracker_problem and not any(found.tracked for found in newer)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "DONE",
     "FAILED",
     "Outcome",
+    "document_of",
     "few",
     "human_age",
     "numbers",
@@ -35,6 +36,11 @@ class Outcome:
     document: Any
     text: str
     code: int = DONE
+
+
+def document_of(report: Any, **more: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name, and others, or others in their place."""
+    return {**{field.name: getattr(report, field.name) for field in fields(report)}, **more}
 
 
 def human_age(seconds: float) -> str:

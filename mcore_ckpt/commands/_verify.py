@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, one_line
+from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, document_of, one_line
 from mcore_ckpt.core.console import human_bytes
 
 __all__ = ["add_arguments", "run"]
@@ -79,17 +79,5 @@ def run(arguments: argparse.Namespace) -> Outcome:
             + ("" if report.compared else ": it stores none in float32 by their names")
         )
         lines += [_OTHER_OPTIMIZER] if any(problem.kind == "optimizer" for problem in report.problems) else []
-    document = {
-        "path": report.path,
-        "whole": report.whole,
-        "problems": report.problems,
-        "repaired": report.repaired,
-        "accepted": accepted,
-        "items": report.items,
-        "records": report.records,
-        "unchecked": report.unchecked,
-        "compared": report.compared,
-        "read_bytes": report.read_bytes,
-        "seconds": report.seconds,
-    }
+    document = document_of(report, whole=report.whole, accepted=accepted)
     return Outcome(document, "\n".join(lines), DONE if report.whole else DIFFERS)

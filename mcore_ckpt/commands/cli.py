@@ -15,10 +15,11 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from importlib import import_module
 from typing import Any, TextIO
 
-from mcore_ckpt.commands._shell import FAILED, Outcome
+from mcore_ckpt.commands._shell import FAILED, Outcome, document_of
 from mcore_ckpt.core.errors import CheckpointError
 
 __all__ = ["main"]
@@ -134,10 +135,8 @@ def _without_nan(value: Any) -> Any:
 
 
 def _jsonable(value: Any) -> Any:
-    from dataclasses import fields, is_dataclass
-
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
+        return document_of(value)
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     return str(value)
