@@ -38,12 +38,7 @@ def deflated(parts: Iterable[bytes]) -> tuple[bytes, int]:
 
 
 class Columns:
-    """Reads columns front to back.
-
-    Args:
-        data: holds them.
-        what: where they lie, for messages.
-    """
+    """Reads columns front to back; `what`: where they lie, for messages."""
 
     def __init__(self, data: bytes | memoryview, what: str) -> None:
         self._data = memoryview(data)

@@ -31,6 +31,7 @@ from mcore_ckpt.format._pickle_machine import (
     checked_size,
     inert_maker,
 )
+from mcore_ckpt.format.tensor_pickle import STORAGE_KINDS, stored_storage
 
 __all__ = ["ALLOWED_OBJECT_CLASSES", "ObjectRules", "StorageBytes", "Unavailable"]
 
@@ -72,9 +73,7 @@ ALLOWED_OBJECT_CLASSES: dict[str, str] = {
 class Unavailable:
     """Stands in for an instance of an allowed class whose package is not installed, or was not to be imported.
 
-    Attributes:
-        arguments: what the instance was made with (for an enum member: its value).
-        state: its pickled state, None where there is none.
+    `arguments` is what it was made with (for an enum member: its value), `state` its pickled state or None.
     """
 
     class_name = ""
@@ -149,24 +148,17 @@ class ObjectRules:
 
     def referred(self, reference: Any) -> Any:
         """A storage, as torch refers to it."""
-        if type(reference) is not tuple or len(reference) not in (5, 6) or reference[0] != "storage":
-            raise WrongArgumentsError("a reference to something else than a storage")
-        if len(reference) == 6 and reference[5] is not None:
-            raise WrongArgumentsError("a storage that is a view of another")
-        _, kind, key, _location, count = reference[:5]
-        if type(kind) is not _StorageKind or type(key) is not str or type(count) is not int or count < 0:
-            raise WrongArgumentsError("a reference to no storage")
-        nbytes = count * kind.dtype.itemsize
+        import torch
+
+        key, dtype, nbytes = stored_storage(reference)
         known = self._storages.get(key)
         if known is None:
-            import torch
-
             content = self._storage_bytes(key, nbytes)
             flat = torch.frombuffer(content, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
             known = self._storages[key] = flat.untyped_storage()
         if known.nbytes() != nbytes:
             raise WrongArgumentsError(f"storage {key!r:.40} as {nbytes} bytes, and as {known.nbytes()}")
-        return _Storage(kind.dtype, known)
+        return _Storage(getattr(torch, dtype or "uint8"), known)
 
     def _allowed_class(self, full_name: str) -> tuple[Any, Maker | None]:
         target = ALLOWED_OBJECT_CLASSES[full_name]
@@ -455,13 +447,6 @@ def _scalar(budget: Budget, dtype: Any, content: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------------- torch
 
 
-class _StorageKind:
-    """What a storage's class says: the dtype of its elements."""
-
-    def __init__(self, dtype: Any) -> None:
-        self.dtype = dtype
-
-
 class _Storage:
     """A storage, and the dtype that the pickle gives it."""
 
@@ -491,10 +476,7 @@ def _make_torch_table() -> dict[str, tuple[Any, Maker | None]]:
         for name, value in vars(torch).items()
         if isinstance(value, (torch.dtype, torch.layout))
     }
-    for dtype, storage in torch.storage._dtype_to_storage_type_map().items():  # noqa: SLF001
-        table[f"torch.{storage}"] = (_StorageKind(dtype), None)
-    for module in ("torch.storage", "torch"):
-        table[f"{module}.UntypedStorage"] = (_StorageKind(torch.uint8), None)
+    table |= STORAGE_KINDS
     layouts = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
     def layout(_: Budget, name: Any) -> Any:

@@ -33,13 +33,7 @@ _NOTED: Final = "nd_reformulated_orig_global_shape"
 
 
 class TensorSection(NamedTuple):
-    """The columns of the tensors.
-
-    Attributes:
-        packed: deflated.
-        unpacked_bytes: its length before that.
-        files: those that hold chunks, as the columns number them.
-    """
+    """The columns of the tensors: deflated, their length before that, and the files, as the columns number them."""
 
     packed: bytes
     unpacked_bytes: int
@@ -119,15 +113,7 @@ class ObjectSection(NamedTuple):
         planner_data: Any,
         details: Mapping[str, Any],
     ) -> ObjectSection | None:
-        """Put the columns of one save together; None if they cannot say all of it.
-
-        Args:
-            objects: by key.
-            files: number of each file in the manifest.
-            tensor_keys: of the tensors, in their order.
-            planner_data: as in `CheckpointIndex`.
-            details: `storage_meta`, `version`, `has_local_plans`.
-        """
+        """Put the columns of one save together; None if they cannot say all of it. `files`: numbers in the manifest."""
         items = [entry.item for entry in objects.values()]
         keys = [text_bytes(key) for key in objects]
         paths = _path_lengths([*tensor_keys, *objects] if planner_data is not None else (), planner_data)
@@ -148,9 +134,8 @@ class ObjectSection(NamedTuple):
 
 
 def _path_lengths(keys: Sequence[str], planner_data: Any) -> array[int] | None:
-    """DCP's way from each key into the state dict: a key is the parts of its path, joined by dots.
-
-    For each key the number of its parts, and for each part twice its length, and one more if it is a number.
+    """For each key the number of parts of its path, and for each part twice its length, and one more if it
+    is an int.
     """
     lengths = array("I")
     if planner_data is None:
@@ -185,17 +170,9 @@ def read_columns(
     dtypes: Collection[str],
     where: str,
 ) -> IndexColumns:
-    """Read the columns of a manifest.
+    """Read the two sections of a manifest with these files and CRC-32s; `dtypes`: the names that there are.
 
-    Args:
-        sections: the two, each as it lies there, and its length when inflated.
-        files: of the manifest.
-        crcs: of the items.
-        dtypes: names that there are.
-        where: the file, for messages.
-
-    Raises:
-        CorruptCheckpointError: they cannot be right.
+    Raises `CorruptCheckpointError` if they cannot be right.
     """
     of_tensors, of_objects = (Columns.inflated(*section, where) for section in sections)
     tensors, mcore_data = _read_tensors(of_tensors, files, crcs, {name: name for name in dtypes})

@@ -65,10 +65,7 @@ _CHEAP_TEXT = 256
 
 
 class Budget:
-    """What building may take beyond the bytes that are there already: a multiple of them, in bytes or values.
-
-    And what hashing keys may take: whatever puts keys of the pickle into a dict or set asks `check_keys` before.
-    """
+    """What building may take beyond the bytes that are there already: a multiple of them, in bytes or values."""
 
     __slots__ = ("_by_hash", "_heavy", "_kept", "_left", "_of", "_where")
 
@@ -90,10 +87,7 @@ class Budget:
             )
 
     def weighed(self, members: Any) -> Any:
-        """A tuple or frozenset, its weight noted if that is not its length: at most one more than a key may have.
-
-        Without that bound the weight of a pair of the same pair, and so on, would be an int of ever more digits.
-        """
+        """A tuple or frozenset, its weight noted if that is not its length: at most one more than a key may have."""
         weight = length = len(members)
         heavy = self._heavy
         for member in members:
@@ -108,11 +102,7 @@ class Budget:
         return members
 
     def check_keys(self, keys: Iterable[Any]) -> None:
-        """Refuse keys that take long to hash, before they are, and many different ones of one hash.
-
-        Hashes of texts and bytes differ from process to process; of ints of 64 bits a dozen share one; all others are
-        counted.
-        """
+        """Refuse keys that take long to hash, before they are, and many different ones of one hash."""
         for key in keys:
             kind: Any = type(key)
             if kind is str or kind is bytes:
@@ -141,10 +131,9 @@ class Maker(NamedTuple):
     """What a pickle may do with something that it names.
 
     Attributes:
-        make: called with the budget and the pickled arguments, for REDUCE and NEWOBJ; raises if they are not those of a
-            value that was saved.
-        build: called with the object and its pickled state, for BUILD; returns the object that takes its place (most
-            often the same). Only objects that `make` has returned in this run, and has not shared, are built, once.
+        make: called with the budget and the pickled arguments, for REDUCE and NEWOBJ; checks the arguments.
+        build: called with the object and its pickled state, once, for BUILD; returns the object that takes its place.
+            Only an object that `make` has returned in this run, and has not shared, is built.
         takes_members: instances have `append` and `__setitem__`, and are inert.
         new: called instead for NEWOBJ, if that is something else.
     """
@@ -479,10 +468,8 @@ class _Run:
         return maker is not None and maker.takes_members
 
     def _check_depth(self, value: Any) -> None:
-        """Measure how deep containers and attributes are inside one another on the longest way through them.
-
-        What refers back to itself counts with all that lies on its circles (the components of Tarjan's algorithm), as
-        a walk that goes round may pass all of it before it comes back.
+        """Measure how deep containers lie inside one another on the longest way (Tarjan: a circle counts as a
+        whole).
         """
         heights: dict[int, int] = {}  # by identity; while an object is open: minus its number
         opened: list[int] = []

@@ -47,9 +47,7 @@ def _lengths(stop: int, suffix: bytes = b"") -> bytes:
 def _stretch(puts: bool, high_byte: int, higher_byte: int) -> re.Pattern[bytes]:
     """As many usual opcodes as possible, none with a byte 0x94 in its argument.
 
-    Args:
-        puts: some memoized objects have explicit numbers (BINPUT), as in protocol 2.
-        high_byte: the most that the third byte of such a number may be; `higher_byte`, its fourth.
+    `puts`: some numbers in the memo are explicit; their third and fourth bytes are at most `high_byte`, `higher_byte`.
     """
     put = b"|q[^\x94]|r[^\x94]{2}(?!\x94)[\\x00-\\x%02x](?!\x94)[\\x00-\\x%02x]" % (high_byte, higher_byte)
     part = {
@@ -184,9 +182,8 @@ class _Look:
         return start
 
     def _tuple(self, at: int) -> int:
-        """Where a tuple with references, and the call that it is the argument of, ends; 0 if it is not a usual one.
-
-        `at` is where the mark or the opcode stands.
+        """Where a tuple with references at `at`, and the call that it is the argument of, ends; 0 if it is not
+        usual.
         """
         data = self._data
         opcode = data[at]

@@ -41,7 +41,6 @@ __all__ = [
     "ITEM_ALIGNMENT",
     "LARGE_TENSOR_BYTES",
     "PAGE_BYTES",
-    "PICKLE_AT",
     "ArchiveLayout",
     "PayloadFrame",
     "TensorTemplate",
@@ -201,8 +200,7 @@ _BARE_HEADER_BYTES = len(_PADDED_PAYLOAD_HEADERS[0])
 
 _SMALL_PICKLE_HEADER = struct.Struct("<14s3I20s")
 _PICKLE_HEADER_PARTS = _SMALL_PICKLE_HEADER.unpack(_local_header(_PICKLE_NAME, _VERSION_20, _UTF8, 0, 0))
-PICKLE_AT: Final = _SMALL_PICKLE_HEADER.size
-"""Where the pickle starts in every head."""
+_PICKLE_AT = _SMALL_PICKLE_HEADER.size
 
 
 _SMALL_TAIL = struct.Struct("<8s2I116s3I54s2I14sI56sI57sI33sI2s")
@@ -240,7 +238,7 @@ def tensor_template(dtype: str, shape: tuple[int, ...]) -> TensorTemplate:
         raise ValueError(f"shape {list(shape)} of a {dtype} tensor: expected sizes >= 0 and less than 2**63 bytes")
     pickle = tensor_pickle(dtype, shape, element_count)
     pickle_bytes, pickle_crc = len(pickle), zlib.crc32(pickle)
-    payload_at = PICKLE_AT + pickle_bytes
+    payload_at = _PICKLE_AT + pickle_bytes
     zip64 = payload_bytes >= _ZIP64_FROM_BYTES
 
     if zip64:

@@ -26,13 +26,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mcore_ckpt.format.crc import crc32
-from mcore_ckpt.format.item_layout import PICKLE_AT, tensor_template
+from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.format.tensor_pickle import (
     MAX_PICKLE_BYTES,
     MalformedPickleError,
     NotPlainTensorError,
     PickledTensor,
-    own_dtype_and_shape,
     read_tensor_pickle,
 )
 from mcore_ckpt.format.zip_records import (
@@ -57,6 +56,9 @@ __all__ = [
     "locate_tensor_in",
     "verify_records",
 ]
+
+
+DtypeAndShape = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +87,16 @@ class LocatedTensor:
     record_crc32: int | None
 
 
-def locate_tensor(read: Callable[[int, int], bytes], item_bytes: int, where: str) -> LocatedTensor:
+def locate_tensor(
+    read: Callable[[int, int], bytes], item_bytes: int, where: str, expected: DtypeAndShape | None = None
+) -> LocatedTensor:
     """Find the payload of a tensor item, reading about a kilobyte at either end.
 
     Args:
         read: `read(offset, length)` returns exactly these bytes, offsets relative to the item.
         item_bytes: size of the item.
         where: key and file, for messages.
+        expected: what the index says of the tensor; an own item of it is recognized at once.
 
     Raises:
         CorruptCheckpointError: the bytes cannot be such an item.
@@ -101,14 +106,14 @@ def locate_tensor(read: Callable[[int, int], bytes], item_bytes: int, where: str
     """
     item = ItemBytes(read, item_bytes, where)
     ends = item.head, item.tail, item_bytes
-    return _locate_own(*ends) or _locate_stock(*ends) or _locate_any(item)
+    return _locate_own(*ends, expected) or _locate_stock(*ends) or _locate_any(item)
 
 
-def locate_tensor_in(buffer: memoryview, where: str) -> LocatedTensor:
+def locate_tensor_in(buffer: memoryview, where: str, expected: DtypeAndShape | None = None) -> LocatedTensor:
     """`locate_tensor` for an item that is in memory: `buffer` is the item and nothing else."""
     item_bytes = len(buffer)
     ends = bytes(buffer[:_EDGE_BYTES]), bytes(buffer[-_EDGE_BYTES:]), item_bytes
-    found = _locate_own(*ends) or _locate_stock(*ends)
+    found = _locate_own(*ends, expected) or _locate_stock(*ends)
     if found is not None:
         return found
     return _locate_any(ItemBytes(lambda offset, length: bytes(buffer[offset : offset + length]), item_bytes, where))
@@ -141,50 +146,35 @@ def verify_records(read: Callable[[int, int], bytes], item_bytes: int, where: st
 
 _EDGE_BYTES = 1024  # head and tail of our own items are shorter, unless the tensor has dozens of axes
 _OWN_START = tensor_template("uint8", ()).head[:14]  # up to the pickle's CRC-32
-_PICKLE_BYTES_AT = 18
 
 
-def _locate_own(head: bytes, tail: bytes, item_bytes: int) -> LocatedTensor | None:
-    """Recognize an item that `tensor_template` made: every byte but payload and CRC-32 is as it would make it again.
-
-    `head` and `tail` are the ends of the item. None if it is not, or not evidently, one of ours.
-    """
-    if not head.startswith(_OWN_START):
+def _locate_own(head: bytes, tail: bytes, item_bytes: int, expected: DtypeAndShape | None) -> LocatedTensor | None:
+    """Compare the ends of an item with the template of the expected tensor; None if it is not made by it."""
+    if expected is None or not head.startswith(_OWN_START):
         return None
-    pickle_bytes = int.from_bytes(head[_PICKLE_BYTES_AT : _PICKLE_BYTES_AT + 4], "little")
-    own = own_dtype_and_shape(head[PICKLE_AT : PICKLE_AT + pickle_bytes])
-    if own is None:
-        return None
-    dtype, shape = own
     try:
-        template = tensor_template(dtype, shape)
+        template = tensor_template(*expected)
     except ValueError:
         return None
     if template.item_bytes != item_bytes or not head.startswith(template.head):
         return None
     # Templates differ, so that an image (`_Masked`) of each would cost 2 us more than to put the CRC-32 in and compare.
-    expected = template.tail
+    own = template.tail
     first, second = template.crc_positions
-    tail = tail[-len(expected) :]
+    tail = tail[-len(own) :]
     crc = tail[first : first + 4]
-    if tail != b"".join((expected[:first], crc, expected[first + 4 : second], crc, expected[second + 4 :])):
+    if tail != b"".join((own[:first], crc, own[first + 4 : second], crc, own[second + 4 :])):
         return None
     value = int.from_bytes(crc, "little")
     offset, nbytes = len(template.head), template.payload_bytes
-    return LocatedTensor(dtype, shape, offset, nbytes, value, offset, nbytes, value)
+    return LocatedTensor(*expected, offset, nbytes, value, offset, nbytes, value)
 
 
 # --------------------------------------------------------------------------------------- bytes that fit a known image
 
 
 class _Masked(NamedTuple):
-    """An image of `length` bytes but for bits that may differ, as a little-endian int: compared in one step.
-
-    Attributes:
-        length: bytes of the image.
-        mask: ones where all agree.
-        constant: what is there.
-    """
+    """An image of `length` bytes but for bits that may differ (zeros of `mask`), compared in one step as an int."""
 
     length: int
     mask: int
@@ -274,9 +264,8 @@ _PAYLOAD_HEADER = _local_header_start(_PAYLOAD_NAME)
 
 
 def _locate_stock(head: bytes, tail: bytes, item_bytes: int) -> LocatedTensor | None:
-    """Recognize what torch writes for a plain tensor that is not empty; None if it is not, or not evidently, that.
-
-    `head` and `tail` are the ends of the item, about a kilobyte of each.
+    """Recognize what torch writes for a plain tensor that is not empty, by the ends of the item; None if it is not
+    that.
     """
     if not head.startswith(_STOCK_START):
         return None

@@ -487,10 +487,8 @@ class _IndexBuilder:
         return {**plain, "modules": plain["modules"] or []}  # came with torch 2.7
 
     def _plain(self, value: Any, what: str) -> Any:
-        """`value` with stand-ins turned into plain values; containers, numbers, strings and paths only.
-
-        Each container is converted once, whatever refers to it, so that a pickle of nested shared references (the
-        "billion laughs") costs no more than its own size.
+        """`value` with stand-ins turned into plain values; each container once, so that shared references cost
+        no more.
         """
         done: dict[int, Any] = {}
 

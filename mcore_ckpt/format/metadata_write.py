@@ -262,10 +262,7 @@ class MetadataEncoder:
         return b"".join(parts)
 
     def _emit_tensors(self, memo: _Memo, tensors: Iterable[TensorEntry]) -> tuple[bytes, bytes]:
-        """Entries of `state_dict_metadata`, and those of `storage_data`, which memoize nothing.
-
-        There may be a million chunks: what repeats is put together once.
-        """
+        """Entries of `state_dict_metadata`, and those of `storage_data`, which memoize nothing."""
         get = self._attributes
         entries: list[bytes] = []
         places: list[bytes] = []

@@ -105,10 +105,7 @@ _DTYPE = re.compile(r"[a-z]*(complex|float|int|bits)\d\w*", re.ASCII)
 
 
 def _is_newer(module: str, name: str, known: Iterable[tuple[str, str]]) -> bool:
-    """Whether a name that is not known is one that a later torch or Megatron-Core may write.
-
-    One that differs from a known name in one character is a damaged one.
-    """
+    """Whether a later torch or Megatron-Core may write that name; one character off a known name is damage."""
     if not (_DTYPE.fullmatch(name) if module == "torch" else _HOMES.fullmatch(module) and _CLASS.fullmatch(name)):
         return False
     return not any(_differ_in_one(f"{module}.{name}", ".".join(other)) for other in known)

@@ -28,16 +28,15 @@ from mcore_ckpt.format.dtypes import DTYPE_OF_STORAGE, DTYPES, DtypeEntry
 
 __all__ = [
     "MAX_PICKLE_BYTES",
+    "STORAGE_KINDS",
     "TENSOR_NAMES",
     "FileTensor",
     "MalformedPickleError",
     "NotPlainTensorError",
     "PickledTensor",
-    "StorageKind",
-    "StoredStorage",
+    "StorageReference",
     "contiguous_strides",
     "numbers_at",
-    "own_dtype_and_shape",
     "read_tensor_pickle",
     "stored_storage",
     "tensor_pickle",
@@ -155,27 +154,6 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 MAX_PICKLE_BYTES = 16 * 1024
 """More than the pickle of a tensor with 64 axes takes."""
-
-# From the start of the pickle to the count: own pickles of legacy dtypes are recognized by it at once.
-_OWN_START = {program.before_count: dtype for dtype, program in _PROGRAMS.items() if DTYPES[dtype].storage_class}
-
-
-def own_dtype_and_shape(pickle: bytes) -> tuple[str, tuple[int, ...]] | None:
-    """Dtype and shape that `tensor_pickle` may have made these bytes from; None if it surely did not.
-
-    Only looks where they would stand: the caller has to make the pickle of them again and compare.
-    """
-    after_start = pickle.find(b"X\x03\x00\x00\x00cpu") + 8
-    dtype = _OWN_START.get(pickle[:after_start])
-    if dtype is None:
-        dtype_at = pickle.rfind(b"ctorch\n") + 7
-        dtype = pickle[dtype_at : pickle.find(b"\n", dtype_at)].decode("latin-1")
-        if dtype not in DTYPES:
-            return None
-    position = pickle.find(_AFTER_COUNT, after_start) + len(_AFTER_COUNT)
-    if pickle[position : position + 1] == _MARK:  # before a tuple of more than three
-        position += 1
-    return dtype, numbers_at(pickle, position)
 
 
 def numbers_at(pickle: bytes, position: int) -> tuple[int, ...]:
@@ -344,7 +322,7 @@ class StorageKind(NamedTuple):
     dtype: str | None
 
 
-class StoredStorage(NamedTuple):
+class StorageReference(NamedTuple):
     """A storage that a pickle refers to."""
 
     record: str
@@ -356,7 +334,7 @@ class _DtypeName(str):
     __slots__ = ()
 
 
-def stored_storage(reference: Any) -> StoredStorage:
+def stored_storage(reference: Any) -> StorageReference:
     """A storage, as torch refers to it; raises `WrongArgumentsError` for anything else."""
     if type(reference) is not tuple or len(reference) not in (5, 6) or reference[0] != "storage":
         raise WrongArgumentsError("a reference to something else than a storage")
@@ -366,12 +344,12 @@ def stored_storage(reference: Any) -> StoredStorage:
     if type(kind) is not StorageKind or type(record) is not str or type(count) is not int or not 0 <= count <= MAX_SIZE:
         raise WrongArgumentsError("a reference to no storage")
     width = 1 if kind.dtype is None else DTYPES[kind.dtype].element_bytes
-    return StoredStorage(record, kind.dtype, count * width)
+    return StorageReference(record, kind.dtype, count * width)
 
 
 def _described(storage: Any, dtype: str, offset: Any, size: Any, stride: Any, rest: tuple[Any, ...]) -> FileTensor:
     """The tensor of one call; `rest` is whether it requires a gradient, its hooks, and perhaps flags."""
-    if type(storage) is not StoredStorage or dtype not in DTYPES:
+    if type(storage) is not StorageReference or dtype not in DTYPES:
         raise WrongArgumentsError(f"a tensor of {dtype:.40} in a storage")
     if not 2 <= len(rest) <= 3 or type(rest[0]) is not bool or rest[1] or rest[2:] not in ((), (None,), ({},)):
         raise NotPlainTensorError("a tensor with hooks or flags (conjugated, negated)")
@@ -412,9 +390,12 @@ def _with_attributes(budget: Budget, function: Any, _kind: Any, arguments: Any, 
     return found
 
 
-TENSOR_NAMES: Final[Mapping[str, tuple[Any, Maker | None]]] = {
+STORAGE_KINDS: Final[Mapping[str, tuple[Any, Maker | None]]] = {
     **{f"torch.{name}": (StorageKind(dtype), None) for name, dtype in DTYPE_OF_STORAGE.items()},
     **{f"{module}.UntypedStorage": (StorageKind(None), None) for module in ("torch", "torch.storage")},
+}
+TENSOR_NAMES: Final[Mapping[str, tuple[Any, Maker | None]]] = {
+    **STORAGE_KINDS,
     "torch._utils._rebuild_tensor_v2": (_rebuild_v2, Maker(_rebuild_v2)),
     "torch._utils._rebuild_tensor_v3": (_rebuild_v3, Maker(_rebuild_v3)),
     "torch._utils._rebuild_parameter": (_parameter, Maker(_parameter)),
@@ -449,7 +430,7 @@ class _OneTensor:
         except KeyError:
             raise NotPlainTensorError(f"call of {module:.100}.{name:.100}") from None
 
-    def referred(self, reference: Any) -> StoredStorage:
+    def referred(self, reference: Any) -> StorageReference:
         storage = stored_storage(reference)
         self.storage_bytes = storage.nbytes
         return storage

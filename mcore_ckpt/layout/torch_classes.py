@@ -293,12 +293,17 @@ def _as_dcp(plan: LocalPlan, object_keys: Sequence[str]) -> SavePlan:
             if ndim
             else (torch.Size(()),) * 3
         )
-        chunk = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
-        data = TensorWriteData(chunk=chunk, properties=properties[code], size=shape)
-        items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
+        items.append(_write_item(key, properties[code], shape, offsets, sizes))
         position += 3 * ndim
     items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in object_keys]
     return SavePlan(items=items)
+
+
+def _write_item(
+    key: str, properties: TensorProperties, shape: torch.Size, offsets: torch.Size, sizes: torch.Size
+) -> WriteItem:
+    data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, shape)
+    return WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def plans_of_index(index: CheckpointIndex) -> list[SavePlan]:
@@ -307,10 +312,8 @@ def plans_of_index(index: CheckpointIndex) -> list[SavePlan]:
     for entry in index.tensors.values():
         properties = TensorProperties(dtype=getattr(torch, entry.dtype))
         for stored in entry.chunks:
-            offsets = torch.Size(stored.offsets)
-            chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(stored.sizes))
-            data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(entry.shape))
-            item = WriteItem(MetadataIndex(entry.fqn, offsets), WriteItemType.SHARD, tensor_data=data)
+            sizes = (torch.Size(values) for values in (entry.shape, stored.offsets, stored.sizes))
+            item = _write_item(entry.fqn, properties, *sizes)
             items.setdefault(_rank_of(stored.item.file), []).append(item)
     for key, stored_object in index.objects.items():
         item = WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)

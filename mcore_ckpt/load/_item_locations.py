@@ -107,7 +107,7 @@ class ItemLocations:
                 with files.reader(item.file) as reader:
                     reader.check_range(item.offset, item.length)
                     read = headers.of(reader, item, following.item if following else None)
-                    located = locate_tensor(read, item.length, wanted.where)
+                    located = locate_tensor(read, item.length, wanted.where, wanted.expected)
                 wanted.check(located)
             except NotRangeable as reason:
                 unranged(wanted, str(reason).removeprefix(f"{wanted.where}: "))

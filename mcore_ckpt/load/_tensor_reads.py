@@ -291,7 +291,7 @@ class TensorReads:
                 self._place_payload(buffer, at + start, stop - start, wanted)
                 return int(self._options.verify_crc)
         try:
-            located = locate_tensor_in(view, wanted.fqn)
+            located = locate_tensor_in(view, wanted.fqn, wanted.expected)
             wanted.check(located)
         except NotRangeable as reason:
             self._decode_later(wanted, str(reason).removeprefix(f"{wanted.fqn}: "))

@@ -61,9 +61,14 @@ class WantedItem:
         """The chunk, as an error message names it."""
         return chunk_name(self.fqn, self.chunk)
 
+    @property
+    def expected(self) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape that the index says the item has."""
+        return dtype_name(self.dtype), self.chunk.sizes
+
     def check(self, located: LocatedTensor) -> None:
         """Raise `CorruptCheckpointError` unless the item holds the tensor that the index says it does."""
-        check_located(located, dtype_name(self.dtype), self.chunk.sizes, self.payload_bytes, self.item.crc32)
+        check_located(located, *self.expected, self.payload_bytes, self.item.crc32)
 
 
 def only_box(

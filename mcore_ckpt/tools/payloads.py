@@ -131,7 +131,10 @@ class StoredPayloads:
             with self.files.reader(item.file) as reader:
                 reader.check_range(item.offset, item.length)
                 found = locate_tensor(
-                    lambda offset, length: reader.read(item.offset + offset, length), item.length, where
+                    lambda offset, length: reader.read(item.offset + offset, length),
+                    item.length,
+                    where,
+                    (entry.dtype, chunk.sizes),
                 )
             nbytes = math.prod(chunk.sizes) * element_bytes(entry.dtype)
             check_located(found, entry.dtype, chunk.sizes, nbytes, item.crc32)

@@ -493,7 +493,10 @@ def check_item(
     dtype, sizes = check.entry.dtype, check.chunk.sizes
     nbytes = math.prod(sizes) * element_bytes(dtype)
     try:
-        found = locate_tensor(read, item.length, where) if inside is None else locate_tensor_in(inside, where)
+        said = dtype, sizes
+        found = (
+            locate_tensor(read, item.length, where, said) if inside is None else locate_tensor_in(inside, where, said)
+        )
         check_located(found, dtype, sizes, nbytes, item.crc32)
     except NotRangeable:
         check_proportion(nbytes, item, where)

@@ -61,13 +61,14 @@ ITEMS = {
 
 
 def locations(item: bytes) -> Iterator[LocatedTensor | CheckpointError]:
-    """What both ways of locating find, or the error of ours that they raise; any other error is the test's failure."""
+    """What both ways of locating find, with and without what an index says, or the error of ours that they raise."""
 
     def read(offset: int, length: int) -> bytes:
         assert 0 <= offset <= offset + length <= len(item), "read outside the item"
         return item[offset : offset + length]
 
-    for locate in (lambda: locate_tensor(read, len(item), "w"), lambda: locate_tensor_in(memoryview(item), "w")):
+    said = "int16", SHAPE
+    for locate in (lambda: locate_tensor(read, len(item), "w", said), lambda: locate_tensor_in(memoryview(item), "w")):
         try:
             yield locate()
         except CheckpointError as error:
