@@ -67,7 +67,6 @@ NOT_QUICK = {
     "target/test_torch_files.py",
     "core/test_boxes.py::test_a_hundred_thousand_chunks_are_checked_in_linear_time",
     "core/test_boxes.py::test_boxes_made_to_be_costly_are_refused_in_bounded_time",
-    "format/test_safe_pickle.py::test_any_byte_changed_fails_as_ours_or_not_at_all",
     "format/test_safe_pickle.py::test_without_imports_megatrons_classes_are_named",
     "launch/test_start.py",
     "load/test_reader_dtensors.py",

@@ -33,7 +33,7 @@ class StoredItem(NamedTuple):
     """Bytes `[offset, offset + length)` of `file` (relative to the checkpoint), as one `torch.save` container.
 
     `transforms` names the stream transforms (DCP's `_extensions`) to undo before the container can be read. `crc32` is
-    what a sealed `.metadata` states: of a tensor's payload; of the whole item for objects and what is transformed.
+    what the manifest states: of a tensor's payload; of the whole item for objects and what is transformed.
     """
 
     file: str

@@ -377,7 +377,7 @@ class _IndexBuilder:
         safe_names = self._safe_names
         seal = self._seal
         if seal is not None and len(seal.crcs) != len(storage_data):
-            raise self._wrong("the seal's number of items", str(len(storage_data)), len(seal.crcs))
+            raise self._wrong("the manifest's number of items", str(len(storage_data)), len(seal.crcs))
         sums: Iterable[int | None] = repeat(None) if seal is None else seal.crcs
         for (key, info), crc in zip(storage_data.items(), sums, strict=False):
             if type(key) is not IndexState or type(key.fqn) is not str:
@@ -417,7 +417,7 @@ class _IndexBuilder:
             raise self._wrong("storage_data", "each key and offset once", count)
         unsealed = self._safe_names - seal.files.keys()
         if unsealed:
-            raise self._wrong("the seal", f"an entry for each file, {min(unsealed)!r} among them", len(seal.files))
+            raise self._wrong("the manifest", f"an entry for each file, {min(unsealed)!r} among them", len(seal.files))
         for number, sums in seal.running():
             item = item_at(number)
             self._blocks[item.file, item.offset] = sums

@@ -103,7 +103,7 @@ def newer_error(where: str, version: int, expected: int) -> NewerFormatError:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- file seal
+# ----------------------------------------------------------------------------------------------------------- the footer
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class TableColumns:
 
 @dataclass(frozen=True, slots=True)
 class FileSealPlan:
-    """The seal of a data file that is laid out, without what only a save knows.
+    """The integrity footer of a data file that is laid out, without what only a save knows.
 
     Attributes:
         packed: the table up to the objects' places, deflated.
@@ -145,7 +145,7 @@ class FileSealPlan:
 
     @classmethod
     def of(cls, columns: TableColumns) -> FileSealPlan:
-        """Lay out the seal of a file."""
+        """Lay out the footer of a file."""
         names = [text_bytes(name) for name in (*columns.dtypes, *columns.keys, *columns.object_keys)]
         parts = [
             _TABLE_HEAD.pack(len(columns.keys), len(columns.object_keys), len(columns.dtypes)),
@@ -164,11 +164,11 @@ class FileSealPlan:
         return len(self.packed) + 16 * self.object_count + FOOTER_BYTES
 
     def fill(self, save_id: bytes, file_bytes: int, object_places: Iterable[tuple[int, int]]) -> tuple[bytes, int]:
-        """The seal of one save.
+        """The footer of one save.
 
         Args:
             save_id: 16 bytes.
-            file_bytes: length of the whole file, seal included.
+            file_bytes: length of the whole file, footer included.
             object_places: offset and length of each object, in the order of the table's keys.
 
         Returns:
@@ -220,8 +220,8 @@ def decode_footer(data: bytes, where: str) -> FileFooter | None:
     _, version, table_crc, save_id, file_bytes, table_bytes, unpacked, objects, stated = _FOOTER.unpack(data)
     if crc32(data[:-4]) != stated:
         raise CorruptCheckpointError(
-            f"{where}: its seal (the last {FOOTER_BYTES} bytes) does not have the CRC-32 that it states; the file was "
-            "damaged after it was written, load another copy or an earlier checkpoint"
+            f"{where}: its integrity footer (the last {FOOTER_BYTES} bytes) does not have the CRC-32 that it "
+            "states; the file was damaged after it was written, load another copy or an earlier checkpoint"
         )
     if version not in (_NAMED_FILE_VERSION, _FILE_VERSION):
         raise newer_error(where, version, _FILE_VERSION)
@@ -233,8 +233,8 @@ class SealedFile(NamedTuple):
 
     Attributes:
         size_bytes: its length.
-        table_crc32: of its seal's table.
-        save_id: that its seal carries.
+        table_crc32: of the table in its footer.
+        save_id: that its footer carries.
     """
 
     size_bytes: int
@@ -248,7 +248,7 @@ def check_footer(footer: FileFooter | None, size_bytes: int, expected: SealedFil
     Args:
         footer: of the file; None if it has none.
         size_bytes: that the file has.
-        expected: from `.metadata`; None if that is not sealed.
+        expected: from `.metadata`; None if that has no manifest.
         where: the file, for messages.
 
     Raises:
@@ -257,9 +257,9 @@ def check_footer(footer: FileFooter | None, size_bytes: int, expected: SealedFil
     if expected is not None:
         if footer is None:
             raise CorruptCheckpointError(
-                f"{where}: expected a data file of save {shown_id(expected.save_id)}, got one without a seal "
-                f"({size_bytes} bytes, expected {expected.size_bytes}): it was truncated, overwritten or put there by "
-                "another program; load another copy or an earlier checkpoint"
+                f"{where}: expected a data file of save {shown_id(expected.save_id)}, got one without an integrity "
+                f"footer ({size_bytes} bytes, expected {expected.size_bytes}): it was truncated, overwritten or put "
+                "there by another program; load another copy or an earlier checkpoint"
             )
         if footer.save_id != expected.save_id:
             raise CorruptCheckpointError(

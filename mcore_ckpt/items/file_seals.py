@@ -1,7 +1,7 @@
 """Is a data file the one that `.metadata` speaks of? Asked of each file before the first byte of it is used.
 
-Where `.metadata` is sealed, that takes one small read of a file. Where it is not (stock Megatron rewrote it, or another
-program did), but the files are ours, what a file says that it holds is compared with the index item by item. Files of
+Where `.metadata` has a manifest, that takes one small read of a file. Where another program has rewritten `.metadata`,
+but the files are of this package, what a file says that it holds is compared with the index item by item. Files of
 other writers carry nothing to compare.
 """
 
@@ -76,7 +76,7 @@ class FileSeals:
 
 
 def check_seal(index: CheckpointIndex, name: str, reader: RangeReader) -> FileFooter | None:
-    """Compare the end of a data file with what a sealed `.metadata` says of it; returns the footer, if it has one.
+    """Compare the end of a data file with what the manifest says of it; returns the footer, if it has one.
 
     Raises:
         CorruptCheckpointError: see `check_footer`.
@@ -93,7 +93,8 @@ def read_table(reader: RangeReader, footer: FileFooter) -> FileTable:
     start = reader.size_bytes - FOOTER_BYTES - footer.table_bytes
     if start < 0:
         raise CorruptCheckpointError(
-            f"{reader.name}: its seal states a table of {footer.table_bytes} bytes, the file has {reader.size_bytes}"
+            f"{reader.name}: its integrity footer states a table of {footer.table_bytes} bytes, the file has "
+            f"{reader.size_bytes}"
         )
     return decode_table(reader.read(start, footer.table_bytes), footer, reader.name)
 

@@ -214,7 +214,7 @@ def seal_plan(
     item_bytes: Iterable[int],
     object_keys: Sequence[str],
 ) -> FileSealPlan:
-    """The seal of a file that holds these tensors, in its order, with places in bytes, and objects of these keys."""
+    """The integrity footer of a file that holds these tensors, in its order, and objects of these keys."""
     dtypes = {dtype: code for code, dtype in enumerate(dict.fromkeys(spec.dtype for spec in specs))}
     boxes = chain.from_iterable((*spec.shape, *spec.offsets, *spec.sizes) for spec in specs)
     places = chain.from_iterable(zip(item_offsets, item_bytes, strict=True))

@@ -42,7 +42,7 @@ def metadata_of_save(
         plan: of all ranks.
         encoder: of that plan.
         objects: index entries of each rank's objects, file by file.
-        files: each rank's files, in the order of its plan; where one is not sealed, `.metadata` is not sealed.
+        files: each rank's files, in the order of its plan; where one has no footer, `.metadata` has no manifest.
         save_id: of the save.
         storage_meta: which save this is.
         common: the file of the common state, for the manifest; None if there is none.

@@ -138,7 +138,7 @@ def to_dcp_metadata(index: CheckpointIndex) -> Metadata:
     return metadata
 
 
-# Where the seal of `.metadata` travels through DCP, which may hand the coordinator's `Metadata` to all ranks: an
+# Where the manifest travels through DCP, which may hand the coordinator's `Metadata` to all ranks: an
 # attribute of plain values.
 _SUMS = "mcore_ckpt_sums"
 

@@ -9,10 +9,9 @@ import io
 import os
 import random
 import struct
-import time
 import tracemalloc
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,25 +29,14 @@ from mcore_ckpt.format.tensor_pickle import (
     tensor_pickle,
 )
 from mcore_ckpt.format.zip_records import NotRangeable
+from tests.support.stored_layouts import rewritten
+from tests.support.stored_layouts import stock_item as saved
+
+pytestmark = pytest.mark.timeout(60)
 
 FROZEN = Path(__file__).parent / "items"
 PAYLOAD = torch.arange(24, dtype=torch.int16).view(torch.uint8).numpy().tobytes()
 SHAPE = (4, 6)
-
-
-def saved(value: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def rewritten(item: bytes, change: Callable[[str, bytes], bytes]) -> bytes:
-    """The archive with its records' contents changed, and checksums that fit, as Python's zipfile writes it."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(item)) as old, zipfile.ZipFile(buffer, "w") as new:
-        for name in old.namelist():
-            new.writestr(name, change(name.partition("/")[2], old.read(name)))
-    return buffer.getvalue()
 
 
 TENSOR = torch.arange(24, dtype=torch.int16).view(SHAPE)
@@ -153,10 +141,9 @@ def test_no_overwritten_stretch_makes_wrong_bytes_right(name: str) -> None:
         assert is_taken_for_right_only_if_it_is(bytes(damaged))
 
 
-def test_damage_costs_neither_memory_nor_time() -> None:
+def test_damage_costs_no_memory() -> None:
     generator = random.Random(5)
     tracemalloc.start()
-    started_s = time.process_time()
     for item in ITEMS.values():
         for _ in range(500):
             damaged = bytearray(item)
@@ -166,7 +153,6 @@ def test_damage_costs_neither_memory_nor_time() -> None:
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 4 * 1024 * 1024
-    assert time.process_time() - started_s < 60
 
 
 def test_damage_to_the_description_is_a_checksum_error_that_says_where() -> None:
@@ -292,11 +278,9 @@ def test_the_program_that_the_others_are_variations_of() -> None:
     ],
 )
 def test_programs_that_are_not_a_tensors_are_refused_and_never_run(program: bytes) -> None:
-    started_s = time.process_time()
     tensor, problem = interpreted(program)
     assert len(problem) < 1000
     assert tensor is None or (tensor.storage_key, tensor.storage_bytes) != ("0", 48), "it fits the record"
-    assert time.process_time() - started_s < 5
     item = rewritten(ITEMS["torch"], lambda name, old: program if name == "data.pkl" else old)
     for outcome in locations(item):
         assert isinstance(outcome, NotRangeable | CorruptCheckpointError)

@@ -31,6 +31,8 @@ from mcore_ckpt.megatron.common_state import load_common
 from mcore_ckpt.models._safetensors_files import read_safetensors
 from mcore_ckpt.target._journal import Journal
 from mcore_ckpt.target.safetensors import safetensors_header
+from tests.support.stored_layouts import rewritten
+from tests.support.stored_layouts import stock_item as saved
 
 HERE = Path(__file__).parent
 SECONDS = float(os.environ.get("MCORE_CKPT_TEST_FUZZ_SECONDS", "0"))
@@ -42,23 +44,6 @@ pytestmark = [
     # torch and numpy complain about tensors and arrays that they then refuse, or that nobody would save.
     pytest.mark.filterwarnings("ignore"),
 ]
-
-
-def saved(value: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
-
-
-def own_pickle_in(container: bytes, mutated: bytes) -> bytes:
-    """The container with another pickle and checksums that are right, so that it is the pickle that is tried."""
-    import zipfile
-
-    out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(container)) as old, zipfile.ZipFile(out, "w") as new:
-        for record in old.infolist():
-            new.writestr(record.filename, mutated if record.filename.endswith("data.pkl") else old.read(record))
-    return out.getvalue()
 
 
 def _pickle_of(container: bytes) -> bytes:
@@ -87,7 +72,7 @@ def _try_object(content: bytes, _: Path) -> None:
 
 
 def _try_object_pickle(content: bytes, _: Path) -> None:
-    item = own_pickle_in(OBJECTS[1], content)
+    item = rewritten(OBJECTS[1], lambda name, old: content if name == "data.pkl" else old)
     for read in (lambda: load_object(item), lambda: read_plain(item, "object")):
         try:
             read()

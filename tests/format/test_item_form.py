@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 
 import pytest
@@ -10,17 +9,12 @@ import torch
 
 from mcore_ckpt.format.item_layout import encode_tensor
 from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor_in
+from tests.support.stored_layouts import stock_item as stock
 
 
 def own(tensor: torch.Tensor) -> bytes:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return encode_tensor(dtype, tuple(tensor.shape), tensor.view(torch.uint8).numpy().tobytes())
-
-
-def stock(tensor: torch.Tensor) -> bytes:
-    stream = io.BytesIO()
-    torch.save(tensor, stream)
-    return stream.getvalue()
 
 
 def learn(item: bytes) -> tuple[ItemForm, LocatedTensor]:

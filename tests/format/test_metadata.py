@@ -133,10 +133,6 @@ def test_a_tensor_may_be_called_like_the_plans() -> None:
     assert list(parse_index(pickle.dumps(metadata), "ckpt").tensors) == ["all_local_plans", "layer.weight", "bias"]
 
 
-def test_encodes_what_torch_would_have_pickled() -> None:
-    assert pickle.loads(encode_metadata(SAMPLE)) == sample_metadata()
-
-
 def test_encoded_hints_are_the_positions_of_the_chunks() -> None:
     hints = {(key.fqn, key.offset): key.index for key in pickle.loads(encode_metadata(SAMPLE)).storage_data}
     stock = {(key.fqn, key.offset): key.index for key in sample_metadata().storage_data}
@@ -146,10 +142,6 @@ def test_encoded_hints_are_the_positions_of_the_chunks() -> None:
 def test_encoded_index_names_classes_of_torch_only() -> None:
     named = {module for module, _ in _globals_of(encode_metadata(SAMPLE))}
     assert {module.split(".")[0] for module in named} == {"torch"}
-
-
-def test_encoded_index_is_read_back() -> None:
-    assert parse_index(encode_metadata(SAMPLE), "ckpt") == SAMPLE
 
 
 def test_every_dtype_of_this_torch_survives() -> None:
@@ -195,14 +187,6 @@ def test_encodes_the_plans_last_and_whole() -> None:
     assert parse_index(content, "ckpt").has_local_plans
 
 
-def test_encodes_mcore_data_where_there_is_some() -> None:
-    flattened = {"bias": {"nd_reformulated_orig_global_shape": (7,)}}
-    index = dataclasses.replace(SAMPLE, mcore_data=flattened)
-    assert pickle.loads(encode_metadata(index)).mcore_data == flattened
-    assert parse_index(encode_metadata(index), "ckpt") == index
-    assert not hasattr(pickle.loads(encode_metadata(SAMPLE)), "mcore_data")
-
-
 def test_encodes_names_of_any_length_and_script() -> None:
     for name in ("x" * 255, "x" * 256, "ключ.权重", "a\ud800b", ""):
         tensors = {name: SAMPLE.tensors["step"]._replace(fqn=name)}
@@ -218,11 +202,6 @@ def test_to_dcp_and_back_loses_nothing() -> None:
     assert {(key.fqn, key.index) for key in metadata.storage_data} == {
         (key.fqn, key.index) for key in sample_metadata().storage_data
     }
-
-
-def test_mcore_data_survives_dcp_classes() -> None:
-    index = dataclasses.replace(SAMPLE, mcore_data={"bias": {"nd_reformulated_orig_global_shape": (7,)}})
-    assert from_dcp_metadata(to_dcp_metadata(index), "ckpt") == index
 
 
 def test_from_dcp_names_what_has_no_place() -> None:

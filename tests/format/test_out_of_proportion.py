@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import struct
-import zipfile
 import zlib
 from array import array
 from collections.abc import Callable
@@ -32,6 +30,7 @@ from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.format.seal import FOOTER_BYTES, FileSealPlan, TableColumns, decode_footer, decode_table
 from mcore_ckpt.models._safetensors_files import read_safetensors
 from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.stored_layouts import rewritten, stock_item
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -142,16 +141,11 @@ def test_offsets_of_one_hash_are_refused_before_all_are_compared_with_all() -> N
 
 
 def test_generators_without_a_state_count_as_what_they_take() -> None:
-    content = io.BytesIO()
-    torch.save([0] * 3000, content)
     one = b"ctorch._C\nGenerator\n)R"
-    packed = io.BytesIO()
-    with zipfile.ZipFile(content) as given, zipfile.ZipFile(packed, "w") as taken:
-        for name in given.namelist():
-            many = b"\x80\x02]q\x00(" + one + b"ctorch._C\nGenerator\nq\x01" + b"0h\x01)R" * 3000 + b"e."
-            taken.writestr(name, many if name.endswith("data.pkl") else given.read(name))
+    many = b"\x80\x02]q\x00(" + one + b"ctorch._C\nGenerator\nq\x01" + b"0h\x01)R" * 3000 + b"e."
+    item = rewritten(stock_item([0] * 3000), lambda name, old: many if name == "data.pkl" else old)
     with pytest.raises(UnsafePickleError, match="build more than"):
-        load_object(packed.getvalue())
+        load_object(item)
 
 
 @pytest.mark.parametrize("values", [(-1, -2), (0, 2**61 - 1), (1.0, 2.0**61)], ids=["below zero", "modulus", "floats"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import datetime
 import io
 import os
@@ -33,12 +32,8 @@ from mcore_ckpt.core.errors import (
     UnsafePickleError,
 )
 from mcore_ckpt.format.safe_pickle import ALLOWED_OBJECT_CLASSES, Unavailable, load_object, loads, read_plain
-
-
-def saved(value: object) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
+from tests.support.stored_layouts import rewritten
+from tests.support.stored_layouts import stock_item as saved
 
 
 class Harmful:
@@ -213,7 +208,7 @@ class TestUnusual:
 
     @pytest.mark.parametrize(
         "content",
-        [lambda value: _renamed(saved(value), {}, zipfile.ZIP_DEFLATED), _legacy],
+        [lambda value: rewritten(saved(value), lambda _, record: record, zipfile.ZIP_DEFLATED), _legacy],
         ids=["compressed", "from before zip archives"],
     )
     def test_archives(self, content: Callable[[object], bytes]) -> None:
@@ -251,16 +246,6 @@ class TestDamaged:
         for length in range(0, len(self.CONTENT), 97):
             with pytest.raises(CorruptCheckpointError):
                 load_object(self.CONTENT[:length])
-
-    # numpy complains, without raising, about arrays whose dtype has been given flags that it cannot have.
-    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-    def test_any_byte_changed_fails_as_ours_or_not_at_all(self) -> None:
-        damaged = bytearray(self.CONTENT)
-        for position in range(0, len(damaged), 7):
-            damaged[position] ^= 0xFF
-            with contextlib.suppress(LoadError):
-                load_object(damaged)
-            damaged[position] ^= 0xFF
 
     def test_no_such_file(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointNotFoundError, match=r"common\.pt: there is no such file"):
@@ -347,15 +332,13 @@ def _global(name: str) -> bytes:
     return f"c{module}\n{kind}\n".encode()
 
 
-def _renamed(content: bytes, names: dict[bytes, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
-    """The container with bytes replaced in its pickle."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w", compression) as new:
-        for record in old.infolist():
-            data = old.read(record)
-            if record.filename.endswith("/data.pkl"):
-                for before, after in names.items():
-                    assert before in data
-                    data = data.replace(before, after)
-            new.writestr(record.filename, data)
-    return out.getvalue()
+def _renamed(content: bytes, names: dict[bytes, bytes]) -> bytes:
+    """The archive with bytes replaced in its pickle."""
+
+    def change(name: str, record: bytes) -> bytes:
+        for before, after in names.items() if name == "data.pkl" else ():
+            assert before in record
+            record = record.replace(before, after)
+        return record
+
+    return rewritten(content, change)

@@ -140,7 +140,7 @@ def test_another_file_is_refused(save_id: bytes, size: int, crc: int, message: s
 
 def test_a_file_without_a_seal_is_refused_only_where_one_is_expected() -> None:
     check_footer(None, 500, None, "file")
-    with pytest.raises(CorruptCheckpointError, match="without a seal"):
+    with pytest.raises(CorruptCheckpointError, match="without an integrity footer"):
         check_footer(None, 500, SealedFile(500, 1, SAVE_ID), "file")
     assert decode_footer(b"", "file") is None
     assert decode_footer(bytes(64), "file") is None

@@ -225,10 +225,10 @@ def test_what_stock_rewrote_loads_with_what_can_be_checked(a: Path) -> None:
 
 def test_a_seal_that_was_cut_off_is_missed(a: Path) -> None:
     cut_the_seal_off(a, a)
-    with pytest.raises(CorruptCheckpointError, match="its seal is missing"):
+    with pytest.raises(CorruptCheckpointError, match="its manifest is missing"):
         by_reader(a)
     (problem,) = verify_checkpoint(a).problems
-    assert "its seal is missing" in problem.message
+    assert "its manifest is missing" in problem.message
 
 
 def test_what_is_removed_leaves_a_sealed_checkpoint(a: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ __all__ = [
     "flip_byte",
     "load_box",
     "part",
+    "rewritten",
     "row_chunks",
     "stock_item",
     "tilings",
@@ -42,6 +44,15 @@ def stock_item(value: Any) -> bytes:
     """What `torch.save` makes of a tensor or object."""
     stream = io.BytesIO()
     torch.save(value, stream)
+    return stream.getvalue()
+
+
+def rewritten(item: bytes, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    """The archive as Python's zipfile writes it, with checksums that fit; `change(name, content)` of each record."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(item)) as old, zipfile.ZipFile(stream, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, change(name.partition("/")[2], old.read(name)))
     return stream.getvalue()
 
 
