@@ -99,11 +99,8 @@ class StorageBytes(Protocol):
 class ObjectRules:
     """What the pickle of a stored object may name.
 
-    Args:
-        where: the object, for messages.
-        extra_allowed: further classes, as `"module.qualified_name"`.
-        import_classes: import the packages of allowed classes; otherwise those that are not imported are replaced.
-        storage_bytes: gives the content of storages.
+    `extra_allowed` are further classes, as `"module.qualified_name"`. Without `import_classes`, classes of packages
+    that are not imported are replaced. `storage_bytes` gives the content of storages.
     """
 
     def __init__(

@@ -575,15 +575,9 @@ class _Run:
 def unpickle(data: bytes, rules: Rules, where: str) -> Any:
     """The value of the pickle in `data`; bytes after its end are ignored.
 
-    Args:
-        data: holds the pickle.
-        rules: what it may name.
-        where: file or object, for messages.
-
     Raises:
         UnsafePickleError: it names what no rule allows, or passes a limit.
         NewerFormatError: something newer wrote it.
         CorruptCheckpointError: it is no pickle, or ends too soon.
-        OptionError: a rule cannot be followed.
     """
     return _Run(data, rules, where).load()

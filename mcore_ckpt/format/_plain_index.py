@@ -102,12 +102,12 @@ _ALONE = _ITEMS | frozenset(b"\x80\x95")
 def plainly_built(data: bytes) -> bool:
     """Whether the machine in C may unpickle `data`; False if that is not evident."""
     try:
-        return data[:1] == b"\x80" and _Look(data).through()
+        return data[:1] == b"\x80" and _Scan(data).through()
     except (IndexError, KeyError):  # an opcode or int that no writer uses, or the end
         return False
 
 
-class _Look:
+class _Scan:
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._memoized = 0  # objects so far, as long as none has an explicit number

@@ -101,17 +101,13 @@ class StoredPlaces(NamedTuple):
 class PackedTensors(Mapping[str, TensorEntry]):
     """Tensors of an index by key, in the order of the file; an entry is made when it is asked for, and kept.
 
-    A rank of many wants few of the chunks that an index names; of the others, no more than numbers in columns are made.
-
-    Args:
-        keys: of the tensors, each once.
-        forms: of each tensor.
-        places: of the chunks of all tensors, one after the other.
+    One of many ranks requests few of the chunks that an index names; of the others, only columns of numbers are made.
 
     Attributes:
         rows: the number of each key.
         names: the keys, by number.
-        forms, places: see there.
+        forms: of each tensor.
+        places: of the chunks of all tensors, one after the other.
         firsts: number of the first chunk of each tensor.
     """
 

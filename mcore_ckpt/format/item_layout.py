@@ -222,15 +222,9 @@ _MAX_PAYLOAD_BYTES = (1 << 63) - 1024 * 1024
 # 4096 templates take about 5 MB; more would eat into what a save is allowed to take.
 @lru_cache(maxsize=4096)
 def tensor_template(dtype: str, shape: tuple[int, ...]) -> TensorTemplate:
-    """The bytes around the payload of a C-contiguous tensor.
+    """The bytes around the payload of a C-contiguous tensor of `shape`, in elements.
 
-    Args:
-        dtype: torch's name without `torch.`, for example `"bfloat16"`.
-        shape: sizes in elements, `()` for a scalar.
-
-    Raises:
-        UnsupportedDtypeError: the dtype is not in `DTYPES`.
-        ValueError: a size is negative, or the tensor would pass 2**63 bytes.
+    Raises `UnsupportedDtypeError`, or `ValueError` for a negative size or a tensor of 2**63 bytes.
     """
     element_count = math.prod(shape)
     payload_bytes = element_count * dtype_entry(dtype).element_bytes
@@ -284,15 +278,7 @@ def encode_tensor(dtype: str, shape: tuple[int, ...], payload: Any) -> bytes:
 
 
 def encode_object(value: Any, pickler: Any = pickle.Pickler) -> bytes:
-    """What `torch.save(value)` would write of an object in which nothing of torch is.
-
-    Args:
-        value: the object.
-        pickler: class of what pickles it.
-
-    Raises:
-        TypeError: something of torch is in it, or something that cannot be pickled.
-    """
+    """What `torch.save(value)` would write of an object; raises `TypeError` if something of torch is in it."""
 
     class WithoutTensors(pickler):  # type: ignore[misc]
         def persistent_id(self, value: Any) -> None:
@@ -324,11 +310,7 @@ class PayloadFrame:
 
 
 class ArchiveLayout:
-    """Where everything lies in what `torch.save` writes of an object with tensors.
-
-    Args:
-        pickled: the object's pickle, which refers to storages by their number.
-        storage_bytes: size of each storage.
+    """Where everything lies in what `torch.save` writes of an object with tensors, `pickled` with storages by number.
 
     Attributes:
         begin: the file up to the header of the first storage.

@@ -99,10 +99,8 @@ def locate_tensor(
         expected: what the index says of the tensor; an own item of it is recognized at once.
 
     Raises:
-        CorruptCheckpointError: the bytes cannot be such an item.
-        ChecksumError: the description of the tensor does not have its CRC-32.
-        NotRangeable: a sound archive that has to be decoded as a whole: not contiguous, big-endian, a tensor subclass,
-            or not one tensor at all.
+        CorruptCheckpointError: the bytes cannot be such an item, or its description does not have its CRC-32.
+        NotRangeable: a sound archive that has to be decoded as a whole.
     """
     item = ItemBytes(read, item_bytes, where)
     ends = item.head, item.tail, item_bytes
@@ -129,12 +127,9 @@ class RecordSpan(NamedTuple):
 
 
 def verify_records(read: Callable[[int, int], bytes], item_bytes: int, where: str) -> Iterator[RecordSpan]:
-    """Every record of an archive that `torch.save` wrote, of a tensor or of any object, with the CRC-32 to expect.
+    """Every record of an archive that `torch.save` wrote, with the CRC-32 to expect of its content.
 
-    Headers are checked here; the content is for the caller to read. Arguments as in `locate_tensor`.
-
-    Raises:
-        CorruptCheckpointError: the bytes cannot be such an archive.
+    Arguments as in `locate_tensor`. Raises `CorruptCheckpointError` if headers contradict each other.
     """
     archive = Archive(ItemBytes(read, item_bytes, where))
     for record in archive.records.values():
@@ -364,13 +359,8 @@ class ItemForm(NamedTuple):
 
 
 def form_of(item: memoryview, payload_offset: int, payload_bytes: int, crc32: int) -> ItemForm | None:
-    """The form of an item that was parsed; None if it is too unusual to have one.
-
-    Args:
-        item: the whole item.
-        payload_offset: where its payload starts, which is its whole record `data/0`.
-        payload_bytes: size of the payload.
-        crc32: of the payload, as the item states it.
+    """The form of an item whose payload, of that place and CRC-32, is its whole record `data/0`; None if it is too
+    unusual.
     """
     stop = payload_offset + payload_bytes
     if payload_offset > _MAX_EDGE_BYTES or len(item) - stop > _MAX_EDGE_BYTES:

@@ -108,9 +108,7 @@ def seal_metadata(content: bytes, seal: MetadataSeal) -> bytes:
 def split_metadata(data: bytes, where: str) -> tuple[bytes, MetadataSeal | None]:
     """The pickle in a `.metadata`, and its manifest, whose CRC-32 of the whole has been compared; None if it has none.
 
-    Raises:
-        CorruptCheckpointError: there is one, and it or anything before it is damaged.
-        NewerFormatError: a newer version of this package wrote it.
+    Raises `CorruptCheckpointError` for damage, `NewerFormatError` for a version that is not known.
     """
     if not data.endswith(_END):
         if _MAGIC in data:

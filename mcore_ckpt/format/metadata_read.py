@@ -171,10 +171,8 @@ class CheckpointConfig:
 
 
 def read_config(path: str | Path) -> CheckpointConfig | None:
-    """`metadata.json` of the checkpoint in `path`; None where there is none (plain DCP).
-
-    Raises:
-        CorruptCheckpointError: the file is not what Megatron writes.
+    """`metadata.json` of the checkpoint in `path`; None where there is none (plain DCP). Raises
+    `CorruptCheckpointError`.
     """
     directory = local_path(path)
     try:
@@ -216,13 +214,7 @@ def encode_config(backend: str = "torch_dist", version: int = 1) -> bytes:
 
 
 def read_small_file(directory: Path, name: str, max_bytes: int, *, follow_links: bool = False) -> bytes:
-    """All of a file that has no reason to be large.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
-        CorruptCheckpointError: it is larger, or no regular file.
-        LoadError: it cannot be read.
-    """
+    """All of a file that has no reason to be large. Raises `LoadError`, of the class that says why."""
     try:
         with storage_at(directory, follow_links=follow_links).open_reader(name, direct="off") as reader:
             if reader.size_bytes > max_bytes:

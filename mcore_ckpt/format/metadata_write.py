@@ -138,13 +138,8 @@ def _pickled(value: Any, memo: _Memo, dispatch_table: Mapping[type, Any] | None 
 class MetadataEncoder:
     """Encodes `.metadata` for one structure of tensors; what depends on the tensors alone is made once.
 
-    Args:
-        index: the tensors, planner data and mcore data; its objects are not used.
-        order: where the tensors were put together from plans: for each item of a tensor, as it is encoded, its number
-            in the plans.
-
     Attributes:
-        order: the same.
+        order: where plans were put together: for each item of a tensor, as it is encoded, its number in the plans.
     """
 
     def __init__(self, index: CheckpointIndex, order: array[int] | None = None) -> None:
@@ -181,7 +176,7 @@ class MetadataEncoder:
         Args:
             objects: the stored objects by full key.
             files: new names for files of the tensors; names that are not in it stay.
-            storage_meta: fields of DCP's `StorageMeta` (`checkpoint_id`, `save_id`, `load_id`, `modules`).
+            storage_meta: fields of DCP's `StorageMeta`.
             local_plans: every rank's `SavePlan`, for stock Megatron's reuse of a loaded checkpoint's plan.
             dispatch_table: how these are pickled, as for `pickle.Pickler`.
             seal: the manifest, its items in the order of the tensors' chunks, then of the objects. The index is put
@@ -365,10 +360,7 @@ def encode_metadata(
 def manifest_of(index: CheckpointIndex, save_id: bytes, files: Mapping[str, SealedFile]) -> MetadataSeal | None:
     """The manifest of what is in `index`, in the order in which that is encoded; None if a checksum is not known.
 
-    Args:
-        index: its items with their checksums, its `blocks`.
-        save_id: of the save.
-        files: of the save; those of which nothing is left are not named.
+    Of `files`, those of which nothing is left are not named.
     """
     items = [chunk.item for entry in index.tensors.values() for chunk in entry.chunks]
     items += [entry.item for entry in index.objects.values()]

@@ -149,13 +149,9 @@ class _Restricted(pickle.Unpickler):
 
 
 def loads(data: bytes, allowed: Mapping[tuple[str, str], Any], where: str) -> Any:
-    """Unpickle `data`, with `allowed[module, name]` standing in for each global that the pickle names.
+    """Unpickle an index, with `allowed[module, name]` standing in for each global that the pickle names.
 
-    Args:
-        data: the pickle; bytes after its end are ignored.
-        allowed: what each (module, qualified name) is replaced by. The replacements must be inert when called, and
-            must not be mutable through attributes.
-        where: the file, for error messages.
+    The stand-ins must be inert when called, and not mutable through attributes.
 
     Raises:
         UnsafePickleError: the pickle names something else, or an external object, or passes a limit.
@@ -283,11 +279,7 @@ class _Described(_Opaques):
 
 
 def read_plain(content: bytes, where: str) -> Any:
-    """What `torch.save` wrote, to look at: no class is imported, and each is an `Opaque` instead. Tensors are not read.
-
-    Raises:
-        CorruptCheckpointError: it is no archive of `torch.save`, or is damaged.
-    """
+    """What `torch.save` wrote, to look at: each class becomes an `Opaque`, tensors are not read. Raises `LoadError`."""
     return _read_inert(content, where, lambda _: _Opaques())
 
 
@@ -336,7 +328,7 @@ def load_object(
     """Unpickle what `torch.save` wrote, building nothing outside the allow-list. Tensors land on the CPU.
 
     Args:
-        source: the container's bytes, a file, or a path.
+        source: the archive's bytes, a file, or a path.
         extra_allowed: further classes, as `"module.qualified_name"`; they are imported when a pickle names them.
         where: what is being loaded, for error messages (a path is added by itself).
         import_classes: import the packages of allowed classes. Otherwise classes of packages that are not imported yet
@@ -345,9 +337,7 @@ def load_object(
         run_code: let the pickle import and call whatever it names (`LoadOptions.run_code_from_checkpoint`).
 
     Raises:
-        CheckpointNotFoundError: there is no such file.
         UnsafePickleError: the pickle names a class outside the allow-list, or passes a limit.
-        ChecksumError: a record is not what was written.
         CorruptCheckpointError: the bytes are not what `torch.save` writes, or are damaged.
         OptionError: a class of `extra_allowed` cannot be imported.
     """

@@ -164,15 +164,8 @@ class FileSealPlan:
         return len(self.packed) + 16 * self.object_count + FOOTER_BYTES
 
     def fill(self, save_id: bytes, file_bytes: int, object_places: Iterable[tuple[int, int]]) -> tuple[bytes, int]:
-        """The footer of one save.
-
-        Args:
-            save_id: 16 bytes.
-            file_bytes: length of the whole file, footer included.
-            object_places: offset and length of each object, in the order of the table's keys.
-
-        Returns:
-            The bytes that end the file, and the CRC-32 of the table.
+        """The footer of one save, and the CRC-32 of its table; `object_places`: offset and length, as the table lists
+        them.
         """
         places = array("Q", [number for place in object_places for number in place])
         if len(save_id) != SAVE_ID_BYTES or len(places) != 2 * self.object_count:
@@ -210,11 +203,7 @@ class FileFooter(NamedTuple):
 
 
 def decode_footer(data: bytes, where: str) -> FileFooter | None:
-    """The footer in the last 64 bytes of a file; None if they are none (another writer's file).
-
-    Raises:
-        CorruptCheckpointError: it is one, and damaged.
-    """
+    """The footer in the last 64 bytes of a file; None if they are none. Raises `CorruptCheckpointError` for damage."""
     if len(data) != FOOTER_BYTES or not data.startswith(_FILE_MAGIC):
         return None
     _, version, table_crc, save_id, file_bytes, table_bytes, unpacked, objects, stated = _FOOTER.unpack(data)
@@ -243,16 +232,9 @@ class SealedFile(NamedTuple):
 
 
 def check_footer(footer: FileFooter | None, size_bytes: int, expected: SealedFile | None, where: str) -> None:
-    """Compare what a data file says of itself with its size, and with what `.metadata` says of it.
+    """Compare a file's footer (None: it has none) with its size, and with what the manifest says (None: no manifest).
 
-    Args:
-        footer: of the file; None if it has none.
-        size_bytes: that the file has.
-        expected: from `.metadata`; None if that has no manifest.
-        where: the file, for messages.
-
-    Raises:
-        CorruptCheckpointError: they do not belong together.
+    Raises `CorruptCheckpointError` if they do not belong together.
     """
     if expected is not None:
         if footer is None:
@@ -314,16 +296,7 @@ class FileTable:
 
 
 def decode_table(data: bytes, footer: FileFooter, where: str) -> FileTable:
-    """The table of a file.
-
-    Args:
-        data: the `footer.table_bytes` bytes before the footer.
-        footer: of the same file.
-        where: the file, for messages.
-
-    Raises:
-        CorruptCheckpointError: it does not have its CRC-32, or is no table.
-    """
+    """The table of a file, from the bytes before its footer; raises `CorruptCheckpointError`."""
     what = f"{where}: the table of its integrity footer"
     whole = Columns(data, what)
     if len(data) != footer.table_bytes or crc32(data) != footer.table_crc32:

@@ -104,16 +104,10 @@ _MAKERS: dict[str, tuple[Any, Maker | None]] = {
 
 
 def read_state_file(read: Callable[[int, int], bytes], file_bytes: int, where: str) -> StateFile:
-    """Read what `torch.save` wrote, all but the elements of its tensors.
-
-    Args:
-        read: `read(offset, length)` returns exactly these bytes of the file.
-        file_bytes: its size.
-        where: the file, for messages.
+    """Read what `torch.save` wrote, all but the elements of its tensors; `read(offset, length)` gives bytes of it.
 
     Raises:
         UnsafePickleError: the pickle makes something that nobody saves.
-        ChecksumError: the pickle is not what was written.
         CorruptCheckpointError: it is no such file, or is damaged.
     """
     try:
@@ -147,13 +141,9 @@ def _content(archive: Archive, record: ZipRecord, at_most: int) -> bytes:
 
 
 def read_tensor_outline(read: Callable[[int, int], bytes], item_bytes: int, where: str) -> FileTensor | None:
-    """The tensor of an item that has to be decoded as a whole, by its pickle alone. Arguments as of `read_state_file`.
+    """The tensor of an item that has to be decoded as a whole, by its pickle alone; None if only decoding can tell.
 
-    Returns:
-        None if something makes the tensor that only decoding tells the result of.
-
-    Raises:
-        CorruptCheckpointError: the item is damaged, or holds no tensor with an element at each place.
+    Raises `CorruptCheckpointError` if the item is damaged, or holds no tensor with an element at each place.
     """
     try:
         value = read_state_file(read, item_bytes, where).value

@@ -110,12 +110,7 @@ _AFTER_COUNT = _TUPLE + _BINPERSID + _int(0)  # ends the storage's id; the tenso
 
 
 def tensor_pickle(dtype: str, shape: Sequence[int], element_count: int) -> bytes:
-    """The `data.pkl` of a C-contiguous tensor that fills storage `0`.
-
-    Args:
-        dtype: a key of `DTYPES`.
-        shape: sizes, in elements; `element_count` is their product.
-    """
+    """The `data.pkl` of a C-contiguous tensor that fills storage `0`; `element_count` is the product of `shape`."""
     before_count, scale, after_strides = _PROGRAMS[dtype]
     rank = len(shape)
     layout: tuple[bytes, ...]
@@ -208,11 +203,9 @@ class MalformedPickleError(Exception):
 # A checkpoint has many tensors of the same dtype and shape.
 @lru_cache(maxsize=4096)
 def read_tensor_pickle(pickle: bytes) -> PickledTensor:
-    """Interpret the pickle of a tensor (or of a Parameter without further state), in bounded time and memory.
+    """The tensor of a pickle, in bounded time and memory.
 
-    Raises:
-        NotPlainTensorError: `safe_pickle.load_object` may be able to make something of it.
-        MalformedPickleError: it cannot.
+    Raises `NotPlainTensorError`, where decoding may help, or `MalformedPickleError`.
     """
     if len(pickle) > MAX_PICKLE_BYTES:
         raise NotPlainTensorError(f"it has {len(pickle)} bytes, more than any tensor needs")

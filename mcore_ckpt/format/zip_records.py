@@ -72,13 +72,7 @@ _MAX_DIRECTORY_BYTES = 128 * 1024 * 1024
 
 
 class ItemBytes:
-    """Bytes of one item by offset: both ends are read at once and kept, anything else is read when asked for.
-
-    Args:
-        read: returns `length` bytes from `offset` on, relative to the item.
-        item_bytes: size of the item.
-        where: file and key, for messages.
-    """
+    """Bytes of one item by offset: both ends are read at once and kept, anything else is read when asked for."""
 
     __slots__ = ("_head", "_read", "_tail", "_tail_at", "item_bytes", "where")
 
@@ -182,11 +176,7 @@ _ZIP64_EXTRA = 0x0001
 
 
 def _read_directory(item: ItemBytes) -> dict[str, ZipRecord]:
-    """All records of the archive, by name.
-
-    Raises:
-        CorruptCheckpointError: the directory is not there, or contradicts itself or the size of the item.
-    """
+    """All records of the archive, by name."""
     directory_at, directory_bytes, count = _find_directory(item)
     directory = item.get(directory_at, directory_bytes)
     records: dict[str, ZipRecord] = {}
@@ -294,13 +284,9 @@ def _wide_values(item: ItemBytes, extra: bytes, *narrow: int) -> list[int]:
 
 
 def _record_start(item: ItemBytes, record: ZipRecord) -> int:
-    """Offset of a record's content, in bytes from the item's first.
+    """Offset of a record's content. Local header and data descriptor have to say what the directory says.
 
-    Local header and data descriptor have to say what the directory says; between them a wrong offset or size does not
-    go unnoticed even where the content's checksum is not computed.
-
-    Raises:
-        CorruptCheckpointError: they do not.
+    That shows a wrong offset or size even where the content's checksum is not computed.
     """
     name = record.name.encode()
     content_at = record.header_offset + 30 + len(name)

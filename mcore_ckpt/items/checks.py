@@ -114,15 +114,7 @@ def _overlap(index: CheckpointIndex, file: str) -> CorruptCheckpointError:
 def check_located(
     located: LocatedTensor, dtype: str, sizes: Sequence[int], payload_bytes: int, crc: int | None = None
 ) -> None:
-    """Raise `CorruptCheckpointError` unless an item holds the tensor that the index says it does.
-
-    Args:
-        located: what the item says of itself.
-        dtype: that the index says, without `torch.`.
-        sizes: of the chunk, in elements.
-        payload_bytes: that so many elements of the dtype take.
-        crc: CRC-32 of the payload, if the index says it.
-    """
+    """Raise `CorruptCheckpointError` unless an item holds the tensor, and its CRC-32 if known, that the index says."""
     if located.shape != sizes or located.dtype != dtype:
         raise CorruptCheckpointError(
             f"the index says {dtype} of shape {list(sizes)}, stored is {located.dtype} of shape {list(located.shape)};"
@@ -140,13 +132,7 @@ def check_located(
 def check_proportion(nbytes: int, item: StoredItem, where: str) -> None:
     """Raise `CorruptCheckpointError` if an item is to hold many times more elements than it has bytes.
 
-    No checkpoint stores a tensor so: the item makes all elements of one (a stride of 0), or the index is damaged; and
-    the elements would fill the memory.
-
-    Args:
-        nbytes: of the elements.
-        item: that is said to hold them.
-        where: key, file and bytes, for messages.
+    The item repeats one element (a stride of 0), or the index is damaged; the elements would fill the memory.
     """
     if not item.transforms and nbytes > _MAX_INFLATION * item.length:
         raise CorruptCheckpointError(

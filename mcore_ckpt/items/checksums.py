@@ -46,12 +46,7 @@ def whole_blocks(start: int, stop: int, payload_bytes: int) -> tuple[int, int]:
 class BlockSums:
     """The sums of one payload, whose bytes are read in pieces, in any order and by any number of threads.
 
-    Args:
-        payload_bytes: its length.
-        running: its CRC-32 at each block boundary inside it.
-        crc: its CRC-32.
-        damaged: makes the error for bytes `[start, stop)` of the payload; called with these, and the sum that was
-            found and the one that was expected.
+    `running` are its cumulative CRCs. `damaged(start, stop, got, expected)` makes the error for bytes of the payload.
     """
 
     def __init__(
@@ -83,10 +78,8 @@ class BlockSums:
         return min((position // BLOCK_BYTES + 1) * BLOCK_BYTES, self._payload_bytes)
 
     def note(self, start: int, stop: int, value: int) -> None:
-        """Bytes `[start, stop)` of one block have that sum; compared as soon as all of the block is known.
-
-        Raises:
-            Exception: what `damaged` makes, if the block is not what was written.
+        """Bytes `[start, stop)` of one block have that sum; compared, and raised, as soon as all of the block
+        is known.
         """
         block = start // BLOCK_BYTES
         first, last = block * BLOCK_BYTES, self.end_of_block(start)
@@ -146,21 +139,9 @@ def checksum_error(where: str, what: str, got: int, expected: int) -> ChecksumEr
 def check_records(
     read: Callable[[int, int], bytes], sum_up: Callable[[int, int], int], item_bytes: int, where: str
 ) -> int:
-    """Compare the CRC-32 of every record of an item, of a tensor or of an object.
+    """Compare the CRC-32 of every record of an item; returns how many (none of an item without checksums).
 
-    Args:
-        read: `(offset, length) -> bytes` of the item, for its headers.
-        sum_up: `(offset, length) -> CRC-32` of the item, for its records.
-        item_bytes: its length.
-        where: the item, for messages.
-
-    Returns:
-        How many records were compared; those of an item without checksums are not.
-
-    Raises:
-        ChecksumError: a record's bytes are not those that were written.
-        CorruptCheckpointError: the item is no sound archive.
-        NotRangeable: a record is not stored plainly; it has to be inflated to be compared.
+    `read` returns bytes of the item, for headers; `sum_up` the CRC-32 of bytes. Raises `CorruptCheckpointError`.
     """
     checked = 0
     for name, offset, nbytes, expected in verify_records(read, item_bytes, where):

@@ -37,11 +37,7 @@ class _Row(NamedTuple):
 
 
 class FileSeals:
-    """Checks data files of one checkpoint, each once; for any number of threads.
-
-    Args:
-        index: gives the checkpoint's index; asked when the first file is checked.
-    """
+    """Checks data files of one checkpoint, each once, for any number of threads; `index` is asked at the first file."""
 
     def __init__(self, index: Callable[[], CheckpointIndex]) -> None:
         self._index = index
@@ -50,12 +46,7 @@ class FileSeals:
         self._items: dict[str, dict[tuple[int, int], str | _Row]] | None = None
 
     def check(self, name: str, reader: RangeReader) -> None:
-        """Compare a file with what `.metadata` says of it.
-
-        Raises:
-            CorruptCheckpointError: it is damaged, of another save, of another rank, or not what the index describes.
-            LoadError: it cannot be read.
-        """
+        """Compare a file with what `.metadata` says of it. Raises `CorruptCheckpointError`, or `LoadError`."""
         if name in self._checked:
             return
         index = self._index()
@@ -76,11 +67,7 @@ class FileSeals:
 
 
 def check_seal(index: CheckpointIndex, name: str, reader: RangeReader) -> FileFooter | None:
-    """Compare the end of a data file with what the manifest says of it; returns the footer, if it has one.
-
-    Raises:
-        CorruptCheckpointError: see `check_footer`.
-    """
+    """Compare the end of a data file with the manifest; returns the footer, if it has one. Raises as `check_footer`."""
     size_bytes = reader.size_bytes
     end = reader.read(size_bytes - FOOTER_BYTES, FOOTER_BYTES) if size_bytes >= FOOTER_BYTES else b""
     footer = decode_footer(end, reader.name)
@@ -117,12 +104,7 @@ def _described(index: CheckpointIndex) -> Iterator[tuple[StoredItem, str | _Row]
 
 
 def table_problems(items: dict[tuple[int, int], str | _Row], table: FileTable) -> Iterator[str]:
-    """In what an index and a file's table contradict each other; a table may list more than the index names.
-
-    Args:
-        items: what the index says of the file, by offset and length.
-        table: what the file says of itself.
-    """
+    """In what an index and a file's table contradict each other; a table may list more than the index names."""
     stored: dict[tuple[int, int], str | _Row] = {(row.offset, row.length): row.key for row in table.objects}
     stored.update({(row.offset, row.length): _Row(*row[:5]) for row in table.tensors})
     for (offset, length), row in items.items():

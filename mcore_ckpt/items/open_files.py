@@ -64,10 +64,7 @@ class ReadStats:
 class OpenFiles:
     """Readers of a checkpoint's files, opened on first use and closed when they are no longer in use.
 
-    Args:
-        storage: where the files lie.
-        page_cache: how they are read (`LoadOptions.page_cache`).
-        seals: check each file when it is opened; None: what is read of them is checked elsewhere.
+    `seals` checks each file when it is opened; None: what is read of them is checked elsewhere.
     """
 
     def __init__(self, storage: Storage, page_cache: PageCache, seals: FileSeals | None) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from mcore_ckpt.core.boxes import Box, bounding, intersect, strides_of
 
-__all__ = ["CHEAP_GAP_BYTES", "MAX_WASTE", "Extent", "Piece", "Span", "cluster_boxes", "coalesce", "split_box"]
+__all__ = ["CHEAP_GAP_BYTES", "MAX_WASTE", "ChunkPart", "Extent", "Span", "cluster_boxes", "coalesce", "split_box"]
 
 # A read costs 20-100 us on a cold disk and 3 us from the page cache; at 1.5 and 8 GB/s that is 30-150 KB and 24 KB.
 CHEAP_GAP_BYTES = 32 * 1024
@@ -55,7 +55,7 @@ class Span(NamedTuple):
     extents: list[Extent]
 
 
-class Piece(NamedTuple):
+class ChunkPart(NamedTuple):
     """A box of a stored chunk that is read at once: bytes `[start, stop)` of the chunk's payload.
 
     The box is relative to the chunk, in elements. Gaps between its runs are part of `[start, stop)`.
@@ -74,9 +74,6 @@ def coalesce(extents: Iterable[Extent], *, window_bytes: int, max_gap_bytes: int
             bytes) shares its span.
         window_bytes: a span is no longer than this, unless it is one extent that is.
         max_gap_bytes: largest gap that is read and thrown away.
-
-    Yields:
-        Spans in the order of the extents. Every extent lies in exactly one.
     """
     cheap_gap_bytes = min(CHEAP_GAP_BYTES, max_gap_bytes)
     file, start, stop = "", 0, 0
@@ -124,21 +121,16 @@ def split_box(
     *,
     window_bytes: int,
     max_gap_bytes: int,
-) -> Iterator[Piece]:
-    """Cut a wanted box of a C-contiguous array into pieces, each small enough for one read.
+) -> Iterator[ChunkPart]:
+    """Cut a requested box of a C-contiguous array of `outer_sizes` into pieces, each small enough for one read.
 
     Rows that lie close together (a slice of a row-parallel weight: short runs at short distances) stay in one piece and
-    are read with what lies between them; rows that lie far apart become pieces of their own.
+    are read with what lies between them; rows that lie far apart become pieces of their own. The pieces are disjoint,
+    together `box`, and in order of their bytes.
 
     Args:
-        outer_sizes: shape of the stored chunk, in elements.
-        box: what is requested of it, relative to the chunk.
-        elem_bytes: size of an element.
         window_bytes: a piece spans no more bytes than this (one element at least).
         max_gap_bytes: largest gap that is read and thrown away.
-
-    Yields:
-        Pieces in order of their bytes; their boxes are disjoint and together are `box`. Nothing for an empty box.
     """
     sizes = tuple(box.sizes)
     if 0 in sizes:
@@ -163,7 +155,7 @@ def split_box(
         group = max(1, (window_bytes - span_bytes[cut + 1]) // stride_bytes[cut] + 1)
 
     if rank == 0:
-        yield Piece(box, first_byte, first_byte + elem_bytes)
+        yield ChunkPart(box, first_byte, first_byte + elem_bytes)
         return
     inner_offsets, inner_sizes = tuple(box.offsets)[cut + 1 :], sizes[cut + 1 :]
     for index in itertools.product(*(range(size) for size in sizes[:cut])):
@@ -172,7 +164,7 @@ def split_box(
         for begin in range(0, sizes[cut], group):
             count = min(group, sizes[cut] - begin)
             start = base + begin * stride_bytes[cut]
-            yield Piece(
+            yield ChunkPart(
                 Box(
                     (*outer_offsets, box.offsets[cut] + begin, *inner_offsets),
                     (*(1,) * cut, count, *inner_sizes),
@@ -201,17 +193,10 @@ def _joined_from(
 
 
 def cluster_boxes(outer_sizes: Sequence[int], boxes: Sequence[Box]) -> list[tuple[Box, list[int]]]:
-    """Group the boxes wanted of one chunk, so that bytes wanted twice are read once.
+    """Group the boxes requested of one chunk, so that bytes requested twice are read once.
 
-    Boxes that overlap, or whose bounding box has little in it that none of them wants, are read together as that
-    bounding box.
-
-    Args:
-        outer_sizes: shape of the stored chunk, in elements.
-        boxes: the wanted boxes, relative to the chunk, none of them empty.
-
-    Returns:
-        For each group its bounding box and the positions of its members in `boxes`; ordered by first byte.
+    Boxes that overlap, or whose bounding box holds few other elements, are read together as that bounding box. Returns
+    it for each group, with the positions of its members in `boxes`; ordered by first byte.
     """
     if len(boxes) == 1:
         return [(boxes[0], [0])]

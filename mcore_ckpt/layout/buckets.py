@@ -95,13 +95,7 @@ class BucketLayout:
 def balance(sizes_bytes: Sequence[int], buckets: int) -> list[list[int]]:
     """Distribute items over buckets evenly: the largest item first, each to the bucket that is least filled.
 
-    Args:
-        sizes_bytes: size of each item.
-        buckets: how many buckets, at least 1.
-
-    Returns:
-        For each bucket the indices of its items, in their original order, so that neighbours in the model stay
-        neighbours in the file.
+    Returns the indices of each bucket's items in their original order: neighbours in the model stay neighbours.
     """
     if buckets == 1:
         return [list(range(len(sizes_bytes)))]
@@ -122,16 +116,10 @@ def split_buckets(
     thread_count: int,
     separation_hint: str | None = None,
 ) -> list[tuple[str, list[int]]]:
-    """Choose the buckets of one rank.
+    """Choose the buckets of one rank: `(file name prefix, item indices)` for each that is not empty.
 
-    Args:
-        keys: fqn of each item.
-        sizes_bytes: size of each item.
-        thread_count: files to write, at most; with a separation hint, that many for each of the two groups, halved.
-        separation_hint: items whose key starts with it go into files whose names start with it.
-
-    Returns:
-        `(file name prefix, item indices)` for each non-empty bucket.
+    With a separation hint, items whose key starts with it go into files whose names start with it; each of the two
+    groups has half of the `thread_count` files.
     """
     groups: list[tuple[str, list[int]]] = [("", list(range(len(keys))))]
     if separation_hint is not None:
@@ -172,14 +160,7 @@ def place_objects(objects_bytes: Sequence[int]) -> list[int]:
 def lay_out_file(
     file_name: str, specs: Sequence[TensorSpec], object_keys: Sequence[str] = (), objects_bytes: Sequence[int] = ()
 ) -> BucketLayout:
-    """Lay out a bucket's file.
-
-    Args:
-        file_name: name inside the checkpoint directory.
-        specs: the bucket's tensors, in the order in which they are written.
-        object_keys: keys of its serialized objects, in the order of their places.
-        objects_bytes: their sizes now; their region gets some room to grow.
-    """
+    """Lay out a bucket's file; the region of the objects gets some room to grow beyond `objects_bytes`."""
     templates = [tensor_template(spec.dtype, spec.sizes) for spec in specs]
     item_offsets = array("q")
     payload_offsets = array("q")
@@ -250,14 +231,7 @@ class FileFrame(NamedTuple):
 
 
 def frame_file(layout: BucketLayout, name: str, objects: Sequence[memoryview], save_id: bytes) -> FileFrame:
-    """Put the objects of one save into a file, and close it with its integrity footer.
-
-    Args:
-        layout: with room for the objects.
-        name: of the file in this save.
-        objects: serialized, in the order of the layout.
-        save_id: 16 bytes.
-    """
+    """Put the serialized objects of one save into a file, and close it with its integrity footer."""
     lengths = [len(data) for data in objects]
     offsets = place_objects(lengths)
     seal, table_crc32 = layout.seal.fill(save_id, layout.image.size_bytes, zip(offsets, lengths, strict=True))
@@ -324,16 +298,7 @@ def lay_out_rank(
     thread_count: int,
     separation_hint: str | None = None,
 ) -> RankLayout:
-    """Lay out what a rank writes.
-
-    Args:
-        specs: its tensors.
-        object_keys: keys of its serialized objects.
-        object_bytes: their sizes now; each file's region gets some room to grow.
-        rank: of the writing process, for the file names.
-        thread_count: files to write, at most.
-        separation_hint: prefix of keys that get files of their own.
-    """
+    """Lay out what a rank writes: `thread_count` files at most, keys with the `separation_hint` apart."""
     keys = [spec.key for spec in specs]
     chosen = split_buckets(keys, [spec.nbytes for spec in specs], thread_count, separation_hint)
     prefixes = [prefix for prefix, _ in chosen]

@@ -17,16 +17,10 @@ def pointer_of(tensor: torch.Tensor) -> int:
 
 
 def check_memory(tensor: torch.Tensor, where: Callable[[], str]) -> None:
-    """Make sure that all of a dense tensor's memory is there, since it is read by address.
+    """Raise `PlanError` unless all of a dense tensor's memory is there, since it is read by address.
 
-    A storage can be cut under its tensors (`untyped_storage().resize_`), which is how some libraries offload.
-
-    Args:
-        tensor: of any device; its strides may overlap, as those of a broadcast view do.
-        where: tells key and offset, for the message.
-
-    Raises:
-        PlanError: some of it was given back.
+    A storage can be cut under its tensors (`untyped_storage().resize_`), which is how some libraries offload. `where`
+    tells key and offset.
     """
     held_bytes = tensor.untyped_storage().nbytes()
     last = tensor.storage_offset() + tensor.numel() - 1

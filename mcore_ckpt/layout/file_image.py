@@ -119,11 +119,7 @@ Fill = Callable[[Window, memoryview], None]
 
 
 def check_results(planned: Sequence[PlannedFile], written: Sequence[WrittenFile]) -> None:
-    """Compare what was written with what was planned: every file, of its planned length, every payload summed.
-
-    Raises:
-        SaveError: they differ.
-    """
+    """Raise `SaveError` unless every planned file was written, of its planned length, every payload summed."""
     got = [(file.name, file.size_bytes, len(file.crcs)) for file in written]
     expected = [
         (file.name, file.image.size_bytes, len(file.image.payload_offsets if result.sealed else ()))

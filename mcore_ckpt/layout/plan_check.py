@@ -43,14 +43,7 @@ class _Items(NamedTuple):
 
 
 def global_plan(told: Sequence[tuple[bytes, Mapping[str, tuple[int, ...]]]]) -> GlobalPlan:
-    """Put the plans of all ranks together, and check them.
-
-    Args:
-        told: by rank, its encoded plan, and the shapes of parameters that it stores in another form.
-
-    Raises:
-        PlanError: see `check_plans`; or ranks disagree on the shape of a parameter.
-    """
+    """Put the plans of all ranks, and their notes on shapes of parameters, together. Raises `PlanError`."""
     plans = [LocalPlan.decode(encoded) for encoded, _ in told]
     check_plans(plans)
     files = sorted(pair for plan in plans for pair in zip(plan.files, plan.file_bytes, strict=True))
@@ -60,12 +53,8 @@ def global_plan(told: Sequence[tuple[bytes, Mapping[str, tuple[int, ...]]]]) -> 
 def check_plans(plans: Sequence[LocalPlan]) -> None:
     """Check every rank's tensors against those of all others.
 
-    Args:
-        plans: by rank.
-
-    Raises:
-        PlanError: ranks disagree on a tensor's dtype or shape, or its chunks overlap, leave a gap or stick out; names
-            the key, the ranks and what was found.
+    Raises `PlanError`, which names key and ranks, if they disagree on dtype or shape, or if chunks overlap, leave a gap
+    or stick out.
     """
     items = _joined(plans)
     if not items.keys:

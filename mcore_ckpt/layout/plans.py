@@ -104,10 +104,8 @@ class LocalPlanBuilder:
 
 
 def index_tensors(plans: Iterable[LocalPlan]) -> tuple[dict[str, TensorEntry], array[int]]:
-    """The index entries of all ranks' tensors, by key, in the order of the ranks; for plans that were checked.
-
-    Returns:
-        The entries; and for each of their chunks, in order, the number that its item has among those of all plans.
+    """The index entries of all ranks' tensors, by key; and for each chunk its item's number among those of
+    all plans.
     """
     heads: dict[str, tuple[str, tuple[int, ...], list[StoredChunk], list[int]]] = {}
     number = 0

@@ -36,7 +36,7 @@ def metadata_of_save(
     common: SealedFile | None = None,
     keep_local_plans: bool = False,
 ) -> bytes:
-    """The content of `.metadata`.
+    """The content of `.metadata`. Raises `PlanError` if two ranks have written objects of the same key.
 
     Args:
         plan: of all ranks.
@@ -45,11 +45,8 @@ def metadata_of_save(
         files: each rank's files, in the order of its plan; where one has no footer, `.metadata` has no manifest.
         save_id: of the save.
         storage_meta: which save this is.
-        common: the file of the common state, for the manifest; None if there is none.
-        keep_local_plans: put every rank's plan into it (`SaveOptions.keep_local_plans`).
-
-    Raises:
-        PlanError: two ranks have written objects of the same key.
+        common: the file of the common state; None if there is none.
+        keep_local_plans: put every rank's plan into it.
     """
     entries: dict[str, ObjectEntry] = {}
     for rank, of_rank in enumerate(objects):

@@ -68,11 +68,7 @@ def is_main_replica(shard: Any) -> bool:
 
 
 def box_sizes(shard: Any) -> tuple[int, ...]:
-    """Sizes of the box that a shard fills in its global tensor: the local shape after the prepended axes, in elements.
-
-    Raises:
-        PlanError: the shard is a slice of a flattened tensor (`flattened_range`), which has no box.
-    """
+    """Sizes of the box that a shard fills in its global tensor; raises `PlanError` for a slice of a flattened one."""
     if getattr(shard, "flattened_range", None) is not None:
         raise PlanError(
             f"{shard.key}: flattened_range={shard.flattened_range} is a stretch, and plain DCP plans boxes;"
@@ -165,11 +161,7 @@ class StoredForm(NamedTuple):
 
 
 def stored_form(shard: Any) -> StoredForm:
-    """How a `ShardedTensor` is stored.
-
-    Raises:
-        PlanError: a flattened shard whose local box is not a cell of a regular grid.
-    """
+    """How a `ShardedTensor` is stored; raises `PlanError` if its flattened box is not a cell of a regular grid."""
     if getattr(shard, "flattened_range", None) is None:
         return StoredForm(tuple(shard.global_shape), tuple(shard.global_offset), local_box(shard))
     cell = local_box(shard)
@@ -188,11 +180,7 @@ def stored_form(shard: Any) -> StoredForm:
 
 
 def noted_shapes(original_shapes: Iterable[Mapping[str, tuple[int, ...]]]) -> dict[str, dict[str, Any]]:
-    """The notes for `.metadata`, from each rank's parameter shapes by key.
-
-    Raises:
-        PlanError: two ranks disagree.
-    """
+    """The notes for `.metadata`, from each rank's parameter shapes by key; raises `PlanError` if ranks disagree."""
     merged: dict[str, tuple[int, ...]] = {}
     for shapes in original_shapes:
         for key, shape in shapes.items():

@@ -90,11 +90,7 @@ def _pickled_metadata(metadata: Metadata) -> bytes:
 
 @collector_paused()
 def to_dcp_metadata(index: CheckpointIndex) -> Metadata:
-    """`index` as DCP's `Metadata`, with `_StorageInfo` as DCP's file system reader and writer use it.
-
-    Raises:
-        CorruptCheckpointError: the installed torch has not one of the dtypes.
-    """
+    """`index` as DCP's `Metadata`; raises `CorruptCheckpointError` if the installed torch lacks one of the dtypes."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
     def info(item: StoredItem) -> _StorageInfo:
@@ -157,8 +153,7 @@ def _plain_sums(seal: MetadataSeal, index: CheckpointIndex) -> dict[str, Any]:
 def from_dcp_metadata(metadata: Metadata, path: str | Path) -> CheckpointIndex:
     """The index of the checkpoint in `path`, from a `Metadata` that DCP or Megatron-Core has read or planned.
 
-    Raises:
-        CorruptCheckpointError: a chunk or object has no place in `storage_data`, or there is none at all.
+    Raises `CorruptCheckpointError` if a chunk or object has no place in `storage_data`.
     """
     sums = getattr(metadata, _SUMS, None) or {"seal": b"", "crcs": {}, "blocks": {}}
     seal = split_metadata(sums["seal"], str(path))[1]
@@ -172,12 +167,7 @@ def encoded_metadata(
 ) -> bytes:
     """The content of `.metadata` for what DCP has planned and this package has written.
 
-    Args:
-        metadata: with where each item lies.
-        path: of the checkpoint, for messages.
-        save_id: of the save.
-        files: of the save.
-        sums: of the items; where one is missing, there is no manifest.
+    Where one of the items has no `sums`, there is no manifest.
     """
     if type(metadata).__name__ not in _KNOWN_METADATA or not _KNOWN_ATTRIBUTES.issuperset(vars(metadata)):
         return _pickled_metadata(metadata)  # of a planner that keeps more in it than anybody knows

@@ -24,7 +24,7 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.format.seal import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.items.checksums import BlockSums, RecordSum, checksum_error, contiguous_around, whole_blocks
-from mcore_ckpt.items.ranges import CHEAP_GAP_BYTES, MAX_WASTE, Extent, Piece, cluster_boxes, split_box
+from mcore_ckpt.items.ranges import CHEAP_GAP_BYTES, MAX_WASTE, ChunkPart, Extent, cluster_boxes, split_box
 from mcore_ckpt.layout.torch_classes import dtype_name
 from mcore_ckpt.load._columns import MAX_COLUMN_BYTES
 from mcore_ckpt.load._placement import Want, alignment_for
@@ -72,7 +72,7 @@ class PartRead(NamedTuple):
 
     wanted: WantedItem
     place: PayloadPlace
-    part: Piece
+    part: ChunkPart
     wants: list[Want]
     address: int
     alignment: int
@@ -193,7 +193,7 @@ class Extents:
         count = -(-nbytes // self._options.window_bytes)
         length = align_up(-(-nbytes // count))
         for begin in range(0, nbytes, length):
-            part = Piece(whole, begin, min(begin + length, nbytes))
+            part = ChunkPart(whole, begin, min(begin + length, nbytes))
             read = PartRead(wanted, place, part, wanted.wants, address + begin, 1, record, None)
             yield _extent(read, part.stop - begin, alone=True)
 
@@ -239,10 +239,10 @@ class Extents:
         last = first + math.prod(box.sizes) * wanted.dtype.itemsize
         start, stop = whole_blocks(first, last, wanted.payload_bytes)
         if start < first:
-            yield _extent(PartRead(wanted, place, Piece(box, start, first), [], 0, 1, None, blocks), first - start)
+            yield _extent(PartRead(wanted, place, ChunkPart(box, start, first), [], 0, 1, None, blocks), first - start)
         yield from self._parts(wanted, place, box, wants, None, blocks)
         if last < stop:
-            yield _extent(PartRead(wanted, place, Piece(box, last, stop), [], 0, 1, None, blocks), stop - last)
+            yield _extent(PartRead(wanted, place, ChunkPart(box, last, stop), [], 0, 1, None, blocks), stop - last)
 
     def _parts(
         self,

@@ -7,14 +7,14 @@ import itertools
 import pytest
 
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.items.ranges import CHEAP_GAP_BYTES, Extent, Piece, cluster_boxes, coalesce, split_box
+from mcore_ckpt.items.ranges import CHEAP_GAP_BYTES, ChunkPart, Extent, cluster_boxes, coalesce, split_box
 
 MIB = 1024 * 1024
 WINDOW = 8 * MIB
 GAP = 256 * 1024
 
 
-def split(shape: tuple[int, ...], box: Box, elem_bytes: int = 1) -> list[Piece]:
+def split(shape: tuple[int, ...], box: Box, elem_bytes: int = 1) -> list[ChunkPart]:
     return list(split_box(shape, box, elem_bytes, window_bytes=WINDOW, max_gap_bytes=GAP))
 
 
@@ -55,7 +55,7 @@ def test_gaps_between_outer_planes_do_not_hide_gaps_inside() -> None:
 
 
 def test_a_scalar_is_one_element() -> None:
-    assert split((), Box((), ()), elem_bytes=4) == [Piece(Box((), ()), 0, 4)]
+    assert split((), Box((), ()), elem_bytes=4) == [ChunkPart(Box((), ()), 0, 4)]
 
 
 @pytest.mark.parametrize(("gap_bytes", "spans"), [(CHEAP_GAP_BYTES, 1), (CHEAP_GAP_BYTES + 1, 2)])
