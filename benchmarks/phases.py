@@ -35,7 +35,7 @@ from mcore_ckpt.writing.staging_buffers import StagingBuffer
 __all__ = ["Phases"]
 
 _METADATA_BYTES = 16 * 1024
-_TOLD = {"plan": "plan", "stage": "stage", "dispatch": "hand-over", "writer": "writer"}
+_TOLD = {"plan": "plan", "stage": "stage", "dispatch": "dispatch", "writer": "writer"}
 
 
 class Phases:

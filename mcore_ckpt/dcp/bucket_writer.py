@@ -105,7 +105,7 @@ class CopiedData(BucketData):
 
 
 def _shareable_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in memory that torch can hand to another process without copying it once more."""
+    """A copy in memory that torch can hand to another process without copying it again."""
     if tensor.numel() == 0:
         return tensor.clone()
     new_shared = torch.UntypedStorage._new_shared  # noqa: SLF001  (what torch's own data loader collates into)
@@ -308,7 +308,7 @@ def _prepare(bucket: WriteBucket, extensions: Sequence[Any]) -> tuple[BucketSour
     name = Path(bucket.path).name
     bytes_data, tensor_data = bucket.data
     # In the order in which readers undo them: the first is the one that writes to the file. (DCP's own writer names
-    # them the other way round: its readers cannot undo two that do not commute.)
+    # them in reverse order: its readers cannot undo two that do not commute.)
     descriptors = [extension.get_descriptor() for extension in extensions] or None
     blobs = [(item, memoryview(_transformed(data.getvalue(), extensions))) for item, data in bytes_data]
     if extensions:

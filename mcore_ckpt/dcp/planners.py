@@ -269,7 +269,7 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         Raises:
             MissingKeyError: a key is not in the checkpoint (and `allow_partial_load` is off).
             KindMismatchError, ShapeMismatchError, DtypeMismatchError: it is stored as something else.
-            CorruptCheckpointError: the stored chunks do not hold all that is wanted.
+            CorruptCheckpointError: the stored chunks do not hold all that is requested.
         """
         for shard in self._validated:
             self._check_shape(self._stored_tensor(shard.key), shard.key, tuple(shard.global_shape))
@@ -308,7 +308,7 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         if stored is None:
             raise self._missing(key)
         if not isinstance(stored, TensorStorageMetadata):
-            raise KindMismatchError(f"{key}: a tensor is wanted, the checkpoint holds an object under this key")
+            raise KindMismatchError(f"{key}: a tensor is requested, the checkpoint holds an object under this key")
         return stored
 
     def _check_shape(self, stored: TensorStorageMetadata, key: str, wanted: tuple[int, ...]) -> None:
@@ -343,7 +343,7 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         if stored is None:
             raise self._missing(key)
         if not isinstance(stored, BytesStorageMetadata):
-            raise KindMismatchError(f"{key}: an object is wanted, the checkpoint holds a tensor under this key")
+            raise KindMismatchError(f"{key}: an object is requested, the checkpoint holds a tensor under this key")
         first = key not in self._objects
         self._objects.setdefault(key, []).append(shard)
         if not first:
@@ -376,7 +376,7 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         if not isinstance(loaded, list):
             raise KindMismatchError(f"{key}: expected the list in which Megatron stores objects, got {type(loaded)}")
         if len(loaded) != len(shards):
-            raise KindMismatchError(f"{key}: {len(shards)} objects are wanted, the checkpoint holds {len(loaded)}")
+            raise KindMismatchError(f"{key}: {len(shards)} objects are requested, the checkpoint holds {len(loaded)}")
         for shard, data in zip(shards, loaded, strict=True):
             shard.data = data
 

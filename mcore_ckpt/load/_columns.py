@@ -50,7 +50,7 @@ MAX_COLUMN_BYTES: Final = 1024 * 1024
 # So many items can be scattered by one call: the kernel takes 1,024 places (UIO_MAXIOV), of which each wants four.
 MAX_SCATTERED: Final = 256
 
-# Without letting go of the GIL, which another thread would take for a while: the copies are short.
+# Without releasing the GIL, which another thread would take for a while: the copies are short.
 _memmove = ctypes.PyDLL(None).memmove
 _memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memmove.restype = None
@@ -84,7 +84,7 @@ shape that the global tensor must have."""
 _Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
-class _Place(NamedTuple):
+class _ChunkOfForm(NamedTuple):
     """Where a box is stored of all tensors of one form.
 
     Attributes:
@@ -99,7 +99,7 @@ class _Place(NamedTuple):
     item_bytes: int
 
 
-_UNKNOWN: Final = _Place(-1, -1, torch.uint8, -1)
+_UNKNOWN: Final = _ChunkOfForm(-1, -1, torch.uint8, -1)
 
 
 class Columns:
@@ -130,7 +130,7 @@ class Columns:
         self._max_bytes = min(max_bytes, MAX_COLUMN_BYTES)
         self._taken = bytearray(0 if self._packed is None else len(self._packed.places.lengths))
         # By form of a global tensor (`id`: they belong to the index), slice, and shape; None: it is left to others.
-        self._places: dict[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]], _Place | None] = {}
+        self._places: dict[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]], _ChunkOfForm | None] = {}
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -171,14 +171,14 @@ class Columns:
 
     def _find(
         self, form: TensorForm, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]
-    ) -> _Place | None:
+    ) -> _ChunkOfForm | None:
         place = None
         if form.shape == shape and len(form.offsets) <= FEW_CHUNKS:
             chunk = only_box(form.offsets, form.sizes, offsets, sizes)
             dtype = torch_dtype(form.dtype)
             kind = None if chunk is None or dtype is None else _kind(form.dtype, sizes, dtype)
             if chunk is not None and kind is not None and kind.item_bytes <= self._max_bytes:
-                place = _Place(chunk, len(self.kinds), kind.dtype, kind.item_bytes)
+                place = _ChunkOfForm(chunk, len(self.kinds), kind.dtype, kind.item_bytes)
                 self.kinds.append(kind)
         self._places[id(form), offsets, sizes, shape] = place
         return place

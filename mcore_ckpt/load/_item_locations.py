@@ -56,7 +56,7 @@ class ItemLocations:
         threads: int,
         unranged: Callable[[WantedItem, str], None],
     ) -> Iterator[Callable[[WantedItem], LocatedTensor | None]]:
-        """Read the headers of items, in order, by threads that stay a few items ahead of whoever asks.
+        """Read the headers of items, in order, by threads that stay a few items ahead of the caller.
 
         Args:
             items: those whose place is not known.

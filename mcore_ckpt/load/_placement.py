@@ -75,7 +75,7 @@ def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def memory_at(address: int, length: int) -> memoryview:
-    """Writable bytes `[address, address + length)` of this process; whoever owns them has to stay alive."""
+    """Writable bytes `[address, address + length)` of this process; their owner has to stay alive."""
     return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
 
 
@@ -95,7 +95,7 @@ class HostBytes:
 
     @classmethod
     def at(cls, address: int, length: int) -> HostBytes:
-        """Bytes `[address, address + length)` of this process; whoever owns them has to stay alive."""
+        """Bytes `[address, address + length)` of this process; their owner has to stay alive."""
         return cls(torch.frombuffer((ctypes.c_ubyte * length).from_address(address), dtype=torch.uint8))
 
     def strided(self, at: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:

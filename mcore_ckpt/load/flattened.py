@@ -1,7 +1,7 @@
 """Stretches of flattened tensors: how Megatron-Core 0.12 to 0.15 kept optimizer state, to be read by any version.
 
 `layout/shards.py` says how they are stored. Reading goes from any stored form to any wanted one: the same grid
-directly; another grid, or none, by way of the parameter's own coordinates.
+directly; another grid, or none, through the parameter's own coordinates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["destination", "read_shards"]
 
 # Pieces of stored stretches that are held at once while they are spread over their destinations.
 _BATCH_BYTES = 64 * 1024 * 1024
-# What a piece takes beside its elements, as a request and with all that leads to it.
+# What a piece takes besides its elements, as a request and with all that leads to it.
 _PIECE_BYTES = 2048
 # A chunk is saved for a cell or a part of one; some may have been made one chunk since, but never more than so many.
 _MAX_CELLS_OF_A_CHUNK = 16384
@@ -158,8 +158,8 @@ class _Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """The elements `[first, stop)` of one flattened cell, which hold what is wanted of `share`."""
+class _FlatRange:
+    """The elements `[first, stop)` of one flattened cell, which hold what is requested of `share`."""
 
     wanted: _Wanted
     cell: Box
@@ -172,10 +172,10 @@ class _Piece:
 
 def _read_spread(reader: FileSystemReader, wanted: Iterable[_Wanted]) -> None:
     """Read the stretches that hold the wanted boxes, some at a time, and copy the boxes out of them."""
-    batch: list[tuple[_Piece, torch.Tensor]] = []
+    batch: list[tuple[_FlatRange, torch.Tensor]] = []
     held_bytes = 0
     for one in wanted:
-        for piece in _pieces(reader, one):
+        for piece in _flat_ranges(reader, one):
             buffer = torch.empty(piece.stop - piece.first, dtype=one.tensor.dtype)
             batch.append((piece, buffer))
             held_bytes += buffer.nbytes + _PIECE_BYTES
@@ -186,7 +186,7 @@ def _read_spread(reader: FileSystemReader, wanted: Iterable[_Wanted]) -> None:
         _read_batch(reader, batch)
 
 
-def _pieces(reader: FileSystemReader, wanted: _Wanted) -> Iterator[_Piece]:
+def _flat_ranges(reader: FileSystemReader, wanted: _Wanted) -> Iterator[_FlatRange]:
     entry = reader.index.tensors.get(wanted.key)
     if entry is None:
         reader.read_items([ReadRequest(wanted.key, wanted.tensor, wanted.box.offsets, wanted.box.sizes)])  # raises
@@ -217,10 +217,10 @@ def _pieces(reader: FileSystemReader, wanted: _Wanted) -> Iterator[_Piece]:
         strides = strides_of(cell)
         first = sum(map(operator.mul, relative(share, cell_box.offsets).offsets, strides))
         last = first + sum((n - 1) * stride for n, stride in zip(share.sizes, strides, strict=True))
-        yield _Piece(wanted, cell_box, place, stored_shape, share, first, last + 1)
+        yield _FlatRange(wanted, cell_box, place, stored_shape, share, first, last + 1)
 
 
-def _read_batch(reader: FileSystemReader, batch: list[tuple[_Piece, torch.Tensor]]) -> None:
+def _read_batch(reader: FileSystemReader, batch: list[tuple[_FlatRange, torch.Tensor]]) -> None:
     requests = []
     for piece, buffer in batch:
         sizes = (*(1 for _ in piece.grid), piece.stop - piece.first)

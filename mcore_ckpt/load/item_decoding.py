@@ -128,7 +128,7 @@ class ItemDecoder:
                 f"{where}: expected a tensor with an element at each place, stored is one {kind}; load another copy or"
                 " an earlier checkpoint"
             )
-        # By way of the class: an attribute that the pickle gave it may have any name.
+        # Through the class: an attribute that the pickle gave it may have any name.
         return torch.Tensor.detach(loaded)
 
     def _read(self, files: OpenFiles, fqn: str, item: StoredItem) -> bytes:

@@ -87,7 +87,7 @@ def tensor_entry(fqn: str, index: CheckpointIndex) -> TensorEntry:
     if entry is not None:
         return entry
     if fqn in index.objects:
-        raise KindMismatchError(f"{fqn}: a tensor is wanted, but {index.path} holds an object under this key")
+        raise KindMismatchError(f"{fqn}: a tensor is requested, but {index.path} holds an object under this key")
     raise missing_key(fqn, index)
 
 
@@ -220,7 +220,7 @@ class LoadPlan:
 
 def _wrong_destination(fqn: str, sizes: Sequence[int], tensor: torch.Tensor) -> ShapeMismatchError:
     return ShapeMismatchError(
-        f"{fqn}: a box of sizes {list(sizes)} is wanted in a destination of shape {list(tensor.shape)}"
+        f"{fqn}: a box of sizes {list(sizes)} is requested in a destination of shape {list(tensor.shape)}"
     )
 
 
@@ -279,7 +279,7 @@ def check_planned(
 def not_held(key: str, wanted_elems: int, planned_elems: int, where: str) -> CorruptCheckpointError:
     """The error for a tensor of which a checkpoint does not hold all that is requested."""
     return CorruptCheckpointError(
-        f"{key}: {wanted_elems} stored elements are wanted, the chunks in {where} hold {planned_elems} of them: the"
+        f"{key}: {wanted_elems} stored elements are requested, the chunks in {where} hold {planned_elems} of them: the"
         " save did not finish or its index is damaged (load an earlier checkpoint), or it holds the part of one rank"
         " alone (load under the layout of the save)"
     )

@@ -51,7 +51,7 @@ __all__ = ["FileSystemReader", "ReadRequest"]
 
 
 class FileSystemReader(StorageReader):
-    """Reads a `torch_dist` checkpoint from a directory: exactly the bytes that are wanted, and checks them.
+    """Reads a `torch_dist` checkpoint from a directory: exactly the bytes that are requested, and checks them.
 
     Args:
         path: the checkpoint's directory.
@@ -210,7 +210,7 @@ class FileSystemReader(StorageReader):
         entry = self.index.objects.get(fqn)
         if entry is None:
             if fqn in self.index.tensors:
-                raise KindMismatchError(f"{fqn}: an object is wanted, but {self.path} holds a tensor under this key")
+                raise KindMismatchError(f"{fqn}: an object is requested, but {self.path} holds a tensor under this key")
             raise missing_key(fqn, self.index)
         return entry
 

@@ -18,14 +18,22 @@ from mcore_ckpt.format.manifest import MetadataSeal
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.format.seal import shown_id
 
-__all__ = ["Source", "check_common", "check_ranks", "metadata_version", "note_common", "one_load", "replaced_error"]
+__all__ = [
+    "SaveIdentity",
+    "check_common",
+    "check_ranks",
+    "metadata_version",
+    "note_common",
+    "one_load",
+    "replaced_error",
+]
 
 # Of each directory whose common state the load in progress has read: which save that was of. None outside of a load.
-_common_of: ContextVar[dict[str, Source] | None] = ContextVar("_common_of", default=None)
+_common_of: ContextVar[dict[str, SaveIdentity] | None] = ContextVar("_common_of", default=None)
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SaveIdentity:
     """Which save something was read of.
 
     Attributes:
@@ -37,11 +45,11 @@ class Source:
     version: tuple[int, ...]
 
     @classmethod
-    def of(cls, seal: MetadataSeal | None, version: tuple[int, ...]) -> Source:
+    def of(cls, seal: MetadataSeal | None, version: tuple[int, ...]) -> SaveIdentity:
         """What was read by a `.metadata` of that seal and version."""
         return cls(b"" if seal is None else seal.save_id, version)
 
-    def is_same(self, other: Source) -> bool:
+    def is_same(self, other: SaveIdentity) -> bool:
         """Whether both are of one save."""
         if self.save_id or other.save_id:
             return self.save_id == other.save_id
@@ -70,13 +78,13 @@ def one_load() -> Iterator[None]:
         _common_of.reset(token)
 
 
-def note_common(directory: Path, source: Source) -> None:
+def note_common(directory: Path, source: SaveIdentity) -> None:
     """The common state was read, and is of that save."""
     if (noted := _common_of.get()) is not None:
         noted[str(directory.absolute())] = source
 
 
-def check_common(directory: Path, source: Source) -> None:
+def check_common(directory: Path, source: SaveIdentity) -> None:
     """Compare the save that tensors are of with that of the common state, where the same load has read that.
 
     Raises:
@@ -95,7 +103,7 @@ def check_ranks(directory: Path, save_ids: Sequence[bytes]) -> None:
     """
     other = next((rank for rank, save_id in enumerate(save_ids) if save_id != save_ids[0]), None)
     if other is not None:
-        first, second = (Source(save_ids[rank], ()) for rank in (0, other))
+        first, second = (SaveIdentity(save_ids[rank], ()) for rank in (0, other))
         raise replaced_error(directory, f"rank 0 has read {first}, rank {other} {second}")
 
 

@@ -38,7 +38,7 @@ from mcore_ckpt.format.metadata_read import (
 )
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.megatron._one_save import Source, metadata_version, note_common
+from mcore_ckpt.megatron._one_save import SaveIdentity, metadata_version, note_common
 from mcore_ckpt.storage.resolve import storage_at
 
 __all__ = [
@@ -175,7 +175,7 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
             file = common_file_in_force(names, reader.index)
             if file is None and COMMON_STATE_KEY in reader.index.objects:
                 stored = reader.read_object(COMMON_STATE_KEY)
-                note_common(directory, Source.of(reader.index.seal, version))
+                note_common(directory, SaveIdentity.of(reader.index.seal, version))
                 return stored[0] if isinstance(stored, list) else stored
     if file is None:
         raise CheckpointNotFoundError(
@@ -191,7 +191,7 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
         verify_crc=options.verify_crc,
         run_code=options.run_code_from_checkpoint,
     )
-    note_common(directory, Source.of(seal, version))
+    note_common(directory, SaveIdentity.of(seal, version))
     return loaded
 
 

@@ -149,7 +149,7 @@ def _want_flat_run(entry: TensorEntry, part: torch.Tensor, start: int, requests:
     stop = start + part.numel()
     if start < 0 or stop > math.prod(entry.shape):
         raise ShapeMismatchError(
-            f"{entry.fqn}: elements [{start}, {stop}) are wanted, the stored tensor of shape {entry.shape} has"
+            f"{entry.fqn}: elements [{start}, {stop}) are requested, the stored tensor of shape {entry.shape} has"
             f" {math.prod(entry.shape)}"
         )
     filled = 0

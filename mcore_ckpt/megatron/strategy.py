@@ -41,7 +41,7 @@ from mcore_ckpt.load.flattened import read_shards
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._errors import MegatronErrors
 from mcore_ckpt.megatron._go_back import directory_to_read
-from mcore_ckpt.megatron._one_save import Source, check_common, check_ranks, metadata_version, replaced_error
+from mcore_ckpt.megatron._one_save import SaveIdentity, check_common, check_ranks, metadata_version, replaced_error
 from mcore_ckpt.megatron._quantized import read_quantized, split_quantized
 from mcore_ckpt.megatron._replaced import read_through, replaced_bucket_writer, replaced_load_planner
 from mcore_ckpt.megatron._versions import (
@@ -318,7 +318,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
 
     def _load_of_one_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path
-    ) -> tuple[dict[str, Any], Source]:
+    ) -> tuple[dict[str, Any], SaveIdentity]:
         """What is loaded, and the save it is of, which is that of the common state.
 
         Raises:
@@ -334,7 +334,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             if metadata_version(reader.path) != version:
                 raise replaced_error(reader.path, str(error)) from error
             raise
-        source = Source.of(reader.index.seal, version)
+        source = SaveIdentity.of(reader.index.seal, version)
         if not source.save_id and metadata_version(reader.path) != version:
             # Nothing but the file itself tells the saves apart: it may have been another one already when it was read.
             raise replaced_error(reader.path, ".metadata, which has no seal, is another file than before")
@@ -458,6 +458,6 @@ class _ObjectsInTurn:
         self._next[key] = position + 1
         if position >= len(values):
             raise KindMismatchError(
-                f"{key}: object {position + 1} is wanted, the checkpoint holds {len(values)} under this key"
+                f"{key}: object {position + 1} is requested, the checkpoint holds {len(values)} under this key"
             )
         return values[position]

@@ -48,7 +48,7 @@ class SaveReport:
     Attributes:
         directory: of the checkpoint.
         total_s: from the plan's beginning to the commit's end.
-        phases_s: seconds of each phase: of the slowest rank for `plan`, `stage`, `hand-over` (to the writer process, or
+        phases_s: seconds of each phase: of the slowest rank for `plan`, `stage`, `dispatch` (to the writer process, or
             the fork) and `write`; of the coordinator for `gather` (waiting for all ranks' results) and `commit`.
             `writer` is the work of a writer process.
         files: every rank's files.

@@ -156,7 +156,7 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
         written = time.monotonic()
         spans = [Span("plan", began, planned)]
         if request.is_async and request.bucket_writer is None:
-            spans += [Span("stage", planned, job.submitted_s), Span("hand-over", job.submitted_s, written)]
+            spans += [Span("stage", planned, job.submitted_s), Span("dispatch", job.submitted_s, written)]
         else:
             spans.append(Span("write", planned, written))
         files, entries = [frame.file for frame in frames], plan.layout.object_entries(frames)

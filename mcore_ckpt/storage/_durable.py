@@ -110,7 +110,7 @@ def link(source: str, path: str) -> bool:
 def replace_durably(path: str, content: bytes, through: str | None = None) -> None:
     """Write, sync, rename, sync the directory; the order that borg and others use, and the way back.
 
-    If the last step fails, the rename has happened but may not outlast a power cut. Whoever is told of the failure
+    If the last step fails, the rename has happened but may not outlast a power cut. A caller that gets the error
     removes the files that the new content names, so the old content has to come back.
     """
     directory, base = os.path.split(path)
@@ -119,7 +119,7 @@ def replace_durably(path: str, content: bytes, through: str | None = None) -> No
     old = os.path.join(directory, f"{prefix}{secrets.token_hex(8)}.tmp")
     flags = os.O_WRONLY | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if through is None else os.O_TRUNC)
     # What a process has left that died in here: nobody else publishes the same file. Not at the end: who reads the old
-    # common state beside the new `.metadata` waits for this to return.
+    # common state next to the new `.metadata` waits for this to return.
     with contextlib.suppress(OSError):
         for entry in os.listdir(directory or "."):
             if entry.startswith(prefix) and entry.endswith(".tmp"):
@@ -153,7 +153,7 @@ def replace_durably(path: str, content: bytes, through: str | None = None) -> No
 def make_durably(path: str, content: bytes) -> bool:
     """Write, sync, link, sync the directory; False if the name is taken.
 
-    Where there are no hard links, a file that somebody makes between the last look and the renaming is replaced.
+    Where there are no hard links, a file that another process makes between the last look and the renaming is replaced.
     """
     directory, base = os.path.split(path)
     temporary = os.path.join(directory, f".{base}.{secrets.token_hex(8)}.tmp")

@@ -202,7 +202,7 @@ class LocalReader(RangeReader):
             done += got
 
     def _read_direct(self, offset: int, view: memoryview, arrived: _Arrived) -> None:
-        """Read past the page cache, straight into `view` where its address allows it."""
+        """Read with O_DIRECT, straight into `view` where its address allows it."""
         stop = offset + len(view)
         position = offset
         straight = (
@@ -238,7 +238,7 @@ class LocalReader(RangeReader):
         return self._direct_fd
 
     def _read_copied(self, offset: int, view: memoryview, arrived: _Arrived) -> int:
-        """Read the first bytes of `view` by way of an aligned buffer; returns how many."""
+        """Read the first bytes of `view` through an aligned buffer; returns how many."""
         start = offset - offset % ALIGNMENT_BYTES
         buffer = self._bounce.take()
         try:
@@ -255,7 +255,7 @@ class LocalReader(RangeReader):
 
     def _ended_early(self, at: int, offset: int, nbytes: int) -> NoReturn:
         raise CorruptCheckpointError(
-            f"{self.name}: the file ended at byte {at} where [{offset}, {offset + nbytes}) was wanted; it had "
+            f"{self.name}: the file ended at byte {at} where [{offset}, {offset + nbytes}) was requested; it had "
             f"{self.size_bytes} bytes when it was opened, so it was cut meanwhile"
         )
 

@@ -1,4 +1,4 @@
-"""Writing local files: past the page cache where a trial says that the file system can.
+"""Writing local files: with O_DIRECT where a trial says that the file system can.
 
 A checkpoint is not read back by the machine that wrote it, so caching it only evicts what training needs, at the price
 of a copy. Elsewhere the page cache is written back while the save goes on, and what has reached the device is dropped,

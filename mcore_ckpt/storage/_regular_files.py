@@ -23,7 +23,7 @@ def open_regular(root: str | os.PathLike[str], name: str, flags: int = 0, *, fol
     """Open a regular file below a directory for reading; returns its descriptor.
 
     Args:
-        root: the directory, which may itself be reached through symbolic links: whoever calls has named it.
+        root: the directory, which may itself be reached through symbolic links: the caller named it.
         name: of the file, relative to it.
         flags: for `os.open`, beyond those for reading.
         follow_links: wherever they lead; for directories whose owner has named them and keeps links in them.

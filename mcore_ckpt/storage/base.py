@@ -168,7 +168,7 @@ class RangeWriter(ABC):
 
     Attributes:
         name: the file, as an error message should show it (for a local file, its path).
-        direct: whether aligned writes go past the page cache.
+        direct: whether aligned writes use O_DIRECT.
     """
 
     name: str
@@ -300,7 +300,7 @@ class Storage(ABC):
         Args:
             name: of the new file; missing directories on the way to it are made.
             size_bytes: what it is going to hold, so that the space can be reserved at once.
-            direct: past the page cache if possible (`"auto"`), or fail (`"on"`), or never (`"off"`).
+            direct: O_DIRECT if possible (`"auto"`), or fail (`"on"`), or never (`"off"`).
 
         Raises:
             SaveError: if the file exists, cannot be made, or its space cannot be reserved.
@@ -334,8 +334,8 @@ class Storage(ABC):
         Args:
             name: of the file.
             content: what it is to hold.
-            through: a file that `create` has made, which this uses up. Whoever deletes it has prevented this call for
-                ever, however far it has come: the right to publish can be taken away.
+            through: a file that `create` has made, which this uses up. A process that deletes it prevents this call
+                for ever, however far it has come: the right to publish can be taken away.
 
         Raises:
             SaveError: the old content, if any, is still there; or `through` is gone.
@@ -343,7 +343,7 @@ class Storage(ABC):
 
     @abstractmethod
     def publish_new(self, name: str, content: bytes) -> bool:
-        """As `publish`, unless there is a file of that name: that is left as it is, whoever has made it, and when.
+        """As `publish`, unless there is a file of that name: that is left as it is.
 
         Returns:
             False if the name is taken.

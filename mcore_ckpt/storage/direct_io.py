@@ -127,7 +127,7 @@ def enable(fd: int) -> bool:
 
 @lru_cache(maxsize=1)
 def _mincore() -> Any:
-    """The call takes two microseconds, and does not let go of the GIL for them: another thread would take it."""
+    """The call takes two microseconds, and does not release the GIL for them: another thread would take it."""
     function = ctypes.PyDLL(None).mincore
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
     function.restype = ctypes.c_int
@@ -183,7 +183,7 @@ def preallocate(fd: int, nbytes: int) -> None:
 
 
 def write_all(fd: int, view: memoryview, offset: int, granule: int = 1) -> None:
-    """Write all of `view`; a write that stops short goes on from the last multiple of `granule` that it reached.
+    """Write all of `view`; a write that stops short continues at the last multiple of `granule` that it reached.
 
     Raises:
         OSError: as `os.pwrite`.
@@ -315,7 +315,7 @@ class Residency:
         return self._address + offset if self._cached_pages(first, pages) == pages else 0
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Take the pages that were touched by way of the mapping out of this process, whose memory they count to."""
+        """Take the pages that were touched through the mapping out of this process, whose memory they count to."""
         if self._address is None:
             return
         start = offset // mmap.PAGESIZE * mmap.PAGESIZE

@@ -387,8 +387,8 @@ class ImageWriter:
             self.results = [file.result() for file in self._files]
 
 
-# Pools that no job uses at the moment, all of the size that was used last: a save then allocates nothing. One that is
-# not whole is given up: the next job would wait for what a stuck write holds.
+# Pools that no job uses at the moment, all of the size that was used last: a save then allocates nothing. An
+# incomplete one is given up: the next job would wait for what a stuck write holds.
 _kept_pools: list[WindowPool] = []
 _pools_lock = threading.Lock()
 

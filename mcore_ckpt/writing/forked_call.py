@@ -265,7 +265,7 @@ def _run_forked(
 ) -> None:
     leave_signals_to_parent()  # a handler of the trainer's, if it has one, is not meant for this process
     exit_with_parent(parent_pid, kernel_watches)
-    # Not before the parent has heard of it does it do anything: one that is late may have been given up.
+    # Not before the parent has been notified does it do anything: one that is late may have been given up.
     try:
         connection.send_bytes(_HERE)
         connection.recv_bytes()

@@ -155,13 +155,13 @@ class _Payloads:
             return
         tensor = self._tensors[index]
         if not tensor.is_cpu:
-            for at, source in _contiguous_pieces(tensor, start, stop):
+            for at, source in _contiguous_slices(tensor, start, stop):
                 memory = (ctypes.c_char * source.nbytes).from_address(address + at - start)
                 self._device_copies.copy(tensor, source.bytes, torch.frombuffer(memory, dtype=torch.uint8))
             return
         if not tensor.data_ptr():
             raise SaveError(f"tensor {index} of a file: its memory was given back (a storage of 0 bytes)")
-        for at, source in _contiguous_pieces(tensor, start, stop):
+        for at, source in _contiguous_slices(tensor, start, stop):
             in_order = source.bytes()
             self._move(address + at - start, in_order.data_ptr(), in_order.nbytes)
 
@@ -171,7 +171,7 @@ class _Payloads:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _SliceBytes:
     """Bytes [start, stop) of a box of a tensor, in row-major order.
 
     Attributes:
@@ -194,13 +194,13 @@ class _Piece:
         return flat.narrow(0, self.start, self.nbytes)
 
 
-def _contiguous_pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[tuple[int, _Piece]]:
+def _contiguous_slices(tensor: torch.Tensor, start: int, stop: int) -> Iterator[tuple[int, _SliceBytes]]:
     """Cut bytes [start, stop) of a tensor's row-major form into pieces, each with the byte at which it begins.
 
     What is not contiguous is copied before it can be copied on; pieces bound the memory that this takes.
     """
     if tensor.is_contiguous():
-        yield start, _Piece(tensor, start, stop)
+        yield start, _SliceBytes(tensor, start, stop)
         return
     size = tensor.itemsize
     step = max(1, _PIECE_BYTES // size)
@@ -212,7 +212,7 @@ def _contiguous_pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[
                 part = part.narrow(dim, offset, extent)
             count = part.numel()
             first, last = max(start, at * size), min(stop, (at + count) * size)
-            yield first, _Piece(part, first - at * size, last - at * size)
+            yield first, _SliceBytes(part, first - at * size, last - at * size)
             at += count
 
 

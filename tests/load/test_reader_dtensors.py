@@ -157,7 +157,7 @@ def test_ranks_that_saved_without_collectives_load_what_they_saved(ours: bool, t
     assert not (tmp_path / ".metadata").exists()
     for refused in run_ranks(load_alone, 2, str(tmp_path)):
         assert len(refused) == 2
-        assert all("large: 384000 stored elements are wanted" in text for text in refused)
+        assert all("large: 384000 stored elements are requested" in text for text in refused)
         assert all("hold 192000 of them" in text for text in refused)
     for look in (open_checkpoint, verify_checkpoint):
         with pytest.raises(CheckpointNotFoundError, match=r"2 single ranks \(0 to 1\).*use `dcp.load` on 2 ranks"):

@@ -60,9 +60,9 @@ def test_a_missing_key_names_similar_ones(reader: FileSystemReader) -> None:
 
 
 def test_objects_and_tensors_are_not_mixed_up(reader: FileSystemReader) -> None:
-    with pytest.raises(KindMismatchError, match=r"decoder\.extra: a tensor is wanted"):
+    with pytest.raises(KindMismatchError, match=r"decoder\.extra: a tensor is requested"):
         load_box(reader, "decoder.extra", torch.zeros(8, 4))
-    with pytest.raises(KindMismatchError, match="large: an object is wanted"):
+    with pytest.raises(KindMismatchError, match="large: an object is requested"):
         reader.read_object("large")
 
 
@@ -292,5 +292,5 @@ def test_a_planned_load_misses_no_chunk(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {"w": StoredTensor(torch.ones(8, 4), []), "v": whole(torch.ones(2))})
     state = {"w": torch.zeros(8, 4), "v": torch.zeros(2)}
     planner = mcore_ckpt.MCoreLoadPlanner()
-    with pytest.raises((CorruptCheckpointError, CheckpointException), match="w: 32 stored elements are wanted"):
+    with pytest.raises((CorruptCheckpointError, CheckpointException), match="w: 32 stored elements are requested"):
         dcp.load(state, storage_reader=FileSystemReader(tmp_path), planner=planner, no_dist=True)

@@ -47,7 +47,7 @@ def test_every_rank_hears_and_leaves_a_trace(tmp_path: Path) -> None:
         assert [report["directory"] for report in heard] == [str(tmp_path / f"iter_{step}") for step in range(2)]
         for report in heard:
             assert report["rank"] == rank
-            assert {"plan", "stage", "hand-over", "writer", "gather", "commit"} <= set(report["phases_s"])
+            assert {"plan", "stage", "dispatch", "writer", "gather", "commit"} <= set(report["phases_s"])
             ranks = {file["rank"] for file in report["files"]}
             assert ranks == ({0, 1} if rank == 0 else {1})
             assert report["size_bytes"] >= 1_200_000 * len(ranks)
@@ -55,7 +55,7 @@ def test_every_rank_hears_and_leaves_a_trace(tmp_path: Path) -> None:
         for rank in range(2):
             trace = json.loads((tmp_path / "traces" / f"iter_{step}_rank{rank}.trace.json").read_text())
             spans = {event["name"]: event for event in trace["traceEvents"] if event["ph"] == "X"}
-            assert {"plan", "stage", "hand-over", "writer", "gather", "commit"} <= set(spans)
+            assert {"plan", "stage", "dispatch", "writer", "gather", "commit"} <= set(spans)
             assert spans["plan"]["ts"] + spans["plan"]["dur"] <= spans["commit"]["ts"]
             assert spans["writer"]["args"]["files"][0]["file_name"].startswith(f"__{rank}_")
 
