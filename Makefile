@@ -19,7 +19,7 @@ export OMP_NUM_THREADS ?= 1
 # What mkdocs-material says at each start of another generator of sites.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help venv demo test test-quick test-long test-slow test-flips test-crash test-matrix rooms docs site dist lint format bench bench-tools clean
+.PHONY: help venv demo test test-quick test-long test-slow test-flips test-crash test-matrix layers docs site dist lint format bench bench-tools clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -71,13 +71,14 @@ $(VENV)/docs.stamp: $(INSTALLED)
 dist: $(INSTALLED)  ## wheel and sdist; the wheel in empty environments, with torch alone and with [megatron]: minutes
 	$(BIN)/python scripts/dist.py $(ARGS)
 
-rooms: $(INSTALLED)  ## draw the picture of the rooms in docs/design.md again, and the list of modules in each room's __init__
-	$(BIN)/python scripts/rooms.py
+layers: $(INSTALLED)  ## draw the picture of the layers in docs/design.md again, and the list of modules in each layer's __init__
+	$(BIN)/python scripts/layers.py
 
-lint: $(INSTALLED)  ## ruff and mypy
+lint: $(INSTALLED)  ## ruff, mypy, and the words of scripts/words.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python scripts/words.py
 
 format: $(INSTALLED)  ## let ruff repair what it can
 	$(BIN)/ruff check --fix .

@@ -38,6 +38,7 @@ WORDS = {
     r"tickets?": "lock, lease",
     r"peers?": "baselines",
     r"other way round": "vice versa",
+    r"rooms": "layers, packages",
     r"class _?(Piece|Place|Source|Draft|Made|Fate|Look)": "one name for each thing, see docs/glossary.md",
 }
 

@@ -1,4 +1,4 @@
-"""The package is built as docs/design.md says: these tests hold the imports against the table of rooms in it."""
+"""The package is built as docs/design.md says: these tests hold the imports against the table of layers in it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import mcore_ckpt
-from scripts.rooms import House, room_of
+from scripts.layers import Package, layer_of
 
 ROOT = Path(__file__).resolve().parent.parent
-HOUSE = House(ROOT)
-PACKAGE = HOUSE.package
+TREE = Package(ROOT)
+PACKAGE = TREE.package
 # Where megatron-core may be named in an import; all else gets what it needs of it from there.
 KNOWS_MEGATRON = {
     "megatron._versions",
@@ -26,24 +26,24 @@ KNOWS_MEGATRON = {
     "models._flat_buckets",
     "models.logits",
 }
-# What lies beside the rooms and starts things: it may import every room, and no room imports it.
+# What lies beside the layers and starts things: it may import every layer, and no layer imports it.
 ENTRANCES = {"launch", "__main__"}
-# Folders of tests that belong to no room: whole launches, other versions, the site, others' tests, what all tests use.
-TESTS_OF_NO_ROOM = {"launch", "matrix", "site", "upstream", "support"}
-MOST_LINES_OF_A_ROOM = 20
+# Folders of tests that belong to no layer: whole launches, other versions, the site, others' tests, what all tests use.
+TESTS_OF_NO_LAYER = {"launch", "matrix", "site", "upstream", "support"}
+MOST_LINES_OF_A_LAYER = 20
 
 
-def backward_imports(house: House, entrances: set[str]) -> list[str]:
-    """Imports from a room further down the table, or from an entrance."""
-    order = list(house.rooms)
+def backward_imports(package: Package, entrances: set[str]) -> list[str]:
+    """Imports from a layer further down the table, or from an entrance."""
+    order = list(package.layers)
     found = []
-    for name in set(house.modules) - entrances:
-        allowed = set(order[: order.index(room_of(name)) + 1])
-        found += [f"{name} -> {target}" for target in house.own_imports(name) if room_of(target) not in allowed]
+    for name in set(package.modules) - entrances:
+        allowed = set(order[: order.index(layer_of(name)) + 1])
+        found += [f"{name} -> {target}" for target in package.own_imports(name) if layer_of(target) not in allowed]
     return sorted(found)
 
 
-def circles(house: House) -> list[str]:
+def circles(package: Package) -> list[str]:
     """Each way from a module back to itself."""
     done: set[str] = set()
     found = []
@@ -52,60 +52,60 @@ def circles(house: House) -> list[str]:
         if name in path:
             found.append(" -> ".join([*path[path.index(name) :], name]))
         elif name not in done:
-            for target in sorted(house.own_imports(name)):
+            for target in sorted(package.own_imports(name)):
                 visit(target, (*path, name))
             done.add(name)
 
-    for name in house.modules:
+    for name in package.modules:
         visit(name, ())
     return found
 
 
-def wrong_underscores(house: House, public: set[str], started: set[str]) -> list[str]:
-    """Modules `_name` that another room uses, and modules without the underscore that none does."""
-    users: dict[str, set[str]] = {name: set() for name in house.modules}
-    for name in house.modules:
-        for target in house.own_imports(name):
-            users[target].add(room_of(name))
+def wrong_underscores(package: Package, public: set[str], started: set[str]) -> list[str]:
+    """Modules `_name` that another layer uses, and modules without the underscore that none does."""
+    users: dict[str, set[str]] = {name: set() for name in package.modules}
+    for name in package.modules:
+        for target in package.own_imports(name):
+            users[target].add(layer_of(name))
     found = []
-    for name in set(house.modules) - started:
-        elsewhere = sorted(users[name] - {room_of(name)})
+    for name in set(package.modules) - started:
+        elsewhere = sorted(users[name] - {layer_of(name)})
         own = name.rpartition(".")[2].startswith("_")
         if own and elsewhere:
-            found.append(f"{name} is its room's own, and {elsewhere} import it")
+            found.append(f"{name} is its layer's own, and {elsewhere} import it")
         if not own and not elsewhere and name not in public:
-            found.append(f"only its own room uses {name}: begin its name with an underscore")
+            found.append(f"only its own layer uses {name}: begin its name with an underscore")
     return sorted(found)
 
 
-def test_the_table_names_every_room_and_nothing_else() -> None:
+def test_the_table_names_every_layer_and_nothing_else() -> None:
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert set(HOUSE.rooms) == folders
-    assert {room_of(name) for name in HOUSE.modules} - folders == ENTRANCES
+    assert set(TREE.layers) == folders
+    assert {layer_of(name) for name in TREE.modules} - folders == ENTRANCES
 
 
 def test_imports_go_up_the_table_only() -> None:
     """Imports inside functions and for types count as any other."""
-    assert not backward_imports(HOUSE, ENTRANCES)
+    assert not backward_imports(TREE, ENTRANCES)
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    assert not circles(HOUSE)
+    assert not circles(TREE)
 
 
-def test_what_only_its_own_room_uses_begins_with_an_underscore() -> None:
-    assert not wrong_underscores(HOUSE, set(mcore_ckpt.homes().values()), ENTRANCES | {"commands.cli"})
+def test_what_only_its_own_layer_uses_begins_with_an_underscore() -> None:
+    assert not wrong_underscores(TREE, set(mcore_ckpt.homes().values()), ENTRANCES | {"commands.cli"})
 
 
-@pytest.mark.parametrize("path", HOUSE.rendered(), ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("path", TREE.rendered(), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_the_picture_and_the_lists_are_what_the_imports_give(path: Path) -> None:
-    assert path.read_text() == HOUSE.rendered()[path], "not what the imports give: make rooms"
+    assert path.read_text() == TREE.rendered()[path], "not what the imports give: make layers"
 
 
-@pytest.mark.parametrize("room", HOUSE.rooms)
-def test_a_room_says_what_it_is_in_twenty_lines_and_holds_no_code(room: str) -> None:
-    text = (PACKAGE / room / "__init__.py").read_text()
-    assert len(text.splitlines()) <= MOST_LINES_OF_A_ROOM
+@pytest.mark.parametrize("layer", TREE.layers)
+def test_a_layer_says_what_it_is_in_twenty_lines_and_holds_no_code(layer: str) -> None:
+    text = (PACKAGE / layer / "__init__.py").read_text()
+    assert len(text.splitlines()) <= MOST_LINES_OF_A_LAYER
     tree = ast.parse(text)
     assert len(tree.body) == 1, "names have one home: the module that defines them"
     said = ast.get_docstring(tree) or ""
@@ -113,22 +113,22 @@ def test_a_room_says_what_it_is_in_twenty_lines_and_holds_no_code(room: str) -> 
         assert f"\n{words}" in said
 
 
-def test_the_tests_mirror_the_rooms() -> None:
+def test_the_tests_mirror_the_layers() -> None:
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders == set(HOUSE.rooms) | TESTS_OF_NO_ROOM
-    empty = [room for room in HOUSE.rooms if not list((ROOT / "tests" / room).glob("test_*.py"))]
+    assert folders == set(TREE.layers) | TESTS_OF_NO_LAYER
+    empty = [layer for layer in TREE.layers if not list((ROOT / "tests" / layer).glob("test_*.py"))]
     assert not empty
 
 
-def house_of(root: Path, modules: Mapping[str, str], rooms: str) -> House:
-    """A package of its own, to see what is found in it; `rooms` in their order."""
+def package_of(root: Path, modules: Mapping[str, str], layers: str) -> Package:
+    """A package of its own, to see what is found in it; `layers` in their order."""
     (root / "docs").mkdir(exist_ok=True)
-    (root / "docs" / "design.md").write_text("".join(f"| `{room}/` | something | - |\n" for room in rooms.split()))
+    (root / "docs" / "design.md").write_text("".join(f"| `{layer}/` | something | - |\n" for layer in layers.split()))
     for name, text in modules.items():
         path = root / "mcore_ckpt" / f"{name.replace('.', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return House(root)
+    return Package(root)
 
 
 @pytest.mark.parametrize(
@@ -145,15 +145,15 @@ def house_of(root: Path, modules: Mapping[str, str], rooms: str) -> House:
     ],
 )
 def test_an_import_that_goes_back_is_found_wherever_it_hides(tmp_path: Path, text: str) -> None:
-    house = house_of(tmp_path, {"low.a": text, "high.b": ""}, "low high")
-    assert backward_imports(house, set()) == ["low.a -> high.b"]
+    package = package_of(tmp_path, {"low.a": text, "high.b": ""}, "low high")
+    assert backward_imports(package, set()) == ["low.a -> high.b"]
 
 
 def test_a_circle_is_found_wherever_it_hides(tmp_path: Path) -> None:
     modules = {"low.a": "import mcore_ckpt.low.b", "low.b": "def f():\n    from mcore_ckpt.low.c import x", "low.c": ""}
-    assert not circles(house_of(tmp_path, modules, "low"))
+    assert not circles(package_of(tmp_path, modules, "low"))
     modules["low.c"] = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from mcore_ckpt.low import a"
-    assert circles(house_of(tmp_path, modules, "low")) == ["low.a -> low.b -> low.c -> low.a"]
+    assert circles(package_of(tmp_path, modules, "low")) == ["low.a -> low.b -> low.c -> low.a"]
 
 
 def test_a_wrong_underscore_is_found(tmp_path: Path) -> None:
@@ -164,9 +164,9 @@ def test_a_wrong_underscore_is_found(tmp_path: Path) -> None:
         "high.b": "from mcore_ckpt.low import _taken, used\nimport mcore_ckpt.low.used",
         "high._own": "",
     }
-    assert wrong_underscores(house_of(tmp_path, modules, "low high"), {"high.b"}, set()) == [
-        "low._taken is its room's own, and ['high'] import it",
-        "only its own room uses low.alone: begin its name with an underscore",
+    assert wrong_underscores(package_of(tmp_path, modules, "low high"), {"high.b"}, set()) == [
+        "low._taken is its layer's own, and ['high'] import it",
+        "only its own layer uses low.alone: begin its name with an underscore",
     ]
 
 
@@ -174,17 +174,17 @@ def test_megatron_is_imported_in_few_modules_only() -> None:
     where = sorted(
         {
             f"{name}:{imported.line}"
-            for name in HOUSE.modules
-            for imported in HOUSE.imports(name)
-            if room_of(imported.name) in ("megatron", "nvidia_resiliency_ext") and name not in KNOWS_MEGATRON
+            for name in TREE.modules
+            for imported in TREE.imports(name)
+            if layer_of(imported.name) in ("megatron", "nvidia_resiliency_ext") and name not in KNOWS_MEGATRON
         }
     )
     assert not where, f"megatron is imported at {where}; ask megatron._versions for what is needed"
 
 
-def test_modules_without_torch_are_those_that_the_rooms_say() -> None:
-    """In an interpreter where torch and megatron cannot be imported those fail that the room's `__init__` names."""
-    names = [name for name in HOUSE.modules if name != "__main__"]  # which runs the command when it is imported
+def test_modules_without_torch_are_those_that_the_layers_say() -> None:
+    """In an interpreter where torch and megatron cannot be imported those fail that the layer's `__init__` names."""
+    names = [name for name in TREE.modules if name != "__main__"]  # which runs the command when it is imported
     code = f"""
 import importlib, sys
 for name in ("torch", "megatron"):
@@ -197,22 +197,22 @@ for name in {names!r}:
 """
     needing = dict(line.split() for line in run(code).splitlines())
     assert set(needing.values()) <= {"torch"}
-    assert set(needing) == HOUSE.needing_torch
-    assert {room_of(name) for name in needing} == {name for name, some in HOUSE.rooms.items() if some}
+    assert set(needing) == TREE.needing_torch
+    assert {layer_of(name) for name in needing} == {name for name, some in TREE.layers.items() if some}
 
 
 HEAVY = ("torch", "numpy", "megatron", "rich", "isal")
 
 
-def test_importing_a_room_or_the_package_brings_in_nothing_heavy() -> None:
+def test_importing_a_layer_or_the_package_brings_in_nothing_heavy() -> None:
     code = f"""
 import importlib, sys
-for name in {["mcore_ckpt", *(f"mcore_ckpt.{room}" for room in HOUSE.rooms)]!r}:
+for name in {["mcore_ckpt", *(f"mcore_ckpt.{layer}" for layer in TREE.layers)]!r}:
     importlib.import_module(name)
     print(name, *sorted(set({HEAVY!r}) & set(sys.modules)))
 """
     lines = [line.split() for line in run(code).splitlines()]
-    assert [name for name, *_ in lines] == ["mcore_ckpt", *(f"mcore_ckpt.{room}" for room in HOUSE.rooms)]
+    assert [name for name, *_ in lines] == ["mcore_ckpt", *(f"mcore_ckpt.{layer}" for layer in TREE.layers)]
     assert not [line for line in lines if len(line) > 1], "the first line that names something heavy is the culprit"
 
 
@@ -244,12 +244,12 @@ def run(code: str) -> str:
 
 def test_no_module_is_named_after_nothing() -> None:
     vague = {"utils", "util", "helpers", "helper", "misc", "common", "manager", "engine"}
-    named = [name for name in HOUSE.modules if name.split(".")[-1] in vague]
+    named = [name for name in TREE.modules if name.split(".")[-1] in vague]
     assert not named, f"these names do not say what the module is about: {named}"
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    silent = [name for name, path in HOUSE.modules.items() if not ast.get_docstring(ast.parse(path.read_text()))]
+    silent = [name for name, path in TREE.modules.items() if not ast.get_docstring(ast.parse(path.read_text()))]
     assert not silent
 
 

@@ -1,4 +1,4 @@
-"""This package behind Megatron-Core, version by version: the only room that imports it.
+"""This package behind Megatron-Core, version by version: the only layer that imports it.
 
 In: what Megatron's training code calls: strategies, common state, async queue, registry.
 Out: the same under this package's saves and loads; `install()`, which puts them in place, and the way back.

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Draw the package's rooms from its imports, and list each room's modules in its `__init__`.
+"""Draw the package's layers from its imports, and list each layer's modules in its `__init__`.
 
-    scripts/rooms.py            write both: the picture into docs/design.md, the lists into mcore_ckpt/*/__init__.py
-    scripts/rooms.py --check    write nothing; exit code 1 and the names of the files that are not what the imports give
+    scripts/layers.py           write both: the picture into docs/design.md, the lists into mcore_ckpt/*/__init__.py
+    scripts/layers.py --check   write nothing; exit code 1 and the names of the files that are not what the imports give
 
-The order of the rooms, and what each is for, is the table in docs/design.md, written by hand; all else comes from the
+The order of the layers, and what each is for, is the table in docs/design.md, written by hand; all else comes from the
 code. `tests/test_architecture.py` reads the imports through this module and fails where the committed text differs.
 """
 
@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-__all__ = ["House", "Import", "room_of"]
+__all__ = ["Import", "Package", "layer_of"]
 
 _NAME = "mcore_ckpt"
-# One row of the table of rooms: | `room/` | what it is for | torch |
+# One row of the table of layers: | `layer/` | what it is for | torch |
 _ROW = re.compile(r"^\| `(\w+)/` \| (.+?) \| (some|-) \|$", re.MULTILINE)
 _PICTURE = re.compile(
-    r"(?<=<!-- picture of the rooms: `make rooms` -->\n)(.*?)(?=<!-- end of the picture -->)", re.DOTALL
+    r"(?<=<!-- picture of the layers: `make layers` -->\n)(.*?)(?=<!-- end of the picture -->)", re.DOTALL
 )
 _LIST = re.compile(r'(?<=\n)Modules: .*?(?="""\n)', re.DOTALL)
 _WIDTH = 120
@@ -41,10 +41,10 @@ class Import:
     at_import: bool
 
 
-class House:
-    """The package below `root`: its rooms in the order of the table in docs/design.md, their modules and imports.
+class Package:
+    """The package below `root`: its layers in the order of the table in docs/design.md, their modules and imports.
 
-    Modules are named within the package (`format.crc`); the package's own `__init__` and those of the rooms are none.
+    Modules are named within the package (`format.crc`); the package's own `__init__` and those of the layers are none.
     """
 
     def __init__(self, root: Path) -> None:
@@ -54,8 +54,8 @@ class House:
         self._imports: dict[str, list[Import]] = {}
 
     @cached_property
-    def rooms(self) -> dict[str, bool]:
-        """Rooms in their order; whether some of a room's modules may need torch."""
+    def layers(self) -> dict[str, bool]:
+        """Layers in their order; whether some of a layer's modules may need torch."""
         return {name: torch == "some" for name, _, torch in _ROW.findall(self.design.read_text())}
 
     @cached_property
@@ -67,9 +67,9 @@ class House:
     def _files(self) -> Iterator[Path]:
         return self.package.rglob("*.py")
 
-    def modules_in(self, room: str) -> list[str]:
-        """The modules of one room, without its name; its own (`_name`) last."""
-        leaves = [name.partition(".")[2] for name in self.modules if name.startswith(f"{room}.")]
+    def modules_in(self, layer: str) -> list[str]:
+        """The modules of one layer, without its name; its own (`_name`) last."""
+        leaves = [name.partition(".")[2] for name in self.modules if name.startswith(f"{layer}.")]
         return sorted(leaves, key=lambda leaf: (leaf.startswith("_"), leaf))
 
     def imports(self, name: str) -> list[Import]:
@@ -95,30 +95,32 @@ class House:
         needing = {
             name
             for name in self.modules
-            if any(imported.at_import and room_of(imported.name) == "torch" for imported in self.imports(name))
+            if any(imported.at_import and layer_of(imported.name) == "torch" for imported in self.imports(name))
         }
         while more := {name for name in self.modules if self.own_imports(name, at_import=True) & needing} - needing:
             needing |= more
         return needing
 
     def picture(self) -> str:
-        """A row for each room: its floor, and a mark below each room that it imports from."""
-        order = list(self.rooms)
-        floors: dict[str, int] = {}
-        lines = [f"{'':15}floor   imports from", f"{'':22}" + "".join(f"{n:3}" for n in range(1, len(order) + 1))]
-        for number, room in enumerate(order, 1):
-            used = {room_of(target) for name in self.modules_in(room) for target in self.own_imports(f"{room}.{name}")}
-            floors[room] = 1 + max((floors.get(other, 0) for other in used - {room}), default=0)
-            marks = ["#" if column == room else "x" if column in used else "" for column in order]
-            row = f"{number:2}  {room + '/':12}{floors[room]:4}{'':2}"
+        """A row for each layer: its level, and a mark below each layer that it imports from."""
+        order = list(self.layers)
+        levels: dict[str, int] = {}
+        lines = [f"{'':15}level   imports from", f"{'':22}" + "".join(f"{n:3}" for n in range(1, len(order) + 1))]
+        for number, layer in enumerate(order, 1):
+            used = {
+                layer_of(target) for name in self.modules_in(layer) for target in self.own_imports(f"{layer}.{name}")
+            }
+            levels[layer] = 1 + max((levels.get(other, 0) for other in used - {layer}), default=0)
+            marks = ["#" if column == layer else "x" if column in used else "" for column in order]
+            row = f"{number:2}  {layer + '/':12}{levels[layer]:4}{'':2}"
             lines.append((row + "".join(f"{mark:>3}" for mark in marks)).rstrip())
         return "```text\n" + "\n".join(lines) + "\n```\n"
 
-    def list_of(self, room: str) -> str:
-        """The last lines of the docstring of a room's `__init__`."""
-        leaves = self.modules_in(room)
+    def list_of(self, layer: str) -> str:
+        """The last lines of the docstring of a layer's `__init__`."""
+        leaves = self.modules_in(layer)
         lines = _wrapped("Modules", leaves)
-        torch = [leaf for leaf in leaves if f"{room}.{leaf}" in self.needing_torch]
+        torch = [leaf for leaf in leaves if f"{layer}.{leaf}" in self.needing_torch]
         return lines + (_wrapped("With torch", torch) if torch else "")
 
     def rendered(self) -> dict[Path, str]:
@@ -128,14 +130,14 @@ class House:
             ValueError: a file lacks the place for it.
         """
         texts = {self.design: _put(_PICTURE, self.picture(), self.design)}
-        for room in self.rooms:
-            path = self.package / room / "__init__.py"
-            texts[path] = _put(_LIST, self.list_of(room), path)
+        for layer in self.layers:
+            path = self.package / layer / "__init__.py"
+            texts[path] = _put(_LIST, self.list_of(layer), path)
         return texts
 
 
-def room_of(name: str) -> str:
-    """The first part of a dotted name: the room of a module of the package, the package of any other."""
+def layer_of(name: str) -> str:
+    """The first part of a dotted name: the layer of a module of the package, the package of any other."""
     return name.partition(".")[0]
 
 
@@ -198,11 +200,11 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if something would change")
     arguments = parser.parse_args()
     root = Path(__file__).resolve().parent.parent
-    stale = [path for path, text in House(root).rendered().items() if path.read_text() != text]
+    stale = [path for path, text in Package(root).rendered().items() if path.read_text() != text]
     for path in stale:
-        print(f"{path.relative_to(root)}: {'not what the imports give: make rooms' if arguments.check else 'written'}")
+        print(f"{path.relative_to(root)}: {'not what the imports give: make layers' if arguments.check else 'written'}")
         if not arguments.check:
-            path.write_text(House(root).rendered()[path])
+            path.write_text(Package(root).rendered()[path])
     return 1 if stale and arguments.check else 0
 
 
