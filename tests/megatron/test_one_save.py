@@ -107,7 +107,7 @@ def gone_back_beside(rank: int, directory: Path) -> list[str]:
     run = directory / "run"
     dist_checkpointing.save(state(1), made(run / "iter_0000001"))
     named, replace = two_saves(run)
-    read: Any = FileSystemReader._read
+    read: Any = FileSystemReader.read
     reads = []
 
     def replace_ahead(self: Any, *args: Any) -> Any:
@@ -120,7 +120,7 @@ def gone_back_beside(rank: int, directory: Path) -> list[str]:
         return read(self, *args)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(FileSystemReader, "_read", replace_ahead)
+        patched.setattr(FileSystemReader, "read", replace_ahead)
         check(dist_checkpointing.load(state(0), str(named)), 7)
 
     # The same, while one rank looks whether the checkpoint can be loaded.
@@ -148,7 +148,7 @@ def gone_back_beside(rank: int, directory: Path) -> list[str]:
         raise LoadError("a data file is not there")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(FileSystemReader, "_read", replaced_each_time)
+        patched.setattr(FileSystemReader, "read", replaced_each_time)
         with pytest.raises(LoadError) as raised:
             dist_checkpointing.load(state(0), str(named))
     return [str(raised.value)]
