@@ -81,7 +81,7 @@ class ViewPayloads(DerivedPayloads):
         if first is None:
 
             def gather(start: int, view: memoryview) -> None:
-                view[:] = self._gathered(where, origin, stored)[start : start + len(view)]
+                view[:] = self._gathered(where, origin)[start : start + len(view)]
 
             return self.computed(entry, chunk, gather, stored.file)
         if stored.decoded is not None:
@@ -93,7 +93,7 @@ class ViewPayloads(DerivedPayloads):
         crc = stored.crc32 if nbytes == stored.nbytes else None
         return StoredPayload(where, stored.file, stored.offset + first, nbytes, crc)
 
-    def _gathered(self, where: str, origin: ChunkSlice, stored: StoredPayload) -> memoryview:
+    def _gathered(self, where: str, origin: ChunkSlice) -> memoryview:
         """A slice in memory of its own, in the view's order; the last few are kept: readers alternate between them.
 
         Each thread has its own: two threads would replace each other's.
@@ -107,20 +107,21 @@ class ViewPayloads(DerivedPayloads):
             while own.parts and sum(map(len, own.parts.values())) > room:
                 own.parts.pop(next(iter(own.parts)))
             with self._gathering:  # one thread at a time, since what is gathered from takes memory, too
-                known = self._gather(origin, stored, own)
+                known = self._gather(origin, own)
         own.parts[where] = known
         return known
 
-    def _gather(self, origin: ChunkSlice, stored: StoredPayload, own: _Gathered) -> memoryview:
+    def _gather(self, origin: ChunkSlice, own: _Gathered) -> memoryview:
         assert origin.entry is not None
         assert origin.chunk is not None
         around = Box((0,) * len(origin.chunk.sizes), origin.chunk.sizes)
-        if stored.nbytes > _COMPLETE_BYTES:
+        if math.prod(around.sizes) * origin.elem_bytes > _COMPLETE_BYTES:
             around = contiguous_around(origin.chunk.sizes, origin.slice)
         first = runs(origin.chunk.sizes, around, origin.elem_bytes).first_byte
         key = origin.entry.fqn, origin.chunk.offsets, first
         if own.around is None or own.around[0] != key:
             own.around = None
+            stored = self.base.locate(origin.entry, origin.chunk)
             memory = memoryview(bytearray(math.prod(around.sizes) * origin.elem_bytes))
             self.base.read_into(stored, first, memory)
             if len(memory) == stored.nbytes:

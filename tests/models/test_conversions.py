@@ -167,41 +167,6 @@ class TestRefusals:
             with pytest.raises(CheckpointNotFoundError):
                 import_checkpoint(source, tmp_path / "t")
 
-    @pytest.mark.parametrize(
-        "content",
-        [
-            b"",
-            b"\x00" * 7,
-            struct.pack("<Q", 2**62) + b"{}",
-            struct.pack("<Q", 100) + b"{}",
-            struct.pack("<Q", 2) + b"[]",
-            struct.pack("<Q", 5) + b"\xff\xff\xff\xff\xff",
-        ],
-    )
-    def test_hostile_headers(self, tmp_path: Path, content: bytes) -> None:
-        (tmp_path / "x.safetensors").write_bytes(content)
-        with pytest.raises(CorruptCheckpointError):
-            import_checkpoint(tmp_path / "x.safetensors", tmp_path / "t")
-        assert not (tmp_path / "t").exists()
-
-    @pytest.mark.parametrize(
-        "fields",
-        [
-            {"dtype": "F32", "shape": [4], "data_offsets": [0, 12]},
-            {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]},
-            {"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]},
-            {"dtype": "F33", "shape": [4], "data_offsets": [0, 16]},
-            {"dtype": "F32", "shape": [4.0], "data_offsets": [0, 16]},
-            {"dtype": "F32", "shape": [4]},
-        ],
-        ids=str,
-    )
-    def test_hostile_entries(self, tmp_path: Path, fields: dict[str, Any]) -> None:
-        header = json.dumps({"t": fields}).encode()
-        (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 16)
-        with pytest.raises(CorruptCheckpointError, match="safetensors"):
-            import_checkpoint(tmp_path / "x.safetensors", tmp_path / "t")
-
     def test_a_torch_file_that_runs_code(self, tmp_path: Path) -> None:
         torch.save({"t": torch.zeros(2), "evil": _Evil()}, tmp_path / "x.pt")
         with pytest.raises(UnsafePickleError):
@@ -253,8 +218,15 @@ class TestRefusals:
         assert not (tmp_path / "e").exists()
 
 
-def safetensors_file(entries: dict[str, tuple[int, int]] | str, data_bytes: int) -> bytes:
-    """A file of F32 tensors at byte ranges of the data; or with that very header."""
+def fields(dtype: str, shape: list[Any], offsets: list[int]) -> str:
+    """The header of a file with one tensor."""
+    return json.dumps({"t": {"dtype": dtype, "shape": shape, "data_offsets": offsets}})
+
+
+def safetensors_file(entries: dict[str, tuple[int, int]] | str | bytes, data_bytes: int) -> bytes:
+    """A file of F32 tensors at byte ranges of the data; or with that very header; or of these bytes."""
+    if isinstance(entries, bytes):
+        return entries
     if not isinstance(entries, str):
         entries = json.dumps(
             {
@@ -307,14 +279,23 @@ class TestNothingIsLost:
             ({"a": (4, 8)}, 8, "bytes before it belong to no tensor"),
             ({"a": (0, 8)}, 12, "tensors are missing from its header"),
             ({}, 4, "tensors are missing from its header"),
+            (fields("F32", [4], [0, 12]), 16, "expected 16 bytes"),
+            (fields("F32", [4], [8, 24]), 16, "expected 16 bytes"),
+            (fields("F32", [-4], [0, 16]), 16, "non-negative"),
+            (fields("F33", [4], [0, 16]), 16, "dtype 'F33' is not known"),
+            (fields("F32", [4.0], [0, 16]), 16, "non-negative"),
+            ('{"t": {"dtype": "F32", "shape": [4]}}', 16, "expected dtype, shape and two data_offsets"),
+            (b"", 0, "a header of 0 bytes in a file of 0"),
+            (b"\x00" * 7, 0, "in a file of 7"),
+            (struct.pack("<Q", 2**62) + b"{}", 0, "a header of 4611686018427387904 bytes in a file of 10"),
+            (struct.pack("<Q", 2) + b"[]", 0, "no JSON object"),
+            (struct.pack("<Q", 5) + b"\xff\xff\xff\xff\xff", 0, "not JSON"),
             ('{"a": {"dtype": "F32"}, "a": {"dtype": "F32"}}', 4, "'a' is in it twice"),
             ('{"a": {"dtype": "F32", "dtype": "I32", "shape": [1], "data_offsets": [0, 4]}}', 4, "'dtype' is in it"),
         ],
-        ids=["overlap", "same bytes", "hole", "hole in front", "rest", "no tensors", "same name", "same field"],
+        ids=lambda value: value if isinstance(value, str) else "",
     )
-    def test_safetensors_that_do_not_add_up(
-        self, tmp_path: Path, entries: dict[str, tuple[int, int]] | str, data_bytes: int, says: str
-    ) -> None:
+    def test_safetensors_that_do_not_add_up(self, tmp_path: Path, entries: Any, data_bytes: int, says: str) -> None:
         (tmp_path / "x.safetensors").write_bytes(safetensors_file(entries, data_bytes))
         with pytest.raises(CorruptCheckpointError, match=says):
             import_checkpoint(tmp_path / "x.safetensors", tmp_path / "t")

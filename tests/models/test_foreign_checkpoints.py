@@ -21,21 +21,25 @@ from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.reshard.rules import RenameRule
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
-from tests.models.test_huggingface import (
-    CONFIG,
-    FFN,
-    GROUPS,
-    HEAD,
-    HEADS,
-    HIDDEN,
-    LAYERS,
-    exported,
-    model_tensors,
-    write_hf,
-)
+from tests.models import test_huggingface as hf
+from tests.models.test_huggingface import CONFIG, FFN, HIDDEN, exported, model_tensors, write_hf
 from tests.support.fsdp_ranks import save_fsdp, save_megatron_fsdp
 from tests.support.gloo_ranks import run_ranks
 from tests.support.model_like import assert_same, read_all
+
+
+def common_of(checkpoint: str | Path) -> Any:
+    with open_checkpoint(checkpoint) as opened:
+        return opened.common_state()
+
+
+def write_parameters(directory: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+    """A universal checkpoint without an optimizer, with this state in its one rank's file."""
+    for name, tensor in tensors.items():
+        (directory / "zero" / name).mkdir(parents=True)
+        torch.save({"param": tensor, "cat_dim": 0}, directory / "zero" / name / "fp32.pt")
+    torch.save(state, directory / "mp_rank_00_model_states.pt")
+
 
 # Sizes that no number of ranks divides: FSDP2 gives the last ranks less, or nothing.
 VOCABULARY, RANKS = 50, 3
@@ -77,8 +81,7 @@ def test_the_moments_of_adam_become_those_of_megatron(fsdp: Path, tmp_path: Path
     assert main.dtype == torch.float32
     assert torch.equal(main[0], given["model.layers.0.mlp.down_proj.weight"].float())
     assert found["decoder.layers.mlp.linear_fc2.weight"].dtype == torch.bfloat16
-    with open_checkpoint(tmp_path / "c") as opened:
-        groups = opened.common_state()["optimizer"]["optimizer"]["param_groups"]
+    groups = common_of(tmp_path / "c")["optimizer"]["optimizer"]["param_groups"]
     assert [(group["step"], group["betas"], group["eps"]) for group in groups] == [(1, (0.9, 0.999), 1e-8)] * 2
     assert [group["weight_decay"] for group in groups] == [0.01, 0.0]
 
@@ -89,8 +92,7 @@ def test_half_of_an_optimizer_is_left_out_and_named(fsdp: Path, tmp_path: Path) 
     report = import_checkpoint(fsdp / "trained", tmp_path / "c", kind="dcp", hf_config=fsdp, rename=rules)
     assert report.left_out[0].endswith("(1 of 21 parameters have no exp_avg_sq, the first model.norm.weight)")
     assert not any(key.startswith("optimizer") for key in read_index(tmp_path / "c").tensors)
-    with open_checkpoint(tmp_path / "c") as opened:
-        assert "optimizer" not in opened.common_state()
+    assert "optimizer" not in common_of(tmp_path / "c")
 
 
 def test_a_dry_run_names_the_stored_keys(fsdp: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,18 +115,15 @@ def test_what_is_not_the_models_is_named(fsdp: Path, tmp_path: Path) -> None:
 
 # As NeMo 2 writes it: every field of the configuration, callables by their names.
 NEMO_CONFIG: dict[str, Any] = {
-    "_cpu_offloading_context": None,
     "_target_": "nemo.collections.llm.gpt.model.llama.Llama31Config8B",
     "activation_func": {"_call_": False, "_target_": "torch.nn.functional.silu"},
     "add_bias_linear": False,
     "add_qkv_bias": False,
-    "attention_dropout": 0.0,
     "ffn_hidden_size": FFN,
     "gated_linear_unit": True,
     "hidden_size": HIDDEN,
     "high_freq_factor": 4.0,
-    "init_method": {"_partial_": True, "_target_": "megatron.core.utils.init_method_normal", "sigma": 0.02},
-    "kv_channels": HEAD,
+    "kv_channels": hf.HEAD,
     "layernorm_epsilon": 1e-06,
     "layernorm_zero_centered_gamma": False,
     "low_freq_factor": 1.0,
@@ -132,10 +131,10 @@ NEMO_CONFIG: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": None,
     "multi_latent_attention": False,
     "normalization": "RMSNorm",
-    "num_attention_heads": HEADS,
-    "num_layers": LAYERS,
+    "num_attention_heads": hf.HEADS,
+    "num_layers": hf.LAYERS,
     "num_moe_experts": None,
-    "num_query_groups": GROUPS,
+    "num_query_groups": hf.GROUPS,
     "old_context_len": 8192,
     "params_dtype": {"_call_": False, "_target_": "torch.bfloat16"},
     "position_embedding_type": "rope",
@@ -186,8 +185,7 @@ def test_a_nemo_directory_is_taken_where_a_checkpoint_is(nemo: Path, tmp_path: P
         assert main([*words, "-q"]) == 0, words
     assert (tmp_path / "r" / "weights" / ".metadata").is_file()
     assert (tmp_path / "r" / "context" / "model.yaml").is_file()
-    with open_checkpoint(nemo) as opened:
-        assert opened.common_state()["global_step"] == 7
+    assert common_of(nemo)["global_step"] == 7
     with pytest.raises(CheckpointNotFoundError, match=r"NeMo keeps the checkpoint in .*/nemo/weights: use that"):
         FileSystemReader(nemo).read_metadata()
 
@@ -199,12 +197,8 @@ def test_a_nemo_directory_becomes_a_hugging_face_model(nemo: Path, tmp_path: Pat
     config = json.loads((tmp_path / "e" / "config.json").read_bytes())
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     assert config["rope_scaling"] == {**scaling, "original_max_position_embeddings": 8192}
-    assert {
-        **CONFIG,
-        "vocab_size": 256,
-        "max_position_embeddings": 64,
-        "rope_theta": 500000.0,
-    }.items() <= config.items()
+    same = {**CONFIG, "vocab_size": 256, "max_position_embeddings": 64, "rope_theta": 500000.0}
+    assert same.items() <= config.items()
     # NeMo does not say how many of the embedding's rows are padding; a config.json does.
     assert "256 rows" in report.notes[0]
     same = {**CONFIG, "rope_theta": 500000.0, "rope_scaling": config["rope_scaling"]}
@@ -286,8 +280,7 @@ def test_a_universal_checkpoint_of_deepspeed_becomes_megatrons(
         gate, up = (held[name][f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up"))
         stored = found[f"optimizer.state.{state}.decoder.layers.mlp.linear_fc1.weight"]
         assert torch.equal(stored[1], torch.cat([gate, up]))
-    with open_checkpoint(target) as opened:
-        common = opened.common_state()
+    common = common_of(target)
     # What a launch goes on with: the step, as many samples, and no random states to look for.
     assert (common["iteration"], common["opt_param_scheduler"]["num_steps"]) == (3, 12)
     assert (common["args"].consumed_train_samples, common["args"].no_save_rng) == (12, True)
@@ -396,8 +389,7 @@ def test_experts_of_megatron_fsdp_are_stacked(tmp_path: Path, grouped: bool) -> 
     model = {f"module.{key}": tensor for key, tensor in given.items()}
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "f")
     import_checkpoint(tmp_path / "f", tmp_path / "c", kind="dcp", ep=3)
-    with open_checkpoint(tmp_path / "c") as opened:  # experts on several ranks have an optimizer of their own
-        settings = opened.common_state()["optimizer"]
+    settings = common_of(tmp_path / "c")["optimizer"]  # experts on several ranks have an optimizer of their own
     groups = [settings[number]["optimizer"]["param_groups"] for number in sorted(settings)]
     assert [[(group["wd_mult"], group["is_expert_parallel"]) for group in own] for own in groups] == [
         [(1.0, False), (0.0, False)],
@@ -422,6 +414,7 @@ def test_a_universal_checkpoint_of_megatron_deepspeed_becomes_torch_dist(tmp_pat
         "linear_fc2": "dense_4h_to_h",
         "pre_mlp_layernorm": "post_attention_layernorm",
     }
+    named = {}
     for key, tensor in given.items():
         name = key
         for new, before in old.items():
@@ -431,11 +424,8 @@ def test_a_universal_checkpoint_of_megatron_deepspeed_becomes_torch_dist(tmp_pat
             name = name.replace("decoder.final_layernorm", "5").replace("embedding.word", "tied_modules.embed.word")
         else:
             name = "language_model." + name.replace("decoder.", "encoder.")
-        folder = tmp_path / "u" / "zero" / name
-        folder.mkdir(parents=True)
-        torch.save({"param": tensor, "cat_dim": 0}, folder / "fp32.pt")
-    state = {"args": Namespace(**MEGATRON_ARGUMENTS), "iteration": 9, "param_shapes": []}
-    torch.save(state, tmp_path / "u" / "mp_rank_00_model_states.pt")
+        named[name] = tensor
+    write_parameters(tmp_path / "u", named, {"args": Namespace(**MEGATRON_ARGUMENTS), "iteration": 9})
     assert main(["import", str(tmp_path / "u"), str(tmp_path / "c"), "--from", "ucp", "-q"]) == 0
     found = read_all(tmp_path / "c")
     assert torch.equal(
@@ -446,8 +436,7 @@ def test_a_universal_checkpoint_of_megatron_deepspeed_becomes_torch_dist(tmp_pat
     assert torch.equal(found[f"decoder.layers.{key}"][1], given["decoder.layers.1.input_layernorm.weight"])
     assert torch.equal(found["decoder.final_layernorm.weight"], given["decoder.final_layernorm.weight"])
     assert found["embedding.word_embeddings.weight"].shape == (64, HIDDEN)
-    with open_checkpoint(tmp_path / "c") as opened:
-        assert opened.common_state()["args"].num_layers == 2
+    assert common_of(tmp_path / "c")["args"].num_layers == 2
 
 
 class _Unknown:
@@ -491,31 +480,21 @@ def test_arguments_of_every_kind_are_carried_or_named(tmp_path: Path) -> None:
     kinds = {"window_size": (7, 0), "no_rope_freq": [0, 1], "params_dtype": torch.bfloat16, "moe": {"a": (1, None)}}
     stored = Namespace(**MEGATRON_ARGUMENTS, **kinds, odd=_Unknown())
     dcp.save({"model": given, "args": stored, "iteration": 9, "epoch": 2}, checkpoint_id=tmp_path / "dcp")
-    for name, tensor in given.items():
-        (tmp_path / "ucp" / "zero" / name).mkdir(parents=True)
-        torch.save({"param": tensor, "cat_dim": 0}, tmp_path / "ucp" / "zero" / name / "fp32.pt")
-    torch.save({"args": stored, "iteration": 9}, tmp_path / "ucp" / "mp_rank_00_model_states.pt")
+    write_parameters(tmp_path / "ucp", given, {"args": stored, "iteration": 9})
     for kind in ("dcp", "ucp"):
         report = import_checkpoint(tmp_path / kind, tmp_path / f"{kind}-mc", kind="dcp")
         assert [line for line in report.left_out if "rank's file" not in line] == [
             *(["epoch (no tensor)"] if kind == "dcp" else []),
             "the argument odd (of a class that is not known here)",
         ]
-        with open_checkpoint(tmp_path / f"{kind}-mc") as opened:
-            carried = opened.common_state()
+        carried = common_of(tmp_path / f"{kind}-mc")
         assert kinds.items() <= vars(carried["args"]).items()
         assert carried["iteration"] == 9
 
 
 def test_a_pipeline_of_deepspeed_without_a_layer_is_refused(tmp_path: Path) -> None:
-    for number in (2, 3, 5):
-        folder = tmp_path / "u" / "zero" / f"{number}.self_attention.dense.weight"
-        folder.mkdir(parents=True)
-        torch.save({"param": torch.ones(4, 4), "cat_dim": 0}, folder / "fp32.pt")
-    folder = tmp_path / "u" / "zero" / "tied_modules.embed.word_embeddings.weight"
-    folder.mkdir()
-    torch.save({"param": torch.ones(8, 4), "cat_dim": 0}, folder / "fp32.pt")
-    torch.save({"param_shapes": []}, tmp_path / "u" / "mp_rank_00_model_states.pt")
+    layers = {f"{number}.self_attention.dense.weight": torch.ones(4, 4) for number in (2, 3, 5)}
+    write_parameters(tmp_path / "u", {**layers, "tied_modules.embed.word_embeddings.weight": torch.ones(8, 4)}, {})
     with pytest.raises(CorruptCheckpointError, match=r"modules 2 to 5 of a pipeline are layers.*nothing of number 4"):
         import_checkpoint(tmp_path / "u", tmp_path / "c", kind="dcp")
 

@@ -360,13 +360,9 @@ class TestInterruption:
         write_model(tmp_path / "s", tensors=tensors)
         return tensors
 
-    def test_what_the_kernel_has_moved_is_proved_though_the_next_run_is_not_to(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        key = "decoder.layers.0.self_attention.linear_proj.weight"
-        monkeypatch.setattr(_writer, "_MIN_FILE_COPY_BYTES", 1)
-        write_model(tmp_path / "s", 1, tensors={key: torch.randn(64, 64)})
-        flip_byte(read_index(tmp_path / "s"), key, at_fraction=0.5)
+    @staticmethod
+    def interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A run that ends when everything is written, and nothing is compared."""
 
         def stop(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
@@ -375,6 +371,16 @@ class TestInterruption:
             patched.setattr(build, "check_all", stop)
             with pytest.raises(KeyboardInterrupt):
                 reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
+
+    def test_what_the_kernel_has_moved_is_proved_though_the_next_run_is_not_to(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        key = "decoder.layers.0.self_attention.linear_proj.weight"
+        monkeypatch.setattr(_writer, "_MIN_FILE_COPY_BYTES", 1)
+        write_model(tmp_path / "s", 1, tensors={key: torch.randn(64, 64)})
+        flip_byte(read_index(tmp_path / "s"), key, at_fraction=0.5)
+
+        self.interrupt(tmp_path, monkeypatch)
         with pytest.raises(ChecksumError):
             reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1, verify=False)
         assert not (tmp_path / "t").exists()
@@ -385,25 +391,22 @@ class TestInterruption:
         monkeypatch.setattr(_writer, "_SYNC_BYTES", 4 * 1024**2)
         original = _writer._Worker._write_tensor
         moved: list[str] = []
+        fails_at = 17
 
-        def fail_late(self: object, streams: object, move: object) -> None:
-            if len(moved) == 17:
+        def write(self: object, streams: object, move: object) -> None:
+            if len(moved) == fails_at:
                 raise SaveError("the disk is gone")
             moved.append(move.entry.fqn)  # type: ignore[attr-defined]
             original(self, streams, move)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(_writer._Worker, "_write_tensor", fail_late)
+        monkeypatch.setattr(_writer._Worker, "_write_tensor", write)
         options = {"tp": 1, "pp": 1, "workers": 1}
         with pytest.raises(SaveError, match="the disk is gone"):
             reshard_checkpoint(tmp_path / "s", tmp_path / "t", **options)
         assert not (tmp_path / "t").exists()
         assert not list((tmp_path / "t.partial").glob("*/.metadata"))
 
-        def count(self: object, streams: object, move: object) -> None:
-            moved.append(move.entry.fqn)  # type: ignore[attr-defined]
-            original(self, streams, move)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(_writer._Worker, "_write_tensor", count)
+        fails_at = -1
         report = reshard_checkpoint(tmp_path / "s", tmp_path / "t", **options)
         assert report.resumed
         assert set(moved) == set(big)
@@ -414,13 +417,7 @@ class TestInterruption:
     def test_a_source_that_changed_is_not_taken_for_the_same(
         self, tmp_path: Path, big: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def stop(*_: object, **__: object) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patched:
-            patched.setattr(build, "check_all", stop)
-            with pytest.raises(KeyboardInterrupt):
-                reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
+        self.interrupt(tmp_path, monkeypatch)
         os.utime(tmp_path / "s" / "__0_0.distcp", (1, 1))
         with pytest.raises(OptionError, match=r"another source.*--restart"):
             reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -196,6 +198,30 @@ def test_elements_in_steps_are_gathered(tmp_path: Path) -> None:
     with FilePayloads(tmp_path, ranges) as payloads:
         found = read_tensor(payloads, "t", random.Random(0), torch.int32)
     assert found.tolist() == values[:2, 2:5].T.tolist()
+
+
+def test_of_what_is_decoded_in_memory_only_the_last_tensor_stays(tmp_path: Path) -> None:
+    """A view knows all its chunks, and holds the elements of none that its base may give up."""
+    (tmp_path / "a").write_bytes(bytes(4 * 4 * 6))
+    keys = [f"t{n}" for n in range(6)]
+    decoded: list[weakref.ref[memoryview]] = []
+
+    class Noting(FilePayloads):
+        def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
+            found = super()._locate(entry, chunk)
+            assert isinstance(found.decoded, memoryview)
+            decoded.append(weakref.ref(found.decoded))
+            return found
+
+    ranges = {key: FileRange("a", 0, 4 * 6, "int32", (3, 2), None, (1, 6)) for key in keys}
+    turned = Part(Box((0, 0), (2, 3)), None, Box((0, 0), (3, 2)), ((-2, -1), (-1, -2)))
+    views = {key: TensorView((2, 3), [turned._replace(key=key)]) for key in keys}
+    with ViewPayloads(Noting(tmp_path, ranges), views) as payloads:
+        for key in keys:
+            read_tensor(payloads, key, random.Random(0), torch.int32)
+        gc.collect()
+        assert len(decoded) >= len(keys)
+        assert sum(content() is not None for content in decoded) == 1
 
 
 def test_chunks_that_cut_through_pairs_are_refused(tmp_path: Path) -> None:
