@@ -100,8 +100,16 @@ def _open(target: Path, fingerprint: str, *, restart: bool) -> tuple[Path, Journ
             if found is None:
                 folder = partial / secrets.token_hex(8)
                 found = folder, Journal(folder.with_suffix(".journal"))
-                found[1].begin(fingerprint)
-            found[0].mkdir(exist_ok=True)
+            folder, journal = found
+            try:
+                if not journal.fingerprint:
+                    journal.begin(fingerprint)
+                folder.mkdir(exist_ok=True)
+            except BaseException:  # the lock must not outlive the attempt: the next one would take it for a run
+                if not journal.done:
+                    journal.remove()
+                journal.close()
+                raise
             return found
     except OSError as error:
         raise SaveError(f"{partial}: the directory cannot be made: {error.strerror or error}") from error

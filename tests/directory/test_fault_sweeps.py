@@ -383,15 +383,15 @@ class Tool:
     mends: bool = False
 
 
-def _export(to: Any) -> Callable[[Path, Path], object]:
-    return lambda source, target: export_checkpoint(source, target, to=to, max_shard_bytes=_EXPORT_SHARD_BYTES)
+def _export(to: Any, **options: Any) -> Callable[[Path, Path], object]:
+    return lambda source, target: export_checkpoint(source, target, to=to, **options)
 
 
 TOOLS = {
     "reshard": Tool(lambda source, target: reshard_checkpoint(source, target, tp=2, pp=1)),
     "import": Tool(lambda source, target: import_checkpoint(source, target), tensors_only=True),
-    "export to safetensors": Tool(_export("safetensors"), exported="safetensors"),
-    "export to torch": Tool(_export("torch"), exported="torch"),
+    "export to safetensors": Tool(_export("safetensors", max_shard_bytes=_EXPORT_SHARD_BYTES), exported="safetensors"),
+    "export to torch": Tool(_export("torch", max_shard_bytes=_EXPORT_SHARD_BYTES), exported="torch"),
     "export to DCP": Tool(_export("dcp"), exported="dcp"),
     "repair": Tool(_repair, before=damaged_copy, mends=True),
 }
