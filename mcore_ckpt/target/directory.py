@@ -154,19 +154,19 @@ def _left(partial: Path, fingerprint: str, *, restart: bool) -> tuple[Path, Jour
             journal = _journal_of(folder, partial, restart=restart)
             if journal is None:
                 continue
-            if journal.done and not restart:
-                if journal.fingerprint == fingerprint and folder.is_dir() and resumed is None:
-                    resumed = folder, journal
-                    continue
-                if folder.is_dir() and journal.fingerprint != fingerprint:
-                    journal.close()
+            is_same = journal.fingerprint == fingerprint
+            is_begun = bool(journal.done) and not restart and folder.is_dir()
+            if is_begun and is_same and resumed is None:
+                resumed = folder, journal
+                continue
+            with journal:
+                if is_begun and not is_same:
                     raise OptionError(
                         f"{folder}: left by a run with another source, layout or set of options; repeat that command "
                         "to finish it, or throw its work away with --restart"
                     )
-            _remove(folder)
-            journal.remove()
-            journal.close()
+                _remove(folder)
+                journal.remove()
     except BaseException:
         if resumed is not None:
             resumed[1].close()
