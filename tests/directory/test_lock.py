@@ -129,35 +129,39 @@ def enter_and_leave(path: Path, seconds: float) -> Callable[[DirectoryLock], Non
     return inside
 
 
-@pytest.mark.parametrize("left_by", ["nobody", "a killed process", "a killed process of another host"])
-def test_of_processes_that_claim_at_once_one_has_the_directory(tmp_path: Path, left_by: str, quick: None) -> None:
-    for number in range(20):
+def refuse_links(*_: object) -> None:
+    raise OSError(errno.EOPNOTSUPP, "no hard links here")
+
+
+@pytest.mark.parametrize(
+    ("left_by", "links"),
+    [
+        ("no process", True),
+        ("no process", False),
+        ("a killed process", True),
+        ("a killed process of another host", True),
+    ],
+)
+def test_of_processes_that_lock_at_once_one_has_the_directory(
+    tmp_path: Path, left_by: str, links: bool, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not links:
+        monkeypatch.setattr(os, "link", refuse_links)
+    for number in range(20 if links else 10):
         path = tmp_path / str(number)
         path.mkdir()
-        if left_by != "nobody":
+        if left_by != "no process":
             with holder(path, host="another" if "another" in left_by else None):
                 pass  # killed with the block
         codes = race(path, 4, enter_and_leave(path, 0.2))
         # (a contender that comes late, on a busy machine, finds a holder that has ended)
         assert 0 in codes, f"round {number}: {codes}"
         assert set(codes) <= {0, 3}, f"round {number}: {codes}"
-
-
-def test_without_hard_links_one_has_it_still(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EOPNOTSUPP, "no hard links here")
-
-    monkeypatch.setattr(os, "link", refuse)
-    for number in range(10):
-        path = tmp_path / str(number)
-        path.mkdir()
-        codes = race(path, 4, enter_and_leave(path, 0.2))
-        assert 0 in codes, f"round {number}: {codes}"
-        assert set(codes) <= {0, 3}, f"round {number}: {codes}"
-    with holder(tmp_path / "0"):
-        pass
-    DirectoryLock.take(LocalStorage(tmp_path / "0")).release()
-    assert names(tmp_path / "0") == set()
+    if not links:
+        with holder(tmp_path / "0"):
+            pass
+        DirectoryLock.take(LocalStorage(tmp_path / "0")).release()
+        assert names(tmp_path / "0") == set()
 
 
 def test_a_link_whose_answer_was_lost_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,15 @@ def save(path: Path, common: bytes | None = b"common", **options: object) -> str
     return name
 
 
+def begin(path: Path, alone: int | None = None) -> tuple[LocalStorage, Target, str]:
+    """A save, of all ranks or of one alone, that has written its data file and not published."""
+    storage = LocalStorage(path)
+    target = open_target(storage, OPTIONS, rank=alone)
+    name = file_of(target, alone or 0)
+    (path / name).write_bytes(b"data")
+    return storage, target, name
+
+
 def names(path: Path) -> set[str]:
     return {file.name for file in path.iterdir()}
 
@@ -98,11 +107,15 @@ def test_a_save_replaces_the_one_before_under_new_names(tmp_path: Path) -> None:
     assert (tmp_path / COMMON_FILE).read_bytes() == b"two"
 
 
-def test_on_existing_error_touches_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reserved", [False, True])
+def test_on_existing_error_touches_nothing(reserved: bool, tmp_path: Path) -> None:
     save(tmp_path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    storage = LocalStorage(tmp_path)
+    if reserved:
+        storage.publish(reserve(storage).common_file, b"of the save that is refused")
     with pytest.raises(CheckpointExistsError, match="on_existing"):
-        open_target(LocalStorage(tmp_path), SaveOptions(on_existing="error"))
+        open_target(storage, SaveOptions(on_existing="error"))
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
@@ -110,9 +123,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_no_rubbish(tmp_path: Path) 
     first = save(tmp_path, b"one")
     storage = LocalStorage(tmp_path)
     storage.publish(reserve(storage).common_file, b"two")
-    target = open_target(storage, OPTIONS)
-    name = file_of(target)
-    (tmp_path / name).write_bytes(b"half")
+    _, target, name = begin(tmp_path)
     assert INCOMPLETE_MARKER in names(tmp_path)
     discard(storage, [name])
     abandon(storage, target)
@@ -211,10 +222,7 @@ def test_files_of_a_checkpoint_of_one_rank_are_no_remains_of_a_failed_save(
     """Saved without collectives; its index may not be listed yet."""
     if replaces:
         save(tmp_path)
-    storage = LocalStorage(tmp_path)
-    target = open_target(storage, OPTIONS, rank=7)
-    own = file_of(target, rank=7)
-    (tmp_path / own).write_bytes(b"data")
+    storage, target, own = begin(tmp_path, alone=7)
     publish(storage, target, metadata(own), has_common_state=False)
     list_really = LocalStorage.list
     if not listed:
@@ -273,10 +281,7 @@ def test_a_crash_right_after_the_publish_is_read_right_and_mended(tmp_path: Path
 def test_a_stale_common_file_and_a_stale_manifest_go_with_the_old_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, b"old version's")
     (tmp_path / "integrity.json").write_text(json.dumps({}))
-    storage = LocalStorage(tmp_path)
-    target = open_target(storage, OPTIONS)
-    name = file_of(target)
-    (tmp_path / name).write_bytes(b"data")
+    storage, target, name = begin(tmp_path)
     publish(storage, target, metadata(name, objects=("common_state/shard_0_1",)), has_common_state=True)
     assert names(tmp_path) == {name, METADATA_FILE}
     assert common_file_in_force(names(tmp_path), read_index(tmp_path)) is None
@@ -288,25 +293,12 @@ def test_a_common_file_of_a_killed_save_is_not_put_beside_a_common_state_object(
     if replaces:
         save(tmp_path, b"old version's")
     begin_and_be_killed(tmp_path, b"killed save's")
-    storage = LocalStorage(tmp_path)
-    target = open_target(storage, OPTIONS)
-    name = file_of(target)
-    (tmp_path / name).write_bytes(b"data")
+    storage, target, name = begin(tmp_path)
     content = metadata(name, objects=("common_state/shard_0_1",))
     storage.publish(METADATA_FILE, content)  # and killed again: what the file holds must not be taken for its state
     assert common_file_in_force(names(tmp_path), read_index(tmp_path)) is None
     publish(storage, target, content, has_common_state=True)
     assert names(tmp_path) == {name, METADATA_FILE}
-
-
-def test_a_refused_save_takes_its_common_state_away(tmp_path: Path) -> None:
-    save(tmp_path)
-    before = names(tmp_path)
-    storage = LocalStorage(tmp_path)
-    storage.publish(reserve(storage).common_file, b"of the save that is refused")
-    with pytest.raises(CheckpointExistsError):
-        open_target(storage, SaveOptions(on_existing="error"))
-    assert names(tmp_path) == before
 
 
 def test_the_common_state_of_a_killed_save_is_not_that_of_a_checkpoint_that_stock_has_saved_since(
