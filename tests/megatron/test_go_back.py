@@ -22,7 +22,7 @@ from mcore_ckpt import CorruptCheckpointError, NewerFormatError, OptionError
 from mcore_ckpt.format.manifest import split_metadata
 from mcore_ckpt.megatron._versions import differences
 from tests.megatron.trap_ranks import check, installed, made, state
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 
 pytest.importorskip("megatron.core")
 

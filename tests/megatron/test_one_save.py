@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mcore_ckpt import LoadError
 from mcore_ckpt.megatron._versions import differences
 from tests.megatron.trap_ranks import check, installed, made, state
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 
 pytest.importorskip("megatron.core")
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mcore_ckpt import LoadError
 from tests.support.cpu_megatron import pretend_cuda
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 
 ROWS, COLUMNS, COUNT = 64, 96, 10
 

@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 from tests.megatron.failure_traps import FAILURES
 from tests.megatron.launch_traps import LAUNCHES
 from tests.megatron.trap_ranks import run_traps
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 
 DEADLINE_S = 150
 

@@ -42,11 +42,11 @@ _CUDA_ZEROS = (
 
 def pretend_cuda() -> None:
     """Make "cuda" mean the CPU and "nccl" mean gloo in this process; a second call changes nothing."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if "apex.optimizers" in sys.modules:
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("pretend_cuda() has to come before the first import of megatron.core")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _replace_devices()
     _replace_torch_cuda()
     _replace_collectives()

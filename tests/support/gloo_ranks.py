@@ -8,7 +8,8 @@
     assert run_ranks(shard_sum, 2, [1, 2]) == [3, 3]   # what each rank returned, by rank
 
 Ranks are forked from a server process that has imported torch and nothing else (seconds of import time for each rank
-otherwise). Each gets the caller's environment and `sys.path`, one thread, a gloo process group and a process group of
+otherwise); those of `run_megatron_ranks` and `run_pretending_ranks` from servers that have imported Megatron, too. Each
+gets the caller's environment and `sys.path`, one thread, a gloo process group and a process group of
 its own in the operating system's sense, which is killed as a whole in the end: a writer process that a rank forgot does
 not outlive the call. At the deadline the stack of every rank that still runs is put into the error.
 """
@@ -24,22 +25,41 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RankOutcome", "RanksFailedError", "rank_outcomes", "run_ranks"]
+__all__ = [
+    "MEGATRON",
+    "RankOutcome",
+    "RanksFailedError",
+    "rank_outcomes",
+    "run_megatron_ranks",
+    "run_pretending_ranks",
+    "run_ranks",
+]
 
 _DEFAULT_DEADLINE_S = 120.0
 # After a first failure the other ranks usually wait for it in a collective: they get this long to raise an error too.
 _DEFAULT_GRACE_S = 10.0
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-_PRELOAD = ["torch", "torch.distributed.checkpoint"]
+# The last is imported at the first use of a DTensor.
+_PRELOAD = ["torch", "torch.distributed.checkpoint", "torch._dynamo"]
+
+# What servers of other ranks import in addition: Megatron as it is, or behind `pretend_cuda`, and our strategies.
+MEGATRON = ("megatron.core.dist_checkpointing", "mcore_ckpt.megatron.strategy")
+_PRETENDING = ("tests.support.pretending_megatron", "mcore_ckpt.megatron.strategy")
+_servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
+_starting = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +127,25 @@ def run_ranks(
     return [outcome.value for outcome in outcomes]
 
 
+run_megatron_ranks = partial(run_ranks, preload=MEGATRON)
+run_pretending_ranks = partial(run_ranks, preload=_PRETENDING)
+
+
+@contextmanager
+def _forked_from(preload: tuple[str, ...]) -> Iterator[None]:
+    """Let processes be forked from the server that has imported `preload`; multiprocessing knows of one server only."""
+    with _starting:
+        if preload not in _servers:
+            _servers[preload] = forkserver.ForkServer()
+            _servers[preload].set_forkserver_preload([*_PRELOAD, *preload])
+        usual = forkserver.connect_to_new_process
+        forkserver.connect_to_new_process = _servers[preload].connect_to_new_process
+        try:
+            yield
+        finally:
+            forkserver.connect_to_new_process = usual
+
+
 def rank_outcomes(
     function: Callable[..., Any],
     world_size: int,
@@ -121,14 +160,13 @@ def rank_outcomes(
 
     Args:
         grace_s: seconds that the other ranks get after the first failure before they are killed.
-        preload: modules that the server of this process, which the first call starts, imports in addition.
+        preload: modules that the ranks' server imports in addition; each choice has a server of its own.
     """
     from torch.distributed import TCPStore
 
     # The store lives here, on a port that the system chose, so that no rank's death takes it down.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOAD, *preload])
     variables = {**os.environ, **(environment or {})}
     payload = pickle.dumps((function, args, kwargs))
     with tempfile.TemporaryDirectory(prefix="gloo-ranks-") as stack_dir:
@@ -143,7 +181,8 @@ def rank_outcomes(
                     args=(rank, world_size, store.port, theirs, payload, variables, stack_dir, deadline_s),
                     name=f"rank {rank}",
                 )
-                process.start()
+                with _forked_from(tuple(preload)):
+                    process.start()
                 theirs.close()
                 processes.append(process)
                 connections.append(mine)
