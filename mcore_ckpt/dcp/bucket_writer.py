@@ -27,7 +27,7 @@ from mcore_ckpt.layout.dense_tensors import check_memory
 from mcore_ckpt.layout.file_image import WrittenFile
 from mcore_ckpt.layout.torch_classes import dtype_name, storage_info
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.writing.staging import BucketSource, write_in_line
+from mcore_ckpt.writing.staging import BucketSource, write_in_process
 
 __all__ = [
     "BucketData",
@@ -76,10 +76,8 @@ def send_prefix(prefix: DataFilePrefix) -> None:
 
 
 def take_sent_prefix() -> DataFilePrefix | None:
-    """The prefix that a coordinator has sent to this thread last, once; None if it has sent none since.
-
-    A planner that caches plans puts an earlier save's plan, with that save's prefix, in the place of the one that the
-    coordinator sends; so what is in the plan does not tell, only what has arrived.
+    """The prefix that a coordinator has sent to this thread last, once. A planner that caches plans puts back an
+    earlier save's plan, with that save's prefix: so what is in the plan does not tell.
     """
     prefix, _sent.prefix = _sent.prefix, None
     return prefix
@@ -92,9 +90,8 @@ class BucketData(NamedTuple):
     tensor_data: list[tuple[WriteItem, torch.Tensor]]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, it is the snapshot: another process gets copies, since torch hands over tensors by sharing memory.
-
-        The trainer's own would be moved to shared memory by that, and what is written would be their later values.
+        """Pickled, it is the snapshot: torch would move the trainer's own tensors to shared memory, and what is written
+        would be their later values.
         """
         copies = [(item, _shareable_copy(tensor) if tensor.is_cpu else tensor) for item, tensor in self.tensor_data]
         return CopiedData, (self.bytes_data, copies)
@@ -105,7 +102,7 @@ class CopiedData(BucketData):
 
 
 def _shareable_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in memory that torch can hand to another process without copying it again."""
+    """A copy in memory that torch can hand to another process without another copy."""
     if tensor.numel() == 0:
         return tensor.clone()
     new_shared = torch.UntypedStorage._new_shared  # noqa: SLF001  (what torch's own data loader collates into)
@@ -121,11 +118,7 @@ class _Bucket(NamedTuple):
 
 
 class WriteBucket(_Bucket):
-    """What goes into one file: a tuple of three, as code that was written for Megatron's writer takes it apart.
-
-    Attributes:
-        save_id: of the save.
-    """
+    """What goes into one file: a tuple of three, as code for Megatron's writer takes it apart, and the save's id."""
 
     save_id: bytes = NO_SAVE_ID
 
@@ -140,12 +133,8 @@ class WriteBucket(_Bucket):
 
 
 class ItemSums(NamedTuple):
-    """The checksums of a written item.
-
-    Attributes:
-        file: that holds it.
-        crc32: of a tensor's payload, or of the whole item.
-        blocks: running CRC-32 at each block boundary inside a long payload.
+    """A written item's file, its CRC-32 (of a tensor's payload, or of the whole item), and the cumulative CRC-32 at
+    each block boundary inside a long payload.
     """
 
     file: SealedFile
@@ -166,10 +155,8 @@ def sums_of(result: WriteResult) -> ItemSums | None:
 
 
 class ResultFile:
-    """A place in memory where a writer, in this process or another one, leaves its results.
-
-    It is a memfd: the writer needs no thread here to take results of any size over, and nothing is left
-    behind. A process that did not inherit the descriptor reaches it through /proc while the owner lives.
+    """A memfd where a writer, in this process or another one, leaves its results: it needs no thread here. A process
+    that did not inherit the descriptor reaches it through /proc while the owner lives.
     """
 
     def __init__(self) -> None:
@@ -184,11 +171,7 @@ class ResultFile:
             file.truncate()
 
     def get(self) -> Any:
-        """The results.
-
-        Raises:
-            SaveError: there are none: the writer has not run, or ended before its work was done.
-        """
+        """The results. `SaveError`: the writer has not run, or ended before its work was done."""
         content = Path(self._path).read_bytes()
         if not content:
             raise SaveError("the writer left no results: it did not run, or it ended before its work was done")
@@ -225,16 +208,8 @@ def prepare_buckets(
     separation_hint: str | None,
     one_item_per_file: bool,
 ) -> list[WriteBucket]:
-    """Sort write items into balanced buckets and fetch their data.
-
-    Args:
-        directory: of the checkpoint.
-        items: the rank's plan.
-        resolve_data: the planner's.
-        prefix: of file names.
-        thread_count: buckets, at most.
-        separation_hint: see `split_buckets`.
-        one_item_per_file: a bucket for each item.
+    """Sort a rank's write items into at most `thread_count` balanced buckets, or one for each item, and fetch their
+    data by the planner's `resolve_data`.
     """
     chosen: list[tuple[str, list[int]]]
     if one_item_per_file:
@@ -270,21 +245,14 @@ def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
 def write_buckets(
     buckets: Sequence[WriteBucket], options: SaveOptions, extensions: Sequence[Any] = ()
 ) -> list[list[WriteResult]]:
-    """Write buckets in this process, each into its file: bytes_data first, then tensor_data.
-
-    Args:
-        buckets: all of one directory.
-        options: see `write_in_line`.
-        extensions: DCP's stream transforms; every item then passes through them and through memory.
-
-    Returns:
-        For each bucket the results of its items, objects first.
+    """Write buckets of one directory in this process, bytes_data first; for each the results of its items, objects
+    first. With DCP's stream transforms, every item passes through them and through memory.
     """
     if not buckets:
         return []
     storage = storage_at(Path(buckets[0].path).parent)
     prepared = [_prepare(bucket, extensions) for bucket in buckets]
-    written = write_in_line(storage, [source for source, _ in prepared], options)
+    written = write_in_process(storage, [source for source, _ in prepared], options)
     return [
         _with_sums(results, bucket.save_id, file)
         for bucket, (_, results), file in zip(buckets, prepared, written, strict=True)
@@ -308,7 +276,7 @@ def _prepare(bucket: WriteBucket, extensions: Sequence[Any]) -> tuple[BucketSour
     name = Path(bucket.path).name
     bytes_data, tensor_data = bucket.data
     # In the order in which readers undo them: the first is the one that writes to the file. (DCP's own writer names
-    # them in reverse order: its readers cannot undo two that do not commute.)
+    # them in the reverse order: its readers cannot undo two that do not commute.)
     descriptors = [extension.get_descriptor() for extension in extensions] or None
     blobs = [(item, memoryview(_transformed(data.getvalue(), extensions))) for item, data in bytes_data]
     if extensions:

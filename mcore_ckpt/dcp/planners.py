@@ -8,7 +8,6 @@ global shape and dtype before anything is read.
 
 from __future__ import annotations
 
-import difflib
 import io
 import math
 from collections.abc import Iterable, Sequence
@@ -41,7 +40,7 @@ from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.layout.shards import box_sizes, is_main_replica, is_sharded_object, leaves, without_leaves
 from mcore_ckpt.load.dtype_conversions import check_dtype
 from mcore_ckpt.load.flattened import destination
-from mcore_ckpt.load.read_requests import check_planned, not_held
+from mcore_ckpt.load.read_requests import check_planned, missing_key, not_held
 from mcore_ckpt.save.rank_state import serialize_objects
 
 __all__ = [
@@ -71,15 +70,8 @@ def tensor_write_item(
     sizes: Sequence[int],
     index: int | None = None,
 ) -> WriteItem:
-    """The write item of one box of a global tensor, in elements.
-
-    Args:
-        key: of the tensor.
-        dtype: of its elements.
-        shape: of the global tensor.
-        offsets: where the box begins.
-        sizes: of the box.
-        index: position among this rank's shards of the same key, when there are several.
+    """The write item of a slice of a global tensor, in elements; `index`: its position among this rank's shards of that
+    key.
     """
     begin = torch.Size(offsets)
     chunk = ChunkStorageMetadata(offsets=begin, sizes=torch.Size(sizes))
@@ -300,7 +292,7 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
 
     def _missing(self, key: str) -> MissingKeyError:
         assert self.metadata is not None
-        return MissingKeyError(_missing_key_message(key, self.metadata.state_dict_metadata))
+        return missing_key(key, "the checkpoint", self.metadata.state_dict_metadata)
 
     def _stored_tensor(self, key: str) -> TensorStorageMetadata:
         assert self.metadata is not None
@@ -384,10 +376,3 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         offset = None if index.offset is None else tuple(index.offset)
         target = self._targets.get((index.fqn, offset)) if offset is not None else None
         return super().lookup_tensor(index) if target is None else target
-
-
-def _missing_key_message(key: str, keys: Iterable[str]) -> str:
-    """What to say of a key that a checkpoint does not have; names the most similar keys that it has."""
-    close = difflib.get_close_matches(key, list(keys), n=3, cutoff=0.6)
-    hint = f"; similar keys: {', '.join(close)}" if close else ""
-    return f"{key}: the checkpoint has no such key{hint}"

@@ -255,9 +255,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         return [dataclasses.replace(plan, storage_data=prefix) for plan, prefix in zip(plans, prefixes, strict=True)]
 
     def give_up_if_over(self) -> None:
-        """Release the directory of a save that has failed: DCP tells no writer of an error on another rank.
-
-        A synchronous save is over when its thread has ended, or begins another save.
+        """Release the directory of a save that has failed: DCP tells no writer of an error on another rank. A
+        synchronous save is over when its thread has ended, or begins another save.
         """
         thread = self._thread
         if self._in_line and (thread is None or thread is threading.current_thread() or not thread.is_alive()):
@@ -495,11 +494,8 @@ def _world_rank() -> int:
 
 
 def snapshot(state: Any, previous: Any = None) -> Any:
-    """Copy a nested state dict to the host: tensors (views, tied ones, DTensors), Megatron's shards, objects.
-
-    Args:
-        state: what to copy. Tied tensors stay tied, views become tensors of their own.
-        previous: an earlier snapshot; where the structure is the same, its memory is used again.
+    """Copy a nested state dict to the host; tied tensors stay tied, views become tensors of their own. The memory of a
+    previous snapshot is used again where the structure is the same.
     """
     return _copy(state, previous, {}, set(), ())
 

@@ -50,7 +50,7 @@ MAX_COLUMN_BYTES: Final = 1024 * 1024
 # So many items can be scattered by one call: the kernel takes 1,024 places (UIO_MAXIOV), of which each wants four.
 MAX_SCATTERED: Final = 256
 
-# Without releasing the GIL, which another thread would take for a while: the copies are short.
+# Holding the GIL, which another thread would take for a while: the copies are short.
 _memmove = ctypes.PyDLL(None).memmove
 _memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memmove.restype = None
@@ -85,13 +85,7 @@ _Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class _ChunkOfForm(NamedTuple):
-    """Where a box is stored of all tensors of one form.
-
-    Attributes:
-        chunk: its number among those of the tensor.
-        kind: its number in `Columns.kinds`.
-        dtype, item_bytes: of that.
-    """
+    """Where a slice is stored of all tensors of one form: number of the chunk, and of the kind in `Columns.kinds`."""
 
     chunk: int
     kind: int
@@ -136,10 +130,8 @@ class Columns:
         return len(self.numbers)
 
     def take(self, requests: Iterable[UsualRequest]) -> list[UsualRequest]:
-        """Add what is requested, where that is a small item that can be copied to its destination as it is.
-
-        Returns:
-            All other requests. They may be wrong, or merely unusual: nothing has been decided about them.
+        """Add what is requested, where that is a small item that can be copied to its destination as it is. Returns all
+        other requests, which may be wrong, or merely unusual.
         """
         packed = self._packed
         if packed is None:
@@ -390,15 +382,8 @@ def _cut(file: str, items: FileColumns, ends: _Ints, window_bytes: int, max_item
 
 
 def scatter(span: ColumnSpan, reader: RangeReader, buffer: ReadBuffer) -> ScatteredItems | None:
-    """Have the payloads of a span put where they belong, and what stands around them into a buffer.
-
-    Args:
-        span: of at most `MAX_SCATTERED` items.
-        reader: of its file.
-        buffer: room for as many bytes as the span has.
-
-    Returns:
-        What has been read, to be checked; None if the reader cannot do that.
+    """Have the payloads of a span put where they belong, and what stands around them into a buffer, which has room for
+    the span. None if the reader cannot do that.
     """
     items = span.items
     count = len(items.starts)
@@ -418,12 +403,7 @@ def scatter(span: ColumnSpan, reader: RangeReader, buffer: ReadBuffer) -> Scatte
 
 
 class ScatteredItems(NamedTuple):
-    """Items whose payloads are where they belong.
-
-    Attributes:
-        items: what they are.
-        around: what stood around the payloads.
-    """
+    """Items whose payloads are where they belong, and what stood around the payloads."""
 
     items: FileColumns
     around: memoryview
@@ -441,16 +421,8 @@ class ScatteredItems(NamedTuple):
 
 
 def place(span: ColumnSpan, view: memoryview, address: int, shift: int, verify_crc: bool) -> bool:
-    """Check items in memory, and copy their payloads to where they belong.
-
-    Args:
-        span: the items.
-        view, address: the memory.
-        shift: where in it the beginning of their file would lie.
-        verify_crc: compare the CRC-32 of the payloads.
-
-    Returns:
-        False if any of them is not just what is expected; then nothing has been copied.
+    """Check items in memory, and copy their payloads to where they belong; their file would begin at `shift`. False if
+    one of them is not as expected; then nothing has been copied.
     """
     items = span.items
     heads = items.starts + shift

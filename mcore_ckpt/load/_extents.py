@@ -83,12 +83,8 @@ class PartRead(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """The head or tail of an item of which a slice is read that no sum checks.
-
-    Attributes:
-        wanted: the item.
-        start: of its payload, in its file.
-        expected: the bytes.
+    """The head or tail of an item of which a slice is read that no sum checks: the expected bytes, and where its
+    payload starts in its file.
     """
 
     wanted: WantedItem
@@ -97,9 +93,8 @@ class Ends(NamedTuple):
 
 
 def own_place(wanted: WantedItem) -> PayloadPlace | None:
-    """Where the payload lies if this package wrote the item; None if the index does not tell.
-
-    The index tells the CRC-32 of each payload in a sealed checkpoint, whose files are compared with it, too.
+    """Where the payload lies if this package wrote the item; None if the index does not tell. It tells the CRC-32 of
+    each payload in a sealed checkpoint, whose files are compared with it, too.
     """
     item = wanted.item
     if item.crc32 is None:
@@ -114,11 +109,8 @@ def own_place(wanted: WantedItem) -> PayloadPlace | None:
 
 
 class Extents:
-    """Plans the reads of one load.
-
-    Args:
-        options: window, gap, and what is checked.
-        running: cumulative sums of payloads, by file and offset of the item (`CheckpointIndex.blocks`).
+    """Plans the reads of one load. `running`: cumulative sums of payloads, by file and offset of the item
+    (`CheckpointIndex.blocks`).
     """
 
     def __init__(self, options: LoadOptions, running: Mapping[tuple[str, int], Sequence[int]]) -> None:
@@ -185,9 +177,8 @@ class Extents:
     def _straight(
         self, wanted: WantedItem, place: PayloadPlace, whole: Box, record: RecordSum | None
     ) -> Iterator[Extent]:
-        """The parts of a payload all of which goes to one address as it is: byte ranges of about one length.
-
-        No more is looked at of their slice, which is that of all of them, than where it begins.
+        """The parts of a payload all of which goes to one address as it is: byte ranges of about one length, of whose
+        slice only the beginning counts.
         """
         nbytes, address = wanted.payload_bytes, wanted.wants[0].address
         count = -(-nbytes // self._options.window_bytes)

@@ -32,9 +32,8 @@ _NEAR_BYTES = 4096
 
 
 class ItemLocations:
-    """What is known of where payloads lie; kept as long as a reader's checkpoint.
-
-    By the item, and by what the index says it holds: that it does has been checked for that dtype and shape alone.
+    """Where payloads lie, as far as known; kept as long as a reader's checkpoint. By the item, and by what the index
+    says it holds: that was checked for that dtype and shape alone.
     """
 
     def __init__(self) -> None:
@@ -56,19 +55,8 @@ class ItemLocations:
         threads: int,
         unranged: Callable[[WantedItem, str], None],
     ) -> Iterator[Callable[[WantedItem], LocatedTensor | None]]:
-        """Read the headers of items, in order, by threads that stay a few items ahead of the caller.
-
-        Args:
-            items: those whose place is not known.
-            files: readers of the checkpoint's files.
-            stats: counters; added to.
-            threads: as many batches of items are being read at once.
-            unranged: called with an item that cannot be ranged, and the reason; on any thread.
-
-        Yields:
-            Tells where the payload of an item lies, waiting for its turn; None for one that cannot be ranged. To be
-            asked for the items in order, on one thread at a time. Raises `CorruptCheckpointError` if an item is not
-            what the index says or its file is too short, and `LoadError` if reading failed.
+        """Read the headers of items by threads that stay a few items ahead. Yields a function that tells, in order,
+        where each payload lies; None for one that cannot be ranged, of which `unranged` gets the reason.
         """
         if not items:
             yield self.of

@@ -80,12 +80,7 @@ def memory_at(address: int, length: int) -> memoryview:
 
 
 class HostBytes:
-    """Host memory that holds stored bytes, for copying out of.
-
-    Attributes:
-        address: of the first byte.
-        tensor: the bytes, as a flat uint8 tensor.
-    """
+    """Host memory that holds stored bytes, for copying out of; `tensor` has them as a flat uint8 tensor."""
 
     __slots__ = ("address", "tensor")
 
@@ -99,9 +94,8 @@ class HostBytes:
         return cls(torch.frombuffer((ctypes.c_ubyte * length).from_address(address), dtype=torch.uint8))
 
     def strided(self, at: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
-        """Elements of `dtype` from byte `at` on, as a view of that shape and strides (in elements).
-
-        A copy where the elements are not aligned, which torch wants: stock writers pack items at odd offsets.
+        """Elements of `dtype` from byte `at` on, as a view of that shape and strides (in elements). A copy where they
+        are not aligned, which torch requires: stock writers pack items at odd offsets.
         """
         span_elems = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         flat = self.tensor[at : at + span_elems * dtype.itemsize]
@@ -113,11 +107,8 @@ class HostBytes:
 
 
 class ReadBuffer(HostBytes):
-    """Page-aligned host memory that spans are read into; reused from span to span, freed when dropped.
-
-    Args:
-        size_bytes: capacity.
-        pinned: page-locked, for fast copies to a device.
+    """Page-aligned host memory that spans are read into; reused from span to span, freed when dropped. Pinned, it is
+    copied to a device fast.
     """
 
     __slots__ = ("_keep", "size_bytes", "view")
@@ -144,9 +135,8 @@ def _takes_bits(tensor: torch.Tensor, stored_dtype: torch.dtype) -> bool:
 
 
 def alignment_for(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
-    """The alignment at which `place_box` can use bytes in memory as they are; at others it may have to copy them first.
-
-    Whole rows are copied as bytes; single elements, and those that are converted, have to be aligned as such.
+    """The alignment at which `place_box` can use bytes in memory as they are. Whole rows are copied as bytes; single
+    elements, and those that are converted, have to be aligned as such.
     """
     if tensor.dim() and tensor.stride(-1) == 1 and _takes_bits(tensor, stored_dtype):
         return 1
@@ -161,15 +151,8 @@ def place_box(
     stored_dtype: torch.dtype,
     want: Want,
 ) -> None:
-    """Copy what a destination wants of a box that lies in a buffer.
-
-    Args:
-        memory: holds the bytes from the first to the last element of `read_box`, gaps included.
-        at: where in it the first element lies.
-        read_box: relative to the chunk, in elements.
-        chunk_sizes: shape of the stored chunk.
-        stored_dtype: dtype of the stored chunk.
-        want: the destination and what it wants of the chunk; its overlap with `read_box` is copied.
+    """Copy what a destination requests of `read_box`, relative to the chunk, in elements. Its bytes lie at `at` of a
+    buffer, from the first to the last element, gaps included.
     """
     overlap = intersect(read_box, want.box)
     if overlap is None:

@@ -57,16 +57,7 @@ _FAR_SKEW = 2048
 
 
 class TensorReads:
-    """Carries out one plan.
-
-    Args:
-        files: readers of the checkpoint's files.
-        options: window, gap, threads, and what is checked.
-        located: where payloads lie, as far as known; added to.
-        stats: counters; added to.
-        decoder: reads an item that cannot be ranged.
-        running: cumulative sums of payloads, by file and offset of the item (`CheckpointIndex.blocks`).
-    """
+    """Carries out one plan. `running`: cumulative sums of payloads, by file and offset of the item."""
 
     def __init__(
         self,
@@ -92,13 +83,7 @@ class TensorReads:
         self._scattering = threading.BoundedSemaphore(_SCATTERING_THREADS)
 
     def run(self, plan: LoadPlan) -> None:
-        """Fill all destinations of a plan.
-
-        Raises:
-            ChecksumError: a record's bytes are not those that were written.
-            CorruptCheckpointError: an item is not what the index says, or its file is too short.
-            LoadError: reading failed.
-        """
+        """Fill all destinations of a plan."""
         items = [plan.items[key] for key in sorted(plan.items)]
         self._pinned = any(want.tensor.is_cuda for wanted in items[:64] for want in wanted.wants)
         sizes = {"window_bytes": self._options.window_bytes, "max_gap_bytes": self._options.max_gap_bytes}
@@ -228,10 +213,8 @@ class TensorReads:
         self._stats.add(records_checked=checked)
 
     def _read_straight(self, reader: RangeReader, span: Span, read: PartRead) -> bool:
-        """Read a part to where it belongs, summing it while its bytes are in the CPU's cache.
-
-        Returns:
-            False if its head and tail are better read with it, into a buffer.
+        """Read a part to where it belongs, summing it while its bytes are in the CPU's cache. False if its head and
+        tail are better read with it, into a buffer.
         """
         item = read.wanted.item
         reader.check_range(item.offset, item.length)
@@ -364,9 +347,8 @@ class TensorReads:
         self._stats.add(records_checked=1)
 
     def _compare_ends(self, wanted: WantedItem, start: int, content: bytes | memoryview, expected: bytes) -> None:
-        """Compare head or tail of an item, whose payload should start at `start` of its file.
-
-        Where they differ the item itself tells where its payload lies. Raises as `ItemLocations.locate`.
+        """Compare head or tail of an item, whose payload should start at `start` of its file. Where they differ the
+        item itself tells where its payload lies.
         """
         if content == expected:
             return

@@ -36,12 +36,7 @@ def check_dtype(fqn: str, where: str, stored: torch.dtype, requested: torch.dtyp
 
 
 class DtypeConversions:
-    """Collects the conversions of a load.
-
-    Args:
-        policy: `LoadOptions.on_dtype_mismatch`.
-        path: of the checkpoint, for messages.
-    """
+    """Collects the conversions of a load, by the policy `LoadOptions.on_dtype_mismatch`."""
 
     def __init__(self, policy: OnDtypeMismatch, path: str) -> None:
         self._policy: OnDtypeMismatch = policy

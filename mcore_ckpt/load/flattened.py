@@ -34,9 +34,8 @@ _MAX_CELLS_OF_A_CHUNK = 16384
 
 
 def destination(shard: Any) -> torch.Tensor:
-    """The memory that a `ShardedTensor` is loaded into, detached: its own, or new on the CPU.
-
-    Zeros where the stored tensor may be smaller than the wanted one.
+    """The memory that a `ShardedTensor` is loaded into, detached: its own, or new on the CPU. Zeros where the stored
+    tensor may be smaller than the requested one.
     """
     if shard.data is None:
         shard.init_data("cpu", torch.zeros if shard.allow_shape_mismatch else torch.empty)
@@ -47,15 +46,8 @@ def destination(shard: Any) -> torch.Tensor:
 
 
 def read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
-    """Fill the data of `ShardedTensor`s, flattened or not, from a checkpoint that may hold them either way.
-
-    Args:
-        reader: of the checkpoint.
-        shards: what to fill. Those without data get some on the CPU; what of a tensor with `allow_shape_mismatch` is
-            not stored becomes zero.
-
-    Raises:
-        LoadError: see `FileSystemReader.read_items`.
+    """Fill the data of Megatron's `ShardedTensor`s, flattened or not, of any layout; those without data get some on the
+    CPU. Raises as `FileSystemReader.read_items`.
     """
     with reader.conversions.of_one_load():
         _read_shards(reader, shards)

@@ -33,15 +33,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ItemDecoder:
-    """Reads whole items and decodes them.
-
-    Args:
-        storage: the checkpoint's files.
-        options: whether checksums are compared.
-        stats: counters; added to.
-        seals: checks each file before it is read.
-        extension_registry: DCP's `ExtensionRegistry`, by which stream transforms are undone; None: what torch knows.
-    """
+    """Reads items and decodes them. Transforms are undone by DCP's `ExtensionRegistry`; None: what torch knows."""
 
     def __init__(
         self,
@@ -59,11 +51,7 @@ class ItemDecoder:
         self._reasons: set[str] = set()
 
     def object_contents(self, entries: Iterable[ObjectEntry]) -> Iterator[tuple[ObjectEntry, bytes]]:
-        """Stored objects as `torch.save` made them, in order of the files; neighbours are read together.
-
-        Raises:
-            CorruptCheckpointError, ChecksumError, LoadError: naming the key, the file and the bytes.
-        """
+        """Stored objects as `torch.save` made them, in order of the files; neighbours are read together."""
         extents = [
             Extent(entry.item.file, entry.item.offset, entry.item.offset + entry.item.length, entry.item.length, entry)
             for entry in entries
@@ -83,11 +71,7 @@ class ItemDecoder:
             files.close()
 
     def tensor(self, fqn: str, chunk: StoredChunk, dtype: torch.dtype, reason: str) -> torch.Tensor:
-        """Decode a stored chunk of a tensor, for a `reason` that is logged once for each kind.
-
-        Raises:
-            CorruptCheckpointError, ChecksumError, LoadError: it is not what was written, or not what the index says.
-        """
+        """Decode a stored chunk of a tensor, for a `reason` that is logged once for each kind."""
         where = chunk_name(fqn, chunk)
         check_proportion(math.prod(chunk.sizes) * dtype.itemsize, chunk.item, where)
         kind = re.sub(r"\d+", "#", reason)

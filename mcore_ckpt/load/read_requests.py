@@ -68,27 +68,24 @@ class ReadRequest(NamedTuple):
     allow_partial: bool = False
 
 
-def missing_key(fqn: str, index: CheckpointIndex) -> MissingKeyError:
+def missing_key(fqn: str, where: str, keys: Iterable[str]) -> MissingKeyError:
     """The error for a key that a checkpoint does not have; names the keys most like it."""
-    keys = [*index.tensors, *index.objects]
-    close = difflib.get_close_matches(fqn, keys if len(keys) <= 5000 else keys[:5000], n=3, cutoff=0.6)
-    hint = f"similar keys: {', '.join(close)}" if close else f"it has {len(keys)} keys, none of them similar"
-    return MissingKeyError(f"{fqn}: the checkpoint {index.path} has no such key; {hint}")
+    known = list(keys)
+    close = difflib.get_close_matches(fqn, known[:5000], n=3, cutoff=0.6)
+    hint = f"similar keys: {', '.join(close)}" if close else f"it has {len(known)} keys, none of them similar"
+    return MissingKeyError(f"{fqn}: {where} has no such key; {hint}")
 
 
 def tensor_entry(fqn: str, index: CheckpointIndex) -> TensorEntry:
-    """The index entry of a tensor.
-
-    Raises:
-        MissingKeyError: there is nothing under that key.
-        KindMismatchError: it is an object.
+    """The index entry of a tensor. `MissingKeyError`: there is nothing under that key. `KindMismatchError`: it is an
+    object.
     """
     entry = index.tensors.get(fqn)
     if entry is not None:
         return entry
     if fqn in index.objects:
         raise KindMismatchError(f"{fqn}: a tensor is requested, but {index.path} holds an object under this key")
-    raise missing_key(fqn, index)
+    raise missing_key(fqn, f"the checkpoint {index.path}", [*index.tensors, *index.objects])
 
 
 @lru_cache(maxsize=4096)
@@ -97,11 +94,7 @@ def _whole_box(sizes: tuple[int, ...]) -> Box:
 
 
 def stored_dtype(entry: TensorEntry) -> torch.dtype:
-    """torch's dtype of a stored tensor.
-
-    Raises:
-        LoadError: the installed torch has no such dtype.
-    """
+    """torch's dtype of a stored tensor. `LoadError`: the installed torch has no such dtype."""
     dtype = torch_dtype(entry.dtype)
     if dtype is None:
         raise LoadError(f"{entry.fqn}: stored as {entry.dtype}, which torch {torch.__version__} does not have")
@@ -109,16 +102,8 @@ def stored_dtype(entry: TensorEntry) -> torch.dtype:
 
 
 class LoadPlan:
-    """What one load reads, and where it goes.
-
-    Args:
-        index: of the checkpoint.
-        conversions: of the load; refuses or notes destinations of another dtype.
-        window_bytes: size of one read.
-
-    Attributes:
-        columns: small items that are copied as they are; None before `add_usual`.
-        items: all other items, by file, offset and key.
+    """What one load reads, and where it goes: `columns` of small items that are copied as they are (None before
+    `add_usual`), and all other `items`, by file, offset and key.
     """
 
     def __init__(self, index: CheckpointIndex, conversions: DtypeConversions, window_bytes: int) -> None:
@@ -137,16 +122,7 @@ class LoadPlan:
 
     @collector_paused()
     def add(self, requests: Iterable[ReadRequest]) -> None:
-        """Find the stored chunks that hold what is requested.
-
-        Raises:
-            MissingKeyError, KindMismatchError: no tensor under that key.
-            ShapeMismatchError: the global shape differs, the slice does not lie in it, or the destination has another
-                shape.
-            DtypeMismatchError: the dtypes differ, and `conversions` refuses.
-            CorruptCheckpointError: no stored chunk, or more than one, holds some element of the slice that the global
-                tensor has.
-        """
+        """Find the stored chunks that hold what is requested, and check it: raises as `FileSystemReader.read_items`."""
         index = self._index
         for request in requests:
             fqn, tensor, offsets, sizes = request[:4]
@@ -255,16 +231,8 @@ def check_planned(
     where: str,
     flexible: Container[str] = (),
 ) -> None:
-    """Raise `CorruptCheckpointError` unless DCP's read items fill the tensors of a state dict.
-
-    DCP plans the overlaps that it finds, and leaves the rest of a tensor as it was, without a word.
-
-    Args:
-        items: of the plan.
-        state_dict: flat; what is no tensor is not looked at.
-        stored: keys of the checkpoint.
-        where: the checkpoint, for messages.
-        flexible: keys of tensors that need not be filled.
+    """Raise `CorruptCheckpointError` unless DCP's read items fill the tensors of a flat state dict, but for `flexible`
+    keys. DCP plans the overlaps that it finds, and leaves the rest of a tensor as it was, without a word.
     """
     planned: Counter[str] = Counter()
     for item in items:
@@ -286,10 +254,8 @@ def not_held(key: str, wanted_elems: int, planned_elems: int, where: str) -> Cor
 
 
 class _ChunkLookup:
-    """The chunks of one tensor that overlap a box, without a look at each of them.
-
-    Chunks are sorted along the axis in which they differ most; a box needs only those whose first element there lies
-    within reach. Regular grids of n chunks along one axis, which is what sharding makes, so cost O(log n) a box.
+    """The chunks of one tensor that overlap a slice, sorted along the axis in which they differ most: of a regular grid
+    of n along one axis, which is what sharding makes, O(log n) are looked at.
     """
 
     def __init__(self, entry: TensorEntry) -> None:

@@ -211,7 +211,7 @@ class FileSystemReader(StorageReader):
         if entry is None:
             if fqn in self.index.tensors:
                 raise KindMismatchError(f"{fqn}: an object is requested, but {self.path} holds a tensor under this key")
-            raise missing_key(fqn, self.index)
+            raise missing_key(fqn, f"the checkpoint {self.path}", [*self.index.tensors, *self.index.objects])
         return entry
 
     # ---------------------------------------------------------------------------------------------- DCP's StorageReader
@@ -298,11 +298,11 @@ class FileSystemReader(StorageReader):
 
     def _hand_over_objects(self, objects: dict[str, list[ReadItem]], planner: LoadPlanner) -> None:
         for entry, content in self._object_contents(self._object_entry(fqn) for fqn in objects):
-            given = content if self.options.run_code_from_checkpoint else self._saved_anew(entry.fqn, content)
+            given = content if self.options.run_code_from_checkpoint else self._pickled_again(entry.fqn, content)
             for read_item in objects[entry.fqn]:
                 planner.load_bytes(read_item, io.BytesIO(given))
 
-    def _saved_anew(self, fqn: str, content: bytes) -> bytes:
+    def _pickled_again(self, fqn: str, content: bytes) -> bytes:
         """An object in bytes of our own, for a planner that unpickles without restraint, as DCP's own does.
 
         The stored bytes are never shown to it: what was tried here need not be what it finds in them. torch looks for

@@ -35,11 +35,7 @@ def served_queue(queue: Any) -> AsyncCallsQueue:
 
 
 def require_idle() -> None:
-    """Raise unless every save of every served queue has been finalized.
-
-    Raises:
-        SaveError: one has not been.
-    """
+    """Raise `SaveError` unless every save of every served queue has been finalized."""
     waiting = sum(served_queue(queue).get_num_unfinalized_calls() for queue in list(_served))
     if waiting:
         raise SaveError(
@@ -52,14 +48,8 @@ def require_idle() -> None:
 
 
 def replace_methods(patches: Patches, stock: Any, errors: type[AbstractContextManager[None]]) -> None:
-    """Let ours serve every instance of the stock queue class, and of its subclasses, old and new.
-
-    Calls that the stock methods had in flight when the methods were replaced are finished by the stock methods.
-
-    Args:
-        patches: takes note of what is replaced.
-        stock: Megatron's class.
-        errors: a context in which our exceptions become Megatron's.
+    """Let ours serve every instance of the stock queue class, and of its subclasses, old and new. Calls that the stock
+    methods had in flight are finished by those.
     """
     finalize, close = stock.maybe_finalize_async_calls, stock.close
     close_takes_abort = "abort" in inspect.signature(close).parameters  # from 0.15 on
@@ -103,10 +93,8 @@ def _first_index(queue: Any) -> int:
 
 
 def async_strategy_source(torch_strategies: ModuleType) -> Any:
-    """A `get_async_strategy` (0.17 on) that serves `"nvrx"` with or without nvidia-resiliency-ext installed.
-
-    What it returns serves the formats that are not ours, too (`torch_dcp`, `fsdp_dtensor`); the queue is always ours,
-    and so is the writer, unless NVRx brings one.
+    """A `get_async_strategy` (0.17 on) that serves `"nvrx"` with or without nvidia-resiliency-ext. The queue is always
+    ours, for other formats, too (`torch_dcp`, `fsdp_dtensor`); so is the writer, unless NVRx brings one.
     """
     stock = torch_strategies.get_async_strategy
 
@@ -134,10 +122,8 @@ def _results_queue_is_made_when_needed(mp_mode: str = "spawn") -> None:
 
 
 def _plan_with_cache_argument(plan: Any) -> Any:
-    """Megatron's planning function for the training code, which calls it as if it were NVRx's.
-
-    The training code passes `enable_cache=` and takes the result for the arguments of the finalize function; Megatron's
-    own function knows no such argument, and returns its caches as well.
+    """Megatron's planning function for training code that calls it as NVRx's: with `enable_cache=`, and for the
+    arguments of the finalize function alone. Megatron's own returns its caches as well.
     """
     if "enable_cache" in inspect.signature(plan).parameters:
         return plan

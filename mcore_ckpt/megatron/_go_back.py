@@ -76,10 +76,8 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_all_agree(goes_back: bool, group: RankGroup) -> None:
-    """Ranks that go back exchange more than those that do not: a rank that did so alone would wait for ever.
-
-    Raises:
-        OptionError: on all ranks.
+    """Raise `OptionError` on all ranks unless all go back, or none: those that do exchange more, and one alone would
+    wait for ever.
     """
     some, some_not = group.maximum([int(goes_back), int(not goes_back)])
     if some and some_not:
@@ -130,10 +128,7 @@ def _load_whole(read: Callable[[Path], Any], named: Path, options: LoadOptions, 
 
 def directory_to_read(checkpoint_dir: Any, options: LoadOptions | None = None) -> Path:
     """The directory that one rank reads, alone, in the place of the one that is named; the same one, if that is whole.
-
-    Raises:
-        CorruptCheckpointError: it is damaged, and the run has no older checkpoint that is whole.
-        OptionError: the path names an object store.
+    `CorruptCheckpointError`: it is damaged, and the run has no older checkpoint that is whole.
     """
     named = local_path(checkpoint_dir)
     options = LoadOptions.from_environment() if options is None else options
@@ -175,9 +170,8 @@ def _raise_replaced(directory: Path, outcome: Any) -> None:
 
 
 def _damage(outcome: Any) -> str | None:
-    """What an outcome says of the checkpoint; None if it was read, or failed for a reason that is not the checkpoint's.
-
-    A class outside the allow-list is no damage: an older checkpoint would have it, too. Nor is a newer format.
+    """What an outcome says of the checkpoint; None if that was read, or is not to blame. A class outside the allow-list
+    is no damage, nor is a newer format: an older checkpoint would have it, too.
     """
     if isinstance(outcome, UnsafePickleError) or not isinstance(
         outcome, CorruptCheckpointError | CheckpointNotFoundError
@@ -215,9 +209,7 @@ def _problem(directory: Path, options: LoadOptions) -> str | None:
 
 def _newest_older(damaged: Path, problem: str, options: LoadOptions) -> Path:
     """The newest checkpoint of the same run that is older than `damaged`, and whole as far as its structure tells.
-
-    Raises:
-        CorruptCheckpointError: there is none.
+    `CorruptCheckpointError`: there is none.
     """
     run = damaged.absolute().parent
     iteration = iteration_of(damaged.name)

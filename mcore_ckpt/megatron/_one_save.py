@@ -34,11 +34,8 @@ _common_of: ContextVar[dict[str, SaveIdentity] | None] = ContextVar("_common_of"
 
 @dataclass(frozen=True, slots=True)
 class SaveIdentity:
-    """Which save something was read of.
-
-    Attributes:
-        save_id: 16 bytes; empty where `.metadata` has no seal.
-        version: of the `.metadata` that was read, see `metadata_version`.
+    """Which save something was read of: its id (empty where `.metadata` has no seal), and the version of that
+    `.metadata`.
     """
 
     save_id: bytes
@@ -85,22 +82,14 @@ def note_common(directory: Path, source: SaveIdentity) -> None:
 
 
 def check_common(directory: Path, source: SaveIdentity) -> None:
-    """Compare the save that tensors are of with that of the common state, where the same load has read that.
-
-    Raises:
-        LoadError: they are two.
-    """
+    """Raise `LoadError` if tensors and the common state that the same load has read are of two saves."""
     common = (_common_of.get() or {}).get(str(directory.absolute()))
     if common is not None and not common.is_same(source):
         raise replaced_error(directory, f"the common state was read of {common}, the tensors of {source}")
 
 
 def check_ranks(directory: Path, save_ids: Sequence[bytes]) -> None:
-    """Compare the saves that the ranks have read; with the same ids on every rank, all raise or none.
-
-    Raises:
-        LoadError: they are two or more.
-    """
+    """Raise `LoadError` if ranks have read several saves; all do or none, since all have the same ids."""
     other = next((rank for rank, save_id in enumerate(save_ids) if save_id != save_ids[0]), None)
     if other is not None:
         first, second = (SaveIdentity(save_ids[rank], ()) for rank in (0, other))

@@ -120,12 +120,7 @@ class _NumpyWithProduct(ModuleType):
 
 
 def serve_with_numpy_2(patches: Patches, modules: Iterable[ModuleType]) -> None:
-    """Let modules that call `np.product` run with a numpy that has none; does nothing where it has one.
-
-    Args:
-        patches: takes the replacements.
-        modules: those of Megatron's modules that call it.
-    """
+    """Let Megatron's modules that call `np.product` run with a numpy that has none."""
     if not hasattr(numpy, "product"):
         for module in modules:
             if vars(module).get("np") is numpy:
@@ -184,12 +179,7 @@ def _on_cpu(factory: Any) -> Any:
 
 
 def serve_without_cuda(patches: Patches, modules: Iterable[ModuleType]) -> None:
-    """Let the modules of `dist_checkpointing` run without CUDA; does nothing where torch sees a CUDA device.
-
-    Args:
-        patches: takes the replacements.
-        modules: those of Megatron's modules named in `MODULES_NAMING_CUDA` that exist.
-    """
+    """Let the modules named in `MODULES_NAMING_CUDA` run without CUDA; does nothing where torch sees a CUDA device."""
     if torch.cuda.is_available():
         return
     stand_in = _TorchWithoutCuda()
@@ -207,18 +197,8 @@ def exchange_on_host(
     shard_distribution: Any,
     parallelization_group: Any = None,
 ) -> dict[Any, torch.Tensor]:
-    """Send each shard from the rank that has loaded it to those that need it, in host memory.
-
-    Takes and gives what Megatron's `exchange_loaded_tensors_broadcast` does. All ranks of the group call it.
-
-    Args:
-        loaded_tensors: shard id -> tensor that this rank has loaded.
-        unloaded_shards: shard id -> ShardedTensor that this rank needs and has not loaded.
-        shard_distribution: (owner by shard id, ..., ShardedTensor by shard id, needing ranks by shard id).
-        parallelization_group: the ranks that exchange; default: all.
-
-    Returns:
-        Shard id -> tensor: `loaded_tensors` and what was received.
+    """Send each shard from the rank that has loaded it to those of the group that need it, in host memory. Takes and
+    returns what Megatron's `exchange_loaded_tensors_broadcast` does.
     """
     owner_of_shard, _, sharded_tensors, ranks_needing = shard_distribution
     rank = dist.get_rank(parallelization_group)

@@ -36,16 +36,8 @@ def split_quantized(shards: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]
 
 
 def read_quantized(read: Callable[[Sequence[Any]], None], shards: Sequence[Any]) -> None:
-    """Fill `ShardedTensor`s whose data are quantized.
-
-    The running maxima of delayed scaling (`amax`) are left as they were: what is loaded is not what was trained on.
-
-    Args:
-        read: fills shards whose data are plain.
-        shards: what to fill. Each is read whole, however many pieces it is stored in, then quantized once.
-
-    Raises:
-        LoadError: as `read`. Tensors that were filled before keep what was read.
+    """Fill `ShardedTensor`s whose data are quantized, each at once; `read` fills plain ones. The running maxima of
+    delayed scaling (`amax`) stay: what is loaded is not what was trained on.
     """
     for batch in _batches(shards):
         scratches = [_with_scratch(shard) for shard in batch]

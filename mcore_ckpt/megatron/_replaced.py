@@ -30,15 +30,10 @@ from mcore_ckpt.layout.file_image import PlannedFile, WrittenFile
 from mcore_ckpt.layout.shards import box_sizes
 from mcore_ckpt.load.flattened import destination
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.megatron._versions import megatron_module
 from mcore_ckpt.save.transaction import BucketWriter
 from mcore_ckpt.writing.staging import BucketSource
 
-__all__ = [
-    "read_through",
-    "replaced_bucket_writer",
-    "replaced_load_planner",
-]
+__all__ = ["read_through", "replaced_bucket_writer"]
 
 
 def replaced_bucket_writer() -> BucketWriter | None:
@@ -50,13 +45,8 @@ def replaced_bucket_writer() -> BucketWriter | None:
 def _write_through(
     write: Callable[..., Any], directory: Path, sources: Sequence[BucketSource], options: SaveOptions, save_id: bytes
 ) -> list[WrittenFile]:
-    """Hand each bucket to `write`, as Megatron's writer does.
-
-    `write` takes `(transforms, number, bucket, results queue, count queue, use_fsync)` and puts `(number, results or
-    exception)` into the results queue.
-
-    Raises:
-        SaveError: the function reported an exception, or results that are not the plan's.
+    """Hand each bucket to `write(transforms, number, bucket, results queue, count queue, use_fsync)`, as Megatron's
+    writer does. It puts `(number, results or exception)` into the results queue.
     """
     results = []
     for number, source in enumerate(sources):
@@ -127,23 +117,9 @@ class _LocalShards:
         return self._shards[tuple(index.offset or ())]
 
 
-def replaced_load_planner() -> Any:
-    """Megatron's `MCoreLoadPlanner` if its `create_local_plan` has been replaced, otherwise None."""
-    planner = getattr(megatron_module("strategies.torch"), "MCoreLoadPlanner", None)
-    method = getattr(planner, "create_local_plan", None)
-    return None if getattr(method, "__qualname__", "") == "MCoreLoadPlanner.create_local_plan" else planner
-
-
 def read_through(planner_class: Any, reader: FileSystemReader, shards: Iterable[Any]) -> None:
-    """Fill the data of `ShardedTensor`s by the plan of Megatron's load planner.
-
-    Args:
-        planner_class: Megatron's `MCoreLoadPlanner`.
-        reader: of the checkpoint.
-        shards: what to fill; those without data get some on the CPU.
-
-    Raises:
-        LoadError: see `FileSystemReader.read_data`.
+    """Fill the data of `ShardedTensor`s by the plan of Megatron's `MCoreLoadPlanner`; those without data get some on
+    the CPU.
     """
     state: dict[str, _LocalShards] = {}
     exact, flexible = [], {}

@@ -35,6 +35,7 @@ __all__ = [
     "megatron_version",
     "patches",
     "quantized_test",
+    "replaced_load_planner",
     "save_strategy_base",
     "sharded_tensor_of",
     "stock_class",
@@ -66,11 +67,7 @@ class Differences:
 
 
 def differences() -> Differences:
-    """Those of the version that is installed.
-
-    Raises:
-        UnsupportedMegatronError: see `megatron_version`.
-    """
+    """Those of the version that is installed."""
     version = megatron_version()[:2]
     return Differences(
         has_registry=version <= (0, 16),
@@ -85,10 +82,8 @@ patches = Patches()
 
 
 def megatron_module(name: str = "") -> ModuleType:
-    """Import `megatron.core.dist_checkpointing` or, by dotted name, one of its modules.
-
-    Raises:
-        UnsupportedMegatronError: megatron-core is not installed, or has no such module.
+    """Import `megatron.core.dist_checkpointing` or, by dotted name, one of its modules. `UnsupportedMegatronError`:
+    there is none.
     """
     full_name = f"{CHECKPOINTING}.{name}" if name else CHECKPOINTING
     try:
@@ -106,11 +101,7 @@ def megatron_module(name: str = "") -> ModuleType:
 
 
 def megatron_version() -> tuple[int, int, int]:
-    """Version of the megatron-core that would be imported, as (major, minor, patch).
-
-    Raises:
-        UnsupportedMegatronError: megatron-core is not installed, or older than 0.12.
-    """
+    """Version of the megatron-core that would be imported; `UnsupportedMegatronError`: none, or older than 0.12."""
     megatron_module()
     facts = import_module("megatron.core.package_info")
     version = (int(facts.MAJOR), int(facts.MINOR), int(facts.PATCH))
@@ -130,18 +121,21 @@ def installed_version_text() -> str:
         return "(of unknown version)"
 
 
+def replaced_load_planner() -> Any:
+    """Megatron's `MCoreLoadPlanner` if its `create_local_plan` has been replaced, otherwise None."""
+    planner = getattr(megatron_module("strategies.torch"), "MCoreLoadPlanner", None)
+    method = getattr(planner, "create_local_plan", None)
+    return None if getattr(method, "__qualname__", "") == "MCoreLoadPlanner.create_local_plan" else planner
+
+
 def mapping() -> Any:
     """Megatron's module `dist_checkpointing.mapping`: ShardedTensor, ShardedObject, ShardedBase and others."""
     return megatron_module("mapping")
 
 
 def sharded_tensor_of(key: str, original_shape: tuple[int, ...] | None, stored: Any) -> Any:
-    """A `ShardedTensor` without data that describes a stored tensor.
-
-    Args:
-        key: of the tensor.
-        original_shape: where it is stored as stretches of a flattened tensor, that tensor's global shape, in elements.
-        stored: a tensor on the meta device, of the stored shape and dtype.
+    """A `ShardedTensor` without data that describes a stored tensor on the meta device. `original_shape`: that of the
+    parameter, where it is stored flattened.
     """
     cls = mapping().ShardedTensor
     if original_shape is None:

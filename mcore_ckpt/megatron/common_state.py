@@ -62,19 +62,8 @@ _late_error: ContextVar[list[Exception] | None] = ContextVar("_late_error", defa
 
 
 def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Write the common state of the checkpoint that is going to be saved; every rank calls it, the first writes.
-
-    It is the first that is written of a save, so the directory is claimed here, for the save that follows.
-
-    Where the directory holds a checkpoint already, the new state gets a name of its own, and takes the place of the
-    old one only when the new checkpoint is published: an overwritten `common.pt` would spoil the old checkpoint.
-
-    Args:
-        common_state_dict: what to write.
-        checkpoint_dir: directory of the checkpoint; it must exist.
-
-    Raises:
-        SaveError: it cannot be written, or another save holds the directory; raised on every rank.
+    """Write the common state of the save that follows, and lock the directory for it; every rank calls this, the first
+    writes. Next to an older checkpoint it waits under a name of its own until the new one is published.
     """
     storage = storage_at(checkpoint_dir)
 
@@ -87,18 +76,8 @@ def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.Path
 
 
 def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Write `metadata.json`; the first rank calls it, when the checkpoint has been published.
-
-    A checkpoint that replaces another needs the file that is there: so it is replaced by a rename, or, if it says the
-    same, not at all. Killed while it overwrites the file, a save would leave a checkpoint that cannot be loaded.
-    Nor is it written where another save has published since: the file is that one's then (see `write_config`).
-
-    Args:
-        config: Megatron's `CheckpointingConfig`, a dataclass.
-        checkpoint_dir: directory of the checkpoint.
-
-    Raises:
-        SaveError: it cannot be written.
+    """Write `metadata.json` when the checkpoint has been published; the first rank calls it. It replaces an older one
+    by a rename, if it says something else, and not where another save has published since (`write_config`).
     """
     storage = storage_at(checkpoint_dir)
     try:
@@ -124,11 +103,7 @@ def with_late_config_errors(call: Callable[[], _T]) -> tuple[_T, Exception | Non
 
 
 def raise_config_error(error: Exception | None) -> None:
-    """Raise on all ranks what the first could not do; every rank calls this.
-
-    Raises:
-        SaveError: `metadata.json` cannot be written.
-    """
+    """Raise on all ranks what the first could not do; every rank calls this."""
 
     def tell() -> None:
         if error is not None:
@@ -138,13 +113,8 @@ def raise_config_error(error: Exception | None) -> None:
 
 
 def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | None = None) -> Any:
-    """The common state of a checkpoint, tensors on the CPU; of the new one, where it is replaced meanwhile.
-
-    Raises:
-        CheckpointNotFoundError: there is neither a file nor an object that holds it.
-        UnsafePickleError: it contains a class outside the allow-list; the message says how to allow it.
-        ChecksumError: it is not what was written.
-        CorruptCheckpointError: it is not the one that belongs to `.metadata`, or cannot be decoded.
+    """The common state of a checkpoint, tensors on the CPU; of the new one, where it is replaced meanwhile. A class
+    outside the allow-list, damage, and what does not belong to `.metadata` are refused.
     """
     options = LoadOptions.from_environment() if options is None else options
     directory = local_path(checkpoint_dir)
@@ -196,9 +166,8 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
 
 
 def _index_decides(pickled: bytes, names: list[str]) -> bool:
-    """Whether the index has to be decoded to know where the common state is: most have only `common.pt`.
-
-    That takes seconds for many ranks. That it names no `common_state` shows in its bytes.
+    """Whether the index has to be decoded, which takes seconds for many ranks, to know where the common state is. Most
+    have only `common.pt`; that it names no `common_state` shows in its bytes.
     """
     if COMMON_FILE not in names:
         return True

@@ -199,9 +199,8 @@ def _load_common_state_dict(checkpoint_dir: Any) -> Any:
 
 
 def _config_of_what_is_read(stock: Any, config_class: Any) -> Any:
-    """Megatron's `maybe_load_config`, by which it tells the format of a checkpoint.
-
-    Of a directory of a file system the file is read here: Megatron would wait for ever for one that is a pipe.
+    """Megatron's `maybe_load_config`, by which it tells the format of a checkpoint. The file is read here: Megatron
+    would wait for ever for one that is a pipe.
     """
 
     @functools.wraps(stock)

@@ -202,9 +202,8 @@ def _path(index: CheckpointIndex, key: str, optimizer_key: str, model: Mapping[s
 
 
 def _place(tree: dict[str, Any], path: Sequence[Any], value: Any, longest: int) -> None:
-    """Put `value` at `path`, where nothing is yet; integers in a path are positions in lists, as DCP writes them.
-
-    Lists get at most `longest` entries.
+    """Put `value` at `path`, where nothing is yet; integers in a path are positions in lists, as DCP writes them. Lists
+    get at most `longest` entries.
     """
     node: Any = tree
     for here, following in pairwise(path):

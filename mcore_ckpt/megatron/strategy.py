@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -40,10 +41,8 @@ from mcore_ckpt.layout.torch_classes import plans_of_index
 from mcore_ckpt.load.flattened import read_shards
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._errors import MegatronErrors
-from mcore_ckpt.megatron._go_back import directory_to_read
 from mcore_ckpt.megatron._one_save import SaveIdentity, check_common, check_ranks, metadata_version, replaced_error
 from mcore_ckpt.megatron._quantized import read_quantized, split_quantized
-from mcore_ckpt.megatron._replaced import read_through, replaced_bucket_writer, replaced_load_planner
 from mcore_ckpt.megatron._versions import (
     TESTED_VERSIONS,
     async_request_class,
@@ -52,10 +51,11 @@ from mcore_ckpt.megatron._versions import (
     load_strategy_base,
     mapping,
     megatron_module,
+    replaced_load_planner,
     save_strategy_base,
     sharded_tensor_of,
 )
-from mcore_ckpt.save.transaction import SaveRequest, SaveTransaction, Structure, begin_save
+from mcore_ckpt.save.transaction import BucketWriter, SaveRequest, SaveTransaction, Structure, begin_save
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.staging_buffers import expect_save, warm_up_buffer
 
@@ -191,7 +191,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
             thread_count=self.thread_count,
             separation_hint=self.separation_hint,
             is_async=is_async,
-            bucket_writer=replaced_bucket_writer(),
+            bucket_writer=_replaced_bucket_writer(),
         )
         group = coordination_group()
         begun.append(begin_save(sharded_state_dict, request, group, self._structure))
@@ -319,10 +319,8 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
     def _load_of_one_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path
     ) -> tuple[dict[str, Any], SaveIdentity]:
-        """What is loaded, and the save it is of, which is that of the common state.
-
-        Raises:
-            LoadError: as `load`; or the checkpoint was replaced meanwhile, and that shows in what was read.
+        """What is loaded, and the save it is of, which is that of the common state. Raises if the checkpoint was
+        replaced meanwhile, and that shows in what was read.
         """
         reader = self._open(checkpoint_dir)
         _, version = self._read_version or (reader.path, ())
@@ -358,7 +356,11 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
 
     def _open(self, checkpoint_dir: _Path) -> FileSystemReader:
         """A reader whose index is read again only when the checkpoint is another one, or has been replaced."""
-        path = directory_to_read(checkpoint_dir, self.options)
+        path = local_path(checkpoint_dir)
+        if self.options.on_damaged == "go_back":
+            from mcore_ckpt.megatron._go_back import directory_to_read
+
+            path = directory_to_read(path, self.options)
         version = metadata_version(path)
         if self._reader is None or self._read_version != (path, version):
             self._reader = FileSystemReader(path, options=self.options)
@@ -401,10 +403,8 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
 
 
 def load_state_dict(sharded_state_dict: dict[str, Any], checkpoint: str, options: LoadOptions | None) -> dict[str, Any]:
-    """Megatron's `dist_checkpointing.load` with a strategy of ours: factories and local objects included.
-
-    Each rank may ask for something else, or for the same, so that Megatron's check that every shard is loaded by
-    exactly one rank is left out.
+    """Megatron's `dist_checkpointing.load` with a strategy of ours: factories and local objects included. Ranks may ask
+    for anything, so there is no check that one rank alone loads each shard.
     """
     with MegatronErrors():
         loaded: dict[str, Any] = megatron_module().load(
@@ -414,9 +414,8 @@ def load_state_dict(sharded_state_dict: dict[str, Any], checkpoint: str, options
 
 
 def _expect_save(loaded: Path, read_bytes: int) -> None:
-    """A rank that resumes from a checkpoint of as many ranks is likely to save as much as it has in there.
-
-    It saves no more than it has loaded: ranks may hold something else than those that have saved.
+    """A rank that resumes from a checkpoint of as many ranks is likely to save as much as it has in there, and no more
+    than it has loaded.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with contextlib.suppress(LoadError):
@@ -425,11 +424,21 @@ def _expect_save(loaded: Path, read_bytes: int) -> None:
             expect_save(min(written_bytes, read_bytes))
 
 
+def _replaced_bucket_writer() -> BucketWriter | None:
+    if "mcore_ckpt.dcp.writer" not in sys.modules:  # what nobody has imported, nobody has replaced
+        return None
+    from mcore_ckpt.megatron._replaced import replaced_bucket_writer
+
+    return replaced_bucket_writer()
+
+
 def _read(reader: FileSystemReader, shards: Sequence[Any]) -> None:
     replaced = replaced_load_planner()
     if replaced is None or any(getattr(shard, "flattened_range", None) is not None for shard in shards):
         read_shards(reader, shards)
     else:
+        from mcore_ckpt.megatron._replaced import read_through
+
         read_through(replaced, reader, shards)
 
 

@@ -25,12 +25,7 @@ __all__ = ["Planned", "SavePlan", "Structure", "agree"]
 
 @dataclass(slots=True)
 class Planned:
-    """What the coordinator knows of all ranks' tensors.
-
-    Attributes:
-        plan: of all ranks, checked.
-        encoder: of that plan; None until the writer of a save, or its commit, has made it.
-    """
+    """On the coordinator: the checked plan of all ranks, and its encoder once a writer or a commit has made that."""
 
     plan: GlobalPlan
     encoder: MetadataEncoder | None = None
@@ -61,13 +56,8 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """What one rank is going to write, and on the coordinator what all are.
-
-    Attributes:
-        layout: this rank's files.
-        planned: on the coordinator, every rank's plan.
-        save_id: of the save, the same on all ranks.
-        reused: it is the plan of the save before.
+    """What one rank is going to write, and on the coordinator what all are; `reused`: it is the plan of the save
+    before.
     """
 
     layout: RankLayout
@@ -90,18 +80,8 @@ def agree(
     thread_count: int,
     separation_hint: str | None,
 ) -> SavePlan:
-    """Open the directory, and settle what all ranks write: as in the save before, if every rank can, or laid out again.
-
-    Args:
-        structure: of the save before; takes the result, for the next one.
-        state: what this rank writes; or why it cannot, which all ranks raise.
-        group: the ranks that save; all call this.
-        open_directory: called by the coordinator; returns the save's id.
-        thread_count: files of this rank, at most.
-        separation_hint: prefix of keys that get files of their own.
-
-    Raises:
-        PlanError: the ranks' shards do not make up the tensors; the same on every rank.
+    """Open the directory and settle what all ranks write: as in the save before, if every rank can, or laid out again.
+    What `state` carries as an error is raised on all ranks, as is `PlanError`.
     """
     place = (group.rank, group.size, thread_count)
     layout = structure.layout

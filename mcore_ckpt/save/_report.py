@@ -96,16 +96,8 @@ class SaveReport:
 
 
 def write_trace(path: Path, save: str, rank: int, spans: Sequence[Span], files: Sequence[FileReport]) -> None:
-    """Write a trace that Chrome (`chrome://tracing`) and Perfetto show: this rank's phases.
-
-    Args:
-        path: directory for traces; made if need be.
-        save: directory of the checkpoint; its last part names the file, with the rank.
-        rank: shown as the process.
-        spans: phases, in any order.
-        files: what was written, attached to the phase of the writing.
-
-    A trace that cannot be written is only warned about: the checkpoint is published.
+    """Write this rank's phases as a trace that Chrome (`chrome://tracing`) and Perfetto show. A trace that cannot be
+    written is only warned about: the checkpoint is published.
     """
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},

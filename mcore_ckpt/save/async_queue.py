@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mcore_ckpt.core.console import WaitingBar
 from mcore_ckpt.core.errors import CheckpointError, SaveError
@@ -36,11 +36,12 @@ from mcore_ckpt.core.ranks import (
     was_interrupted,
 )
 from mcore_ckpt.core.signals import interruptible
-from mcore_ckpt.writing.call_worker import CallWorker
-from mcore_ckpt.writing.forked_call import fork_call
 from mcore_ckpt.writing.persistent_writer import shared_writer
 from mcore_ckpt.writing.staging_buffers import preallocate
 from mcore_ckpt.writing.supervised_child import Job, JobWatch
+
+if TYPE_CHECKING:
+    from mcore_ckpt.writing.call_worker import CallWorker
 
 __all__ = [
     "AsyncCallsQueue",
@@ -234,12 +235,8 @@ class _ActiveCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FailedCall:
-    """A request that failed.
-
-    Attributes:
-        call_idx: its number in the queue.
-        what: what it was, in words.
-        error: the first cause, the same on every rank.
+    """A request that failed: its number in the queue, what it was in words, and the first cause, the same on every
+    rank.
     """
 
     call_idx: int
@@ -334,8 +331,12 @@ class AsyncCallsQueue:
         name = getattr(request.async_fn, "__qualname__", repr(request.async_fn))
         keywords = dict(request.async_fn_kwargs or {})
         if not self.persistent:
+            from mcore_ckpt.writing.forked_call import fork_call
+
             return fork_call(request.async_fn, staged_arguments(request), keywords, what=name)
         if self.persistent_caller is None:
+            from mcore_ckpt.writing.call_worker import CallWorker
+
             self.persistent_caller = CallWorker(*self._priority)
         return self.persistent_caller.submit(
             request.async_fn, tuple(request.async_fn_args), keywords, preload_fn=request.preload_fn, what=name
@@ -504,10 +505,8 @@ def _committed_by(fn: Any) -> SaveCall | None:
 
 
 def _run_callbacks(group: RankGroup, callbacks: Sequence[Callable[[], Any]], what: str) -> None:
-    """Run the callbacks in order; if one fails on some rank, all ranks raise, and no save behind it is committed.
-
-    Callbacks of others may be there on one rank only (Megatron has the tracker file written so): they are not counted.
-    A commit takes all ranks: before it, they tell each other how those before it went.
+    """Run the callbacks in order; if one fails on some rank, all ranks raise, and no save behind it is committed. Those
+    of others may be there on one rank only. A commit takes all ranks, which compare notes before it.
     """
     outcome: Any = None
     for fn in callbacks:

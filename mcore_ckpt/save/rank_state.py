@@ -61,12 +61,8 @@ NOTHING: Final = Described((), (), [], ())
 
 
 class RankState(NamedTuple):
-    """One rank's part of a save.
-
-    Attributes:
-        tensors: what is written, in order; detached, unless they are read by address.
-        objects: key and serialized form of its objects; those that share a key are one list.
-        described: the tensors, as the checkpoint will know them.
+    """One rank's part of a save: tensors (detached, unless they are read by address), objects by key in serialized
+    form, and the tensors as the checkpoint will know them.
     """
 
     tensors: list[torch.Tensor]
@@ -95,15 +91,8 @@ class RankState(NamedTuple):
 
 
 def collect(sharded_state_dict: Any, known: Described) -> RankState:
-    """What this rank writes of a nested dict/list of Megatron's sharded tensors and objects.
-
-    Args:
-        sharded_state_dict: what is to be saved.
-        known: the shards of the save before.
-
-    Raises:
-        PlanError: a shard has no data, or data that cannot be its: another number of elements, no memory of its own.
-        Exception: whatever serializing an object raises.
+    """What this rank writes of a nested dict/list of Megatron's sharded tensors and objects. `PlanError`: a shard has
+    no data, or data that cannot be its own; serializing an object may raise anything.
     """
     shards, sharded_objects = main_replicas(sharded_state_dict)
     tensors = [shard.data for shard in shards]
@@ -195,11 +184,7 @@ def _described(
     known: Described,
     others: Sequence[int],
 ) -> Described:
-    """The shards as described before, but for `others`, which are looked at; their data in `tensors` are replaced.
-
-    Raises:
-        PlanError: as `collect`.
-    """
+    """The shards as described before, but for `others`, which are looked at; their data in `tensors` are replaced."""
     number = len(shards)
     specs: list[Any] = [*known.specs] or [None] * number
     pointers = [*known.pointers] or [0] * number

@@ -45,7 +45,7 @@ from mcore_ckpt.save.rank_state import RankState, collect
 from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.snapshot import log_choice, start_writing
-from mcore_ckpt.writing.staging import BucketSource, write_in_line
+from mcore_ckpt.writing.staging import BucketSource, write_in_process
 from mcore_ckpt.writing.staging_buffers import expect_save, is_busy
 from mcore_ckpt.writing.supervised_child import Job
 from mcore_ckpt.writing.writer_job import JobResult, timed_result
@@ -83,21 +83,8 @@ class SaveRequest:
 def begin_save(
     sharded_state_dict: Any, request: SaveRequest, group: RankGroup, structure: Structure
 ) -> SaveTransaction:
-    """Plan a save on all ranks and write it, or start to. When this returns, the trainer may change its state.
-
-    Args:
-        sharded_state_dict: nested dict/list of Megatron's sharded tensors and objects.
-        request: see there.
-        group: the ranks that save; all of them call this.
-        structure: what earlier saves of the same strategy found out; updated.
-
-    Returns:
-        What is to be committed. An error of the writing waits for that.
-
-    Raises:
-        CheckpointExistsError: see `SaveOptions.on_existing`.
-        PlanError: the ranks' shards do not make up the tensors; nothing was written.
-        SaveError: the directory cannot be used.
+    """Plan a save on all ranks and write it, or start to; all of them call this. When it returns, the trainer may
+    change its state. An error of the writing waits for the commit; any other is raised on every rank.
     """
     begun: list[SaveTransaction] = []
     try:
@@ -174,10 +161,8 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
 
 
 def _is_left_out(state: RankState | BaseException, options: SaveOptions, group: RankGroup) -> bool:
-    """Whether `when_busy="skip"` leaves this save out, on all ranks.
-
-    Asked before anything is touched: a save that is left out leaves no trace in its directory. All ranks ask, whatever
-    their own option says: a variable that is set on some hosts only must not let them wait for the others.
+    """Whether `when_busy="skip"` leaves this save out. All ranks ask, before anything is touched and whatever their own
+    option says: a variable that is set on some hosts only must not let them wait for the others.
     """
     skips = options.when_busy == "skip"
     busy = skips and is_busy(0 if isinstance(state, BaseException) else state.nbytes, options)
@@ -199,7 +184,7 @@ def _write(
         return Job.ended(what, attempt(partial(timed_result, write, plan.unencoded)))
     if not request.is_async:
         expect_save(sum(align_up(source.frame.file.image.size_bytes) for source in sources))
-        write = partial(write_in_line, storage, sources, options)
+        write = partial(write_in_process, storage, sources, options)
         return Job.ended(what, attempt(partial(timed_result, write, plan.unencoded)))
     if group.is_coordinator:
         log_choice(sources, options)
@@ -232,12 +217,7 @@ class SaveDirectory:
         self._options = options
 
     def open(self) -> bytes:
-        """Coordinator: lock the directory; returns the save's id.
-
-        Raises:
-            SaveError: another save holds it, in this process, another one, or on another host.
-            CheckpointExistsError: see `open_target`.
-        """
+        """Coordinator: lock the directory; returns the save's id. Raises where another save holds it."""
         self.target = open_target(self.storage, self._options)
         return self.target.save_id
 
@@ -267,12 +247,8 @@ class SaveDirectory:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What one rank tells the coordinator after its writing.
-
-    Attributes:
-        objects: index entries of its objects, file by file.
-        files: its files.
-        phases_s: seconds of its phases.
+    """What one rank tells the coordinator after its writing: index entries of its objects, its files, seconds of its
+    phases.
     """
 
     objects: tuple[ObjectEntry, ...]
@@ -285,10 +261,8 @@ class Written:
 
 
 class SaveTransaction(SaveCall):
-    """A save that has been begun; every rank commits it, or the queue gives it up.
-
-    Attributes:
-        plan: what is written; None if the save is left out (`when_busy="skip"`).
+    """A save that has been begun; every rank commits it, or the queue gives it up. Without a `plan` it is left out
+    (`when_busy="skip"`).
     """
 
     def __init__(
@@ -330,13 +304,8 @@ class SaveTransaction(SaveCall):
         weakref.finalize(committer, _note_forgotten, self).atexit = False
 
     def commit(self) -> SaveReport:
-        """Wait for this rank's writing, then publish the checkpoint; on every rank, or on none.
-
-        Returns:
-            What the save took: on the coordinator of all ranks, elsewhere of this rank.
-
-        Raises:
-            SaveError: any rank failed; the same on every rank. Nothing was published.
+        """Wait for this rank's writing, then publish the checkpoint; on every rank, or (with the same `SaveError`) on
+        none. Reports what it took: on the coordinator of all ranks, elsewhere of this rank.
         """
         if self.plan is None:
             raise SaveError(f"{self._directory.path}: the save was skipped, the one before was still being written")

@@ -47,11 +47,8 @@ __all__ = ["ImageWriter", "WindowPool", "write_files"]
 
 
 class WindowPool:
-    """Aligned buffers of one size, lent out one at a time and kept between saves, so that a save allocates nothing.
-
-    Args:
-        window_bytes: size of each, a multiple of 4096.
-        windows: how many. Three keep both ends busy: one is filled, one is written, one is in between.
+    """Aligned buffers of one size, lent one at a time and kept between saves, so that a save allocates nothing. Three
+    keep both ends busy: one is filled, one is written, one is in between.
     """
 
     def __init__(self, window_bytes: int = 8 * 1024 * 1024, windows: int = 3) -> None:
@@ -104,12 +101,8 @@ class _Checksums:
         self._late: list[tuple[int, bytes]] = []  # (file offset, bytes) to patch in windows to come
 
     def advance(self, view: memoryview, base: int, stop: int) -> None:
-        """Sum all payload bytes before `stop` that are not summed yet, and patch what is complete.
-
-        Args:
-            view: the image's bytes from file offset `base` on; at least to `stop`.
-            base: file offset of `view[0]`.
-            stop: file offset. After the call, the bytes before it are final.
+        """Sum all payload bytes before file offset `stop`, and patch what is complete: those bytes are final then.
+        `view` holds the image from file offset `base` on, at least to `stop`.
         """
         if self._late:
             self._patch_late(view, base)
@@ -145,10 +138,8 @@ class _Checksums:
     def _advance_blocks(
         self, view: memoryview, base: int, offset: int, end: int, start: int, stop: int, value: int
     ) -> tuple[int, int]:
-        """Sum the payload `[offset, end)` from `start` to its last inner block boundary before `stop`; keep each sum.
-
-        Returns:
-            Where the summing has come to, and the sum.
+        """Sum the payload `[offset, end)` from `start` to its last inner block boundary before `stop`, and keep each
+        sum. Returns how far it came, and the sum.
         """
         boundary = offset + ((start - offset) // BLOCK_BYTES + 1) * BLOCK_BYTES
         while boundary <= stop and boundary < end:
@@ -260,13 +251,8 @@ class ImageWriter:
         self._lock = threading.Lock()  # of what the threads count
 
     def write_image(self, writer: RangeWriter, planned: PlannedFile, view: memoryview) -> None:
-        """Write an image from memory.
-
-        Args:
-            writer: of the new file; from here on the job's to finish or abort.
-            planned: the file.
-            view: all of it, writable (checksums may be patched in place) and page-aligned, padded to a multiple of 4096
-                bytes. Not to be touched before the job is done.
+        """Write an image from memory: writable, page-aligned, padded to whole pages, left alone until the job is done.
+        The writer of the new file is the job's to finish or abort.
         """
         padded_bytes = align_up(planned.image.size_bytes)
         if len(view) < padded_bytes:
@@ -296,14 +282,8 @@ class ImageWriter:
         self._close(file)
 
     def write_windows(self, writer: RangeWriter, planned: PlannedFile, fill: Fill) -> None:
-        """Write an image that never lies in memory as a whole.
-
-        Args:
-            writer: of the new file; from here on the job's to finish or abort.
-            planned: the file.
-            fill: `fill(window, view)` puts the bytes `[window.start, window.stop)` of the image into `view`, all of
-                them, those between two items included, as the buffer has been used before. Called in file order on
-                this thread. What it raises is raised here.
+        """Write an image that never lies in memory as a whole: `fill(window, view)` puts each window's bytes into
+        `view`, all of them (the buffer has been used before), in file order, on this thread.
         """
         file = self._open(writer, planned)
         pool = self._pool
@@ -387,8 +367,8 @@ class ImageWriter:
             self.results = [file.result() for file in self._files]
 
 
-# Pools that no job uses at the moment, all of the size that was used last: a save then allocates nothing. An
-# incomplete one is given up: the next job would wait for what a stuck write holds.
+# Pools that no job uses at the moment, all of the size that was used last: a save then allocates nothing. One that
+# lacks a buffer is given up: the next job would wait for what a stuck write holds.
 _kept_pools: list[WindowPool] = []
 _pools_lock = threading.Lock()
 
@@ -426,21 +406,8 @@ def write_files(
     on_written: Callable[[int], None] | None = None,
     deadline_s: float | None = None,
 ) -> list[WrittenFile]:
-    """Write files and make them durable; all of them, or none stays.
-
-    Args:
-        storage: the checkpoint's directory.
-        files: each, and where its bytes are: all in memory (as in `ImageWriter.write_image`), or a function that puts
-            them into a window.
-        window_bytes: size of a window, and of a write from memory.
-        io_threads: see `ImageWriter`.
-        direct: O_DIRECT, as in `SaveOptions.direct_io`.
-        fsync: see `ImageWriter`.
-        on_written: see `ImageWriter`.
-        deadline_s: see `ImageWriter`.
-
-    Raises:
-        SaveError: the device or file system failed; names the file and the errno.
+    """Write files and make them durable: all, or (with a `SaveError` that names file and errno) none stays. The bytes
+    of each are in memory, or a function puts them into windows.
     """
     with (
         _kept_pool(window_bytes) as pool,

@@ -188,15 +188,8 @@ def main(
     cpu_priority: int | None,
     io_priority: int | None,
 ) -> None:
-    """Run the writer process until its trainer says stop or is gone.
-
-    Args:
-        control_fd: this end of the control socket.
-        status_fd: the shared status page.
-        parent_pid: the trainer.
-        kernel_watches: the kernel may be asked to kill this process when the trainer ends.
-        cpu_priority: nice value to take, None to keep the trainer's.
-        io_priority: I/O scheduling class to take (1 real time, 2 best effort, 3 idle), None to keep.
+    """Run the writer process until its trainer says stop or is gone. It gets the descriptors of its end of the control
+    socket and of the shared status page; a priority of None is the trainer's.
     """
     if kernel_watches:
         die_with_parent(parent_pid)

@@ -34,19 +34,12 @@ _PRELOADED: Final = "preloaded"
 
 
 class CallWorker:
-    """One spawned process that runs functions in order; replaced at the next call if it has died.
-
-    It is spawned like Megatron's persistent worker (clean memory, imports the trainer's main module), since the
-    functions and their arguments arrive pickled.
+    """One spawned process that runs pickled functions in order; replaced at the next call if it has died. As Megatron's
+    persistent worker it has clean memory and imports the trainer's main module.
     """
 
     def __init__(self, cpu_priority: int | None = None, io_priority: int | None = None) -> None:
-        """Start nothing yet.
-
-        Args:
-            cpu_priority: nice value of the process; None keeps this one's.
-            io_priority: its I/O scheduling class; None keeps this one's.
-        """
+        """Start nothing yet. The process takes this nice value and I/O scheduling class; None keeps this one's."""
         self._priority = (cpu_priority, io_priority)
         self._child: _WorkerChild | None = None
 
@@ -64,17 +57,8 @@ class CallWorker:
         preload_fn: Callable[[], Any] | None = None,
         what: str,
     ) -> Job:
-        """Dispatch a call; returns at once, or with `preload_fn` when that has run in the worker.
-
-        Args:
-            fn: picklable, as all that follows.
-            args: for `fn`; the second is replaced by what `preload_fn` returns.
-            kwargs: for `fn`.
-            preload_fn: takes the snapshot: what it has read may be changed afterwards.
-            what: the call in words, for messages.
-
-        Raises:
-            Exception: whatever pickling raises.
+        """Dispatch a picklable call; returns at once, or with `preload_fn` when that has run in the worker: it takes
+        the snapshot, and makes the second argument.
         """
         call = io.BytesIO()
         _SnapshotPickler(call).dump((fn, args, kwargs, preload_fn))
@@ -95,9 +79,8 @@ class CallWorker:
 
 
 class _SnapshotPickler(ForkingPickler):
-    """Sends copies of tensors: torch would move the trainer's own to shared memory, where they keep changing.
-
-    Tensors that lie in shared memory have been put there to be shared, and a device's are for `preload_fn` to copy.
+    """Sends copies of tensors: torch would move the trainer's own to shared memory. Those that lie there were put there
+    to be shared, and a device's are for `preload_fn` to copy.
     """
 
     def reducer_override(self, value: Any) -> Any:

@@ -54,22 +54,8 @@ def fork_call(
     cpu_priority: int | None = None,
     on_submit: Callable[[Job], None] | None = None,
 ) -> Job:
-    """Fork, and return when the child has begun. The function runs on the memory as it is now.
-
-    Args:
-        fn: runs in the child; its value must be picklable.
-        args: for `fn`; not pickled.
-        kwargs: for `fn`; not pickled.
-        what: the call in words, for messages.
-        expendable: if this process exits before the child, the child is ended rather than waited for. Such a child
-            cannot have children of its own by multiprocessing.
-        deadline_s: seconds without `report_progress` in the child after which it is killed; None waits for ever.
-        cpu_priority: nice value of the child; None keeps this process's.
-        on_submit: called with the job before the child begins with it: a caller that is interrupted in here may have to
-            give it up.
-
-    Raises:
-        SaveError: the process cannot be forked, or its children do not start.
+    """Fork, and return when the child has begun; `fn` runs on the memory as it is now. `on_submit` gets the job before
+    that, for a caller that is interrupted. An expendable child ends with this process, and has no children.
     """
     child = _ForkedChild.start(what, (fn, args, kwargs or {}), expendable, deadline_s is not None, cpu_priority)
     return child.submit(what, deadline_s, on_submit)
@@ -81,16 +67,8 @@ def fork_writer(
     deadline_s: float | None = None,
     on_submit: Callable[[Job], None] | None = None,
 ) -> Job:
-    """As `fork_call`, for writing of our own, which gives way to training and ends with the trainer.
-
-    Args:
-        fn: must not use torch.distributed, CUDA or threads started before.
-        what: see `fork_call`.
-        deadline_s: see `fork_call`.
-        on_submit: see `fork_call`.
-
-    Raises:
-        SaveError: see `fork_call`.
+    """As `fork_call`, for writing of our own, which gives way to training and ends with the trainer. It must not use
+    torch.distributed, CUDA or threads started before.
     """
     return fork_call(
         fn,
@@ -265,7 +243,7 @@ def _run_forked(
 ) -> None:
     leave_signals_to_parent()  # a handler of the trainer's, if it has one, is not meant for this process
     exit_with_parent(parent_pid, kernel_watches)
-    # Not before the parent has been notified does it do anything: one that is late may have been given up.
+    # It waits for the parent's word: a child that is late may have been given up.
     try:
         connection.send_bytes(_HERE)
         connection.recv_bytes()

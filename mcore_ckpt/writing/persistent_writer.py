@@ -64,11 +64,8 @@ main({control_fd}, {status_fd}, {parent_pid}, {kernel_watches}, {cpu_priority}, 
 
 
 class PersistentWriter:
-    """A long-lived writer process, started when it is first needed.
-
-    Attributes:
-        cpu_priority: nice value of the next process that is started; None keeps the trainer's.
-        io_priority: its I/O scheduling class; None keeps the trainer's.
+    """A long-lived writer process, started when it is first needed, with this nice value and I/O scheduling class; None
+    keeps the trainer's.
     """
 
     def __init__(self, cpu_priority: int | None = None, io_priority: int | None = None) -> None:
@@ -88,14 +85,8 @@ class PersistentWriter:
         return None if child.dead else child.pid
 
     def warm_up(self, *, buffer_fd: int | None = None, wait: bool = True) -> None:
-        """Start the process, and have it map a staging buffer, ahead of the first save.
-
-        Args:
-            buffer_fd: descriptor of the staging buffer that the saves will use.
-            wait: return only when the process is ready.
-
-        Raises:
-            WriterDiedError: it could not start; its output is in the message.
+        """Start the process ahead of the first save, and have it map the staging buffer of this descriptor. With
+        `wait`, return when it is ready, or raise `WriterDiedError` with its output.
         """
         child = self._running_child()
         if buffer_fd is not None:
@@ -111,16 +102,8 @@ class PersistentWriter:
             time.sleep(_START_PERIOD_S)
 
     def submit(self, job: WriterJob, buffer_fd: int, on_submit: Callable[[Job], None] | None = None) -> Job:
-        """Hand a job to the process and return at once. Jobs are done in order.
-
-        Args:
-            job: what to write. The staging buffer must not be touched until the job has ended.
-            buffer_fd: descriptor of the shared memory in which the files, or the job's ring, lie.
-            on_submit: called with the job before it is dispatched: a caller that is interrupted in here may have to
-                give it up.
-
-        Raises:
-            SaveError: no process can be started.
+        """Dispatch a job and return at once; jobs are done in order. `on_submit` gets the job before it is dispatched,
+        for a caller that is interrupted in here to give it up.
         """
         child = self._running_child()
         return child.submit(next(_job_numbers), job, buffer_fd, on_submit)
@@ -379,15 +362,8 @@ def _wait_writable(connection: socket.socket) -> None:
 
 
 def fill_ring(job: Job, ring: Ring, fills: Iterable[Callable[[int], None]]) -> None:
-    """Pass windows through a ring of the staging buffer, each as soon as its slot is free.
-
-    Args:
-        job: submitted with that ring.
-        ring: see there.
-        fills: for each window, in order, a function that puts it at an offset of the staging buffer, in bytes.
-
-    Raises:
-        SaveError: the job has failed meanwhile.
+    """Pass windows through a ring of the staging buffer, each as soon as its slot is free: a function for each puts it
+    at an offset of the buffer, in bytes. Raises if the job has failed meanwhile.
     """
     for window, fill in enumerate(fills):
         while window - job.steps >= ring.slots:

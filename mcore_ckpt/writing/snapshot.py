@@ -21,7 +21,6 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.layout.file_image import PlannedFile, Window, plan_windows
 from mcore_ckpt.layout.plans import GlobalPlan
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, Storage, align_up
-from mcore_ckpt.writing.forked_call import fork_writer, report_progress
 from mcore_ckpt.writing.persistent_writer import fill_ring, shared_writer
 from mcore_ckpt.writing.staging import BucketSource
 from mcore_ckpt.writing.staging_buffers import BufferLease, StagingBuffer, lease_buffer
@@ -54,18 +53,8 @@ def start_writing(
     plan: GlobalPlan | None = None,
     started: Callable[[Job], None] = lambda _: None,
 ) -> Job:
-    """Take the snapshot and start the writing. When this returns, the trainer may change its state.
-
-    Args:
-        storage: the checkpoint's directory.
-        sources: this rank's buckets.
-        options: see `SaveOptions`.
-        what: the save, for messages.
-        plan: of a new structure, on the coordinator, for the writer to put its index together.
-        started: called with the job as soon as there is one: a caller that is interrupted may have to give it up.
-
-    Returns:
-        The writing; its result is a `JobResult`. An error waits for `Job.result`, where all ranks are notified of it.
+    """Take the snapshot and start the writing; when this returns, the trainer may change its state. An error waits for
+    `Job.result`, where all ranks are notified of it. `started` gets the job as soon as there is one.
     """
     try:
         return _copy_and_dispatch(storage, sources, options, what, plan, started)
@@ -134,12 +123,16 @@ def _copy(
 def _dispatch(writer_job: WriterJob, lease: BufferLease, options: SaveOptions, what: str) -> Job:
     if options.writer == "persistent":
         return shared_writer().submit(writer_job, lease.buffer.fd, lease.is_used_by)
+    from mcore_ckpt.writing.forked_call import fork_writer
+
     with lease.buffer.lent() as fd:
         write = partial(_run_in_child, writer_job, fd, lease.buffer.capacity_bytes)
         return fork_writer(write, what, options.write_deadline_s, lease.is_used_by)
 
 
 def _run_in_child(job: WriterJob, fd: int, nbytes: int) -> JobResult:
+    from mcore_ckpt.writing.forked_call import report_progress
+
     # Mapped again: pages that are pinned for a device are not inherited by a forked child.
     return run_job(job, memoryview(mmap.mmap(fd, nbytes)), report_progress)
 

@@ -33,7 +33,7 @@ from mcore_ckpt.writing._image_writer import write_files
 __all__ = [
     "BucketSource",
     "DeviceCopies",
-    "write_in_line",
+    "write_in_process",
 ]
 
 
@@ -42,10 +42,8 @@ _streams: dict[torch.device, Any] = {}
 
 
 class DeviceCopies:
-    """Copies in progress of one snapshot.
-
-    Uses the device through `torch.get_device_module`, whose streams and events are those of `torch.cuda` by
-    name for every accelerator that has them; from others copies are made one by one, and are complete at once.
+    """Copies in progress of one snapshot, by streams and events of `torch.get_device_module`; a device that has none is
+    copied from one tensor at a time, completely.
     """
 
     def __init__(self) -> None:
@@ -56,13 +54,8 @@ class DeviceCopies:
         self._events: dict[torch.device, Any] = {}
 
     def copy(self, tensor: torch.Tensor, source: Callable[[], torch.Tensor], target: torch.Tensor) -> None:
-        """Queue a copy; it is complete after `wait`.
-
-        Args:
-            tensor: on a device.
-            source: makes the bytes to copy, on the same device; called on the side stream, so that what makes them
-                contiguous is queued there, too.
-            target: host memory of as many bytes; asynchronous where that is registered with the device.
+        """Queue a copy to host memory; it is complete after `wait`. `source` makes the bytes on the side stream, so
+        that what makes them contiguous is queued there, too.
         """
         runtime = torch.get_device_module(tensor.device)
         if not hasattr(runtime, "Stream"):
@@ -104,9 +97,8 @@ def _new_event(runtime: Any) -> Any:
 
 
 def _wait_for_copies_to_host(tensors: Sequence[torch.Tensor]) -> None:
-    """Wait for copies that the trainer has queued into pinned memory: a read by address does not.
-
-    The stream is not known, so each device is waited for; only where there is such memory.
+    """Wait for copies that the trainer has queued into pinned memory, which a read by address does not. The stream is
+    not known, so each device is waited for; only where there is such memory.
     """
     # A torch that is built without CUDA has no such memory. (There is no other way to ask for the second.)
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)  # noqa: SLF001
@@ -172,11 +164,7 @@ class _Payloads:
 
 @dataclass(frozen=True, slots=True)
 class _SliceBytes:
-    """Bytes [start, stop) of a box of a tensor, in row-major order.
-
-    Attributes:
-        part: the box, as a view of the tensor.
-    """
+    """Bytes [start, stop) of `part`, a view of a slice of a tensor, in row-major order."""
 
     part: torch.Tensor
     start: int
@@ -195,9 +183,8 @@ class _SliceBytes:
 
 
 def _contiguous_slices(tensor: torch.Tensor, start: int, stop: int) -> Iterator[tuple[int, _SliceBytes]]:
-    """Cut bytes [start, stop) of a tensor's row-major form into pieces, each with the byte at which it begins.
-
-    What is not contiguous is copied before it can be copied on; pieces bound the memory that this takes.
+    """Cut bytes [start, stop) of a tensor's row-major form into pieces, each with the byte at which it begins. What is
+    not contiguous is copied first; pieces bound the memory that this takes.
     """
     if tensor.is_contiguous():
         yield start, _SliceBytes(tensor, start, stop)
@@ -217,17 +204,8 @@ def _contiguous_slices(tensor: torch.Tensor, start: int, stop: int) -> Iterator[
 
 
 class BucketSource:
-    """The bytes of one bucket's file, from where the trainer keeps them.
-
-    Args:
-        frame: all of the file but the bytes of its tensors.
-        tensors: the bucket's tensors, detached, in the layout's order.
-        pointers: `pointer_of` each tensor, where they are known: to look at tens of thousands of tensors takes time.
-
-    Attributes:
-        frame: as the argument.
-        tensors: as the argument.
-        on_device: some tensor is not in host memory.
+    """The bytes of one bucket's file, from where the trainer keeps them: the frame, and detached tensors in the
+    layout's order, with the `pointer_of` each where that is known.
     """
 
     def __init__(
@@ -300,13 +278,8 @@ class BucketSource:
     def fill_buffer(
         self, view: memoryview, laid_out: bool, write: Callable[[int, int, int], None] | None = None
     ) -> None:
-        """Put the whole file into `view`, which is a part of a staging buffer.
-
-        Args:
-            view: writable bytes, at least the file's size.
-            laid_out: the last file that this part held had the same layout: heads, tails and gaps are there already.
-            write: for a staging buffer that was never touched, how to put host memory there: called with the address
-                in `view`, the address of the source and a number of bytes.
+        """Put the whole file into `view`, a part of a staging buffer. Where its last file had the same layout
+        (`laid_out`), heads, tails and gaps are there already. `write` puts host memory into pages never touched.
         """
         size_bytes = self._size_bytes
         if not laid_out:
@@ -339,18 +312,9 @@ class BucketSource:
                 self._payloads.copy(index, 0, lengths[index], address + offset)
 
 
-def write_in_line(storage: Storage, sources: Sequence[BucketSource], options: SaveOptions) -> list[WrittenFile]:
-    """Write the files of a rank in the process that calls, from the tensors where they lie.
-
-    All of them are made durable, or none stays.
-
-    Args:
-        storage: the checkpoint's directory.
-        sources: the buckets.
-        options: `io_threads`, `window_bytes`, `direct_io`, `fsync` and `write_deadline_s` matter here.
-
-    Raises:
-        SaveError: the device or file system failed; names the file and the errno.
+def write_in_process(storage: Storage, sources: Sequence[BucketSource], options: SaveOptions) -> list[WrittenFile]:
+    """Write the files of a rank in the process that calls, from the tensors where they lie. All of them are made
+    durable, or none stays.
     """
     files: list[tuple[PlannedFile, Fill | memoryview]] = [
         (source.frame.file, partial(_fill_window, source)) for source in sources

@@ -71,14 +71,8 @@ class StagingBuffer:
         _buffers.add(self)
 
     def reserve(self, nbytes: int, *, touch: bool = True) -> memoryview:
-        """Memory for `nbytes`, page-aligned. What an earlier call returned must not be used any more.
-
-        Args:
-            nbytes: how much.
-            touch: have the kernel find, clear and map all of it now; else see `is_touched`.
-
-        Raises:
-            SaveError: the host has not that much memory.
+        """Memory for `nbytes`, page-aligned; what an earlier call returned must not be used any more. With `touch`, the
+        kernel maps all of it now. `SaveError`: the host has not that much memory.
         """
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._stop_touching()
@@ -108,13 +102,8 @@ class StagingBuffer:
         self.is_touched = True
 
     def write(self, address: int, source: int, nbytes: int) -> None:
-        """Copy host memory to `address`, which lies in what `reserve` returned, by a system call.
-
-        Into pages that were never touched this takes half the time of copying: the kernel need not clear what it is
-        going to overwrite, nor handle a fault for each page.
-
-        Raises:
-            SaveError: the host has not that much memory.
+        """Copy host memory to `address`, in what `reserve` returned, by a system call: into untouched pages this takes
+        half the time, since the kernel need not clear them, nor handle a fault for each.
         """
         assert self._memory is not None
         offset = address - direct_io.address(memoryview(self._memory))
@@ -124,11 +113,8 @@ class StagingBuffer:
             raise SaveError(f"no memory for a staging buffer of {self.capacity_bytes} bytes: {error}") from error
 
     def touch_meanwhile(self, nbytes: int, *, share: float = 1.0) -> None:
-        """Find, clear and map the pages of `nbytes` in a thread, until `reserve` is called or all of them are touched.
-
-        Args:
-            nbytes: from the beginning on.
-            share: of the time that the thread may work.
+        """Map the pages of the first `nbytes` in a thread that works for a `share` of the time, until `reserve` is
+        called.
         """
         if self._memory is None or self.is_touched:
             return
@@ -157,9 +143,8 @@ class StagingBuffer:
             thread.join()
 
     def pin(self) -> None:
-        """Register the memory with CUDA, so that device copies run at full speed and during computation.
-
-        Where CUDA refuses that, or the device is another one, copies are slower.
+        """Register the memory with CUDA, so that device copies run at full speed and during computation. Where CUDA
+        refuses that, or the device is another one, copies are slower.
         """
         cuda = torch.get_device_module("cuda")
         if self._pinned or self._memory is None or not cuda.is_available():
@@ -248,11 +233,8 @@ _LOOK_S = 0.02
 
 @dataclass(slots=True, eq=False)
 class BufferLease:
-    """A staging buffer that a save may use, until it gives it back.
-
-    Attributes:
-        buffer: the memory.
-        budget_bytes: how much of it may be reserved: what other saves of this rank in flight have left.
+    """A staging buffer that a save may use until it gives it back, and how much of it: what other saves in flight have
+    left.
     """
 
     buffer: StagingBuffer
@@ -261,16 +243,14 @@ class BufferLease:
     _thread: threading.Thread = field(default_factory=threading.current_thread)
 
     def is_used_by(self, job: Job) -> None:
-        """From now on the staging buffer is free as soon as this job has ended.
-
-        To be called before the job is dispatched: a dispatch that is interrupted may have reached the writer.
+        """From now on the staging buffer is free as soon as this job has ended. To be called before the dispatch, which
+        may be interrupted when it has reached the writer.
         """
         self._job = job
 
     def give_back(self) -> None:
-        """The save needs the staging buffer no more; twice is harmless.
-
-        Memory that a killed process may still read, since it hangs in the kernel, is not used again.
+        """The save needs the staging buffer no more; twice is harmless. Memory that a killed process may still read,
+        since it hangs in the kernel, is not used again.
         """
         if self not in _in_use:
             return
@@ -425,10 +405,8 @@ def expect_save(nbytes: int) -> None:
 
 
 def preallocate(options: SaveOptions) -> None:
-    """Start the writer and touch the staging buffer of the first async save during training, if its size is known.
-
-    To be called where async saves are certain to come. Never more is taken than `expect_save` has said, or the budget
-    allows; nothing if a save has been begun already.
+    """Start the writer and touch the staging buffer of the first async save during training, where one is certain to
+    come: what `expect_save` has said, within the budget; nothing if a save has been begun already.
     """
     nbytes = min(_expected_bytes, _budget_bytes(options)) if _expected_bytes else 0
     expect_save(0)

@@ -125,20 +125,14 @@ class Job:
             self._child.tell(self, step)
 
     def abort(self) -> bool:
-        """Give the job up: stop it, and remove what it wrote as far as it is not finished.
-
-        Returns:
-            As `memory_is_free`.
-        """
+        """Give the job up: stop it, and remove what it wrote as far as it is not finished. Returns `memory_is_free`."""
         if not self.poll() and self._child is not None:
             self._child.cancel(self)
         return self.memory_is_free()
 
     def memory_is_free(self) -> bool:
-        """Whether no process works any more on the memory that the job was about, so that it may be used again.
-
-        A job whose process was killed has ended. A process that hangs inside the kernel may read and write there all
-        the same.
+        """Whether no process works any more on the job's memory, so that it may be used again: one that was killed and
+        hangs inside the kernel may read and write there all the same.
         """
         return self.done and (self._child is None or self._child.lets_go_of_memory())
 
@@ -369,12 +363,8 @@ os.register_at_fork(after_in_child=_disown_all)
 
 
 class JobWatch:
-    """Sees a job end from any process on this host; picklable. Reads a shared page, never the trainer's socket.
-
-    Args:
-        worker_pid: the process that works on the job; 0 if none does.
-        status_fd: of its `StatusPage`, in the process that makes this; -1 if the process ends with the job.
-        number: of the job.
+    """Sees a job end from any process on this host; picklable. Reads a shared page, never the trainer's socket; without
+    a page the process ends with the job.
     """
 
     def __init__(self, worker_pid: int = 0, status_fd: int = -1, number: int = 0) -> None:

@@ -100,16 +100,8 @@ _NO_IMAGE = FileImage(0, array("q"), array("q"), array("q"))
 def run_job(
     job: WriterJob, buffer: memoryview, on_written: Callable[[int], None], fill: Fill | None = None
 ) -> JobResult:
-    """Do a job, in the process that calls.
-
-    Args:
-        job: what to write.
-        buffer: this process's mapping of the staging buffer.
-        on_written: called with a number of bytes after each write, on an I/O thread.
-        fill: of a job with a `Ring`: puts the next window there.
-
-    Raises:
-        SaveError: the device or file system failed; names the file and the errno. No file stays.
+    """Do a job, in the process that calls; `fill` puts the next window of a `Ring` into place, `on_written` is called
+    on an I/O thread. `SaveError` names the file and the errno; no file stays then.
     """
 
     def write() -> list[WrittenFile]:
@@ -131,11 +123,7 @@ def run_job(
 
 
 def timed_result(write: Callable[[], Sequence[WrittenFile]], plan: GlobalPlan | None) -> JobResult:
-    """Write, put the index of a new plan together meanwhile, and say when that was.
-
-    Raises:
-        Exception: what `write` raises, or else what making the index does.
-    """
+    """Write, put the index of a new plan together meanwhile, and say when that was."""
     started_s = time.monotonic()
     if plan is None:
         return JobResult(tuple(write()), started_s, time.monotonic())

@@ -16,7 +16,7 @@ import torch
 
 from mcore_ckpt import SaveOptions
 from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 
 
 def saves(rank: int, base: Path, traces: Path) -> list[dict[str, Any]]:
