@@ -52,7 +52,7 @@ test-slow: $(INSTALLED)  ## the tests that take minutes
 test-flips: $(INSTALLED)  ## bits flipped, files cut, swapped and taken from another save, 10,000 times; ARGS="--flips N --seed S"
 	$(BIN)/python -W ignore -m tests.format.flips --write docs/reliability.md $(ARGS)
 
-test-crash: $(INSTALLED)  ## 60 kills of async saves, 200 races of two jobs; ARGS="--kills N --races N --seed S"
+test-crash: $(INSTALLED)  ## 60 kills of saves, 200 races of two jobs; ARGS="--kills N --races N --seed S"
 	$(BIN)/python -W ignore -m tests.save.kills_and_races $(ARGS)
 
 test-matrix: $(INSTALLED)  ## every supported megatron-core version (needs Python 3.12 besides the usual one)

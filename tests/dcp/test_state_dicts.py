@@ -84,7 +84,7 @@ def reshard_sharded_tensors(rank: int, root: str) -> None:
         for name, (write, read) in SIDES.items():
             path = f"{root}/{saved} {name}"
             dcp.save(state, storage_writer=write(path))
-            for target in sharding_specs():
+            for target in (spec, sharding_specs()[saved - 1]):
                 # Each is loaded as what the other was saved as, too.
                 loaded = {
                     "sharded": sharded(target, torch.zeros(10, 6)),
@@ -166,9 +166,9 @@ def load_and_train(rank: int, root: str) -> dict[str, list[float]]:
 
 
 def test_a_model_under_fsdp_trains_on_as_if_it_had_never_ended(tmp_path: Path) -> None:
-    """With its optimizer; on the ranks that saved it, on others, and on one without FSDP."""
+    """With its optimizer; on more ranks, and on one without FSDP."""
     expected = run_ranks(train_and_save, 2, str(tmp_path), deadline_s=200)[0]
-    for ranks in (2, 3, 1):
+    for ranks in (3, 1):
         for losses in run_ranks(load_and_train, ranks, str(tmp_path), deadline_s=200):
             assert losses == {name: pytest.approx(expected, rel=1e-6) for name in SIDES}, ranks
 

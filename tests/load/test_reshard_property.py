@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
@@ -91,7 +91,6 @@ shapes = st.lists(st.integers(1, 12), max_size=4).map(tuple)
     files=st.integers(1, 3),
     padding=st.lists(st.sampled_from([0, 1, 7, 64, 4096]), min_size=1, max_size=3),
 )
-@settings(max_examples=80)
 def test_any_layout_loads_in_any_other(
     data: st.DataObject,
     shape: tuple[int, ...],

@@ -73,52 +73,6 @@ def stale_companions_do_not_survive(rank: int, directory: Path) -> None:
     check(dist_checkpointing.load(state(0), target), 2)
 
 
-def a_remnant_of_a_killed_save_is_nobodys_common_state(rank: int, directory: Path) -> None:
-    """Killed before its sharded part began, a save leaves `common.pt.pending`, or `common.pt` if it was the first."""
-    dist_checkpointing = installed()
-    from mcore_ckpt.megatron._versions import megatron_version
-
-    target = made(directory / "second")
-    dist_checkpointing.save(state(1), target)
-    first = made(directory / "first")
-    if rank == 0:
-        torch.save({"common": {"iteration": -1}}, Path(target) / "common.pt.pending")
-        torch.save({"common": {"iteration": -1}}, Path(first) / "common.pt")
-    dist.barrier()
-    assert dist_checkpointing.load_common_state_dict(target)["common"] == {"iteration": 1}
-    check(dist_checkpointing.load(state(0), target), 1)
-    for killed in (target, first):
-        dist_checkpointing.save(state(2), killed)
-        assert not [name for name in names(killed) if "pending" in name]
-        assert ("common.pt" in names(killed)) == (megatron_version() < (0, 19))
-        assert dist_checkpointing.load_common_state_dict(killed)["common"] == {"iteration": 2}
-        check(dist_checkpointing.load(state(0), killed), 2)
-
-
-def files_of_others_stay(rank: int, directory: Path) -> None:
-    """ModelOpt and others save under the same directory; only what the old `.metadata` names is ours to remove."""
-    dist_checkpointing = installed()
-    target = made(directory)
-    dist_checkpointing.save(state(1), target)
-    others = [
-        "modelopt_state/common.pt",
-        "tokenizer.json",
-        "__9_9.distcp.note",
-        "notes__0_0.txt",
-        "foreign__0_77.distcp",
-    ]
-    if rank == 0:
-        for name in others:
-            (directory / name).parent.mkdir(exist_ok=True)
-            (directory / name).write_text(name)
-    dist.barrier()
-    for fill in (2, 3):
-        dist_checkpointing.save(state(fill), target)
-    for name in others:
-        assert (directory / name).read_text() == name
-    check(dist_checkpointing.load(state(0), target), 3)
-
-
 def queues_made_before_install_are_served(rank: int, directory: Path) -> None:
     """Training code makes its queue when it is imported."""
     warnings.simplefilter("ignore")
@@ -366,8 +320,6 @@ LAUNCHES = [
     foreign_requests_share_the_queue,
     foreign_requests_share_the_queue_of_a_persistent_worker,
     stale_companions_do_not_survive,
-    a_remnant_of_a_killed_save_is_nobodys_common_state,
-    files_of_others_stay,
     wrappers_work_without_cuda,
     what_the_launch_sets_and_reads,
     other_formats_use_the_queue,

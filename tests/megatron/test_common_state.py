@@ -21,7 +21,9 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 import mcore_ckpt
 from mcore_ckpt import AsyncCallsQueue, CorruptCheckpointError, SaveError, SaveOptions, TorchDistSaveStrategy
+from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.save import transaction
+from mcore_ckpt.storage._local import LocalStorage
 from tests.support.forked import in_child
 
 QUIET = SaveOptions(progress=False)
@@ -113,17 +115,49 @@ def without_data(directory: Path) -> None:
         dist_checkpointing.save(broken, str(directory), TorchDistSaveStrategy(options=QUIET))
 
 
+def skipping(directory: Path) -> Any:
+    strategy = TorchDistSaveStrategy(options=SaveOptions(progress=False, when_busy="skip"))
+    return dist_checkpointing.save(state(2), str(directory), strategy, async_sharded_save=True)
+
+
 def skipped(directory: Path) -> None:
-    options = SaveOptions(progress=False, when_busy="skip")
     transaction.is_busy = lambda *_: True
-    request = dist_checkpointing.save(
-        state(2), str(directory), TorchDistSaveStrategy(options=options), async_sharded_save=True
-    )
-    assert request.async_fn.skipped
+    assert skipping(directory).async_fn.skipped
+
+
+def ended_before_it_begins(directory: Path) -> None:
+    with failing("is_busy", RuntimeError):
+        skipping(directory)
+
+
+def without_a_plan(directory: Path) -> None:
+    with failing("agree"):
+        dist_checkpointing.save(state(2), str(directory), TorchDistSaveStrategy(options=QUIET))
+
+
+def without_files(directory: Path) -> None:
+    with failing("write_in_process"):
+        dist_checkpointing.save(state(2), str(directory), TorchDistSaveStrategy(options=QUIET))
+
+
+@contextmanager
+def failing(step: str, kind: type[Exception] = SaveError) -> Iterator[None]:
+    """Let a step of a save fail."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise kind("for a test")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transaction, step, fail)
+        with pytest.raises(kind, match="for a test"):
+            yield
 
 
 @pytest.mark.parametrize("existing", [False, True])
-@pytest.mark.parametrize("attempt", [broken_before_the_sharded_part, without_data, skipped])
+@pytest.mark.parametrize(
+    "attempt",
+    [broken_before_the_sharded_part, without_data, skipped, ended_before_it_begins, without_a_plan, without_files],
+)
 def test_a_save_that_does_not_come_about_leaves_no_common_state(
     attempt: Callable[[Path], None], existing: bool
 ) -> None:
@@ -136,7 +170,8 @@ def test_a_save_that_does_not_come_about_leaves_no_common_state(
             names = sorted(os.listdir(directory))
             assert common_files(directory) == [name for name in before if name.startswith("common.pt")]
             assert [name for name in names if not name.startswith(".mcore_ckpt_incomplete")] == before
-            dist_checkpointing.save(state(3), str(directory))  # the directory is free
+            in_child(lambda: DirectoryLock.take(LocalStorage(directory)).release())  # it is free, for another job, too
+            dist_checkpointing.save(state(3), str(directory))
             assert_holds(directory, 3)
 
     in_child(run)

@@ -31,35 +31,16 @@ def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_factories", dict(registry._factories))
 
 
-def test_a_class_gives_a_new_strategy_at_each_look_up() -> None:
+def test_a_factory_is_called_at_each_look_up_and_an_instance_is_shared() -> None:
     register_strategy("save_sharded", "mine", 1, Strategy)
-    first, second = get_strategy("save_sharded", "mine", 1), get_strategy("save_sharded", "mine", 1)
+    first, second = get_strategy("save_sharded", "mine", 1), get_strategy(Action.SAVE_SHARDED, "mine", 1)
     assert isinstance(first, Strategy)
     assert isinstance(second, Strategy)
     assert first is not second
-
-
-def test_an_instance_is_shared_by_all_look_ups() -> None:
-    strategy = Strategy()
-    register_strategy("save_sharded", "mine", 1, strategy)
-    assert get_strategy("save_sharded", "mine", 1) is strategy
-    assert get_strategy("save_sharded", "mine", 1) is strategy
-
-
-def test_a_function_makes_the_strategy() -> None:
-    register_strategy("load_sharded", "mine", 2, lambda: ("made", 2))
-    assert get_strategy("load_sharded", "mine", 2) == ("made", 2)
-
-
-def test_megatrons_enum_names_the_same_entry_as_its_value() -> None:
-    register_strategy(Action.SAVE_SHARDED, "mine", 1, Strategy)
-    assert isinstance(get_strategy("save_sharded", "mine", 1), Strategy)
-    assert isinstance(get_strategy(Action.SAVE_SHARDED, "mine", 1), Strategy)
-
-
-def test_a_later_registration_wins() -> None:
-    register_strategy("save_sharded", "torch_dist", 1, Strategy)
-    assert isinstance(get_strategy("save_sharded", "torch_dist", 1), Strategy)
+    register_strategy(Action.SAVE_SHARDED, "mine", 1, first)  # a later registration wins
+    assert get_strategy("save_sharded", "mine", 1) is get_strategy(Action.SAVE_SHARDED, "mine", 1) is first
+    register_strategy("load_sharded", "torch_dist", 1, lambda: ("made", 2))
+    assert get_strategy("load_sharded", "torch_dist", 1) == ("made", 2)
 
 
 def test_what_is_registered_is_named_when_the_look_up_fails() -> None:

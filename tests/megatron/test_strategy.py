@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt import SaveError, SaveOptions
+from mcore_ckpt import SaveOptions
 from mcore_ckpt.megatron._versions import differences
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.local_files import data_file
 
 Saving = dict[str, Any]
@@ -119,137 +119,6 @@ def test_what_one_writes_the_other_reads_under_any_layout(tmp_path: Path, saver:
     run_ranks(load_on_rank, 2, tmp_path, 2, 7, 2, loader)
     run_ranks(load_on_rank, 1, tmp_path, 1, 7, 2, loader)
     run_ranks(load_on_rank, 4, tmp_path, 4, 7, 2, loader)
-
-
-def six_saves(rank: int, base: Path, world: int, options: Saving) -> None:
-    """The first synchronous, then async, everything overwritten in place right after each call."""
-    dist_checkpointing = megatron()
-    from mcore_ckpt import AsyncCallsQueue, TorchDistLoadStrategy, TorchDistSaveStrategy
-
-    strategy = TorchDistSaveStrategy(options=SaveOptions(**options))
-    queue = AsyncCallsQueue()
-    sharded = dist_checkpointing.ShardedTensor.from_rank_offsets
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-
-    base_tensor = torch.zeros(300, 1000)
-    counter = {"v": 0}
-
-    def current() -> dict[str, Any]:
-        return {
-            "whole": sharded("whole", base_tensor, (0, rank, world)),
-            "view": sharded("view", base_tensor[:, 10:20], (0, rank, world)),
-            "row": sharded("row", base_tensor[5], (0, rank, world)),
-            "object": ShardedObject("object", counter, (world,), (rank,)),
-        }
-
-    for step in range(6):
-        base_tensor.fill_(step)
-        counter["v"] = step
-        path = base / str(step)
-        if rank == 0:
-            path.mkdir()
-        dist.barrier()
-        if step == 0:
-            dist_checkpointing.save(current(), str(path), strategy, validate_access_integrity=False)
-        else:
-            request = dist_checkpointing.save(
-                current(), str(path), strategy, validate_access_integrity=False, async_sharded_save=True
-            )
-            queue.schedule_async_request(request)
-        base_tensor.fill_(-1)
-        counter["v"] = -1
-        if step % 2:
-            queue.maybe_finalize_async_calls(blocking=True)
-    queue.close()
-    for step in range(6):
-        blank = current()
-        blank["view"].data = torch.empty(300, 10)
-        blank["row"].data = torch.empty(1000)
-        blank["whole"].data = torch.empty(300, 1000)
-        loaded = dist_checkpointing.load(blank, str(base / str(step)), TorchDistLoadStrategy())
-        for key in ("whole", "view", "row"):
-            assert (loaded[key] == step).all(), (key, step, rank)
-        assert loaded["object"] == {"v": step}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"writer": "fork"},
-        {"max_in_flight": 2},
-        {"staging_budget_bytes": 1 << 20, "window_bytes": 1 << 18},
-        {"direct_io": "off"},
-    ],
-    ids=str,
-)
-def test_each_directory_holds_the_state_at_its_own_call(tmp_path: Path, options: Saving) -> None:
-    run_ranks(six_saves, 2, tmp_path, 2, options)
-
-
-def failing_save(rank: int, path: Path, asynchronous: bool, on_failure: str) -> dict[str, Any]:
-    """Rank 1 cannot write: its file system is full (a file-size limit stands for it)."""
-    import resource
-    import signal
-
-    dist_checkpointing = megatron()
-    from mcore_ckpt import AsyncCallsQueue, TorchDistSaveStrategy
-
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    sharded = dist_checkpointing.ShardedTensor.from_rank_offsets
-    tensor = torch.ones(500_000)
-    ran: list[str] = []
-    options = SaveOptions(on_failure=on_failure, writer="fork")  # type: ignore[arg-type]
-    strategy = TorchDistSaveStrategy(options=options)
-    # The limit would hit the memory of a staging buffer, too, so there is one already.
-    strategy.warm_up({"t": sharded("t", tensor, (0, rank, 2))})
-    queue = AsyncCallsQueue()
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def save() -> None:
-        sharded_state = {"t": sharded("t", tensor, (0, rank, 2))}
-        if not asynchronous:
-            dist_checkpointing.save(sharded_state, str(path), strategy)
-            return
-        request = dist_checkpointing.save(sharded_state, str(path), strategy, async_sharded_save=True)
-        request.add_finalize_fn(lambda: ran.append("advance latest"))
-        queue.schedule_async_request(request)
-        queue.maybe_finalize_async_calls(blocking=True)
-
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, unlimited[1]))
-    message = ""
-    try:
-        save()
-    except SaveError as error:
-        message = str(error)
-    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    dist.barrier()
-    left = sorted(os.listdir(path))
-    # The next save works.
-    save()
-    dist.barrier()
-    return {"message": message, "ran": ran, "left": left, "failures": len(queue.failures), "after": os.listdir(path)}
-
-
-@pytest.mark.parametrize(("asynchronous", "on_failure"), [(False, "raise"), (True, "raise"), (True, "warn")])
-def test_a_full_disk_on_one_rank_reaches_all_and_nothing_is_published(
-    tmp_path: Path, asynchronous: bool, on_failure: str
-) -> None:
-    outcomes = run_ranks(failing_save, 2, tmp_path, asynchronous, on_failure)
-    for outcome in outcomes:
-        if on_failure == "raise":
-            assert "rank 1" in outcome["message"]
-            assert "__1_" in outcome["message"]
-            assert "EFBIG" in outcome["message"]
-        else:
-            assert outcome["message"] == ""
-            assert outcome["failures"] == 1
-        assert ".metadata" not in outcome["left"]
-        assert not any(name.endswith(".distcp") for name in outcome["left"]), outcome["left"]
-        # Callbacks ran for the second save only, which worked.
-        assert outcome["ran"] == (["advance latest"] if asynchronous else [])
-        assert ".metadata" in outcome["after"]
 
 
 def bad_loads(rank: int, path: Path) -> dict[str, str]:
@@ -393,22 +262,6 @@ def test_a_save_is_skipped_when_asked(tmp_path: Path) -> None:
     run_ranks(skipped, 2, tmp_path)
 
 
-def replaced(rank: int, path: Path) -> None:
-    dist_checkpointing = megatron()
-    from mcore_ckpt import TorchDistSaveStrategy
-
-    strategy = TorchDistSaveStrategy()
-    for seed in (1, 2, 3):
-        dist_checkpointing.save(state(rank, 2, seed), str(path), strategy)
-    dist.barrier()
-    assert len([name for name in os.listdir(path) if name.endswith(".distcp")]) == 4
-    load_on_rank(rank, path, 2, 3, 2, True)
-
-
-def test_a_second_save_into_a_directory_replaces_the_first(tmp_path: Path) -> None:
-    run_ranks(replaced, 2, tmp_path)
-
-
 def resumed(rank: int, path: Path) -> None:
     """A launch that has loaded takes what its first async save needs while it trains, and no more than that."""
     dist_checkpointing = megatron()
@@ -480,31 +333,3 @@ def test_a_resumed_launch_takes_ahead_what_its_first_async_save_needs(tmp_path: 
     for name in ("first", "2", "3", "4"):
         (tmp_path / name).mkdir()
     run_ranks(resumed, 2, tmp_path)
-
-
-def warmed_up(rank: int, path: Path) -> None:
-    dist_checkpointing = megatron()
-    from mcore_ckpt import AsyncCallsQueue, TorchDistSaveStrategy
-    from mcore_ckpt.writing.persistent_writer import shared_writer
-
-    strategy = TorchDistSaveStrategy()
-    current = {"t": dist_checkpointing.ShardedTensor.from_rank_offsets("t", torch.ones(100_000))}
-    assert shared_writer().pid is None
-    strategy.warm_up(current)
-    pid = shared_writer().pid
-    assert pid is not None
-    queue = AsyncCallsQueue()
-    for step in range(50):
-        current["t"].data.fill_(step)
-        request = dist_checkpointing.save(current, str(path), strategy, async_sharded_save=True)
-        queue.schedule_async_request(request)
-        current["t"].data.fill_(-1)
-        queue.maybe_finalize_async_calls(blocking=True)
-        if step in (0, 1, 25, 49):
-            blank = {"t": dist_checkpointing.ShardedTensor.from_rank_offsets("t", torch.zeros(100_000))}
-            assert (dist_checkpointing.load(blank, str(path))["t"] == step).all(), "stale or torn bytes"
-    assert shared_writer().pid == pid, "the writer was not kept"
-
-
-def test_fifty_saves_with_one_warm_writer_hold_fresh_bytes(tmp_path: Path) -> None:
-    run_ranks(warmed_up, 1, tmp_path)

@@ -2,7 +2,7 @@
 
     python -m tests.save.kills_and_races --kills 60 --races 200 --seed 7        # minutes; `make test-crash`
 
-*Kills*: two ranks save asynchronously over the last checkpoint, by the persistent writer and by a forked one. At a
+*Kills*: one or two ranks save over the last checkpoint, in line, by the persistent writer and by a forked one. At a
 random moment one of them, or its writer process, is killed. After each: the old checkpoint or the new one is there,
 whole, by this package and by stock Megatron-Core in a process without it; the rank that lives knows within seconds; no
 process is left; and the next save works. A save that has ended before the kill came is not counted.
@@ -45,12 +45,15 @@ from mcore_ckpt.storage import _durable
 from tests.support import crash_runner, kill_runner
 from tests.support.checkpoint_reader import CheckpointReader, reader
 
-_RANKS: Final = 2
+# Who is killed, how the save is written, and by how many ranks.
 _GROUPS: Final = (
-    ("trainer", "persistent"),
-    ("trainer", "fork"),
-    ("writer", "persistent"),
-    ("writer", "fork"),
+    ("trainer", "persistent", 2),
+    ("trainer", "fork", 2),
+    ("writer", "persistent", 2),
+    ("writer", "fork", 2),
+    ("trainer", "in_line", 1),
+    ("trainer", "persistent", 1),
+    ("writer", "persistent", 1),
 )
 _RACING_WAYS: Final = ("in_line", "persistent", "fork")
 _RACE_WITHIN_S: Final = 120.0
@@ -79,17 +82,16 @@ def judge_by(stock: CheckpointReader) -> Callable[[Path, int, int], str]:
 def kill(count: int, seed: int, directory: Path, stock: CheckpointReader) -> Counter[str]:
     """Kill so often; what came of it."""
     tally: Counter[str] = Counter()
-    for number, (victim, way) in enumerate(_GROUPS):
+    for number, (victim, way, ranks) in enumerate(_GROUPS):
         share = count // len(_GROUPS) + (number < count % len(_GROUPS))
         if share:
             tally += kill_runner.run(
                 victim,
                 way,
                 share,
-                directory / f"{victim}-{way}",
-                _RANKS,
-                seed=f"{seed} {victim} {way}",
-                every_kill_hits=True,
+                directory / f"{victim}-{way}-{ranks}",
+                ranks,
+                seed=f"{seed} {victim} {way}" + (f" {ranks}" if ranks != 2 else ""),
                 judge=judge_by(stock),
             )
     return tally
@@ -278,7 +280,7 @@ def _told(tally: Counter[str]) -> str:
 def main(arguments: Sequence[str]) -> int:
     """0 if all is as promised, 1 at the first thing that is not."""
     parser = argparse.ArgumentParser(prog="python -m tests.save.kills_and_races", description=__doc__.split("\n")[0])
-    parser.add_argument("--kills", type=int, default=60, help="moments of asynchronous saves")
+    parser.add_argument("--kills", type=int, default=60, help="at moments of saves")
     parser.add_argument("--races", type=int, default=200, help="of two jobs for one directory")
     parser.add_argument("--saves", type=int, default=100, help="in which the moment between two renames is measured")
     parser.add_argument("--seed", type=int, default=None, help="of all that is random; printed")

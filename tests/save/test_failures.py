@@ -28,7 +28,9 @@ from mcore_ckpt.save.transaction import SaveTransaction
 from mcore_ckpt.writing import forked_call
 from mcore_ckpt.writing.persistent_writer import shared_writer
 from mcore_ckpt.writing.supervised_child import Job
-from tests.support.gloo_ranks import rank_outcomes, run_ranks
+from tests.support.gloo_ranks import MEGATRON, rank_outcomes
+from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
+from tests.support.processes import children, is_running
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
@@ -96,17 +98,6 @@ def _expect(kind: type[Exception], queue: AsyncCallsQueue, blocking: bool) -> tu
     return str(caught.value), time.monotonic() - started_s
 
 
-def _children() -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return b") Z" not in Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return False
-
-
 # --- a writer dies ----------------------------------------------------------------------------------------------------
 
 
@@ -141,10 +132,10 @@ def _writer_dies(rank: int, directory: str, options: SaveOptions, blocking: bool
         dist.barrier()
         logs = [_save(rank, f"{directory}/2", 3, queue, strategy)]
     else:
-        others = set(_children())
+        others = children()
         with _children_that_stop():
             logs = [_save(rank, f"{directory}/2", 3, queue, strategy)]
-        (writer_pid,) = set(_children()) - others
+        (writer_pid,) = children() - others
     dist.barrier()
     if rank == 1:
         os.kill(writer_pid, signal.SIGKILL)
@@ -156,7 +147,7 @@ def _writer_dies(rank: int, directory: str, options: SaveOptions, blocking: bool
     assert [name for name in _names(f"{directory}/2") if "distcp" in name or name == ".metadata"] == [
         name for name in before if "distcp" in name or name == ".metadata"
     ]
-    if rank == 0 and _is_running(writer_pid):
+    if rank == 0 and is_running(writer_pid):
         os.kill(writer_pid, signal.SIGCONT)
     dist.barrier()
     _save_whole(rank, f"{directory}/2", 4, queue, strategy)
@@ -193,7 +184,7 @@ def _failure_is_a_warning(rank: int, directory: str) -> tuple[int, list[str]]:
     dist.barrier()
     log = _save(rank, f"{directory}/1", 1, queue, strategy)
     if rank == 0:
-        for child in _children():
+        for child in children():
             os.kill(child, signal.SIGKILL)
     assert queue.maybe_finalize_async_calls(blocking=True) == []
     _save_whole(rank, f"{directory}/2", 2, queue, strategy)
@@ -337,7 +328,7 @@ def _trainer_dies(rank: int, directory: str, blocking: bool) -> tuple[str, float
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_trainer_killed_on_one_rank(blocking: bool, tmp_path: Path) -> None:
     directory = str(tmp_path / "ckpt")
-    alive, dead = rank_outcomes(_trainer_dies, 2, directory, blocking, grace_s=30)
+    alive, dead = rank_outcomes(_trainer_dies, 2, directory, blocking, grace_s=30, preload=MEGATRON)
     assert dead.exit_code == -signal.SIGKILL
     assert alive.ok, alive.error_text
     message, took_s = alive.value
@@ -348,7 +339,7 @@ def test_a_trainer_killed_on_one_rank(blocking: bool, tmp_path: Path) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(writer_pid, signal.SIGCONT)  # a stopped process cannot end itself
         until_s = time.monotonic() + 5
-        while _is_running(writer_pid):
+        while is_running(writer_pid):
             assert time.monotonic() < until_s, f"rank {rank}'s writer has survived its trainer"
             time.sleep(0.02)
     run_ranks(_after_the_crash, 2, directory)
@@ -493,6 +484,8 @@ def _interrupted_after_publishing(rank: int, directory: str) -> None:
 
     strategy = TorchDistSaveStrategy(options=_PERSISTENT)
     strategy.save(_state(rank, 1), directory)
+    dist.barrier()
+    before = len(list(Path(directory).glob("*.distcp")))
     tidy_up = publish._tidy_up
 
     def interrupted(*_: Any) -> None:
@@ -504,6 +497,10 @@ def _interrupted_after_publishing(rank: int, directory: str) -> None:
     publish._tidy_up = tidy_up
     dist.barrier()
     _check(rank, directory, 2)
+    strategy.save(_state(rank, 3), directory)
+    dist.barrier()
+    _check(rank, directory, 3)
+    assert len(list(Path(directory).glob("*.distcp"))) == before, "what was replaced is left"
 
 
 def test_a_coordinator_interrupted_after_the_publish_leaves_a_whole_checkpoint(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What lands on disk is the state at the call, whatever training does afterwards: on the first save as on the fiftieth.
+"""What lands on disk is the state at the call, whatever training does afterwards: on the first save as on the twelfth.
 
 Every element depends on its place and on the step, so that bytes of another step show (stale ones, of a plan or a
 stage that is kept from save to save) as well as bytes of two steps in one tensor (torn ones).
@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import AsyncCallsQueue, FileSystemReader, FileSystemWriterAsync, SaveOptions
 from mcore_ckpt.dcp.writer import snapshot
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 
-_ROWS, _COLUMNS = 64, 300
+_ROWS, _COLUMNS = 400, 300  # more than the smallest budget together
 
 
 class _Training:
@@ -67,6 +67,7 @@ def _megatron_saves(rank: int, base: Path, saves: int, options: SaveOptions) -> 
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
     from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
+    from mcore_ckpt.writing.persistent_writer import shared_writer
 
     def sharded(tensors: dict[str, torch.Tensor], value: Any) -> dict[str, Any]:
         shards = {key: ShardedTensor.from_rank_offsets(key, tensor, (0, rank, 2)) for key, tensor in tensors.items()}
@@ -74,11 +75,17 @@ def _megatron_saves(rank: int, base: Path, saves: int, options: SaveOptions) -> 
 
     training, queue = _Training(rank), AsyncCallsQueue()
     strategy = TorchDistSaveStrategy(options=options)
+    strategy.warm_up(sharded(training.tensors(), None))
+    writer_pid = shared_writer().pid
     for step in range(saves):
         training.advance(step)
         path = base / str(step)
         path.mkdir(exist_ok=True)
-        queue.schedule_async_request(strategy.async_save(sharded(training.tensors(), training.object), path))
+        state = sharded(training.tensors(), training.object)
+        if step == 2:
+            strategy.save(state, path)
+        else:
+            queue.schedule_async_request(strategy.async_save(state, path))
         assert strategy.validated_cache_reuse == (step > 0), "plans are kept from save to save"
         before = training.object
         training.object = {**before, "history": list(before["history"]), "tensor": before["tensor"].clone()}
@@ -89,19 +96,60 @@ def _megatron_saves(rank: int, base: Path, saves: int, options: SaveOptions) -> 
         blank = sharded({key: torch.full_like(value, -1) for key, value in training.tensors().items()}, None)
         loaded = TorchDistLoadStrategy().load(blank, path)
         training.check(loaded, loaded["object"], step)
+    assert shared_writer().pid == writer_pid, "the writer was not kept"
     queue.close()
 
 
 @pytest.mark.parametrize(
     ("saves", "options"),
     [
-        (50, SaveOptions(progress=False)),
-        (8, SaveOptions(writer="fork", progress=False)),
+        (12, {}),
+        (5, {"writer": "fork"}),
+        (5, {"staging_budget_bytes": 1 << 20, "window_bytes": 1 << 18}),
+        (5, {"direct_io": "off"}),
     ],
-    ids=["persistent", "fork"],
+    ids=str,
 )
-def test_saves_of_megatrons_shards(saves: int, options: SaveOptions, tmp_path: Path) -> None:
-    run_ranks(_megatron_saves, 2, tmp_path, saves, options)
+def test_saves_of_megatrons_shards(saves: int, options: dict[str, Any], tmp_path: Path) -> None:
+    run_ranks(_megatron_saves, 2, tmp_path, saves, SaveOptions(progress=False, **options))
+
+
+def _other_structure(rank: int, number: int) -> dict[str, Any]:
+    """Every second save has another structure, of the same number of bytes."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    keys = ["a", "b"] if number % 2 else ["c", "d"]
+    return {
+        key: ShardedTensor.from_rank_offsets(key, torch.arange(1000.0) + 100 * number + place, (0, rank, 2))
+        for place, key in enumerate(keys)
+    }
+
+
+def _save_before_committing(rank: int, base: Path) -> None:
+    from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
+
+    for in_flight in (1, 3):
+        options = SaveOptions(max_in_flight=in_flight, progress=False)
+        queue, strategy = AsyncCallsQueue(options=options), TorchDistSaveStrategy(options=options)
+        paths = [base / f"{in_flight}-{number}" for number in range(6)]
+        for number, path in enumerate(paths):
+            path.mkdir(parents=True, exist_ok=True)
+            state = _other_structure(rank, number)
+            queue.schedule_async_request(strategy.async_save(state, path))
+            for shard in state.values():
+                shard.data.zero_()
+        assert queue.maybe_finalize_async_calls(blocking=True) == list(range(6))
+        for number, path in enumerate(paths):
+            wanted = _other_structure(rank, number)
+            for shard in wanted.values():
+                shard.data.fill_(-1)
+            loaded = TorchDistLoadStrategy().load(wanted, path)
+            for key, shard in _other_structure(rank, number).items():
+                assert torch.equal(loaded[key], shard.data), (number, key)
+
+
+def test_six_saves_begun_before_the_first_is_committed(tmp_path: Path) -> None:
+    run_ranks(_save_before_committing, 2, tmp_path)
 
 
 def _dcp_saves(rank: int, base: Path, saves: int, cached: bool) -> None:
@@ -130,7 +178,7 @@ def _dcp_saves(rank: int, base: Path, saves: int, cached: bool) -> None:
         training.check(loaded, loaded["object"], step)
 
 
-@pytest.mark.parametrize(("saves", "cached"), [(50, True), (4, False)], ids=["staged into kept memory", "copied"])
+@pytest.mark.parametrize(("saves", "cached"), [(8, True), (3, False)], ids=["staged into kept memory", "copied"])
 def test_saves_of_plain_dcp(saves: int, cached: bool, tmp_path: Path) -> None:
     run_ranks(_dcp_saves, 2, tmp_path, saves, cached)
 

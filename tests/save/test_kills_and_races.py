@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_kills_and_races_leave_one_whole_checkpoint() -> None:
-    arguments = ["--kills", "8", "--races", "12", "--saves", "5", "--seed", "2024"]
+    arguments = ["--kills", "14", "--races", "12", "--saves", "5", "--seed", "2024"]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.save.kills_and_races", *arguments],
         cwd=REPOSITORY,
@@ -30,5 +30,5 @@ def test_kills_and_races_leave_one_whole_checkpoint() -> None:
     )
     assert done.returncode == 0, done.stdout[-8000:]
     assert re.search(r"^seed 2024$", done.stdout, re.MULTILINE)
-    assert re.search(r"^8 kills: ", done.stdout, re.MULTILINE)
+    assert re.search(r"^14 kills: ", done.stdout, re.MULTILINE)
     assert re.search(r"^12 races: ", done.stdout, re.MULTILINE)

@@ -37,7 +37,9 @@ from mcore_ckpt.save import transaction
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.writing import persistent_writer, snapshot
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
+from tests.support.local_files import names
+from tests.support.processes import children
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -59,10 +61,6 @@ def loaded(directory: Path) -> float:
     return float(value)
 
 
-def names(path: Path) -> set[str]:
-    return {file.name for file in path.iterdir()}
-
-
 def in_child(work: Any) -> int:
     """Exit code of `work` in a process of its own: 0, or 3 if it was refused with an error of ours."""
     child = os.fork()
@@ -81,46 +79,6 @@ def in_child(work: Any) -> int:
 # --- two saves of one job ---------------------------------------------------------------------------------------------
 
 
-def test_a_refused_save_does_not_touch_the_common_state_of_the_one_in_progress(tmp_path: Path) -> None:
-    queue = AsyncCallsQueue()
-    common_state.save_common({"iteration": 1}, tmp_path)
-    queue.schedule_async_request(strategy().async_save(state(1), tmp_path))
-    before = names(tmp_path) - {name for name in names(tmp_path) if name.endswith(".distcp")}
-    with pytest.raises(SaveError, match="not finalized yet"):
-        common_state.save_common({"iteration": 2}, tmp_path)
-    assert {name for name in names(tmp_path) if not name.endswith(".distcp")} == before
-    queue.maybe_finalize_async_calls(blocking=True)
-    queue.close()
-    assert common_state.load_common(tmp_path) == {"iteration": 1}
-    assert loaded(tmp_path) == 1
-
-
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_save_that_is_skipped_leaves_nothing(exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if exists:
-        common_state.save_common({"iteration": 1}, tmp_path)
-        strategy().save(state(1), tmp_path)
-    before = names(tmp_path)
-    monkeypatch.setattr(transaction, "is_busy", lambda *_: True)
-    common_state.save_common({"iteration": 2}, tmp_path)
-    strategy(when_busy="skip").async_save(state(2), tmp_path)
-    assert names(tmp_path) - {INCOMPLETE_MARKER} == before
-
-
-@pytest.mark.parametrize("failing", ["plan", "write"])
-def test_a_save_that_fails_leaves_no_common_state(
-    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise SaveError("for a test")
-
-    monkeypatch.setattr(transaction, "agree" if failing == "plan" else "write_in_line", fail)
-    common_state.save_common({"iteration": 2}, tmp_path)
-    with pytest.raises(SaveError, match="for a test"):
-        strategy().save(state(2), tmp_path)
-    assert names(tmp_path) == {INCOMPLETE_MARKER}
-
-
 def test_an_interrupted_save_lets_the_directory_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy().save(state(1), tmp_path)
 
@@ -128,7 +86,7 @@ def test_an_interrupted_save_lets_the_directory_go(tmp_path: Path, monkeypatch: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(transaction, "write_in_line", interrupt)
+        patch.setattr(transaction, "write_in_process", interrupt)
         with pytest.raises(KeyboardInterrupt) as interrupted:
             strategy().save(state(2), tmp_path)
     strategy().save(state(3), tmp_path)  # while somebody still holds the traceback
@@ -174,22 +132,6 @@ def test_a_failing_save_leaves_a_file_that_it_has_not_written(
         kept = {"w": torch.zeros(5)}
         dcp.load(kept, checkpoint_id=str(tmp_path))
         assert (kept["w"] == 1).all()
-
-
-def test_a_save_that_ends_before_it_begins_lets_the_directory_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The common state is written already, and the sharded part does not come to its first step."""
-
-    def fail(*_: Any) -> bool:
-        raise RuntimeError("for a test")
-
-    monkeypatch.setattr(transaction, "is_busy", fail)
-    common_state.save_common({"iteration": 1}, tmp_path)
-    with pytest.raises(RuntimeError, match="for a test"):
-        strategy(when_busy="skip").async_save(state(1), tmp_path)
-    assert names(tmp_path) == {INCOMPLETE_MARKER}
-    assert in_child(lambda: strategy().save(state(2), tmp_path)) == 0, "another job is refused"
 
 
 def test_a_request_that_is_lost_is_not_in_the_way_of_the_next_save(tmp_path: Path) -> None:
@@ -238,11 +180,6 @@ class Interruption:
         finally:
             sys.settrace(None)
         return None
-
-
-def children() -> set[int]:
-    """Processes of which this one is the parent."""
-    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 
 
 @pytest.mark.long
@@ -560,7 +497,7 @@ def test_a_listing_that_lags_behind_costs_no_data(tmp_path: Path, monkeypatch: p
         raise SaveError("for a test")
 
     with monkeypatch.context() as patch:
-        patch.setattr(transaction, "write_in_line", fail)
+        patch.setattr(transaction, "write_in_process", fail)
         with pytest.raises(SaveError, match="for a test"):
             strategy().save(state(2), tmp_path)
     assert loaded(tmp_path) == 1

@@ -14,7 +14,6 @@ from torch.distributed import checkpoint as dcp
 
 from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.directory import publish
 from mcore_ckpt.layout.dense_tensors import pointer_of
 from mcore_ckpt.layout.plans import GlobalPlan
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
@@ -242,28 +241,6 @@ def test_a_changed_number_of_files_holds_from_the_next_save_on(tmp_path: Path) -
             torch.equal(value, torch.ones(1000)) for value in TorchDistLoadStrategy().load(wanted, directory).values()
         )
     assert counts == [2, 2, 3, 1]
-
-
-# --- interruptions ----------------------------------------------------------------------------------------------------
-
-
-def test_what_interrupts_a_save_that_is_published_does_not_take_it_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saver = strategy()
-    saver.save(ones(), tmp_path)
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(publish, "_tidy_up", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            saver.save(ones(2), tmp_path)
-    assert torch.equal(loaded(tmp_path), torch.ones(1000) * 2)
-    saver.save(ones(3), tmp_path)
-    assert torch.equal(loaded(tmp_path), torch.ones(1000) * 3)
-    assert sum(path.suffix == ".distcp" for path in tmp_path.iterdir()) == 1
 
 
 def test_a_save_is_not_failed_by_who_is_told_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

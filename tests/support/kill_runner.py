@@ -1,11 +1,8 @@
 """Kill the trainer, or the process that writes for it, at random moments of one save after the other into a directory.
 
-    python -m tests.support.kill_runner ROUNDS DIRECTORY trainer:persistent writer:fork:2 ...   (VICTIM:WAY[:RANKS])
-
 After each kill the directory has to hold the old checkpoint or the new one, whole; all trainers that still live have to
 know within seconds, and no process may be left. The next round saves over what the last one left. As in `crash_runner`,
-this process imports Megatron once and forks the trainers, one for each rank, for each save. Whom and when it strikes
-follows from the arguments alone. `tests.save.kills_and_races` does the same with a seed, and asks stock Megatron, too.
+this process imports Megatron once and forks the trainers, one for each rank, for each save.
 """
 
 from __future__ import annotations
@@ -27,9 +24,9 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-import mcore_ckpt
 from mcore_ckpt.core.errors import SaveError, WriterDiedError
 from tests.support import crash_runner
+from tests.support.processes import children, is_running
 
 # (a rank may lose contact to one that is killed after both have published the checkpoint)
 _SAVED, _REFUSED, _PUBLISHED, _BROKEN = 0, 3, 4, 101
@@ -96,21 +93,6 @@ def _save(way: str, seed: int, directory: Path, rank: int, ranks: int, store: st
         os._exit(code)
 
 
-def _children(pid: int) -> set[int]:
-    found: set[int] = set()
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            found.update(map(int, (task / "children").read_text().split()))
-    return found
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return b") Z" not in Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return False
-
-
 def wait_for(pids: list[int], within_s: float) -> dict[int, tuple[int | None, float]]:
     """Of each child its exit code, None if it had to be killed at the deadline, and how long it took, in seconds."""
     began_s = time.monotonic()
@@ -147,16 +129,16 @@ def _strike(
     until_s = time.monotonic() + after_s
     writers: set[int] = set()
     others: set[int] = set()
-    while time.monotonic() < until_s and _is_running(trainer):
+    while time.monotonic() < until_s and is_running(trainer):
         appeared = not writers
-        writers |= _children(trainer)
+        writers |= children(trainer)
         if victim == "writer" and not writers:
             until_s = time.monotonic() + after_s
         elif victim == "writer" and appeared:
             until_s = time.monotonic() + after_s * _WRITING_SHARE[way]
         time.sleep(0.0005)
-    writers |= _children(trainer)
-    others = writers.union(*map(_children, trainers))
+    writers |= children(trainer)
+    others = writers.union(*map(children, trainers))
     with contextlib.suppress(ProcessLookupError):
         if victim == "trainer":
             os.kill(trainer, signal.SIGKILL)
@@ -170,7 +152,7 @@ def _strike(
     if knew_s > _KNOWS_WITHIN_S:
         raise AssertionError(f"a trainer knew only after {knew_s:.1f} s that a process of the save was dead")
     gone_until_s = time.monotonic() + _GONE_WITHIN_S
-    while left := [pid for pid in others if _is_running(pid)]:
+    while left := [pid for pid in others if is_running(pid)]:
         if time.monotonic() > gone_until_s:
             raise AssertionError(f"processes {left} have outlived their trainer")
         time.sleep(0.005)
@@ -188,13 +170,12 @@ def run(
     way: str,
     rounds: int,
     directory: Path,
-    ranks: int = 1,
+    ranks: int,
     *,
-    seed: str | None = None,
-    every_kill_hits: bool = False,
-    judge: Callable[[Path, int, int], str] | None = None,
+    seed: str,
+    judge: Callable[[Path, int, int], str],
 ) -> Counter[str]:
-    """Kill again and again, and look each time.
+    """Kill again and again, and look each time. A save that has ended before the kill came is not counted as a round.
 
     Args:
         victim: `"trainer"` or `"writer"`.
@@ -202,8 +183,7 @@ def run(
         rounds: how often.
         directory: to save into.
         ranks: how many trainers.
-        seed: whom and when it strikes; None: it follows from the other arguments.
-        every_kill_hits: a save that has ended before the kill came is not counted as a round.
+        seed: whom and when it strikes.
         judge: is given the directory after each kill, the checkpoint that it holds, and the one before; says what to
             count besides.
 
@@ -214,8 +194,6 @@ def run(
         AssertionError: at the first thing that must not be.
     """
     scenario = crash_runner.SCENARIOS["async-error-replace"]
-    if seed is None:
-        seed = f"{victim} {way} {rounds}" + (f" {ranks}" if ranks > 1 else "")
     generator = random.Random(seed)
     directory.parent.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
@@ -228,8 +206,7 @@ def run(
     number = hits = 0
     slowest_s = 0.0
     # A fast machine may finish every save before the kill: then there are more rounds, with earlier moments.
-    wanted = rounds if every_kill_hits else 1
-    while (number < rounds or hits < wanted) and number < 20 * rounds:
+    while hits < rounds and number < 20 * rounds:
         number += 1
         new = current % len(_SEEDS) + 1
         began_s = time.monotonic()
@@ -240,7 +217,7 @@ def run(
             whole_s = min(0.7 * whole_s + 0.3 * (time.monotonic() - began_s), 0.8 * whole_s)
         found = crash_runner.look(scenario, directory)
         hits += outcome != "saved"
-        more = judge(directory, found, current) if judge is not None else ""
+        more = judge(directory, found, current)
         tally[f"{outcome}, {'new' if found == new else 'old'} checkpoint{more}"] += 1
         allowed = {"saved": {new}, "refused": {current}, "killed": {current, new}, "killed late": {new}}[outcome]
         if found not in allowed:
@@ -259,22 +236,6 @@ def run(
         raise AssertionError(f"{sorted(rest)} is still there after a save")
     if left := set(Path("/dev/shm").iterdir()) - shared_memory:
         print(f"new in /dev/shm, by whomever: {left}")
-    if hits < wanted:
-        raise AssertionError(f"{hits} kills hit a save in {number} rounds; wanted {wanted}")
+    if hits < rounds:
+        raise AssertionError(f"{hits} kills hit a save in {number} rounds; wanted {rounds}")
     return tally
-
-
-def main(rounds: int, directory: Path, pairs: list[str]) -> int:
-    mcore_ckpt.install()
-    try:
-        for pair in pairs:
-            victim, way, *ranks = pair.split(":")
-            run(victim, way, rounds, directory / pair, int(*ranks or "1"))
-    except AssertionError as error:
-        print(f"FAILED: {error}")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))

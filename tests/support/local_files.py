@@ -31,6 +31,10 @@ def data_file(directory: Path, rank: int = 0, number: int = 0) -> Path:
     return found
 
 
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
 def open_fds() -> set[str]:
     return {f"{fd}->{os.readlink(f'/proc/self/fd/{fd}')}" for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
 

@@ -7,8 +7,6 @@ import mmap
 import os
 import pickle
 import struct
-import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -27,7 +25,7 @@ from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import RangeWriter
 from mcore_ckpt.writing._image_writer import ImageWriter, WindowPool
 from tests.support.faulty_storage import Faults, FaultyStorage
-from tests.support.local_files import aligned, open_fds, random_bytes
+from tests.support.local_files import aligned, names, open_fds, random_bytes
 
 PAGE = mmap.PAGESIZE
 
@@ -93,10 +91,6 @@ def copy_from(content: bytes) -> Callable[[Window, memoryview], None]:
 @pytest.fixture
 def storage(tmp_path: Path) -> LocalStorage:
     return LocalStorage(tmp_path)
-
-
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
 
 
 def writing_threads() -> list[str]:
@@ -276,7 +270,7 @@ def test_any_failure_removes_all_files_of_the_job(
         save()
     frames = {entry.name for entry in caught.traceback}
     assert operation in frames, "the traceback does not reach the call that failed"
-    assert names(tmp_path) == ["bystander"]
+    assert names(tmp_path) == {"bystander"}
     assert open_fds() == before
     assert writing_threads() == []
 
@@ -293,18 +287,20 @@ def test_the_pool_is_whole_after_a_failure(storage: LocalStorage) -> None:
     assert pool.take() is None
 
 
-def test_an_error_of_the_caller_is_raised_as_it_is(storage: LocalStorage, tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [KeyError("staging broke"), KeyboardInterrupt()])
+def test_an_error_of_the_caller_is_raised_as_it_is(error: BaseException, storage: LocalStorage, tmp_path: Path) -> None:
     image = make_image([9 * PAGE], [0])
     pool = WindowPool(PAGE, 2)
 
     def fill(window: Window, view: memoryview) -> None:
         if window.start >= 4 * PAGE:
-            raise KeyError("staging broke")
+            raise error
         view[:] = bytes(len(view))
 
-    with pytest.raises(KeyError, match="staging broke"):
+    with pytest.raises(type(error)) as caught:
         write_windows(storage.open_writer("file"), image, fill, pool=pool)
-    assert names(tmp_path) == []
+    assert caught.value is error
+    assert names(tmp_path) == set()
     assert writing_threads() == []
     assert pool.take() is not None
     assert pool.take() is not None
@@ -393,7 +389,7 @@ def test_a_view_that_is_too_small_is_refused(storage: LocalStorage, tmp_path: Pa
     image = make_image([100], [0])
     with pytest.raises(ValueError, match=r"file: the view has 100 bytes; expected 4096"):
         write_image(storage.open_writer("file"), image, memoryview(bytearray(100)))
-    assert names(tmp_path) == []
+    assert names(tmp_path) == set()
 
 
 @pytest.mark.parametrize("position", [50, -8, 10**9])
@@ -407,7 +403,7 @@ def test_a_crc_position_that_cannot_be_is_refused(storage: LocalStorage, tmp_pat
             ValueError, match=rf"CRC-32 of payload 0, which ends at byte 100, cannot lie at byte {position}"
         ):
             write(storage.open_writer("file"))
-        assert names(tmp_path) == []
+        assert names(tmp_path) == set()
 
 
 @pytest.mark.parametrize(("offsets", "lengths", "positions"), [(2, 1, 2), (2, 2, 3), (0, 0, 1)])
@@ -422,46 +418,14 @@ def test_pools_that_cannot_work_are_refused(window_bytes: int, windows: int) -> 
         WindowPool(window_bytes, windows)
 
 
-def test_an_interrupt_cleans_up(storage: LocalStorage, tmp_path: Path) -> None:
-    image = make_image([9 * PAGE], [0])
-
-    def fill(window: Window, view: memoryview) -> None:
-        if window.start:
-            raise KeyboardInterrupt
-        view[:] = bytes(len(view))
-
-    with pytest.raises(KeyboardInterrupt):
-        write_windows(storage.open_writer("file"), image, fill, pool=WindowPool(PAGE))
-    assert names(tmp_path) == []
-    assert writing_threads() == []
-
-
-def test_a_thousand_images_leak_nothing(storage: LocalStorage) -> None:
+def test_hundreds_of_images_leak_nothing(storage: LocalStorage) -> None:
     image = make_image([100], [0])
     pool = WindowPool(PAGE)
     before = open_fds(), threading.active_count(), len(os.listdir("/proc/self/task"))
-    for k in range(1000):
+    for k in range(300):
         write_windows(MemoryWriter(), image, copy_from(bytes(image.image.size_bytes)), pool=pool, io_threads=1 + k % 2)
     assert (open_fds(), threading.active_count()) == before[:2]
     deadline = time.monotonic() + 10  # the kernel's side of a joined thread ends a moment later
     while len(os.listdir("/proc/self/task")) > before[2]:
         assert time.monotonic() < deadline, "threads of the kernel are left"
     assert len(pool._free) == 1
-
-
-def test_small_items_cost_microseconds_each(storage: LocalStorage) -> None:
-    """20,000 items; the bound is loose (a busy machine), far below what a system call or a file each would cost."""
-    image = make_image([512] * 20_000, [64] * 20_000)
-    started = time.process_time()
-    write_image(MemoryWriter(), image, aligned(bytes(image.image.size_bytes)))
-    assert time.process_time() - started < 20_000 * 20e-6
-
-
-def test_needs_neither_torch_nor_megatron() -> None:
-    """The writer process is a bare interpreter that starts in a moment."""
-    code = (
-        "import sys, mcore_ckpt.writing._image_writer, mcore_ckpt.storage\n"
-        "print([name for name in ('torch', 'megatron', 'numpy') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"

@@ -1,0 +1,25 @@
+"""Processes, as /proc shows them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def children(pid: int | None = None) -> set[int]:
+    """Children of a process: of this one, if none is named; none of one that is gone."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid or os.getpid()}/task").iterdir():
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    # A leader is a zombie before its last thread is gone; only then can anybody be told of the process's end.
+    try:
+        return b") Z" not in Path(f"/proc/{pid}/stat").read_bytes() or len(os.listdir(f"/proc/{pid}/task")) > 1
+    except OSError:
+        return False
