@@ -359,14 +359,22 @@ def _described(storage: Any, dtype: str, offset: Any, size: Any, stride: Any, re
     return FileTensor(storage.record, dtype, offset if last >= 0 else 0, size, stride if strided else ())
 
 
+def _dtype_name(dtype: Any) -> str:
+    # Nothing else is printed: tuples of tuples that share their members would be without end.
+    kind = type(dtype)
+    known = kind is _DtypeName or (kind.__module__, kind.__name__) == ("torch", "dtype")
+    return str(dtype).removeprefix("torch.") if known else f"a {kind.__name__}"
+
+
 def _rebuild_v2(_: Budget, storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> FileTensor:
-    return _described(storage, str(getattr(storage, "dtype", None)), offset, size, stride, rest)
+    dtype = storage.dtype if type(storage) is StorageReference else None
+    return _described(storage, dtype or "no dtype", offset, size, stride, rest)
 
 
 def _rebuild_v3(
     _: Budget, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *flags: Any
 ) -> FileTensor:
-    return _described(storage, str(dtype).removeprefix("torch."), offset, size, stride, (grad, hooks, *flags))
+    return _described(storage, _dtype_name(dtype), offset, size, stride, (grad, hooks, *flags))
 
 
 def _parameter(_: Budget, data: Any, *_rest: Any) -> FileTensor:

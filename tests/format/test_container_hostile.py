@@ -218,6 +218,10 @@ def test_a_record_cannot_reach_beyond_the_directory() -> None:
 HEAD = (
     b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nShortStorage\nX\x01\0\0\x000X\x03\0\0\0cpu"
 )
+UNTYPED = (
+    HEAD.replace(b"_v2", b"_v3").replace(b"torch\nShortStorage", b"torch.storage\nUntypedStorage")
+    + b"K\x30tQK\0K\x18\x85K\x01\x85\x89ccollections\nOrderedDict\n)R"
+)
 HOOKS = b"\x89ccollections\nOrderedDict\n)RtR."
 
 
@@ -270,6 +274,7 @@ def test_the_program_that_the_others_are_variations_of() -> None:
         b"K\0K\0\x86q\0" + b"h\0h\0\x86q\0" * 60 + b".",
         b"K\0K\0\x86q\0" + b"h\0h\0\x86q\0" * 60 + b"Q.",
         b"K\0K\0\x86q\0" + b"h\0h\0\x86q\0" * 60 + b")R.",
+        UNTYPED + b"K\0K\0\x86q\0" + b"0h\0h\0\x86q\0" * 60 + b"tR.",
         b"(" * 5000 + b".",
         b"(" * 5000 + b"t" * 5000 + b".",
         b"X\xff\xff\xff\xff.",

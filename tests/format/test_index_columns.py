@@ -372,7 +372,14 @@ def test_verify_names_what_columns_and_pickle_say_differently(
         more[at : at + 7] = b'"9.0.0"'
 
     (tmp_path / ".metadata").write_bytes(with_sections(data, other_version))
-    assert pickle_differs(tmp_path) == "version: its columns say '9.0.0', its pickle '1.0.0'"
+    assert pickle_differs(tmp_path) == "version: its columns and its pickle differ"
+    nested: Any = "x"
+    for _ in range(60):
+        nested = [nested, nested]  # printed, it would be without end
+    index = replace(parse_index(data, "a"), planner_data=nested)
+    pickled = MetadataEncoder(index).encode(index.objects, storage_meta=META)
+    (tmp_path / ".metadata").write_bytes(seal_metadata(pickled, columns_of(data)))
+    assert pickle_differs(tmp_path) == "planner_data: its columns and its pickle differ"
 
 
 # ------------------------------------------------------------------------------------------------- what is made of them
