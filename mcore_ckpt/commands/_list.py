@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         layout = str(listed.layout) if listed.layout else "-"
         age_s = None if found.saved_at_s is None else max(0.0, now_s - found.saved_at_s)
         state = "complete" if found.whole else "INCOMPLETE" if found.problems else "WRITTEN BY SOMETHING NEWER"
-        if found.claimed:
+        if found.locked:
             state += ", left by a save that is gone" if found.abandoned else ", being written"
         rows.append(
             (
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     lines.append(f"{report.path}: {len(rows)} checkpoints, {whole} complete, {human_bytes(total_bytes)}")
     document = document_of(report, checkpoints=documents)
     newer = [listed.checkpoint for listed in report.checkpoints if listed.checkpoint.newer]
-    damaged = any(listed.checkpoint.problems and not listed.checkpoint.claimed for listed in report.checkpoints)
+    damaged = any(listed.checkpoint.problems and not listed.checkpoint.locked for listed in report.checkpoints)
     if damaged or (report.tracker_problem and not any(found.tracked for found in newer)):
         return Outcome(document, "\n".join(lines), DIFFERS)
     return Outcome(document, "\n".join(lines), FAILED if newer else DONE)

@@ -83,7 +83,7 @@ class InForce:
 
     @property
     def needed(self) -> set[str] | None:
-        """Data files that some index names; None if nobody knows."""
+        """Data files that some index names; None if that is not known."""
         if self.others is None or (self.version is not None and self.index is None):
             return None
         return (set() if self.index is None else index_files(self.index)) | self.others
@@ -127,7 +127,7 @@ def _content(storage: Storage, name: str) -> bytes:
 
 
 def is_in_force(storage: Storage, save_id: bytes) -> bool:
-    """Whether the `.metadata` in force names files of that save, or cannot be read so that nobody knows.
+    """Whether the `.metadata` in force names files of that save, or cannot be read.
 
     A coordinator that is interrupted right after it has published reports a failure; data files must stay then.
     """

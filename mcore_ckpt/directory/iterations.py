@@ -54,7 +54,7 @@ __all__ = [
 _ITERATION = re.compile(r"iter_(\d{7,18})")
 _RELEASE = "release"
 _COMMON_STATE = "common_state/"
-# A checkpoint without any of its files has a flaw for each; nobody reads more than these.
+# A checkpoint without any of its files has a flaw for each; more than these are not shown.
 _MAX_PROBLEMS = 20
 
 
@@ -77,8 +77,8 @@ class RunCheckpoint:
         size_bytes: of the files in it.
         saved_at_s: when `.metadata` was published, in seconds since 1970; None without one.
         tracked: the tracker file names it.
-        claimed: a save is at work in it, or has died there.
-        abandoned: `claimed`, and everybody who has claimed it is gone, as far as can be seen from here.
+        locked: a save is at work in it, or has died there.
+        abandoned: `locked`, and all saves that have locked it are gone, by what this host can see.
     """
 
     path: Path
@@ -87,7 +87,7 @@ class RunCheckpoint:
     size_bytes: int
     saved_at_s: float | None
     tracked: bool
-    claimed: bool
+    locked: bool
     abandoned: bool = False
     newer: str | None = None
 
@@ -160,7 +160,7 @@ def look_at(directory: Path, *, tracked: str | None = None) -> tuple[RunCheckpoi
         size_bytes=sum(sizes.values()),
         saved_at_s=saved_at_s,
         tracked=directory.name == tracked,
-        claimed=locked,
+        locked=locked,
         abandoned=abandoned,
         newer=newer,
     )

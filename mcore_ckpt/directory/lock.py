@@ -149,7 +149,7 @@ class Owner:
 
     @classmethod
     def decode(cls, content: bytes) -> Owner:
-        """Who a lease or marker names; one of an older version, or a torn one, names nobody (`host` is empty)."""
+        """Who a lease or marker names; one of an older version, or a torn one, names no process (`host` is empty)."""
         try:
             fields = json.loads(content)
             own = {name: fields.pop(name) for name in cls.__slots__ if name != "noted"}
@@ -245,7 +245,7 @@ class DirectoryLock:
     Attributes:
         owner: this process, with the save's id.
         part: the rank whose part of the directory it is; None for all of it.
-        after: those that are gone whom it was taken over from.
+        after: the holders, now gone, that it was taken over from.
     """
 
     def __init__(self, storage: Storage, owner: Owner, after: Iterable[Owner], part: int | None) -> None:
@@ -301,7 +301,7 @@ class DirectoryLock:
             raise
         try:
             return cls(storage, owner, after, part)
-        except BaseException:  # no thread is to be had
+        except BaseException:  # no thread can be started
             _release(storage, owner, _marker(part), remove_marker=not after)
             raise
 
@@ -338,7 +338,7 @@ class DirectoryLock:
             match = _LOCK_FILE.match(name)
             if match is None or match.group(1) == self.owner.save_id:
                 continue
-            # The file `.next` belongs to whom it names.
+            # The file `.next` belongs to the save that it names.
             content = _read(self.storage, name if match.group(2) == _NEXT else _PREFIX + match.group(1))
             if content is None or _is_long_gone(self.storage, Owner.decode(content)):
                 self.storage.delete(name)
@@ -370,7 +370,7 @@ class DirectoryLock:
             now = _chain(self.storage, self._life.marker)
             raise SaveError(
                 f"{self.storage}: this save ({self.owner}) has lost the directory, "
-                + (f"which {now[-1]} has taken over" if now and now[-1].host else "and nobody holds it now")
+                + (f"which {now[-1]} has taken over" if now and now[-1].host else "and no save holds it now")
                 + ": it gave no sign of life for longer than its lease. Nothing of it is published; save again"
             )
 
@@ -400,7 +400,7 @@ class DirectoryLock:
 
 
 def holders(storage: Storage) -> list[Owner]:
-    """Who held the directory and was gone, in turn, and at the end who holds it now; empty if nobody does.
+    """The holders that were gone, in turn, and last the one that holds the directory now; empty if none does.
 
     The last may be gone, too: that is for `DirectoryLock.take` to find out.
     """
@@ -432,7 +432,7 @@ def contenders(storage: Storage, names: Iterable[str]) -> list[Owner]:
     for name in names:
         if not is_lock_file(name):
             continue
-        lease = name.removesuffix(_TOKEN)  # that has other content, and names nobody
+        lease = name.removesuffix(_TOKEN)  # that has other content, and names no process
         content = _read(storage, lease)
         owner = Owner(lease.removeprefix(_PREFIX)) if content is None else Owner.decode(content)
         found.setdefault(owner.save_id, owner)

@@ -254,7 +254,7 @@ class LazyTensor:
         """The bytes of the box around a slice, and what is left to do on it in memory (steps, dropped axes)."""
         box, rest = _box_of(index, self.shape, self.fqn)
         nbytes = math.prod(box.sizes) * element_bytes(self.dtype)
-        if nbytes > sys.maxsize:  # of a shape that nobody has stored
+        if nbytes > sys.maxsize:  # of a shape that cannot have been stored
             raise CorruptCheckpointError(f"{self.fqn}: {nbytes} bytes are more than a machine can address")
         content = read_box(self._payloads, self._entry, box.offsets, box.sizes)
         return content, box, rest

@@ -215,7 +215,7 @@ def check_tiled(index: CheckpointIndex, keys: Iterable[str]) -> None:
 
     What copies tensors as a whole relies on it: where a chunk is missing there would be nothing to copy, and nothing
     afterwards that does not fit. Chunks that are too large for their items are refused here as well, before anything
-    is planned for shapes that nobody has stored, and so are items that lie in one place, or beyond their file's end.
+    is planned for shapes that are not stored, and so are items that lie in one place, or beyond their file's end.
     """
     check_apart(index)
     storage = storage_at(index.path)

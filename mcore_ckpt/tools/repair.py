@@ -2,7 +2,7 @@
 
 Nothing is believed for coming from the copy: bytes of another iteration would make a mix of two, and look whole. Whole
 items and files are put back only from a copy of the same save, and only if their own checksums hold there; from any
-other copy, whatever its sharding, bytes that have the very checksums that the damaged item still carries. They are
+other copy, whatever its sharding, bytes that have the checksums that the damaged item still carries. They are
 written in place, made durable, and the checkpoint is verified again.
 
 A repair that ends early has put nothing in force that was not judged before, and can be repeated.
@@ -224,7 +224,7 @@ def _end_of_file(name: str, copy: Path, index: CheckpointIndex) -> tuple[int, by
 
 
 def _restore_seals(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path, index: CheckpointIndex) -> list[str]:
-    """Ends of files, and lengths, come back from a copy whose file is the very same by what `.metadata` says of it."""
+    """Ends of files, and lengths, come back from a copy whose file is the same by what `.metadata` says of it."""
     restored = []
     for problem in problems:
         name = problem.file
@@ -344,7 +344,7 @@ def _is_sound(check: ItemCheck, storage: Storage) -> bool:
 
 
 def _carries_sums_of(check: ItemCheck, directory: Path, payloads: StoredPayloads) -> bool:
-    """Whether the damaged item still states the very checksums of the copy's."""
+    """Whether the damaged item still states the checksums of the copy's."""
     item = _item_in_copy(check, payloads.index)
     if item is None:
         return False

@@ -190,7 +190,7 @@ def _reason_to_keep(
         return "the tracker file names it"
     if checkpoint.path.is_symlink():
         return "its directory is a link"
-    if checkpoint.claimed and not _is_of_removals(storage_at(checkpoint.path)):
+    if checkpoint.locked and not _is_of_removals(storage_at(checkpoint.path)):
         return _LOCKED
     if _half_removed(storage_at(checkpoint.path)):
         return None
@@ -227,7 +227,7 @@ def _reason_to_wait(checkpoint: RunCheckpoint) -> str | None:
 
 
 def _is_of_removals(storage: Storage) -> bool:
-    """Whether no save has locked a directory but removals, of which none is known to be at work; also if none has."""
+    """Whether removals alone have locked a directory, and none of them is known to be at work."""
     try:
         found = contenders(storage, storage.list())
     except LoadError:

@@ -269,7 +269,7 @@ def _other_elements(payloads: StoredPayloads, main: TensorEntry, weight: TensorE
 def _common_state(
     directory: Path, index: CheckpointIndex, storage: Storage, names: Sequence[str], megatron: bool
 ) -> tuple[list[ItemCheck], list[Problem]]:
-    """The file of the common state, an archive like any item, whose checksums nobody else compares either."""
+    """The file of the common state, an archive like any item; only this package compares its checksums."""
     names = with_common_files(storage, names, index)
     file = common_file_in_force(names, index)
     if file is not None:

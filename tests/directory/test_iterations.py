@@ -44,7 +44,7 @@ def test_checkpoints_by_iteration_and_what_the_tracker_names(tmp_path: Path) -> 
     assert [checkpoint.tracked for checkpoint in found] == [False, False, True, False]
     for checkpoint in found:
         assert checkpoint.whole, checkpoint.problems
-        assert not checkpoint.claimed
+        assert not checkpoint.locked
         assert checkpoint.size_bytes == sum(path.stat().st_size for path in checkpoint.path.iterdir())
         assert checkpoint.saved_at_s == (checkpoint.path / ".metadata").stat().st_mtime_ns / 1e9
 
@@ -82,7 +82,7 @@ def test_a_directory_that_a_save_has_marked(tmp_path: Path) -> None:
     path = write_iteration(tmp_path, "iter_0000001")
     (path / INCOMPLETE_MARKER).write_text("{}")
     (found,) = checkpoints_of_run(tmp_path)
-    assert found.claimed
+    assert found.locked
     assert found.whole
 
 

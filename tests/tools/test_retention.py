@@ -1,4 +1,4 @@
-"""Listing a run, and letting go of its old checkpoints: what must stay stays, whatever is asked for."""
+"""Listing a run, and deleting its old checkpoints: what must stay stays, whatever is asked for."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_tracker_that_cannot_be_read_stops_everything(run: Path) -> None:
 
 
 def test_only_whole_checkpoints_count(run: Path) -> None:
-    """The newest is damaged: the newest whole one stays, and so does the damaged one, which a person may mend."""
+    """The newest is damaged: the newest whole one stays, and so does the damaged one, which a person may repair."""
     (run / TRACKER_FILE).unlink()
     (run / name_of(500) / "__0_0.distcp").unlink()
     os.truncate(run / name_of(400) / "__0_0.distcp", 10)
@@ -281,10 +281,10 @@ def test_a_save_cannot_begin_where_a_checkpoint_is_being_removed(run: Path, monk
     assert not (run / name_of(100)).exists()
 
 
-def test_a_checkpoint_that_a_save_has_claimed_or_published_since_it_was_chosen_stays(
+def test_a_checkpoint_that_a_save_has_locked_or_published_since_it_was_chosen_stays(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Claimed while prune looked at it; or published again, and let go of."""
+    """Locked while prune looked at it; or published again, and released."""
     take = DirectoryLock.take
 
     def after_a_save(storage: LocalStorage, noted: Any = None) -> DirectoryLock:
@@ -292,14 +292,14 @@ def test_a_checkpoint_that_a_save_has_claimed_or_published_since_it_was_chosen_s
             (storage.root / ".metadata").write_bytes((storage.root / ".metadata").read_bytes())
             os.utime(storage.root / ".metadata", (0, 0))
         if storage.root.name == name_of(100):
-            claims.append(take(storage))
+            locks.append(take(storage))
         return take(storage, noted)
 
-    claims: list[DirectoryLock] = []
+    locks: list[DirectoryLock] = []
     monkeypatch.setattr(DirectoryLock, "take", after_a_save)
     before = everything(run / name_of(200)).keys()
     report = prune_run(run, keep_last=2, remove=True)
-    claims[0].release()
+    locks[0].release()
     assert "a save is at work" in why(report, 100)
     assert "saved again" in why(report, 200)
     assert going(report) == [300]
@@ -372,7 +372,7 @@ os._exit(0)
     assert states() == ["gone", "gone", "gone", "gone", ""]
     main(["list", str(run), "--json"])
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert [(row["claimed"], row["abandoned"]) for row in rows] == [(True, True)] * 4 + [(False, False)]
+    assert [(row["locked"], row["abandoned"]) for row in rows] == [(True, True)] * 4 + [(False, False)]
 
 
 def test_a_list_for_people(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
