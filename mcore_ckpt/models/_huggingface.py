@@ -120,7 +120,7 @@ def export_model(index: CheckpointIndex, options: ExportOptions) -> Conversion:
     return Conversion(
         payloads=payloads,
         source=files,
-        plan=plan_safetensors(tensors, options.max_shard_bytes),
+        plan=plan_safetensors(tensors, options.max_shard_bytes, options.workers),
         keys=lambda: found.keys(lambda key: entries[key].dtype, to_megatron=False),
         report=ConversionReport(
             format="hf",

@@ -113,7 +113,7 @@ def legacy_export(index: CheckpointIndex, options: ExportOptions) -> Conversion:
         payloads=payloads,
         source=files,
         plan=plan_state_files(
-            {f"{rank.folder}/{MODEL_FILE}": ranks.state(rank) for rank in ranks.ranks}, payloads.index
+            {f"{rank.folder}/{MODEL_FILE}": ranks.state(rank) for rank in ranks.ranks}, payloads.index, options.workers
         ),
         keys=ranks.rows.values,
         report=ConversionReport(

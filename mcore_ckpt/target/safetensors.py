@@ -22,7 +22,7 @@ from mcore_ckpt.format.index import TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.target._journal import Journal
-from mcore_ckpt.target.slots import Blob, TargetPlan, TensorMove, all_in_one, in_two_shares
+from mcore_ckpt.target.slots import Blob, TargetPlan, TensorMove, all_in_one, in_shares
 from mcore_ckpt.tools.payloads import StoredPayloads
 
 __all__ = ["METADATA_KEY", "Exported", "plan_safetensors", "safetensors_header", "shard_names", "weight_map"]
@@ -113,7 +113,7 @@ class _SafetensorsPlan(TargetPlan):
             storage_at(folder).publish("model.safetensors.index.json", self.index_file)
 
 
-def plan_safetensors(tensors: Sequence[Exported], most_bytes: int) -> TargetPlan:
+def plan_safetensors(tensors: Sequence[Exported], most_bytes: int, workers: int) -> TargetPlan:
     """Where each tensor goes; no file has more than `most_bytes`, unless one tensor is larger."""
     shards = shard_names(tensors, most_bytes, "model", "safetensors")
     moves: list[TensorMove] = []
@@ -125,7 +125,7 @@ def plan_safetensors(tensors: Sequence[Exported], most_bytes: int) -> TargetPlan
         sizes[file] = len(header) + sum(tensor.nbytes for tensor in shard)
         moves += [all_in_one(tensor.entry, tensor.name, file, starts[tensor.name]) for tensor in shard]
     return _SafetensorsPlan(
-        work=in_two_shares(moves),
+        work=in_shares(moves, workers),
         blobs=tuple(blobs),
         sizes=sizes,
         files_at_once=1,

@@ -23,7 +23,7 @@ from mcore_ckpt.target._journal import Journal
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.tilings import Block, blocks
 
-__all__ = ["BARE", "Blob", "Frame", "Slot", "TargetPlan", "TensorMove", "all_in_one", "in_two_shares"]
+__all__ = ["BARE", "Blob", "Frame", "Slot", "TargetPlan", "TensorMove", "all_in_one", "in_shares"]
 
 
 class Frame(Protocol):
@@ -94,12 +94,12 @@ def all_in_one(entry: TensorEntry, key: str, file: str, offset: int) -> TensorMo
     return TensorMove(entry, key, (Slot(file, offset, everything),), tuple(blocks(sources, [everything])))
 
 
-def in_two_shares(moves: Sequence[TensorMove]) -> tuple[tuple[TensorMove, ...], ...]:
-    """Moves in their order for two workers, of about the same number of bytes: one reads while the other arranges."""
+def in_shares(moves: Sequence[TensorMove], workers: int) -> tuple[tuple[TensorMove, ...], ...]:
+    """Moves in their order, for workers of about the same number of bytes: one reads while another arranges."""
     total, done = sum(move.payload_bytes for move in moves), 0
-    shares: tuple[list[TensorMove], list[TensorMove]] = ([], [])
+    shares: tuple[list[TensorMove], ...] = tuple([] for _ in range(workers))
     for move in moves:
-        shares[min(1, done * 2 // max(1, total))].append(move)
+        shares[min(workers - 1, done * workers // max(1, total))].append(move)
         done += move.payload_bytes
     return tuple(map(tuple, shares))
 

@@ -18,7 +18,7 @@ from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.target._file_stream import write_end
 from mcore_ckpt.target._journal import Journal
 from mcore_ckpt.target.safetensors import Exported, shard_names, weight_map
-from mcore_ckpt.target.slots import Blob, Frame, TargetPlan, TensorMove, all_in_one, in_two_shares
+from mcore_ckpt.target.slots import Blob, Frame, TargetPlan, TensorMove, all_in_one, in_shares
 from mcore_ckpt.target.state_pickle import SavedTensor, pickle_state
 from mcore_ckpt.tools.payloads import StoredPayloads
 
@@ -49,7 +49,9 @@ class _TorchPlan(TargetPlan):
             storage_at(folder).publish("pytorch_model.bin.index.json", self.index_file)
 
 
-def plan_state_files(states: Mapping[str, Any], index: CheckpointIndex, index_file: bytes | None = None) -> TargetPlan:
+def plan_state_files(
+    states: Mapping[str, Any], index: CheckpointIndex, workers: int, index_file: bytes | None = None
+) -> TargetPlan:
     """Where each tensor of some state dicts, by file name, goes; `SavedTensor`s name keys of `index`.
 
     `index_file` is the content of `pytorch_model.bin.index.json`.
@@ -74,7 +76,7 @@ def plan_state_files(states: Mapping[str, Any], index: CheckpointIndex, index_fi
         sizes[file] = layout.size_bytes
         archives[file] = _Archive(layout, tuple(sums))
     return _TorchPlan(
-        work=in_two_shares(moves),
+        work=in_shares(moves, workers),
         blobs=tuple(blobs),
         sizes=sizes,
         files_at_once=1,
@@ -83,11 +85,13 @@ def plan_state_files(states: Mapping[str, Any], index: CheckpointIndex, index_fi
     )
 
 
-def plan_torch_files(tensors: Sequence[Exported], index: CheckpointIndex, most_bytes: int) -> TargetPlan:
+def plan_torch_files(
+    tensors: Sequence[Exported], index: CheckpointIndex, most_bytes: int, workers: int = 2
+) -> TargetPlan:
     """As `plan_safetensors`, in files `pytorch_model...bin`, each with a dict of tensors by name."""
     shards = shard_names(tensors, most_bytes, "pytorch_model", "bin")
     states = {
         file: {tensor.name: SavedTensor(tensor.entry.dtype, tensor.shape, tensor.entry.fqn) for tensor in shard}
         for file, shard in shards.items()
     }
-    return plan_state_files(states, index, weight_map(shards) if len(shards) > 1 else None)
+    return plan_state_files(states, index, workers, weight_map(shards) if len(shards) > 1 else None)

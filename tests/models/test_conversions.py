@@ -99,6 +99,25 @@ def test_torch(checkpoint: Path, tmp_path: Path) -> None:
     assert_same(tensors, model_tensors())
 
 
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+def test_as_many_tensors_are_in_progress_as_there_are_workers(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any
+) -> None:
+    begun: set[int] = set()
+    original = _writer._Worker._write_tensor
+
+    def write(self: Any, *arguments: Any) -> None:
+        begun.add(self._number)
+        original(self, *arguments)
+
+    monkeypatch.setattr(_writer._Worker, "_write_tensor", write)
+    for workers in (1, 3):
+        begun.clear()
+        export_checkpoint(checkpoint, tmp_path / str(workers), to=to, workers=workers)
+        assert begun == set(range(workers))
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
+
+
 def test_dcp(checkpoint: Path, tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
