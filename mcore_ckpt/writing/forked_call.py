@@ -173,10 +173,12 @@ class _ForkedChild(SupervisedChild):
         if fd >= 0:
             os.close(fd)
 
-    def __del__(self) -> None:  # the outcome is not wanted any more; the child continues
-        with contextlib.suppress(Exception):
+    def __del__(self) -> None:  # no caller asks for the outcome any more; the child continues
+        try:
             self._sentinel.close()
             self._release()
+        except Exception:  # noqa: BLE001  (at the interpreter's end, this module's names are gone)
+            pass
 
 
 def _fork(process: BaseProcess, what: str) -> None:
