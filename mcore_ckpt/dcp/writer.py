@@ -54,6 +54,7 @@ from mcore_ckpt.directory.publish import check_files, publish
 from mcore_ckpt.directory.target import Target, abandon, lock_late, open_target
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, SealedFile, shown_id
+from mcore_ckpt.layout.buckets import check_hint
 from mcore_ckpt.layout.dense_tensors import check_memory
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
 from mcore_ckpt.layout.torch_classes import WrittenSums, encoded_metadata, storage_meta
@@ -150,6 +151,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         )
         self.thread_count = self.options.thread_count
         self.single_file_per_rank = single_file_per_rank
+        check_hint(separation_hint)
         self.separation_hint = separation_hint
         self.extensions = tuple(_extensions or ())
         self.write_buckets: list[WriteBucket] | None = None

@@ -32,9 +32,12 @@ def text_bytes(value: str) -> bytes:
 
 
 def deflated(parts: Iterable[bytes]) -> tuple[bytes, int]:
-    """The parts as one zlib stream, and their length before that."""
+    """The parts as one zlib stream, which `Columns.inflated` takes, and their length before that."""
     body = b"".join(parts)
-    return zlib.compress(body, 1), len(body)
+    packed = zlib.compress(body, 1)
+    if len(body) > _MAX_INFLATED_BYTES + _MAX_INFLATION * len(packed):
+        packed = zlib.compress(body, 0)
+    return packed, len(body)
 
 
 class Columns:

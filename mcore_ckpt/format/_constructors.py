@@ -155,7 +155,8 @@ class ObjectRules:
             known = self._storages[key] = flat.untyped_storage()
         if known.nbytes() != nbytes:
             raise WrongArgumentsError(f"storage {key!r:.40} as {nbytes} bytes, and as {known.nbytes()}")
-        return _Storage(getattr(torch, dtype or "uint8"), known)
+        elem = getattr(torch, dtype or "uint8")
+        return torch.storage.TypedStorage(wrap_storage=known, dtype=elem, _internal=True)  # type: ignore[no-untyped-call]
 
     def _allowed_class(self, full_name: str) -> tuple[Any, Maker | None]:
         target = ALLOWED_OBJECT_CLASSES[full_name]
@@ -444,13 +445,6 @@ def _scalar(budget: Budget, dtype: Any, content: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------------- torch
 
 
-class _Storage:
-    """A storage, and the dtype that the pickle gives it."""
-
-    def __init__(self, dtype: Any, untyped: Any) -> None:
-        self.dtype, self.untyped = dtype, untyped
-
-
 def _torch_named(full_name: str) -> tuple[Any, Maker | None] | None:
     return _torch_names().get(full_name)
 
@@ -505,13 +499,19 @@ def _torch_size(budget: Budget, values: Any = ()) -> Any:
     return torch.Size(values)
 
 
+def _wants_storage(value: Any) -> None:
+    import torch
+
+    _wants(type(value) is torch.storage.TypedStorage, "a storage")
+
+
 def _check_place(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> tuple[int, Any, Any]:
     """Offset, sizes and strides (in elements) of a tensor that lies inside its storage."""
-    _wants(type(storage) is _Storage, "a storage")
+    _wants_storage(storage)
     (offset,), size, stride = checked_size((offset,)), checked_size(size), checked_size(stride)
     _wants(len(size) == len(stride), "as many strides as sizes")
     last = -1 if 0 in size else offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    held = storage.untyped.nbytes() // dtype.itemsize
+    held = storage._untyped_storage.nbytes() // dtype.itemsize  # noqa: SLF001  (`untyped()` warns)
     _wants(last < held, f"elements up to {last} inside a storage of {held}")
     return offset, size, stride
 
@@ -524,7 +524,7 @@ def _place_tensor(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any,
     import torch
 
     offset, size, stride = _check_place(storage, dtype, offset, size, stride)
-    tensor = torch.empty((0,), dtype=dtype).set_(storage.untyped, offset, size, stride)
+    tensor = torch.empty((0,), dtype=dtype).set_(storage._untyped_storage, offset, size, stride)  # noqa: SLF001
     if metadata:
         _wants(type(metadata) is dict and set(metadata) <= {"conj", "neg"}, "conj or neg")
         flags = {name: value is True for name, value in metadata.items()}
@@ -536,7 +536,7 @@ def _rebuild_tensor_v2(
     _: Budget, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, metadata: Any = None
 ) -> Any:
     _check_hooks(hooks, grad)
-    _wants(type(storage) is _Storage, "a storage")
+    _wants_storage(storage)
     return _place_tensor(storage, storage.dtype, offset, size, stride, metadata).requires_grad_(grad)
 
 

@@ -140,8 +140,8 @@ def _path_lengths(keys: Sequence[str], planner_data: Any) -> array[int] | None:
     lengths = array("I")
     if planner_data is None:
         return lengths
-    if type(planner_data) is not dict or len(planner_data) != len(keys):
-        return None
+    if type(planner_data) is not dict or not keys or len(planner_data) != len(keys):
+        return None  # of no keys, the columns would say the same as of no planner_data
     for key in keys:
         path = planner_data.get(key)
         if type(path) is not tuple or ".".join(map(str, path)) != key or not {str, int}.issuperset(map(type, path)):
@@ -210,7 +210,7 @@ def _read_tensors(
     kinds = [(name, bool(grad)) for name, grad in zip(names, grads, strict=True) if name is not None]
     if len(kinds) != kind_count:
         raise columns.wrong("a dtype that torch does not have")
-    forms = _forms(columns, words, kinds, chunks)
+    forms = _forms(columns, words, kinds, count, chunks)
     if own_forms and max(own_forms) >= len(forms):
         raise columns.wrong("a tensor of a form that is not there")
     of_each = list(map(forms.__getitem__, own_forms))
@@ -235,8 +235,13 @@ def _check_places(
         raise columns.wrong("an item that does not end within 2**63 bytes")
 
 
-def _forms(columns: Columns, words: list[int], kinds: Sequence[tuple[str, bool]], chunk_count: int) -> list[TensorForm]:
-    """Dtype, shape and chunks of tensors: of each, number of its kind, of its axes and of its chunks, and all sizes."""
+def _forms(
+    columns: Columns, words: list[int], kinds: Sequence[tuple[str, bool]], tensor_count: int, chunk_count: int
+) -> list[TensorForm]:
+    """Dtype, shape and chunks of tensors: of each, number of its kind, of its axes and of its chunks, and all sizes.
+
+    Each is that of at least one tensor, so there are no more of them, and of their chunks, than of those.
+    """
     forms: list[TensorForm] = []
     shapes = _Shapes(columns)
     at, end = 0, len(words)
@@ -244,7 +249,8 @@ def _forms(columns: Columns, words: list[int], kinds: Sequence[tuple[str, bool]]
         kind, axes, chunks = words[at : at + 3] if at + 3 <= end else (len(kinds), 0, 0)
         first = at + 3 + axes
         stop = first + 2 * axes * chunks
-        if kind >= len(kinds) or axes > _MAX_AXES or chunks > chunk_count or stop > end:
+        chunk_count -= chunks
+        if kind >= len(kinds) or axes > _MAX_AXES or chunk_count < 0 or stop > end or len(forms) == tensor_count:
             raise columns.wrong("a form of tensors that cannot be")
         shape = tuple(words[at + 3 : first])
         parts = [tuple(words[n : n + axes]) for n in range(first, stop, axes)] if axes else [()] * (2 * chunks)

@@ -241,8 +241,8 @@ class _Run:
             raise
         except WrongArgumentsError as error:
             raise UnsafePickleError(
-                f"{self._where}: the pickle makes something that nobody saves, at byte {self.position}: {error}. The "
-                "file is damaged or was made to do harm; do not load it."
+                f"{self._where}: the pickle makes what is not read, at byte {self.position}: {error}. The file is "
+                "damaged, was made to do harm, or holds an object of a kind that checkpoints may not hold."
             ) from error
         except NotUnderstoodError as error:
             raise NewerFormatError(

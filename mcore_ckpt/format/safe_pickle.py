@@ -390,6 +390,11 @@ def _run(data: bytes, rules: ObjectRules, where: str) -> Any:
     try:
         return unpickle(data, rules, where)
     except UnsafePickleError as error:
+        if isinstance(error.__cause__, WrongArgumentsError):
+            raise UnsafePickleError(
+                f"{error} If you trust the origin of this checkpoint, load it with "
+                "LoadOptions(run_code_from_checkpoint=True)"
+            ) from error.__cause__
         if not rules.refused:
             raise
         refused = _refused_names(data, rules)

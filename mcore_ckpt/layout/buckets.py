@@ -20,10 +20,12 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.file_names import data_file_name, with_id
 from mcore_ckpt.format.index import ObjectEntry, StoredItem
 from mcore_ckpt.format.item_layout import TensorTemplate, place, tensor_template
+from mcore_ckpt.format.metadata_read import file_name_problem
 from mcore_ckpt.format.seal import FileSealPlan, TableColumns
 from mcore_ckpt.layout.file_image import FileImage, PlannedFile
 from mcore_ckpt.layout.plans import LocalPlan, LocalPlanBuilder
@@ -34,6 +36,7 @@ __all__ = [
     "RankLayout",
     "TensorSpec",
     "balance",
+    "check_hint",
     "frame_file",
     "lay_out_file",
     "lay_out_rank",
@@ -108,6 +111,16 @@ def balance(sizes_bytes: Sequence[int], buckets: int) -> list[list[int]]:
     for indices in chosen:
         indices.sort()
     return chosen
+
+
+def check_hint(separation_hint: str | None) -> None:
+    """Raise `OptionError` if names of files cannot begin with it."""
+    if separation_hint is None:
+        return
+    problem = "names another directory" if "/" in separation_hint else None
+    problem = problem or file_name_problem(data_file_name(0, 0, separation_hint))
+    if problem:
+        raise OptionError(f"separation_hint={separation_hint!r:.80}: a file name that begins with it {problem}")
 
 
 def split_buckets(

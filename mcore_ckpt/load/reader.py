@@ -13,7 +13,7 @@ import math
 import os
 import uuid
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
@@ -266,8 +266,9 @@ class FileSystemReader(StorageReader):
                 dtype (`LoadOptions.on_dtype_mismatch`).
             CorruptCheckpointError, ChecksumError, UnsafePickleError: stored bytes cannot be right, or not be trusted.
         """
-        if self._rank is not None and isinstance(planner, DefaultLoadPlanner):
-            check_planned(plan.items, planner.state_dict, self.index.tensors, f"{self.path} of rank {self._rank}")
+        if _plans_as_dcp_does(planner):
+            where = f"{self.path}" if self._rank is None else f"{self.path} of rank {self._rank}"
+            check_planned(plan.items, planner.state_dict, self.index.tensors, where)
         objects: dict[str, list[ReadItem]] = {}
         tensors: list[ReadItem] = []
         for read_item in plan.items:
@@ -360,6 +361,14 @@ class FileSystemReader(StorageReader):
                 f" {[list(known) for known in list(chunks)[:8]]}"
             )
         return chunk
+
+
+def _plans_as_dcp_does(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
+    """True if a planner requests all of each tensor in its state dict, as DCP's default planner does."""
+    return isinstance(planner, DefaultLoadPlanner) and all(
+        getattr(type(planner), name) is getattr(DefaultLoadPlanner, name)
+        for name in ("create_local_plan", "create_global_plan", "finish_plan")
+    )
 
 
 def _destinations_are_in_place(planner: LoadPlanner) -> bool:

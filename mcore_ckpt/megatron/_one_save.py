@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.directory.common_file import read_common_file
+from mcore_ckpt.directory.in_force import common_file_in_force
+from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.manifest import MetadataSeal
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.format.seal import shown_id
+from mcore_ckpt.storage.resolve import storage_at
 
 __all__ = [
     "SaveIdentity",
@@ -81,9 +85,19 @@ def note_common(directory: Path, source: SaveIdentity) -> None:
         noted[str(directory.absolute())] = source
 
 
-def check_common(directory: Path, source: SaveIdentity) -> None:
-    """Raise `LoadError` if tensors and the common state that the same load has read are of two saves."""
-    common = (_common_of.get() or {}).get(str(directory.absolute()))
+def check_common(directory: Path, source: SaveIdentity, index: CheckpointIndex) -> None:
+    """Raise `LoadError` if tensors and the common state that the same load has read are of two saves.
+
+    Without `install()` Megatron-Core has read `common.pt` by itself: then the file is compared with the manifest.
+    """
+    noted = _common_of.get()
+    if noted is None:
+        storage = storage_at(directory)
+        name = common_file_in_force(storage.list(), index) if index.seal is not None else None
+        if name is not None:
+            read_common_file(storage, name, index.seal)
+        return
+    common = noted.get(str(directory.absolute()))
     if common is not None and not common.is_same(source):
         raise replaced_error(directory, f"the common state was read of {common}, the tensors of {source}")
 

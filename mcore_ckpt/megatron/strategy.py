@@ -28,7 +28,7 @@ from mcore_ckpt.core.ranks import coordination_group, interrupts_wait_for_others
 from mcore_ckpt.directory.in_force import data_bytes_of_rank
 from mcore_ckpt.directory.remove import remove_tensors
 from mcore_ckpt.items.open_files import ReadStats
-from mcore_ckpt.layout.buckets import TensorSpec
+from mcore_ckpt.layout.buckets import TensorSpec, check_hint
 from mcore_ckpt.layout.shards import (
     is_main_replica,
     is_sharded_object,
@@ -105,6 +105,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         self.options = SaveOptions.from_environment() if options is None else options
         self.keep_only_main_replica = keep_only_main_replica
         self.thread_count = self.options.thread_count if thread_count is None else thread_count
+        check_hint(separation_hint)
         self.separation_hint = separation_hint
         self.use_cached_ckpt_structure = cached_metadata
         self.cached_global_metadata: Any = None
@@ -336,7 +337,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         if not source.save_id and metadata_version(reader.path) != version:
             # Nothing but the file itself tells the saves apart: it may have been another one already when it was read.
             raise replaced_error(reader.path, ".metadata, which has no seal, is another file than before")
-        check_common(reader.path, source)
+        check_common(reader.path, source, reader.index)
         _expect_save(reader.path, reader.stats.bytes_read - read_before)
         return filled, source
 

@@ -151,10 +151,12 @@ class TargetPlan:
         for worker in self.work:
             found.update(b"worker")
             for move in worker:
-                found.update(f"{move.entry.fqn} {move.key} {move.entry.dtype} {move.slots}\n".encode())
+                found.update(
+                    f"{move.entry.fqn} {move.key} {move.entry.dtype} {move.slots}\n".encode("utf-8", "surrogatepass")
+                )
         for blob in self.blobs:
             content = blob.content if isinstance(blob.content, bytes) else repr(blob.content).encode()
-            found.update(f"{blob.file} {blob.offset}\n".encode() + content)
+            found.update(f"{blob.file} {blob.offset}\n".encode("utf-8", "surrogatepass") + content)
         for line in payloads.recipe():
-            found.update(line.encode())
+            found.update(line.encode("utf-8", "surrogatepass"))
         return found.hexdigest()

@@ -132,8 +132,9 @@ def prune_run(
     """Decide which checkpoints of a run can go, and with `remove` remove them.
 
     Never goes: `release`; what the tracker file names; the newest `keep_last` that are whole, and whatever is newer
-    than the oldest of these; a directory that a save has marked, or in which files have just been written; a directory
-    behind a link; what has no index that can be read, since nothing says which files are the checkpoint's.
+    than the oldest of these; a directory that a save has marked, or in which files have just been written; a link, and
+    what a link in the run's directory leads to; what has no index that can be read, since nothing says which files are
+    the checkpoint's. A link is not counted as one of the newest.
 
     Args:
         run: the directory that holds `iter_0000100` and the like.
@@ -153,11 +154,20 @@ def prune_run(
     tracked = tracked_name(run)
     directories = _directories(run)
     checkpoints = [look_at(directory, tracked=tracked)[0] for directory in directories]
-    whole = [checkpoint for checkpoint in checkpoints if checkpoint.whole and checkpoint.iteration is not None]
+    whole = [
+        checkpoint
+        for checkpoint in checkpoints
+        if checkpoint.whole and checkpoint.iteration is not None and not checkpoint.path.is_symlink()
+    ]
+    links = _links_of(run)
     oldest_kept = whole[-keep_last:][0].iteration if len(whole) >= keep_last else None
     decisions = []
     for checkpoint in checkpoints:
-        reason = _reason_to_keep(checkpoint, oldest_kept, keep_last, keep_every) or _reason_to_wait(checkpoint)
+        reason = (
+            _reason_to_keep(checkpoint, oldest_kept, keep_last, keep_every)
+            or _linked(checkpoint, links)
+            or _reason_to_wait(checkpoint)
+        )
         if reason is not None:
             decisions.append(PruneDecision(checkpoint, True, reason))
         elif remove:
@@ -178,6 +188,22 @@ def _directories(run: str | os.PathLike[str]) -> list[Path]:
     if not found:
         raise CheckpointNotFoundError(f"{run}: no checkpoints in it: expected directories such as iter_0000100")
     return found
+
+
+def _links_of(run: str | os.PathLike[str]) -> dict[str, Path]:
+    """Where each link in the directory of a run leads to in the end, by its name."""
+    try:
+        with os.scandir(run) as entries:
+            return {entry.name: Path(os.path.realpath(entry.path)) for entry in entries if entry.is_symlink()}
+    except OSError as error:
+        raise LoadError(f"{run}: cannot be listed ({error.strerror}); nothing was removed") from error
+
+
+def _linked(checkpoint: RunCheckpoint, links: dict[str, Path]) -> str | None:
+    """Why a checkpoint stays to which, or to something in which, a link leads; None if none does."""
+    path = Path(os.path.realpath(checkpoint.path))
+    name = next((name for name, target in links.items() if target == path or path in target.parents), None)
+    return None if name is None else f"the link {name} leads to it"
 
 
 def _reason_to_keep(

@@ -427,6 +427,25 @@ def test_async_save_writes_the_state_at_the_call(tmp_path: Path) -> None:
 def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="TORCH_SAVE"):
         FileSystemWriterAsync(tmp_path, serialization_format=dcp.filesystem.SerializationFormat.SAFETENSORS)
+    for hint in ("sub/", "../x", "a:b", "a\n"):
+        with pytest.raises(OptionError, match="separation_hint"):
+            FileSystemWriterAsync(tmp_path, separation_hint=hint)
+
+
+def test_an_empty_state_dict_is_a_valid_checkpoint(tmp_path: Path) -> None:
+    dcp.save({}, storage_writer=FileSystemWriterAsync(tmp_path))
+    assert verify_checkpoint(tmp_path).whole
+    dcp.load({}, storage_reader=FileSystemReader(tmp_path))
+
+
+def test_storages_in_objects_come_back_as_torchs(tmp_path: Path) -> None:
+    dcp.save({"o": {"x": torch.ones(2).untyped_storage()}}, storage_writer=FileSystemWriterAsync(tmp_path))
+    loaded: list[dict[str, Any]] = [{"o": {"x": None}}, {"o": {"x": None}}]
+    dcp.load(loaded[0], storage_reader=FileSystemReader(tmp_path))
+    dcp.load(loaded[1], storage_reader=dcp.FileSystemReader(tmp_path))
+    ours, stock = (state["o"]["x"] for state in loaded)
+    assert type(ours) is type(stock)
+    assert ours.tolist() == stock.tolist()
 
 
 def test_checkpoint_ids(tmp_path: Path) -> None:

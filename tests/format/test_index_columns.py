@@ -105,7 +105,7 @@ def test_columns_say_what_the_pickle_says(
     assert (found.storage_meta, found.version, found.has_local_plans) == (META, "1.0.0", plans is not None)
 
 
-@pytest.mark.parametrize("key", ["\u0414", "a\nb", "", "k" * 300, "\udc80", "\x94"])
+@pytest.mark.parametrize("key", ["\u0414", "a\nb", "", "k" * 300, "\udc80", "\x94", "k" * 2_000_000])
 def test_unusual_keys(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = {}
     for n, name in enumerate(("before", key, "behind")):
@@ -224,6 +224,13 @@ HOSTILE = {
     "shape beyond 2**63": (number(FORM + 24, 2**64 - 1), "shapes that nobody has"),
     "chunk outside": (number(FORM + 40, 2), "a chunk outside its tensor"),
     "bytes behind the end": (lambda first, _: first.extend(b"\0"), "follow its end"),
+    "a form of no tensor": (
+        lambda first, more: (
+            first.__setitem__(slice(FORM, FORM), first[FORM : FORM + 72]),
+            number(24, 18)(first, more),
+        ),
+        "a form of tensors that cannot be",
+    ),
     "unknown dtype": (lambda first, _: first.__setitem__(slice(-8, -1), b"float33"), "dtype that torch does not have"),
     "name that is no text": (lambda first, _: first.__setitem__(-1, 0xFF), "is not UTF-8"),
     "objects that are not there": (number(0, 2**60, section=1), "are to follow"),

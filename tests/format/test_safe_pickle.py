@@ -233,6 +233,11 @@ class TestUnusual:
             load_object(content)
         assert load_object(content, run_code=True)[0].shape == tensor().shape
 
+    @pytest.mark.parametrize("value", [np.array([None], dtype=object), np.zeros(2, dtype=[("a", "i4")])])
+    def test_numpy_arrays_of_other_kinds(self, value: Any) -> None:
+        with pytest.raises(UnsafePickleError, match="run_code_from_checkpoint=True"):
+            load_object(saved([value]))
+
 
 class TestDamaged:
     CONTENT = saved([{"a": np.arange(3.0), "t": torch.arange(5.0)}, argparse.Namespace(x=1)])

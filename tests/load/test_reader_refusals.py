@@ -257,12 +257,14 @@ def test_a_missing_data_file_is_named_with_the_key(tmp_path: Path) -> None:
         load_box(FileSystemReader(tmp_path), "w", torch.zeros(4))
 
 
-@pytest.mark.parametrize("boxes", [[(0, 8)], [(0, 8), (8, 8), (12, 4)]], ids=["missing", "twice"])
+@pytest.mark.parametrize(
+    "boxes", [[(0, 8)], [(0, 8), (8, 8), (12, 4)], [(0, 0)]], ids=["missing", "twice", "chunk without elements"]
+)
 def test_dcp_does_not_leave_a_part_of_a_tensor_as_it_was(tmp_path: Path, boxes: list[tuple[int, int]]) -> None:
     """DCP plans the overlaps that it finds, and asks no further."""
     stored = StoredTensor(torch.randn(16, 4), [Box((start, 0), (size, 4)) for start, size in boxes])
     write_checkpoint(tmp_path, {"w": stored})
-    with pytest.raises(CheckpointException, match="do not make up the tensor"):
+    with pytest.raises(CheckpointException, match=r"w: 64 stored elements .* hold (32|80|0) of them"):
         dcp.load({"w": torch.zeros(16, 4)}, storage_reader=FileSystemReader(tmp_path), no_dist=True)
 
 

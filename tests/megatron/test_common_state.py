@@ -20,7 +20,14 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
 import mcore_ckpt
-from mcore_ckpt import AsyncCallsQueue, CorruptCheckpointError, SaveError, SaveOptions, TorchDistSaveStrategy
+from mcore_ckpt import (
+    AsyncCallsQueue,
+    CorruptCheckpointError,
+    SaveError,
+    SaveOptions,
+    TorchDistLoadStrategy,
+    TorchDistSaveStrategy,
+)
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.save import transaction
 from mcore_ckpt.storage._local import LocalStorage
@@ -186,6 +193,9 @@ def stocks_common_state_beside_our_data(directory: Path) -> None:
     shutil.copy(directory / "2" / "common.pt", directory / "1" / "common.pt")
     with pytest.raises(CorruptCheckpointError, match="expected the common state of save"):
         mcore_ckpt.open_checkpoint(directory / "1").common_state()
+    # Megatron-Core reads it by itself here, and the strategy the tensors.
+    with pytest.raises(CorruptCheckpointError, match="expected the common state of save"):
+        dist_checkpointing.load(state(-1), str(directory / "1"), TorchDistLoadStrategy())
 
 
 @pytest.mark.skipif(

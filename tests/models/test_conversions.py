@@ -366,6 +366,11 @@ class TestNothingIsLost:
         with pytest.raises(OptionError, match="__metadata__"):
             export_checkpoint(tmp_path / "c", tmp_path / "e")
 
+    def test_a_key_that_is_no_unicode(self, tmp_path: Path) -> None:
+        (tmp_path / "s").mkdir()
+        (tmp_path / "s" / "x.safetensors").write_bytes(safetensors_file({"\ud800": (0, 4)}, 4))
+        assert import_checkpoint(tmp_path / "s", tmp_path / "t").tensors == 1
+
     def test_a_damaged_torch_file(self, tmp_path: Path) -> None:
         """torch.load compares no checksum of what it maps."""
         torch.save({"w": torch.full((100,), 7, dtype=torch.uint8)}, tmp_path / "x.pt")

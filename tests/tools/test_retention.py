@@ -190,6 +190,20 @@ def test_release_and_links_and_what_has_no_index_stay(run: Path, tmp_path: Path)
     assert "no index" in why(report, 300)
 
 
+@pytest.mark.parametrize("link", ["release", "best", name_of(900), name_of(400)])
+def test_what_a_link_of_the_run_leads_to_stays(run: Path, link: str) -> None:
+    if (run / link).exists():
+        shutil.rmtree(run / link)
+    (run / link).symlink_to(name_of(200))
+    if link == name_of(900):
+        (run / TRACKER_FILE).write_text("900")
+    report = prune_run(run, keep_last=1, remove=True)
+    assert 200 not in going(report)
+    assert 500 not in going(report), "a link counts as one of the newest"
+    assert link in why(report, 200)
+    assert (run / link / ".metadata").exists()
+
+
 def test_a_link_below_a_checkpoint_is_not_followed(run: Path, tmp_path: Path) -> None:
     """An index that names files behind a link must not remove them."""
     other = tmp_path / "other"
