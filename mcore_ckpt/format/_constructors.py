@@ -181,7 +181,9 @@ def _wants(condition: bool, what: str) -> None:
 def _enum_maker(cls: Any) -> Maker:
     """Members by value: calling a flag's class would make new members."""
 
-    def member(_: Budget, value: Any) -> Any:
+    def member(_: Budget, *values: Any) -> Any:
+        _wants(len(values) == 1, f"one value of a member of {cls.__name__}")
+        (value,) = values
         found = cls._value2member_map_.get(value) if type(value) in (int, str, bool, float) else None
         if found is None:
             found = next(

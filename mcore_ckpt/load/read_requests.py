@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
@@ -239,9 +240,15 @@ def check_planned(
         planned[item.storage_index.fqn] += math.prod(item.lengths)
     for key, value in state_dict.items():
         if isinstance(value, torch.Tensor) and key in stored and key not in flexible:
-            local = value.to_local() if isinstance(value, DTensor) else value
-            if planned[key] != local.numel():
-                raise not_held(key, local.numel(), planned[key], where)
+            elems = _local_elems(value)
+            if planned[key] != elems:
+                raise not_held(key, elems, planned[key], where)
+
+
+def _local_elems(value: torch.Tensor) -> int:
+    if isinstance(value, ShardedTensor):
+        return sum(shard.tensor.numel() for shard in value.local_shards())
+    return (value.to_local() if isinstance(value, DTensor) else value).numel()
 
 
 def not_held(key: str, wanted_elems: int, planned_elems: int, where: str) -> CorruptCheckpointError:

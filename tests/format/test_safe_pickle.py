@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
+import enum
 import io
 import os
 import pathlib
@@ -315,14 +316,19 @@ def test_without_imports_megatrons_classes_are_named() -> None:
     assert done.stdout.split() == [b"<megatron.core.transformer.enums.AttnBackend(1,)>", b"0.5"]
 
 
+class Level(enum.Enum):
+    FIRST = 1
+
+
 def test_what_is_not_installed_is_named_too() -> None:
     content = _renamed(
-        saved([Plain(3)]),
-        {f"c{__name__}\nPlain\n".encode(): _global("megatron.core.transformer.enums.CudaGraphModule")},
+        saved([Level.FIRST]),
+        {f"c{__name__}\nLevel\n".encode(): _global("megatron.core.transformer.enums.CudaGraphModule")},
     )
     (value,) = load_object(content)
-    # CudaGraphModule came with megatron-core 0.18: with 0.16 installed there is no such class.
-    assert isinstance(value, Unavailable) == ("CudaGraphModule" in repr(value))
+    # It came with megatron-core 0.18: with 0.16 installed there is no such class.
+    assert isinstance(value, Unavailable) or type(value).__name__ == "CudaGraphModule"
+    assert "CudaGraphModule" in repr(value)
 
 
 def test_loads_replaces_every_global() -> None:
