@@ -274,6 +274,7 @@ def test_the_packed_tail_is_the_one_made_field_by_field(payload_bytes: int, zip6
     assert tail[name_at : name_at + 14] == b"archive/data/0"
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.6 does not say where a payload lies")
 def test_torchs_own_item_of_more_than_four_gibibytes_is_located(tmp_path: Path) -> None:
     path = tmp_path / "stock.pt"
     with torch.serialization.skip_data():  # torch reserves the space without writing it

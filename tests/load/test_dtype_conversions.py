@@ -23,7 +23,7 @@ from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 from tests.support.gloo_ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Casting complex values")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:Casting complex values")
 
 REFUSE = LoadOptions(on_dtype_mismatch="raise")
 SHAPES = {"small": (40, 50), "large": (700, 1000), "scalar": ()}
@@ -132,6 +132,7 @@ def test_raise_refuses_and_names_the_key(
         assert same[key].equal(tensor)
 
 
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="torch 2.6 has no such dtype")
 def test_what_torch_cannot_convert_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     save(tmp_path, torch.float32)
     reader = FileSystemReader(tmp_path)
