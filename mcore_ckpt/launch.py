@@ -17,8 +17,6 @@ from pathlib import Path
 
 from mcore_ckpt.core.errors import OptionError, UnsupportedMegatronError
 
-__all__ = ["main"]
-
 USAGE = (
     "usage: python -m mcore_ckpt.launch SCRIPT [arguments ...]\n"
     "       python -m mcore_ckpt.launch -m MODULE [arguments ...]"

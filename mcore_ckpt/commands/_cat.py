@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from mcore_ckpt.tools.checkpoint import Checkpoint, LazyTensor
     from mcore_ckpt.tools.tensor_stats import Stats
 
-__all__ = ["add_arguments", "run"]
-
 _SLICE = re.compile(r"^-?\d*(?::-?\d*(?::\d*)?)?$|^\.\.\.$")
 
 

@@ -13,8 +13,6 @@ from mcore_ckpt.reshard.options import ConversionOptions, flag_of, help_of, kind
 if TYPE_CHECKING:
     from mcore_ckpt.reshard.conversion import ConversionReport
 
-__all__ = ["add_options", "checked_outcome", "given_options", "notes_of", "plan_outcome", "require_check"]
-
 
 def add_options(parser: argparse.ArgumentParser, options: type[ConversionOptions], direction: str = "") -> None:
     """Declare an argument for each option; those of some kinds alone stand under `with DIRECTION KIND, ...`."""

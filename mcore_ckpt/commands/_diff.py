@@ -12,8 +12,6 @@ from mcore_ckpt.core.errors import OptionError
 if TYPE_CHECKING:
     from mcore_ckpt.tools.diff import TensorDiff
 
-__all__ = ["add_arguments", "run"]
-
 _SHOWN = 30
 _MOST_WORKERS = 8
 

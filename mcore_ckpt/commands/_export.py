@@ -17,8 +17,6 @@ from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.models.options import ExportOptions
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""

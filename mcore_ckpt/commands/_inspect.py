@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from mcore_ckpt.format.index import CheckpointIndex
     from mcore_ckpt.tools.inspection import GroupRow
 
-__all__ = ["add_arguments", "run"]
-
 _EVERYTHING = ""
 
 

@@ -8,8 +8,6 @@ import time
 from mcore_ckpt.commands._shell import DIFFERS, DONE, FAILED, Outcome, document_of, human_age, one_line, table
 from mcore_ckpt.core.console import human_bytes
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""

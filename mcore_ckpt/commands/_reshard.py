@@ -12,8 +12,6 @@ from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.reshard.options import ReshardOptions
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""

@@ -6,19 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-__all__ = [
-    "DIFFERS",
-    "DONE",
-    "FAILED",
-    "Outcome",
-    "document_of",
-    "few",
-    "human_age",
-    "numbers",
-    "one_line",
-    "table",
-]
-
 DONE: Final = 0
 """Done, identical, or valid."""
 

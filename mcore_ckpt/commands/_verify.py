@@ -7,8 +7,6 @@ import argparse
 from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, document_of, one_line
 from mcore_ckpt.core.console import human_bytes
 
-__all__ = ["add_arguments", "run"]
-
 _SHOWN = 50
 _OTHER_OPTIMIZER = (
     "a job that loads the optimizer resumes from its weights, not from the model's. Megatron-Core saves a fully "

@@ -22,8 +22,6 @@ from typing import Any, TextIO
 from mcore_ckpt.commands._shell import FAILED, Outcome, document_of
 from mcore_ckpt.core.errors import CheckpointError
 
-__all__ = ["main"]
-
 # name -> (module in mcore_ckpt.commands, what it does)
 _COMMANDS = {
     "reshard": ("reshard", "rewrite a checkpoint for another parallel layout"),

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Box", "Runs", "bounding", "covers", "flat_boxes", "intersect", "relative", "runs", "strides_of"]
-
 
 class Box(NamedTuple):
     """A block of a tensor: elements `[offsets[i], offsets[i] + sizes[i])` along each axis `i`."""

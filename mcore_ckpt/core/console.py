@@ -10,8 +10,6 @@ import threading
 from types import TracebackType
 from typing import Any, TypeVar
 
-__all__ = ["Progress", "WaitingBar", "human_bytes", "human_count"]
-
 P = TypeVar("P", bound="Progress")
 
 

@@ -16,8 +16,6 @@ from typing import TypeVar
 from mcore_ckpt.core import errors
 from mcore_ckpt.core.errors import CheckpointError
 
-__all__ = ["FailureReport", "RemoteError", "attempt", "describe", "remote_cause", "same_class", "value_of"]
-
 T = TypeVar("T")
 
 

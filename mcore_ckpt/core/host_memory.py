@@ -6,8 +6,6 @@ import contextlib
 import os
 from pathlib import Path
 
-__all__ = ["free_host_bytes"]
-
 
 def free_host_bytes() -> int:
     """Memory that this host, or the control groups that this process lives in, have to spare, in bytes."""

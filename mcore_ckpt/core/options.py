@@ -13,8 +13,6 @@ from typing import Any, Literal, TypeVar
 
 from mcore_ckpt.core.errors import OptionError
 
-__all__ = ["LoadOptions", "SaveOptions", "ranks_of_this_host", "unknown_variables"]
-
 _MIB = 1024 * 1024
 # The kernel's clocks take no more than they can count.
 _LONGEST_DEADLINE_S = 366 * 86400.0

@@ -13,8 +13,6 @@ from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
 
-__all__ = ["is_local", "local_path"]
-
 # Two letters at least; of what has been a `Path`, one of the two slashes is left.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)")
 

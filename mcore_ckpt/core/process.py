@@ -26,19 +26,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = [
-    "Sentinel",
-    "collector_paused",
-    "die_with_parent",
-    "exit_text",
-    "exit_with_parent",
-    "is_running",
-    "kernel_can_watch",
-    "lower_priority",
-    "until_parent_is_gone",
-    "wait_readable",
-]
-
 
 @contextmanager
 def collector_paused() -> Iterator[None]:

@@ -25,8 +25,6 @@ from mcore_ckpt.core.signals import interrupts_wait
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["RankGroup", "coordination_group", "interrupts_wait_for_others", "reached_every_rank", "was_interrupted"]
-
 T = TypeVar("T")
 
 # One exchange carries a payload of up to this many bytes; a larger one takes a second exchange of exact size.

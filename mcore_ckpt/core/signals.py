@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
 
-__all__ = ["interruptible", "interrupts_wait", "leave_signals_to_parent", "signals_held_back"]
-
 # What terminals and schedulers send to all processes of a job: to stop it, or as a notice that its time is up.
 _TO_ALL_PROCESSES: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 

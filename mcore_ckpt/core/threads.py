@@ -17,8 +17,6 @@ from itertools import chain, islice
 from types import TracebackType
 from typing import Any, Final, Generic, TypeVar
 
-__all__ = ["Crew", "Task", "in_parallel", "interpreter_ends", "start_thread"]
-
 T = TypeVar("T")
 
 # Threads that are stuck in the kernel cannot be waited for; they end by themselves if the device comes back.

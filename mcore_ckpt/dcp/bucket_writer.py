@@ -29,22 +29,6 @@ from mcore_ckpt.layout.torch_classes import dtype_name, storage_info
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.staging import BucketSource, write_in_process
 
-__all__ = [
-    "BucketData",
-    "CopiedData",
-    "DataFilePrefix",
-    "ItemSums",
-    "ResultFile",
-    "WriteBucket",
-    "describe_bucket",
-    "prepare_buckets",
-    "save_buckets",
-    "send_prefix",
-    "sums_of",
-    "take_sent_prefix",
-    "write_buckets",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class DataFilePrefix:

@@ -43,14 +43,6 @@ from mcore_ckpt.load.flattened import destination
 from mcore_ckpt.load.read_requests import check_planned, missing_key, not_held
 from mcore_ckpt.save.rank_state import serialize_objects
 
-__all__ = [
-    "MCoreLoadPlanner",
-    "MCoreSavePlanner",
-    "object_write_item",
-    "shard_write_item",
-    "tensor_write_item",
-]
-
 _PROPERTIES: dict[torch.dtype, TensorProperties] = {}
 
 

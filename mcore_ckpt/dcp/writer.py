@@ -60,14 +60,6 @@ from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
 from mcore_ckpt.layout.torch_classes import WrittenSums, encoded_metadata, storage_meta
 from mcore_ckpt.storage.resolve import storage_at
 
-__all__ = [
-    "FileSystemWriterAsync",
-    "compare_items",
-    "items_of",
-    "replaced_write_function",
-    "snapshot",
-]
-
 
 def items_of(metadata: Metadata) -> Counter[MetadataIndex]:
     """Every item that the metadata promises: the chunks of its tensors, and its objects."""

@@ -14,8 +14,6 @@ from mcore_ckpt.format.file_names import data_file_of
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.storage.base import Storage
 
-__all__ = ["finish_earlier", "sweep"]
-
 
 def finish_earlier(storage: Storage, lock: DirectoryLock, held: InForce) -> None:
     """Finish what saves that are gone have published, and undo what they have not; nothing that an index needs goes."""

@@ -30,14 +30,6 @@ from mcore_ckpt.format.seal import SealedFile, shown_id
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
-__all__ = [
-    "MAX_COMMON_BYTES",
-    "accept_common_file",
-    "bind_common_file",
-    "common_file_of_save",
-    "read_common_file",
-]
-
 # What is not sharded: arguments, schedules, at most a few tensors. Every rank reads all of it.
 MAX_COMMON_BYTES: Final = 4 * 1024**3
 _PIECE_BYTES = 16 * 1024 * 1024

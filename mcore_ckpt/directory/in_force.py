@@ -24,20 +24,6 @@ from mcore_ckpt.format.metadata_read import (
 )
 from mcore_ckpt.storage.base import FileVersion, Storage, align_up
 
-__all__ = [
-    "InForce",
-    "common_file_in_force",
-    "data_bytes_of_rank",
-    "index_files",
-    "index_name",
-    "is_in_force",
-    "is_pending",
-    "look",
-    "pending_name",
-    "saves_of",
-    "with_common_files",
-]
-
 _logger = logging.getLogger(__name__)
 
 _COMMON_STATE_KEY = "common_state/"

@@ -39,18 +39,6 @@ from mcore_ckpt.format.metadata_read import (
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
-__all__ = [
-    "Flaw",
-    "RunCheckpoint",
-    "common_state_flaw",
-    "is_megatrons",
-    "iteration_directories",
-    "iteration_of",
-    "look_at",
-    "structure_flaws",
-    "tracked_name",
-]
-
 _ITERATION = re.compile(r"iter_(\d{7,18})")
 _RELEASE = "release"
 _COMMON_STATE = "common_state/"

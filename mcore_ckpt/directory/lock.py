@@ -55,8 +55,6 @@ from mcore_ckpt.core.threads import interpreter_ends, start_thread
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.storage.base import Storage
 
-__all__ = ["DirectoryLock", "Owner", "contenders", "holders", "is_lock_file", "seems_gone"]
-
 _logger = logging.getLogger(__name__)
 
 BEAT_S: Final = 3.0

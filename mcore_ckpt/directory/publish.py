@@ -20,8 +20,6 @@ from mcore_ckpt.directory.target import Target, refuse_lost, take_reserved
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE
 from mcore_ckpt.storage.base import FileVersion, Storage
 
-__all__ = ["check_files", "publish", "settle", "write_config"]
-
 _logger = logging.getLogger(__name__)
 
 _INTEGRITY_FILE = "integrity.json"

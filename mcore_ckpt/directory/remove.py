@@ -14,8 +14,6 @@ from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
-__all__ = ["remove_tensors"]
-
 _logger = logging.getLogger(__name__)
 
 

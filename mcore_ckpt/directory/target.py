@@ -39,19 +39,6 @@ from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.seal import SAVE_ID_BYTES
 from mcore_ckpt.storage.base import FileVersion, Storage
 
-__all__ = [
-    "Target",
-    "abandon",
-    "discard",
-    "give_back",
-    "lock_late",
-    "open_target",
-    "refuse_lost",
-    "reserve",
-    "take_reserved",
-    "write_common",
-]
-
 _logger = logging.getLogger(__name__)
 
 _LOCK_ID_BYTES = 8

@@ -11,8 +11,6 @@ from typing import Final
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
 
-__all__ = ["Columns", "column_bytes", "deflated", "text_bytes"]
-
 # deflate could make a thousand times its size. Rows that differ in nothing but their place make it forty times that.
 _MAX_INFLATED_BYTES: Final = 1024 * 1024
 _MAX_INFLATION: Final = 100

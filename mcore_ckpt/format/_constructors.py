@@ -33,8 +33,6 @@ from mcore_ckpt.format._pickle_machine import (
 )
 from mcore_ckpt.format.tensor_pickle import STORAGE_KINDS, stored_storage
 
-__all__ = ["ALLOWED_OBJECT_CLASSES", "ObjectRules", "StorageBytes", "Unavailable"]
-
 # Where each global that a stored object may name is found, beyond torch's own; most are found under their own name.
 ALLOWED_OBJECT_CLASSES: dict[str, str] = {
     **{

@@ -13,21 +13,6 @@ from typing import Any
 from mcore_ckpt.format._pickle_machine import MAX_AXES, NotUnderstoodError
 from mcore_ckpt.format.dtypes import DTYPE_NAMES
 
-__all__ = [
-    "ALLOWED_GLOBALS",
-    "BytesEntryState",
-    "ChunkState",
-    "DtypeName",
-    "IndexState",
-    "MetadataState",
-    "OtherPathState",
-    "PathState",
-    "PropertiesState",
-    "StorageInfoState",
-    "StorageMetaState",
-    "TensorEntryState",
-]
-
 
 class _Sealed(type):
     """Metaclass whose classes cannot be changed: a pickle's BUILD can set attributes on any object it can name."""

@@ -20,8 +20,6 @@ from typing import Any, Final, NamedTuple
 from mcore_ckpt.format._columns import Columns, column_bytes, deflated, text_bytes
 from mcore_ckpt.format.index import ObjectEntry, PackedTensors, StoredItem, StoredPlaces, TensorEntry, TensorForm
 
-__all__ = ["IndexColumns", "ObjectSection", "TensorSection", "read_columns"]
-
 _TENSOR_HEAD: Final = struct.Struct("<QQQQQ")
 _OBJECT_HEAD: Final = struct.Struct("<QQQ")
 _MAX_OFFSET: Final = 2**63 - 1

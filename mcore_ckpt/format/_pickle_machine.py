@@ -23,22 +23,6 @@ from typing import Any, Final, NamedTuple, Protocol, cast
 
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, NewerFormatError, UnsafePickleError
 
-__all__ = [
-    "MAX_AXES",
-    "MAX_DEPTH",
-    "MAX_KEY_VALUES",
-    "MAX_SIZE",
-    "Budget",
-    "Maker",
-    "NotUnderstoodError",
-    "Rules",
-    "WrongArgumentsError",
-    "checked_size",
-    "inert_maker",
-    "name_today",
-    "unpickle",
-]
-
 MAX_DEPTH: Final = 500
 """Containers inside one another. What recurses over a value in Python ends at about twice that."""
 

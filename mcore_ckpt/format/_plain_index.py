@@ -22,8 +22,6 @@ from __future__ import annotations
 import functools
 import re
 
-__all__ = ["plainly_built"]
-
 _MEMOIZE, _MARK, _GET, _LONG_GET, _PUT, _LONG_PUT, _FRAME = 0x94, 0x28, 0x68, 0x6A, 0x71, 0x72, 0x95
 # What hashing a memoized tuple may take that is not known to take more: shapes of 64 axes are the longest.
 _USUAL_WEIGHT = 64

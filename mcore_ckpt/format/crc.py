@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["IMPLEMENTATION", "crc32", "crc32_combine", "crc32s"]
-
 # In order of preference. zlib is part of the standard library, so the search cannot fail.
 _CANDIDATES = ("isal.isal_zlib", "zlib_ng.zlib_ng", "zlib")
 

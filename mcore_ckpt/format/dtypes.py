@@ -8,8 +8,6 @@ from typing import Final, NamedTuple
 
 from mcore_ckpt.core.errors import CheckpointError
 
-__all__ = ["DTYPES", "DTYPE_NAMES", "DTYPE_OF_STORAGE", "DtypeEntry", "UnsupportedDtypeError", "dtype_entry"]
-
 
 class UnsupportedDtypeError(CheckpointError, ValueError):
     """No tensor item can be made by hand for that dtype (quantized dtypes among them: they carry scales)."""

@@ -14,8 +14,6 @@ import re
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-__all__ = ["DATA_SUFFIX", "DataFileName", "data_file_name", "data_file_of", "id_in_names", "with_id"]
-
 DATA_SUFFIX: Final = ".distcp"
 _ID_BYTES: Final = 8
 _DATA_FILE: Final = re.compile(

@@ -12,20 +12,6 @@ from typing import Any, NamedTuple
 
 from mcore_ckpt.format.manifest import MetadataSeal
 
-__all__ = [
-    "CheckpointIndex",
-    "ObjectEntry",
-    "ObjectShard",
-    "PackedTensors",
-    "StoredChunk",
-    "StoredItem",
-    "StoredPlaces",
-    "TensorEntry",
-    "TensorForm",
-    "object_key",
-    "parse_object_key",
-]
-
 
 # These three are named tuples, not dataclasses: there is one of each for every tensor or chunk, and a tuple is made in
 # a third of the time of a frozen dataclass.

@@ -37,20 +37,6 @@ from mcore_ckpt.format.zip_records import (
     LOCAL_HEADER,
 )
 
-__all__ = [
-    "ITEM_ALIGNMENT",
-    "LARGE_TENSOR_BYTES",
-    "PAGE_BYTES",
-    "ArchiveLayout",
-    "PayloadFrame",
-    "TensorTemplate",
-    "element_bytes",
-    "encode_object",
-    "encode_tensor",
-    "place",
-    "tensor_template",
-]
-
 LARGE_TENSOR_BYTES: Final = 512 * 1024
 """From this size on, a payload starts on a page of the file; below, a page of padding each would cost too much."""
 

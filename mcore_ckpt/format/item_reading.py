@@ -47,17 +47,6 @@ from mcore_ckpt.format.zip_records import (
     ZipRecord,
 )
 
-__all__ = [
-    "ItemForm",
-    "LocatedTensor",
-    "RecordSpan",
-    "form_of",
-    "locate_tensor",
-    "locate_tensor_in",
-    "verify_records",
-]
-
-
 DtypeAndShape = tuple[str, tuple[int, ...]]
 
 

@@ -22,8 +22,6 @@ from mcore_ckpt.format._columns import Columns, column_bytes, text_bytes
 from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, SealedFile, newer_error
 
-__all__ = ["MetadataSeal", "Section", "seal_metadata", "split_metadata"]
-
 _VERSION: Final = 2
 _WITHOUT_COLUMNS: Final = 1
 _MAGIC: Final = b"\x89mckSUMS"

@@ -52,29 +52,6 @@ from mcore_ckpt.format.manifest import MetadataSeal, split_metadata
 from mcore_ckpt.format.safe_pickle import loads
 from mcore_ckpt.storage.resolve import storage_at
 
-__all__ = [
-    "COMMON_FILE",
-    "CONFIG_FILE",
-    "INCOMPLETE_MARKER",
-    "MAX_CONFIG_BYTES",
-    "MAX_METADATA_BYTES",
-    "MAX_TRACKER_BYTES",
-    "METADATA_FILE",
-    "NEMO_CONTEXT",
-    "NEMO_WEIGHTS",
-    "TRACKER_FILE",
-    "CheckpointConfig",
-    "encode_config",
-    "file_name_problem",
-    "metadata_of_rank",
-    "parse_index",
-    "pickle_differs",
-    "read_config",
-    "read_index",
-    "read_small_file",
-]
-
-
 METADATA_FILE = ".metadata"
 CONFIG_FILE = "metadata.json"
 COMMON_FILE = "common.pt"

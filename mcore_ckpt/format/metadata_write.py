@@ -34,8 +34,6 @@ from mcore_ckpt.format.manifest import MetadataSeal, seal_metadata
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.seal import SealedFile
 
-__all__ = ["FORMAT_VERSION", "MetadataEncoder", "encode_metadata", "manifest_of"]
-
 # What torch 2.8 and later write into `Metadata.version`; earlier ones ignore it.
 FORMAT_VERSION = "1.0.0"
 

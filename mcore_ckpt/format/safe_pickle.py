@@ -35,7 +35,8 @@ from mcore_ckpt.core.errors import (
     OptionError,
     UnsafePickleError,
 )
-from mcore_ckpt.format._constructors import ALLOWED_OBJECT_CLASSES, ObjectRules, Unavailable
+from mcore_ckpt.format._constructors import ObjectRules
+from mcore_ckpt.format._constructors import Unavailable as Unavailable
 from mcore_ckpt.format._pickle_machine import (
     Budget,
     Maker,
@@ -48,17 +49,6 @@ from mcore_ckpt.format._pickle_machine import (
 )
 from mcore_ckpt.format._plain_index import plainly_built
 from mcore_ckpt.format.zip_records import Archive, ItemBytes
-
-__all__ = [
-    "ALLOWED_OBJECT_CLASSES",
-    "Opaque",
-    "StoredStorage",
-    "Unavailable",
-    "load_object",
-    "loads",
-    "read_described",
-    "read_plain",
-]
 
 _logger = logging.getLogger(__name__)
 

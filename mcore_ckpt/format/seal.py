@@ -19,27 +19,6 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, NewerFormatError
 from mcore_ckpt.format._columns import Columns, column_bytes, deflated, text_bytes
 from mcore_ckpt.format.crc import crc32
 
-__all__ = [
-    "BLOCK_BYTES",
-    "FOOTER_BYTES",
-    "NO_SAVE_ID",
-    "SAVE_ID_BYTES",
-    "FileFooter",
-    "FileSealPlan",
-    "FileTable",
-    "RunningSum",
-    "SealedFile",
-    "TableColumns",
-    "TableObject",
-    "TableTensor",
-    "check_footer",
-    "decode_footer",
-    "decode_table",
-    "inner_blocks",
-    "newer_error",
-    "shown_id",
-]
-
 BLOCK_BYTES: Final = 1024 * 1024
 """Payloads are summed in blocks of this: what has to be read to check one byte of a long payload."""
 

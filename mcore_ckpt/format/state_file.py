@@ -26,8 +26,6 @@ from mcore_ckpt.format.safe_pickle import Opaque
 from mcore_ckpt.format.tensor_pickle import TENSOR_NAMES, FileTensor, NotPlainTensorError, stored_storage
 from mcore_ckpt.format.zip_records import Archive, ItemBytes, ZipRecord
 
-__all__ = ["FileTensor", "StateFile", "StateRecord", "read_state_file", "read_tensor_outline"]
-
 # What describes the tensors of one rank: some hundred bytes for each.
 _MAX_PICKLE_BYTES = 256 * 1024**2
 

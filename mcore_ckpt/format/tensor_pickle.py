@@ -26,23 +26,6 @@ from mcore_ckpt.format._pickle_machine import (
 )
 from mcore_ckpt.format.dtypes import DTYPE_OF_STORAGE, DTYPES, DtypeEntry
 
-__all__ = [
-    "MAX_PICKLE_BYTES",
-    "STORAGE_KINDS",
-    "TENSOR_NAMES",
-    "FileTensor",
-    "MalformedPickleError",
-    "NotPlainTensorError",
-    "PickledTensor",
-    "StorageReference",
-    "contiguous_strides",
-    "numbers_at",
-    "read_tensor_pickle",
-    "stored_storage",
-    "tensor_pickle",
-]
-
-
 # --------------------------------------------------------------------------------------------------------- written
 
 # Opcodes of protocol 2, as `pickletools` names them.

@@ -14,20 +14,6 @@ from typing import Final, NamedTuple
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
 from mcore_ckpt.format.crc import crc32
 
-__all__ = [
-    "DESCRIPTOR",
-    "DESCRIPTOR64",
-    "DIRECTORY_ENTRY",
-    "END",
-    "END64",
-    "END64_LOCATOR",
-    "LOCAL_HEADER",
-    "Archive",
-    "ItemBytes",
-    "NotRangeable",
-    "ZipRecord",
-]
-
 # The fixed parts of an archive, signature first; names and extra fields follow local headers and entries.
 LOCAL_HEADER: Final = struct.Struct("<4sHHHHHIIIHH")
 DESCRIPTOR: Final = struct.Struct("<4sIII")

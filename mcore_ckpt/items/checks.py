@@ -13,14 +13,6 @@ from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError
 from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, StoredItem
 from mcore_ckpt.format.item_reading import LocatedTensor
 
-__all__ = [
-    "check_apart",
-    "check_located",
-    "check_proportion",
-    "chunk_name",
-    "item_name",
-]
-
 # More than any deflated record can grow.
 _MAX_INFLATION = 1100
 

@@ -18,16 +18,6 @@ from mcore_ckpt.format.crc import crc32, crc32_combine
 from mcore_ckpt.format.item_reading import verify_records
 from mcore_ckpt.format.seal import BLOCK_BYTES, inner_blocks
 
-__all__ = [
-    "BlockSums",
-    "RecordSum",
-    "check_records",
-    "checksum_error",
-    "contiguous_around",
-    "range_crc",
-    "whole_blocks",
-]
-
 
 def contiguous_around(sizes: Sequence[int], box: Box) -> Box:
     """The smallest box around `box` whose elements follow one another without gaps in an array of `sizes`."""

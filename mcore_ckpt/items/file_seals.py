@@ -23,8 +23,6 @@ from mcore_ckpt.format.seal import (
 )
 from mcore_ckpt.storage.base import RangeReader
 
-__all__ = ["FileSeals", "check_seal", "items_by_file", "read_table", "table_problems"]
-
 
 class _Row(NamedTuple):
     """An item of a tensor as index and table both describe it."""

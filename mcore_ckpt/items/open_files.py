@@ -16,8 +16,6 @@ from mcore_ckpt.core.options import PageCache
 from mcore_ckpt.items.file_seals import FileSeals
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, Storage, align_up
 
-__all__ = ["OpenFiles", "ReadStats", "naming", "padded_range"]
-
 # Threads work in neighbouring files, so few are in use at once; a reader of 1,000 ranks' files must not need 1,000 fds.
 _MAX_IDLE_FILES = 16
 

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 from mcore_ckpt.core.boxes import Box, bounding, intersect, strides_of
 
-__all__ = ["CHEAP_GAP_BYTES", "MAX_WASTE", "ChunkPart", "Extent", "Span", "cluster_boxes", "coalesce", "split_box"]
-
 # A read costs 20-100 us on a cold disk and 3 us from the page cache; at 1.5 and 8 GB/s that is 30-150 KB and 24 KB.
 CHEAP_GAP_BYTES = 32 * 1024
 

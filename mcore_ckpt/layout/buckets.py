@@ -30,22 +30,6 @@ from mcore_ckpt.format.seal import FileSealPlan, TableColumns
 from mcore_ckpt.layout.file_image import FileImage, PlannedFile
 from mcore_ckpt.layout.plans import LocalPlan, LocalPlanBuilder
 
-__all__ = [
-    "BucketLayout",
-    "FileFrame",
-    "RankLayout",
-    "TensorSpec",
-    "balance",
-    "check_hint",
-    "frame_file",
-    "lay_out_file",
-    "lay_out_rank",
-    "place_objects",
-    "region_bytes",
-    "seal_plan",
-    "split_buckets",
-]
-
 _PAGE_BYTES = 4096
 _OBJECT_ALIGNMENT_BYTES = 64
 

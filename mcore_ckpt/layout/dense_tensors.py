@@ -8,8 +8,6 @@ import torch
 
 from mcore_ckpt.core.errors import PlanError
 
-__all__ = ["check_memory", "pointer_of"]
-
 
 def pointer_of(tensor: torch.Tensor) -> int:
     """Where a tensor's bytes lie in order in host memory; 0 if they cannot be copied from where they are."""

@@ -10,8 +10,6 @@ from typing import NamedTuple
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.format.seal import BLOCK_BYTES, inner_blocks
 
-__all__ = ["FileImage", "Fill", "PlannedFile", "Window", "WrittenFile", "check_results", "plan_windows"]
-
 
 @dataclass(frozen=True, slots=True)
 class FileImage:

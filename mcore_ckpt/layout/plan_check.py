@@ -18,8 +18,6 @@ from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.layout.plans import GlobalPlan, LocalPlan
 from mcore_ckpt.layout.shards import noted_shapes
 
-__all__ = ["check_plans", "global_plan"]
-
 _Ints = npt.NDArray[np.int64]
 
 

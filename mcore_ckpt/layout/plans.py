@@ -17,14 +17,6 @@ from typing import Any
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 
-__all__ = [
-    "GlobalPlan",
-    "LocalPlan",
-    "LocalPlanBuilder",
-    "index_tensors",
-    "of_different_offsets",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class LocalPlan:

@@ -22,8 +22,6 @@ from mcore_ckpt.layout.file_image import WrittenFile
 from mcore_ckpt.layout.plans import GlobalPlan
 from mcore_ckpt.layout.torch_classes import dcp_dispatch_table, local_plans_as_dcp
 
-__all__ = ["metadata_of_save"]
-
 
 def metadata_of_save(
     plan: GlobalPlan,

@@ -26,22 +26,6 @@ from typing import Any, NamedTuple
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.format.index import CheckpointIndex
 
-__all__ = [
-    "StoredForm",
-    "box_sizes",
-    "is_main_replica",
-    "is_sharded_object",
-    "is_sharded_tensor",
-    "leaves",
-    "local_box",
-    "main_replicas",
-    "noted_shapes",
-    "original_shape",
-    "replace_leaves",
-    "stored_form",
-    "without_leaves",
-]
-
 # Of those that were met before, whether it is a tensor: to look at the attributes of each leaf takes longer than all
 # else of a walk.
 _LEAF_TYPES: dict[type, bool] = {}

@@ -37,20 +37,6 @@ from mcore_ckpt.layout.plans import LocalPlan, of_different_offsets
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = [
-    "WrittenSums",
-    "dcp_dispatch_table",
-    "dtype_name",
-    "encoded_metadata",
-    "from_dcp_metadata",
-    "local_plans_as_dcp",
-    "plans_of_index",
-    "storage_info",
-    "storage_meta",
-    "to_dcp_metadata",
-    "torch_dtype",
-]
-
 # What torch <= 2.14 reads of a pickled TensorProperties; 2.15 appends the strides, and reads five values as well.
 _PROPERTIES = 5
 

@@ -32,17 +32,6 @@ from mcore_ckpt.load._placement import ReadBuffer, Want, address_of, memory_at
 from mcore_ckpt.load._wanted_items import FEW_CHUNKS, WantedItem, only_box
 from mcore_ckpt.storage.base import RangeReader
 
-__all__ = [
-    "MAX_COLUMN_BYTES",
-    "ColumnSpan",
-    "Columns",
-    "UsualRequest",
-    "cut",
-    "place",
-    "scatter",
-    "spans_of",
-]
-
 # Up to here, an item is read with its neighbours and copied out of the buffer: a copy at memory speed costs less than
 # reads of its own for header and payload.
 MAX_COLUMN_BYTES: Final = 1024 * 1024

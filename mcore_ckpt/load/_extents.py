@@ -31,8 +31,6 @@ from mcore_ckpt.load._placement import Want, alignment_for
 from mcore_ckpt.load._wanted_items import WantedItem
 from mcore_ckpt.storage.base import align_up
 
-__all__ = ["Ends", "Extents", "PartRead", "PayloadPlace", "damaged", "own_place"]
-
 # From here on a part goes straight into its destination rather than through a buffer that it shares with others.
 _STRAIGHT_BYTES = 1024 * 1024
 

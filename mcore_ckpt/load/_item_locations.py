@@ -20,8 +20,6 @@ from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
 from mcore_ckpt.load._wanted_items import WantedItem
 from mcore_ckpt.storage.base import RangeReader
 
-__all__ = ["ItemLocations"]
-
 # Items located by one task, with nine small reads where they lie side by side.
 _BATCH = 8
 

@@ -18,17 +18,6 @@ import torch
 from mcore_ckpt.core.boxes import Box, intersect, relative, strides_of
 from mcore_ckpt.storage.direct_io import aligned_buffer
 
-__all__ = [
-    "HostBytes",
-    "ReadBuffer",
-    "Want",
-    "address_of",
-    "alignment_for",
-    "memory_at",
-    "narrow",
-    "place_box",
-]
-
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 # Same-dtype copies are done on integers of the same width: torch copies those for every dtype, and bit by bit.

@@ -36,8 +36,6 @@ from mcore_ckpt.load.item_decoding import ItemDecoder
 from mcore_ckpt.load.read_requests import LoadPlan
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader
 
-__all__ = ["TensorReads"]
-
 # A span of more items than this is placed by one thread at a time, while others read.
 _MANY_ITEMS = 32
 

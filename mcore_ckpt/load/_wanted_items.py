@@ -14,8 +14,6 @@ from mcore_ckpt.items.checks import check_located, chunk_name
 from mcore_ckpt.layout.torch_classes import dtype_name
 from mcore_ckpt.load._placement import Want
 
-__all__ = ["FEW_CHUNKS", "WantedItem", "only_box"]
-
 # Up to here a look at every chunk of a tensor is cheaper than an index of them.
 FEW_CHUNKS = 8
 

@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from mcore_ckpt.core.errors import DtypeMismatchError
 
-__all__ = ["DtypeConversions", "OnDtypeMismatch", "check_dtype"]
-
 OnDtypeMismatch = Literal["convert", "raise"]
 
 _logger = logging.getLogger(__name__)

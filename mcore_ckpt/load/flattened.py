@@ -23,8 +23,6 @@ from mcore_ckpt.load._placement import narrow
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 
-__all__ = ["destination", "read_shards"]
-
 # Pieces of stored stretches that are held at once while they are spread over their destinations.
 _BATCH_BYTES = 64 * 1024 * 1024
 # What a piece takes besides its elements, as a request and with all that leads to it.

@@ -27,8 +27,6 @@ from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
 from mcore_ckpt.items.ranges import Extent, coalesce
 from mcore_ckpt.storage.base import Storage
 
-__all__ = ["ItemDecoder"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -36,16 +36,6 @@ from mcore_ckpt.load._placement import Want, address_of, narrow
 from mcore_ckpt.load._wanted_items import FEW_CHUNKS, WantedItem, only_box
 from mcore_ckpt.load.dtype_conversions import DtypeConversions
 
-__all__ = [
-    "LoadPlan",
-    "ReadRequest",
-    "check_planned",
-    "missing_key",
-    "not_held",
-    "stored_dtype",
-    "tensor_entry",
-]
-
 
 class ReadRequest(NamedTuple):
     """A box of a global tensor, and where it goes.

@@ -47,8 +47,6 @@ from mcore_ckpt.load.read_requests import (
 )
 from mcore_ckpt.storage.resolve import storage_at
 
-__all__ = ["FileSystemReader", "ReadRequest"]
-
 
 class FileSystemReader(StorageReader):
     """Reads a `torch_dist` checkpoint from a directory: exactly the bytes that are requested, and checks them.

@@ -17,8 +17,6 @@ from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.megatron._patches import Patches
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 
-__all__ = ["async_strategy_source", "replace_methods", "require_idle", "served_queue"]
-
 _ATTRIBUTE = "_mcore_ckpt_queue"
 _FIRST_INDEX = "_mcore_ckpt_first_index"
 _served: weakref.WeakSet[Any] = weakref.WeakSet()

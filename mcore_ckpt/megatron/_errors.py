@@ -15,8 +15,6 @@ from torch.distributed.checkpoint import CheckpointException
 
 from mcore_ckpt.core.errors import CheckpointError, SaveError
 
-__all__ = ["MegatronErrors", "as_megatron_error", "is_first_rank"]
-
 
 class MegatronErrors(contextlib.AbstractContextManager[None]):
     """A context in which our exceptions leave as Megatron's, too."""

@@ -42,8 +42,6 @@ from mcore_ckpt.megatron._one_save import metadata_version, one_load
 from mcore_ckpt.megatron._versions import differences, patches
 from mcore_ckpt.megatron.common_state import load_common
 
-__all__ = ["around_load", "directory_to_read"]
-
 _logger = logging.getLogger("mcore_ckpt")
 
 _Version = tuple[int, ...]

@@ -22,16 +22,6 @@ from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.format.seal import shown_id
 from mcore_ckpt.storage.resolve import storage_at
 
-__all__ = [
-    "SaveIdentity",
-    "check_common",
-    "check_ranks",
-    "metadata_version",
-    "note_common",
-    "one_load",
-    "replaced_error",
-]
-
 # Of each directory whose common state the load in progress has read: which save that was of. None outside of a load.
 _common_of: ContextVar[dict[str, SaveIdentity] | None] = ContextVar("_common_of", default=None)
 

@@ -18,15 +18,6 @@ import numpy
 import torch
 import torch.distributed as dist
 
-__all__ = [
-    "MODULES_CALLING_PRODUCT",
-    "MODULES_NAMING_CUDA",
-    "Patches",
-    "exchange_on_host",
-    "serve_with_numpy_2",
-    "serve_without_cuda",
-]
-
 _ABSENT = object()
 
 

@@ -17,8 +17,6 @@ import torch
 
 from mcore_ckpt.megatron._versions import quantized_test
 
-__all__ = ["read_quantized", "split_quantized"]
-
 # Scratch that is held at once, in bytes; more only where a single tensor is larger.
 _SCRATCH_BYTES = 64 * 1024 * 1024
 

@@ -33,8 +33,6 @@ from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.save.transaction import BucketWriter
 from mcore_ckpt.writing.staging import BucketSource
 
-__all__ = ["read_through", "replaced_bucket_writer"]
-
 
 def replaced_bucket_writer() -> BucketWriter | None:
     """Writing through the replacement of `write_preloaded_data`; None if it has not been replaced."""

@@ -21,26 +21,6 @@ from typing import Any
 from mcore_ckpt.core.errors import UnsupportedMegatronError
 from mcore_ckpt.megatron._patches import Patches
 
-__all__ = [
-    "CHECKPOINTING",
-    "NEWEST_TESTED",
-    "TESTED_VERSIONS",
-    "Differences",
-    "async_request_class",
-    "differences",
-    "installed_version_text",
-    "load_strategy_base",
-    "mapping",
-    "megatron_module",
-    "megatron_version",
-    "patches",
-    "quantized_test",
-    "replaced_load_planner",
-    "save_strategy_base",
-    "sharded_tensor_of",
-    "stock_class",
-]
-
 TESTED_VERSIONS = ("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 _OLDEST = (0, 12)
 NEWEST_TESTED = (0, 19)

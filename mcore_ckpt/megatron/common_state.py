@@ -41,15 +41,6 @@ from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._one_save import SaveIdentity, metadata_version, note_common
 from mcore_ckpt.storage.resolve import storage_at
 
-__all__ = [
-    "COMMON_STATE_KEY",
-    "load_common",
-    "raise_config_error",
-    "save_common",
-    "save_config",
-    "with_late_config_errors",
-]
-
 _logger = logging.getLogger(__name__)
 
 COMMON_STATE_KEY = object_key("common_state", (0,), (1,))

@@ -50,8 +50,6 @@ from mcore_ckpt.megatron.registry import get_strategy, registered_strategies
 from mcore_ckpt.save.transaction import saves_in_progress
 from mcore_ckpt.storage.resolve import storage_at
 
-__all__ = ["existing_modules", "install", "uninstall"]
-
 logger = logging.getLogger("mcore_ckpt")
 
 

@@ -28,8 +28,6 @@ from mcore_ckpt.layout.shards import leaves
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 
-__all__ = ["load_sharded_optimizer_state"]
-
 # A list in a state dict has no more entries than there are keys, unless some were removed.
 _MAX_REMOVED = 10_000
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from mcore_ckpt.core.errors import OptionError, StrategyNotFoundError
 
-__all__ = ["get_strategy", "register_strategy", "registered_strategies"]
-
 ACTIONS = ("load_common", "load_sharded", "save_common", "save_sharded")
 
 _Key = tuple[str, str, int]

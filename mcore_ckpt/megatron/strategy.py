@@ -59,8 +59,6 @@ from mcore_ckpt.save.transaction import BucketWriter, SaveRequest, SaveTransacti
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.staging_buffers import expect_save, warm_up_buffer
 
-__all__ = ["TorchDistLoadStrategy", "TorchDistSaveStrategy", "load_state_dict"]
-
 _logger = logging.getLogger(__name__)
 _Path = str | os.PathLike[str]
 

@@ -20,8 +20,6 @@ from mcore_ckpt.models._own_process import ChildError, in_own_process
 from mcore_ckpt.reshard.buckets import FlatParameter, ParameterBox
 from mcore_ckpt.reshard.names import expert_of, layer_of
 
-__all__ = ["parameter_orders", "plain_values"]
-
 _DEADLINE_S = 3600.0
 # What decides which of the parameters are a rank's.
 _DIVISION = (

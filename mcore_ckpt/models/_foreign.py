@@ -32,22 +32,6 @@ from mcore_ckpt.tools.dtype_cast import as_numbers
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
 from mcore_ckpt.tools.plain_state import read_plain_object
 
-__all__ = [
-    "LAUNCH_STATE",
-    "SCHEDULE",
-    "OptimizerPlan",
-    "OptimizerSettings",
-    "Training",
-    "is_foreign_optimizer_key",
-    "launch_state",
-    "plain_launch",
-    "plain_names",
-    "plan_optimizer",
-    "refuse_another",
-    "stored_settings",
-    "without_wrappers",
-]
-
 # --- names
 
 # Of tensors that are compared, at a time.

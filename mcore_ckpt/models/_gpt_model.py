@@ -17,8 +17,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["build_gpt_model", "gpt_chunk"]
-
 # Fields of Megatron-Core's configuration that a job calls the same; what only says how fast it runs is left alone.
 _FIELDS = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels normalization add_bias_linear "

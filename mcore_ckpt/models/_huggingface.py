@@ -59,8 +59,6 @@ from mcore_ckpt.view.payloads import ViewPayloads
 from mcore_ckpt.view.slices import Part, TensorView
 from mcore_ckpt.view.source_files import SourceFiles
 
-__all__ = ["export_model", "import_model"]
-
 _MODEL_CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
 _MAX_CONFIG_BYTES = 16 * 1024**2

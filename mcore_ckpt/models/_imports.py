@@ -19,8 +19,6 @@ from mcore_ckpt.view.payloads import ViewPayloads
 from mcore_ckpt.view.slices import TensorView
 from mcore_ckpt.view.source_files import SourceFiles
 
-__all__ = ["import_conversion", "layout_of"]
-
 _UNDIVIDED = TargetLayout(1, 1)
 
 

@@ -46,8 +46,6 @@ from mcore_ckpt.view.payloads import ViewPayloads
 from mcore_ckpt.view.slices import Part, TensorView
 from mcore_ckpt.view.source_files import SourceFiles
 
-__all__ = ["legacy_export"]
-
 # Arguments by which the stages of a pipeline get different numbers of layers, and what they are where none does.
 _UNEVEN = {
     "decoder_first_pipeline_num_layers": None,

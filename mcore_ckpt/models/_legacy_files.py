@@ -22,17 +22,6 @@ from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.target.state_pickle import taken_over
 
-__all__ = [
-    "FEWEST",
-    "MODEL_FILE",
-    "OPTIMIZER_FILE",
-    "Arguments",
-    "RankFiles",
-    "carried_arguments",
-    "read_ranks",
-    "reading",
-]
-
 MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 _MOST_RANKS = 100_000

@@ -22,7 +22,7 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, object_key
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.format.state_file import FileTensor
+from mcore_ckpt.format.tensor_pickle import FileTensor
 from mcore_ckpt.models._imports import import_conversion, layout_of
 from mcore_ckpt.models._legacy_files import OPTIMIZER_FILE, Arguments, RankFiles, carried_arguments, read_ranks, reading
 from mcore_ckpt.models._legacy_optimizer import is_buffer, is_distributed, main_parameter, optimizers_of, state_parts
@@ -49,8 +49,6 @@ from mcore_ckpt.tools.dtype_cast import cast_floats
 from mcore_ckpt.tools.payloads import StoredPayload
 from mcore_ckpt.view.file_payloads import FilePayloads, FileRange
 from mcore_ckpt.view.slices import Part, TensorView
-
-__all__ = ["legacy_import"]
 
 _MODEL_CHUNK = re.compile(r"model(\d{0,4})")
 _CARRIED = ("checkpoint_version", "iteration", "opt_param_scheduler", "num_floating_point_operations_so_far")

@@ -13,22 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
-from mcore_ckpt.format.state_file import FileTensor
+from mcore_ckpt.format.tensor_pickle import FileTensor
 from mcore_ckpt.models._legacy_files import OPTIMIZER_FILE, Arguments, RankFiles
 from mcore_ckpt.models._torch_files import file_range
 from mcore_ckpt.reshard.names import EMBEDDING, OUTPUT, is_expert_key
 from mcore_ckpt.view.file_payloads import FileRange
-
-__all__ = [
-    "FlatLayout",
-    "StatePart",
-    "flat_places",
-    "is_buffer",
-    "is_distributed",
-    "main_parameter",
-    "optimizers_of",
-    "state_parts",
-]
 
 # A buffer of the distributed optimizer begins each parameter at a multiple of so many elements.
 _ALIGNMENTS = (64, 1)

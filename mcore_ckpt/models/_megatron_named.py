@@ -60,8 +60,6 @@ from mcore_ckpt.target.state_pickle import encode_state
 from mcore_ckpt.tools.plain_state import read_object, read_plain_object
 from mcore_ckpt.view.slices import Part, TensorView
 
-__all__ = ["import_named"]
-
 _MOST_LAYERS = 1_000_000
 # Megatron-DeepSpeed's names, and of its pipelines those of modules by their number.
 _DEEPSPEED = (

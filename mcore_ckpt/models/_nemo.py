@@ -13,8 +13,6 @@ from typing import Any
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.metadata_read import NEMO_CONTEXT, NEMO_WEIGHTS, read_small_file
 
-__all__ = ["nemo_arguments"]
-
 _MAX_YAML_BYTES = 16 * 1024**2
 # NeMo's and Megatron-Core's name of what a job calls otherwise.
 _RENAMED = {

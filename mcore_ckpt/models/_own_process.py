@@ -12,8 +12,6 @@ from typing import Any
 
 from mcore_ckpt.core import errors
 
-__all__ = ["ChildError", "in_own_process"]
-
 _CODE = "import sys; sys.path[:] = {!r}; from mcore_ckpt.models._own_process import answer; answer({!r}, {!r})"
 
 

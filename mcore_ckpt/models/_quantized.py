@@ -20,8 +20,6 @@ from mcore_ckpt.tools.dtype_cast import as_numbers
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads, read_box
 from mcore_ckpt.view.derived import DerivedPayloads
 
-__all__ = ["PlainPayloads", "plain_payloads"]
-
 _SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
 _PER_BLOCK: Final = 32
 # 4-bit floats: a sign, two bits of exponent, one of mantissa.

@@ -15,8 +15,6 @@ from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.target.safetensors import METADATA_KEY
 from mcore_ckpt.view.file_payloads import FileRange
 
-__all__ = ["parse_json", "read_safetensors"]
-
 _MAX_NUMBER = 2**63
 _MAX_AXES = 64
 # What the reference implementation allows.

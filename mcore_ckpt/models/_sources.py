@@ -27,7 +27,8 @@ from typing import Any, Literal, NamedTuple
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index, read_small_file
-from mcore_ckpt.format.state_file import FileTensor, StateFile
+from mcore_ckpt.format.state_file import StateFile
+from mcore_ckpt.format.tensor_pickle import FileTensor
 from mcore_ckpt.models._foreign import OptimizerSettings, stored_settings
 from mcore_ckpt.models._legacy_files import carried_arguments, reading
 from mcore_ckpt.models._safetensors_files import parse_json, read_safetensors
@@ -38,8 +39,6 @@ from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.target.state_pickle import SavedTensor, taken_over
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 from mcore_ckpt.view.file_payloads import FilePayloads, FileRange
-
-__all__ = ["ImportFormat", "Opened", "no_tensor", "open_model", "open_source", "rank_state", "universal_directory"]
 
 ImportFormat = Literal["safetensors", "torch", "dcp", "ucp"]
 

@@ -44,8 +44,6 @@ from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 from mcore_ckpt.tools.verify import check_file
 from mcore_ckpt.view.source_files import SourceFiles
 
-__all__ = ["SourceKind", "TargetKind", "export_checkpoint", "import_checkpoint", "reshard_checkpoint"]
-
 TargetKind = Literal["safetensors", "torch", "dcp", "hf", "megatron-legacy"]
 SourceKind = Literal["files", "hf", "dcp", "ucp", "megatron-legacy"]
 

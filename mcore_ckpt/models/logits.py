@@ -31,8 +31,6 @@ from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
 from mcore_ckpt.tools.plain_state import read_plain_state
 
-__all__ = ["LogitsReport", "check_logits", "require_packages"]
-
 TOLERANCE: Final = 1e-4
 """Of the largest logit: what is left of rounding in another order after a hundred layers of float32. A layer that
 computes something else makes a hundredth and more."""

@@ -10,8 +10,6 @@ from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.reshard.options import ConversionOptions, option, parse_size, partition_rules, rename_rules
 from mcore_ckpt.reshard.rules import PartitionRule, RenameRule
 
-__all__ = ["ExportOptions", "ImportOptions"]
-
 _MODEL = "dtype hf_config arch transformer_impl numbered_layers vocabulary_multiple global_batch_size"
 
 

@@ -32,8 +32,6 @@ from mcore_ckpt.tools.payloads import StoredPayloads, read_box
 from mcore_ckpt.tools.plain_state import read_object, stored_common_state, unwrapped
 from mcore_ckpt.view.slices import Part, TensorView, as_stored
 
-__all__ = ["ConvertedOptimizer", "convert_optimizer"]
-
 _BUCKET = re.compile(
     r"(?P<chained>chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)"
     r"\.dtype_(?P<dtype>.+)\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)"

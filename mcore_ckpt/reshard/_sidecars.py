@@ -21,8 +21,6 @@ from mcore_ckpt.format.metadata_read import (
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.verify import check_file
 
-__all__ = ["carry_sidecars", "sidecar_files"]
-
 # Directories in one another that files of others may lie in.
 _MAX_FOLDERS = 32
 _COPY_BYTES = 4 * 1024**2

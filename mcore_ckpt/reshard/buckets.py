@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError
 
-__all__ = ["BucketOffset", "FlatParameter", "ParameterBox", "ParameterOrders", "places_in_buckets"]
-
 _ALIGNMENT = 64
 
 

@@ -19,8 +19,6 @@ from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.view.derived import cast_payloads
 from mcore_ckpt.view.source_files import SourceFiles
 
-__all__ = ["Conversion", "ConversionReport", "KeyPlan", "arguments_of", "in_dtype", "run_conversion"]
-
 
 @dataclass(frozen=True, slots=True)
 class KeyPlan:

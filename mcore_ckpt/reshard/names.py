@@ -20,25 +20,6 @@ from typing import Any, Final, NamedTuple
 
 from mcore_ckpt.core.errors import OptionError
 
-__all__ = [
-    "EMBEDDING",
-    "EXTRA_STATE",
-    "OUTPUT",
-    "ExpertName",
-    "LayerName",
-    "ShardedName",
-    "Stacking",
-    "expert_of",
-    "extra_states",
-    "holds_several",
-    "is_expert_key",
-    "layer_of",
-    "local_norms",
-    "pattern_of",
-    "prefix_of",
-    "split_half",
-]
-
 EMBEDDING: Final = "embedding.word_embeddings.weight"
 OUTPUT: Final = "output_layer.weight"
 EXTRA_STATE: Final = "_extra_state"

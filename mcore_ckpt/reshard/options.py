@@ -17,21 +17,6 @@ from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.reshard.rules import PartitionRule, RenameRule, parse_partition_rules, parse_rename_rules, rules_in
 
-__all__ = [
-    "FULLY_RESHARDABLE",
-    "ConversionOptions",
-    "ReshardOptions",
-    "flag_of",
-    "help_of",
-    "kinds_of",
-    "made_options",
-    "option",
-    "option_table",
-    "parse_size",
-    "partition_rules",
-    "rename_rules",
-]
-
 FULLY_RESHARDABLE: Final = "fully_reshardable"
 """The layout that an optimizer's state can be given."""
 

@@ -24,13 +24,6 @@ from mcore_ckpt.reshard.names import is_expert_key
 from mcore_ckpt.reshard.rules import PartitionRule
 from mcore_ckpt.tools.keys import model_key, stacked_axes
 
-__all__ = [
-    "Partition",
-    "Partitioner",
-    "divide",
-    "shard_slices",
-]
-
 Decider = Literal["like", "rules", "grid", "table", "whole", "stored"]
 
 

@@ -22,16 +22,6 @@ from mcore_ckpt.target.torch_dist import DividedTensor, plan_torch_dist
 from mcore_ckpt.tools.keys import is_optimizer_key, layer_number, model_key, stacked_axes
 from mcore_ckpt.tools.parallel_layout import data_file_rank
 
-__all__ = [
-    "Decision",
-    "ReshardPlan",
-    "TargetLayout",
-    "make_plan",
-    "padded_vocabulary",
-    "target_dtype",
-    "token_count",
-]
-
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 # A router's bias, by Megatron's name and by Hugging Face's: both keep it so whatever the model is in, as rounding it
 # would let tokens go to other experts.

@@ -36,8 +36,6 @@ from mcore_ckpt.tools.plain_state import read_plain_state
 from mcore_ckpt.view.payloads import ViewPayloads
 from mcore_ckpt.view.source_files import SourceFiles, replaced_error
 
-__all__ = ["plan_reshard"]
-
 _COMMON_OBJECT = object_key("common_state", (0,), (1,))
 _FIXED_LAYOUTS = ("dp_reshardable", "dp_zero_gather_scatter")
 

@@ -14,8 +14,6 @@ from typing import NamedTuple, TypeVar
 
 from mcore_ckpt.core.errors import OptionError
 
-__all__ = ["PartitionRule", "RenameRule", "parse_partition_rules", "parse_rename_rules", "rename_keys", "rules_in"]
-
 _Rule = TypeVar("_Rule")
 
 _DROP = "-"

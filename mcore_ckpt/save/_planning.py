@@ -20,8 +20,6 @@ from mcore_ckpt.layout.plan_check import global_plan
 from mcore_ckpt.layout.plans import GlobalPlan
 from mcore_ckpt.save.rank_state import NOTHING, Described, RankState
 
-__all__ = ["Planned", "SavePlan", "Structure", "agree"]
-
 
 @dataclass(slots=True)
 class Planned:

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-__all__ = ["FileReport", "SaveReport", "Span", "write_trace"]
-
 _logger = logging.getLogger(__name__)
 _WORTH_A_LINE_BYTES: Final = 1_000_000
 

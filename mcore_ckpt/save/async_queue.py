@@ -43,14 +43,6 @@ from mcore_ckpt.writing.supervised_child import Job, JobWatch
 if TYPE_CHECKING:
     from mcore_ckpt.writing.call_worker import CallWorker
 
-__all__ = [
-    "AsyncCallsQueue",
-    "AsyncRequest",
-    "FailedCall",
-    "SaveCall",
-    "staged_arguments",
-]
-
 
 class AsyncRequest(NamedTuple):
     """Work to run during training and what to do afterwards; field for field Megatron's class of that name.

@@ -22,8 +22,6 @@ from mcore_ckpt.layout.dense_tensors import check_memory, pointer_of
 from mcore_ckpt.layout.shards import main_replicas, stored_form
 from mcore_ckpt.layout.torch_classes import dtype_name
 
-__all__ = ["NOTHING", "Described", "RankState", "collect"]
-
 # What the storage of a subclass holds is not known.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

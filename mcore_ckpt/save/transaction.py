@@ -38,7 +38,8 @@ from mcore_ckpt.format.index import ObjectEntry
 from mcore_ckpt.format.seal import SealedFile, shown_id
 from mcore_ckpt.layout.file_image import PlannedFile, WrittenFile, check_results
 from mcore_ckpt.layout.save_index import metadata_of_save
-from mcore_ckpt.save._planning import SavePlan, Structure, agree
+from mcore_ckpt.save._planning import SavePlan, agree
+from mcore_ckpt.save._planning import Structure as Structure
 from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.save.rank_state import RankState, collect
@@ -49,8 +50,6 @@ from mcore_ckpt.writing.staging import BucketSource, write_in_process
 from mcore_ckpt.writing.staging_buffers import expect_save, is_busy
 from mcore_ckpt.writing.supervised_child import Job
 from mcore_ckpt.writing.writer_job import JobResult, timed_result
-
-__all__ = ["BucketWriter", "SaveRequest", "SaveTransaction", "Structure", "begin_save", "saves_in_progress"]
 
 _logger = logging.getLogger(__name__)
 

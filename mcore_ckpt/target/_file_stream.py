@@ -22,8 +22,6 @@ from mcore_ckpt.format.seal import RunningSum
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, align_up
 
-__all__ = ["FileStream", "StreamSink", "Streams", "TargetFile", "write_end"]
-
 _NO_DIRECT: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 
 

@@ -15,8 +15,6 @@ from typing import Any, Final
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.format.metadata_read import read_small_file
 
-__all__ = ["InUseError", "Journal", "Sums"]
-
 Sums = tuple[int, list[int]]
 """Of the elements in one slot: their CRC-32, and the cumulative CRC-32s of their blocks."""
 

@@ -23,8 +23,6 @@ from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 from mcore_ckpt.tools.regrid import CrcSink, Walk, reads_of
 from mcore_ckpt.tools.tilings import Block, blocks
 
-__all__ = ["check_all"]
-
 _WINDOW_BYTES = 4 * 1024 * 1024
 # Less is read where it is compared: threads and buffers would cost more than they save.
 _MIN_AHEAD_BYTES = 16 * 1024 * 1024

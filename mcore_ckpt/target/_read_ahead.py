@@ -19,8 +19,6 @@ from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 
-__all__ = ["AheadSource", "ReadAhead"]
-
 _Step = TypeVar("_Step")
 
 _BLOCK_BYTES: Final = 4 * 1024 * 1024

@@ -30,8 +30,6 @@ from mcore_ckpt.tools.tilings import Block
 from mcore_ckpt.tools.verify import ItemCheck, check_item
 from mcore_ckpt.view.part_sums import check_sum
 
-__all__ = ["write_all"]
-
 _SYNC_BYTES: Final = 1024**3
 # In flight at once.
 _WRITES: Final = 2

@@ -25,8 +25,6 @@ from mcore_ckpt.target.slots import TargetPlan
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.view.source_files import SourceFiles
 
-__all__ = ["Built", "build_target"]
-
 # What the interpreter, numpy and the index take before the first buffer.
 _BASE_BYTES = 256 * 1024**2
 _MIN_BUFFER_BYTES = 64 * 1024**2

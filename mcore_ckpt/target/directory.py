@@ -27,8 +27,6 @@ from mcore_ckpt.core.errors import CheckpointError, CheckpointExistsError, Optio
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.target._journal import InUseError, Journal
 
-__all__ = ["partial_directory", "refuse_target", "target_folder"]
-
 _ENTRY = re.compile(r"(?P<id>[0-9a-f]{16})(?P<kind>\.journal|\.gone)?")
 _EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 

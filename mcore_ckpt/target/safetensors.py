@@ -25,8 +25,6 @@ from mcore_ckpt.target._journal import Journal
 from mcore_ckpt.target.slots import Blob, TargetPlan, TensorMove, all_in_one, in_shares
 from mcore_ckpt.tools.payloads import StoredPayloads
 
-__all__ = ["METADATA_KEY", "Exported", "plan_safetensors", "safetensors_header", "shard_names", "weight_map"]
-
 METADATA_KEY: Final = "__metadata__"
 """Name that the header keeps for itself."""
 

@@ -23,8 +23,6 @@ from mcore_ckpt.target._journal import Journal
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.tilings import Block, blocks
 
-__all__ = ["BARE", "Blob", "Frame", "Slot", "TargetPlan", "TensorMove", "all_in_one", "in_shares"]
-
 
 class Frame(Protocol):
     """What stands around the elements in a slot."""

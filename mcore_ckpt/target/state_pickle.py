@@ -16,11 +16,9 @@ from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.dtypes import dtype_entry
 from mcore_ckpt.format.item_layout import ArchiveLayout
 from mcore_ckpt.format.safe_pickle import Opaque, Unavailable
-from mcore_ckpt.format.state_file import FileTensor, StateRecord, read_state_file
-from mcore_ckpt.format.tensor_pickle import contiguous_strides
+from mcore_ckpt.format.state_file import StateRecord, read_state_file
+from mcore_ckpt.format.tensor_pickle import FileTensor, contiguous_strides
 from mcore_ckpt.tools.dtype_cast import as_numbers
-
-__all__ = ["SavedTensor", "decode_state", "encode_state", "pickle_state", "taken_over"]
 
 # Random states, settings and what layers keep for themselves are small; what is larger is no such thing.
 _MAX_TAKEN_BYTES = 256 * 1024**2

@@ -31,8 +31,6 @@ from mcore_ckpt.target.slots import Blob, Slot, TargetPlan, TensorMove
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.tilings import blocks
 
-__all__ = ["DividedTensor", "plan_torch_dist"]
-
 # Objects come first in a file; a little room behind them keeps tensors on pages of their own.
 _PAGE_BYTES = 4096
 

@@ -22,8 +22,6 @@ from mcore_ckpt.target.slots import Blob, Frame, TargetPlan, TensorMove, all_in_
 from mcore_ckpt.target.state_pickle import SavedTensor, pickle_state
 from mcore_ckpt.tools.payloads import StoredPayloads
 
-__all__ = ["plan_state_files", "plan_torch_files"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Archive:

@@ -16,8 +16,6 @@ import numpy as np
 from mcore_ckpt.format.dtypes import DTYPE_OF_STORAGE, DTYPES
 from mcore_ckpt.format.safe_pickle import Opaque, StoredStorage
 
-__all__ = ["SIMPLE_KEYS", "Verdict", "compare"]
-
 Verdict = Literal["same", "different", "unknown"]
 
 SIMPLE_KEYS: Final = frozenset((str, int, float, bool, bytes, type(None)))

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from mcore_ckpt.load.reader import FileSystemReader
 
-__all__ = ["Checkpoint", "LazyTensor", "open_checkpoint"]
-
 
 def open_checkpoint(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Checkpoint:
     """Open the checkpoint in directory `path`, or the one that the tracker file in `path` names.

@@ -38,8 +38,6 @@ from mcore_ckpt.tools.plain_state import StoredState, read_object, stored_common
 from mcore_ckpt.tools.tensor_stats import SLAB_BYTES, SlabReader, batches
 from mcore_ckpt.tools.tilings import slabs
 
-__all__ = ["DiffReport", "Difference", "TensorDiff", "diff_checkpoints"]
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:

@@ -13,8 +13,6 @@ import numpy as np
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.dtypes import DTYPES
 
-__all__ = ["DTYPE_NAMES", "Mismatch", "as_numbers", "carrier", "cast_floats", "floating_dtype", "rounding_mismatch"]
-
 _NUMPY = {name: np.dtype(entry.numpy) for name, entry in DTYPES.items() if entry.numpy}
 
 DTYPE_NAMES = {

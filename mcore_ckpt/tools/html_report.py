@@ -14,8 +14,6 @@ from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.tools.inspection import CheckpointSummary, file_rows, rank_balance, summarize, tensor_bytes
 from mcore_ckpt.tools.keys import group_of, is_optimizer_key, layer_number, model_key, stacked_axes
 
-__all__ = ["render_report", "write_report"]
-
 # Markup, style and script. All of it ends up in the page, which opens from a disk without a network; the script draws
 # from the JSON in `#data`, and puts keys and file names into the page as text, never as markup.
 _PAGE = Path(__file__).with_name("report.html")

@@ -41,25 +41,6 @@ from mcore_ckpt.tools.parallel_layout import (
 )
 from mcore_ckpt.tools.plain_state import read_plain_state
 
-__all__ = [
-    "CheckpointSummary",
-    "FileRow",
-    "GroupRow",
-    "ItemRow",
-    "ObjectRow",
-    "TensorRow",
-    "checkpoint_directory",
-    "describe_items",
-    "file_rows",
-    "index_version",
-    "object_rows",
-    "rank_balance",
-    "summarize",
-    "summarize_checkpoint",
-    "tensor_rows",
-    "undisturbed",
-]
-
 T = TypeVar("T")
 
 # How often a checkpoint is looked at that others replace meanwhile.

@@ -10,16 +10,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-__all__ = [
-    "StackedAxes",
-    "group_of",
-    "is_optimizer_key",
-    "key_filter",
-    "layer_number",
-    "model_key",
-    "stacked_axes",
-]
-
 
 def key_filter(pattern: str | None) -> Callable[[str], bool]:
     """A test for keys: with any of `*?[` by a shell pattern for the complete key, otherwise by a part of it."""

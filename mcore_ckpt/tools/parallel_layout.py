@@ -12,14 +12,6 @@ from mcore_ckpt.format.file_names import data_file_of
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.tools.keys import is_optimizer_key, layer_number, model_key
 
-__all__ = [
-    "ParallelLayout",
-    "data_file_rank",
-    "layout_of_arguments",
-    "layout_of_chunks",
-    "optimizer_layout",
-]
-
 _STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.[^0-9]")
 _ARGUMENTS = {
     "tp": "tensor_model_parallel_size",

@@ -39,16 +39,6 @@ from mcore_ckpt.tools.dtype_cast import carrier
 if TYPE_CHECKING:
     from mcore_ckpt.load.item_decoding import ItemDecoder
 
-__all__ = [
-    "MADE_HERE",
-    "PayloadSource",
-    "StoredPayload",
-    "StoredPayloads",
-    "check_elements",
-    "check_tiled",
-    "read_box",
-]
-
 MADE_HERE = "(made here)"
 """Stands for the file of what lies in none: objects and elements that are made up on the way."""
 

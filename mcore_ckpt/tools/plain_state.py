@@ -20,16 +20,6 @@ from mcore_ckpt.items.checksums import check_records, checksum_error
 from mcore_ckpt.items.file_seals import FileSeals
 from mcore_ckpt.storage.resolve import storage_at
 
-__all__ = [
-    "StoredState",
-    "plain",
-    "read_object",
-    "read_plain_object",
-    "read_plain_state",
-    "stored_common_state",
-    "unwrapped",
-]
-
 _COMMON_OBJECT = object_key("common_state", (0,), (1,))
 
 

@@ -18,8 +18,6 @@ from mcore_ckpt.format.crc import crc32, crc32_combine
 from mcore_ckpt.tools.dtype_cast import carrier
 from mcore_ckpt.tools.tilings import SLAB_BYTES, slabs
 
-__all__ = ["CrcSink", "Sink", "Source", "Walk", "reads_of"]
-
 # From this size on, a second sum of the same bytes is cheaper derived from the first than computed.
 _MIN_COMBINED_BYTES = 512 * 1024
 

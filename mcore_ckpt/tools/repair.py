@@ -38,8 +38,6 @@ from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
 from mcore_ckpt.tools.verify import ItemCheck, Problem, VerifyReport, check_item, verify_checkpoint, verify_index
 
-__all__ = ["repair_checkpoint"]
-
 _WINDOW_BYTES = 8 * 1024 * 1024
 # Enough that tensors which happen to be equal in two iterations (masks, zeros) do not decide.
 _COMPARED_ITEMS = 16

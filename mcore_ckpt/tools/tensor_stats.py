@@ -16,8 +16,6 @@ from mcore_ckpt.tools.dtype_cast import as_numbers
 from mcore_ckpt.tools.payloads import StoredPayloads, check_elements, read_box
 from mcore_ckpt.tools.tilings import slabs
 
-__all__ = ["SLAB_BYTES", "SlabReader", "Stats", "batches", "tensor_stats"]
-
 SLAB_BYTES = 16 * 1024 * 1024
 _BATCH_ELEMS = 512 * 1024
 

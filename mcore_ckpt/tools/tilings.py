@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from mcore_ckpt.core.boxes import Box
 
-__all__ = ["SLAB_BYTES", "Block", "blocks", "slabs"]
-
 SLAB_BYTES = 4 * 1024 * 1024
 
 

@@ -51,17 +51,6 @@ from mcore_ckpt.tools.tilings import slabs
 if TYPE_CHECKING:
     from mcore_ckpt.tools.payloads import StoredPayloads
 
-__all__ = [
-    "ItemCheck",
-    "Problem",
-    "VerifyReport",
-    "check_file",
-    "check_item",
-    "verify_checkpoint",
-    "verify_index",
-    "verify_optimizer",
-]
-
 _WINDOW_BYTES = 8 * 1024 * 1024
 _MAX_GAP_BYTES = 256 * 1024
 # The optimizer's own copy of a parameter, by Megatron's name for it, and by the one that it had up to 0.14.

@@ -20,8 +20,6 @@ from mcore_ckpt.tools.dtype_cast import cast_floats
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 from mcore_ckpt.view.part_sums import PartSums
 
-__all__ = ["CastPayloads", "DerivedPayloads", "RegroupedPayloads", "cast_payloads"]
-
 _Fill = Callable[[int, memoryview], None]
 
 

@@ -19,8 +19,6 @@ from mcore_ckpt.tools.dtype_cast import carrier
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 from mcore_ckpt.view.part_sums import PartSums
 
-__all__ = ["FilePayloads", "FileRange", "Record"]
-
 
 class Record(NamedTuple):
     """Bytes of a file with one CRC-32 (None: none is stored); `name` is for messages."""

@@ -12,8 +12,6 @@ from mcore_ckpt.format.crc import crc32_combine
 from mcore_ckpt.items.checksums import range_crc
 from mcore_ckpt.tools.payloads import StoredPayload
 
-__all__ = ["PartSums", "check_sum"]
-
 _WINDOW_BYTES = 4 * 1024 * 1024
 _ReadInto = Callable[[StoredPayload, int, memoryview], None]
 

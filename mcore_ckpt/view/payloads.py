@@ -29,8 +29,6 @@ from mcore_ckpt.view.derived import DerivedPayloads
 from mcore_ckpt.view.part_sums import check_sum
 from mcore_ckpt.view.slices import ChunkSlice, TensorView, view_index
 
-__all__ = ["ViewPayloads"]
-
 # What one thread has gathered and may be asked for again.
 _GATHERED_BYTES = 128 * 1024 * 1024
 # A chunk that parts are gathered from is read completely, and compared with its checksum at once, up to this size.

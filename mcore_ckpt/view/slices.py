@@ -18,8 +18,6 @@ from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, S
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.tools.payloads import MADE_HERE
 
-__all__ = ["ChunkSlice", "Part", "TensorView", "as_stored", "view_index"]
-
 
 class Part(NamedTuple):
     """A slice of a requested tensor, and the stored slice that it is.

@@ -9,8 +9,6 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.tools.payloads import MADE_HERE
 
-__all__ = ["SourceFiles", "replaced_error"]
-
 
 class SourceFiles:
     """The files of the tensors with these keys (default: all, and all objects), as they are now.

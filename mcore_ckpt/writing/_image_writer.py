@@ -43,8 +43,6 @@ from mcore_ckpt.layout.file_image import Fill, PlannedFile, Window, WrittenFile,
 from mcore_ckpt.storage.base import DirectIo, RangeWriter, Storage, align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer, copy_bytes, has_huge_pages
 
-__all__ = ["ImageWriter", "WindowPool", "write_files"]
-
 
 class WindowPool:
     """Aligned buffers of one size, lent one at a time and kept between saves, so that a save allocates nothing. Three

@@ -12,8 +12,6 @@ import os
 import time
 from typing import Final, Literal
 
-__all__ = ["StatusPage"]
-
 State = Literal["idle", "writing", "waiting"]
 _STATES: Final[tuple[State, ...]] = ("idle", "writing", "waiting")
 

@@ -17,19 +17,6 @@ import struct
 from collections.abc import Iterator
 from typing import Any, Final
 
-__all__ = [
-    "BUFFER",
-    "CANCEL",
-    "ENDED",
-    "FORGET_BUFFER",
-    "JOB",
-    "STOP",
-    "WINDOW_FREE",
-    "WINDOW_READY",
-    "Inbox",
-    "pack",
-]
-
 # Trainer to writer.
 BUFFER: Final = 1  # (key, size in bytes), with the staging buffer's descriptor
 FORGET_BUFFER: Final = 2  # key

@@ -35,8 +35,6 @@ from mcore_ckpt.writing._writer_messages import (
 )
 from mcore_ckpt.writing.writer_job import JobResult, Ring, WriterJob, run_job, with_images
 
-__all__ = ["main"]
-
 
 class _CancelledError(Exception):
     """The trainer does not want the job any more."""

@@ -24,8 +24,6 @@ from mcore_ckpt.core.process import exit_text, exit_with_parent, kernel_can_watc
 from mcore_ckpt.core.signals import leave_signals_to_parent
 from mcore_ckpt.writing.supervised_child import Job, SupervisedChild
 
-__all__ = ["CallWorker"]
-
 _REAP_DEADLINE_S: Final = 1.0
 _PRELOAD_PERIOD_S: Final = 0.05
 # multiprocessing joins children that are no daemons when it exits; a worker has to be told before that.

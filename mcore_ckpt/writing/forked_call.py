@@ -29,8 +29,6 @@ from mcore_ckpt.core.signals import leave_signals_to_parent, signals_held_back
 from mcore_ckpt.writing._status_page import StatusPage
 from mcore_ckpt.writing.supervised_child import TRAINING_FIRST_NICE, Job, SupervisedChild
 
-__all__ = ["fork_call", "fork_writer", "report_progress"]
-
 _logger = logging.getLogger(__name__)
 
 # A child of a process with threads can hang before its first line: CPython 3.11 takes a lock there (that of the list of

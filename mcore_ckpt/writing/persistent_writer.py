@@ -41,8 +41,6 @@ from mcore_ckpt.writing._writer_messages import (
 from mcore_ckpt.writing.supervised_child import TRAINING_FIRST_NICE, Job, JobWatch, SupervisedChild
 from mcore_ckpt.writing.writer_job import Ring, WriterJob, without_images
 
-__all__ = ["PersistentWriter", "fill_ring", "shared_writer"]
-
 _START_DEADLINE_S: Final = 60.0
 _START_PERIOD_S: Final = 0.002
 _SEND_DEADLINE_S: Final = 10.0

@@ -27,8 +27,6 @@ from mcore_ckpt.writing.staging_buffers import BufferLease, StagingBuffer, lease
 from mcore_ckpt.writing.supervised_child import Job
 from mcore_ckpt.writing.writer_job import JobResult, Ring, WriterJob, run_job
 
-__all__ = ["log_choice", "start_writing"]
-
 _logger = logging.getLogger(__name__)
 # A ring of fewer windows would make the trainer and the device wait for each other.
 _LEAST_SLOTS = 2

@@ -30,13 +30,6 @@ from mcore_ckpt.layout.file_image import Fill, PlannedFile, Window, WrittenFile,
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.writing._image_writer import write_files
 
-__all__ = [
-    "BucketSource",
-    "DeviceCopies",
-    "write_in_process",
-]
-
-
 # The side stream of each device, for the saves of this process.
 _streams: dict[torch.device, Any] = {}
 

@@ -30,16 +30,6 @@ from mcore_ckpt.storage import direct_io
 from mcore_ckpt.writing.persistent_writer import shared_writer
 from mcore_ckpt.writing.supervised_child import Job
 
-__all__ = [
-    "BufferLease",
-    "StagingBuffer",
-    "expect_save",
-    "is_busy",
-    "lease_buffer",
-    "preallocate",
-    "warm_up_buffer",
-]
-
 _logger = logging.getLogger(__name__)
 
 # Short enough that neither a call of the trainer that maps memory nor the end of the process waits for it.

@@ -29,8 +29,6 @@ from mcore_ckpt.core.failures import FailureReport, remote_cause, same_class
 from mcore_ckpt.core.process import Sentinel, exit_text, is_running, wait_readable
 from mcore_ckpt.writing._status_page import StatusPage
 
-__all__ = ["TRAINING_FIRST_NICE", "Job", "JobWatch", "SupervisedChild"]
-
 # As Megatron's own persistent worker: where cores are scarce, training's next step goes first.
 TRAINING_FIRST_NICE: Final = 10
 _LONGEST_WAIT_S: Final = 1.0

@@ -18,8 +18,6 @@ from mcore_ckpt.layout.plans import GlobalPlan
 from mcore_ckpt.storage.base import DirectIo, Storage, align_up
 from mcore_ckpt.writing._image_writer import write_files
 
-__all__ = ["JobResult", "Ring", "WriterJob", "run_job", "timed_result", "with_images", "without_images"]
-
 
 @dataclass(frozen=True, slots=True)
 class Ring:

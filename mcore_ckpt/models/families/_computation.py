@@ -9,8 +9,6 @@ from typing import Any
 from mcore_ckpt.models.families._rotary import YARN_DEFAULTS, YARN_SCALES, latent_rope_type, yarn_scales
 from mcore_ckpt.models.families._values import MOST_LAYERS, expert_layers_of, groups_of, setting
 
-__all__ = ["COMPUTATION", "TRAINED_WITH", "contradictions"]
-
 _Arguments = Mapping[str, Any]
 
 

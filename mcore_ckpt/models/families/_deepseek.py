@@ -16,8 +16,6 @@ from mcore_ckpt.models.families._settings import DECODER_DEFAULTS, decoder_argum
 from mcore_ckpt.models.families._table import Family, Model
 from mcore_ckpt.models.families._values import count, expect, expert_layers_of, layer_count, number, setting
 
-__all__ = ["DEEPSEEK_V2", "DEEPSEEK_V3"]
-
 _DEFAULTS = {**DECODER_DEFAULTS, "q_lora_rank": 1536}
 # The norms of latent vectors have it in `transformers`, whatever the configuration says of the others.
 _LATENT_EPSILON = 1e-6

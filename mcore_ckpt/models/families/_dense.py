@@ -24,8 +24,6 @@ from mcore_ckpt.models.families._settings import (
 from mcore_ckpt.models.families._table import Family
 from mcore_ckpt.models.families._values import expect
 
-__all__ = ["LLAMA", "MISTRAL", "QWEN2", "QWEN3"]
-
 _QWEN_DEFAULTS = {**DECODER_DEFAULTS, "layer_types": None, "num_key_value_heads": 32, "use_sliding_window": False}
 
 

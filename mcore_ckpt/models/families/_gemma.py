@@ -14,8 +14,6 @@ from mcore_ckpt.models.families._settings import DECODER_DEFAULTS, decoder_argum
 from mcore_ckpt.models.families._table import Family
 from mcore_ckpt.models.families._values import expect
 
-__all__ = ["GEMMA", "LATER_GEMMAS"]
-
 _NORMS_BEHIND = "a norm behind attention and one behind the MLP (post_attention_layernorm, post_feedforward_layernorm)"
 LATER_GEMMAS: Mapping[str, str] = {
     "gemma2": (

@@ -12,8 +12,6 @@ from mcore_ckpt.models.families._settings import model_arguments
 from mcore_ckpt.models.families._table import Family, Model
 from mcore_ckpt.models.families._values import count, epsilon_of, expect, layer_count, number, setting
 
-__all__ = ["GPT2"]
-
 _in_layer = functools.partial(in_layer, there="transformer.h.{layer}.")
 
 _ROWS = (

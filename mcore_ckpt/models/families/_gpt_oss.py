@@ -25,8 +25,6 @@ from mcore_ckpt.models.families._settings import (
 from mcore_ckpt.models.families._table import Family, Model
 from mcore_ckpt.models.families._values import count, expect, layer_count, number, setting
 
-__all__ = ["GPT_OSS"]
-
 _EXPERT = "mlp.experts.experts.{expert}."
 _WINDOW, _WHOLE = "sliding_attention", "full_attention"
 _ALPHA = 1.702  # of the gate's sigmoid: built into Megatron-Core's quick_gelu

@@ -37,8 +37,6 @@ from mcore_ckpt.models.families._settings import (
 from mcore_ckpt.models.families._table import Family, Model
 from mcore_ckpt.models.families._values import count, expect, expert_layers_of, layer_count
 
-__all__ = ["MIXTRAL", "QWEN2_MOE", "QWEN3_MOE"]
-
 _QWEN_DEFAULTS = {
     **DECODER_DEFAULTS,
     "decoder_sparse_step": 1,

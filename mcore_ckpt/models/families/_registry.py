@@ -15,8 +15,6 @@ from mcore_ckpt.models.families._gpt_oss import GPT_OSS
 from mcore_ckpt.models.families._mixtures import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from mcore_ckpt.models.families._table import Family
 
-__all__ = ["FAMILIES", "compare_settings", "family_named", "family_of_arguments", "family_of_config", "launch_notes"]
-
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
     MISTRAL,

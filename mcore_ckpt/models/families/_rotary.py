@@ -9,18 +9,6 @@ from typing import Any
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.models.families._values import count, expect, number, setting
 
-__all__ = [
-    "YARN_DEFAULTS",
-    "YARN_SCALES",
-    "latent_rope_type",
-    "rope_arguments",
-    "rope_config",
-    "rope_settings",
-    "yarn_arguments",
-    "yarn_config",
-    "yarn_scales",
-]
-
 # What Megatron-Core's scaled rotary embedding has fixed, by the names of Hugging Face.
 _LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # What `transformers` reads of each kind of scaling.

@@ -6,20 +6,6 @@ from dataclasses import replace
 
 from mcore_ckpt.models.families._table import Part, Row
 
-__all__ = [
-    "ATTENTION",
-    "DENSE_MLP",
-    "EMBEDDING",
-    "EXPERT_NORM",
-    "QKV_BIAS",
-    "QK_NORM",
-    "as_loaded",
-    "gated_experts",
-    "in_layer",
-    "row",
-    "shared_experts",
-]
-
 _HERE, _THERE = "decoder.layers.{layer}.", "model.layers.{layer}."
 _EXPERTS = "mlp.experts.experts.{expert}."
 

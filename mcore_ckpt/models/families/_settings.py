@@ -13,20 +13,6 @@ from mcore_ckpt.models.families._rotary import rope_arguments, rope_config
 from mcore_ckpt.models.families._table import Model
 from mcore_ckpt.models.families._values import count, epsilon_of, expect, groups_of, layer_count, number, setting
 
-__all__ = [
-    "DECODER_DEFAULTS",
-    "check_router",
-    "decoder_arguments",
-    "decoder_config",
-    "decoder_model",
-    "expect_no_windows",
-    "expert_arguments",
-    "is_plain_decoder",
-    "model_arguments",
-    "window_arguments",
-    "window_config",
-]
-
 DECODER_DEFAULTS: Mapping[str, Any] = {
     "attention_bias": False,
     "head_dim": None,

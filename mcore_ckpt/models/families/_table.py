@@ -27,19 +27,6 @@ from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.reshard.names import ShardedName
 
-__all__ = [
-    "Axes",
-    "Family",
-    "Implementation",
-    "Link",
-    "Model",
-    "Naming",
-    "Part",
-    "Relation",
-    "Row",
-    "relate",
-]
-
 Implementation = Literal["local", "transformer_engine"]
 Axes = tuple[tuple[int, int], ...]
 

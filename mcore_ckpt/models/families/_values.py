@@ -10,18 +10,6 @@ from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
 
-__all__ = [
-    "MOST_LAYERS",
-    "count",
-    "epsilon_of",
-    "expect",
-    "expert_layers_of",
-    "groups_of",
-    "layer_count",
-    "number",
-    "setting",
-]
-
 _MOST = 2**40
 MOST_LAYERS = 100_000
 
