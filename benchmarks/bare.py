@@ -20,7 +20,7 @@ import torch
 from benchmarks.adapters import Adapter
 from benchmarks.state import Shard
 from mcore_ckpt.core.boxes import Box, intersect
-from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.load.reader import FileSystemReader

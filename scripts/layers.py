@@ -155,7 +155,7 @@ def _imports_of(tree: ast.Module, name: str) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             if node.level:
                 raise ValueError(f"{name}:{node.lineno}: relative import; write the full name")
-            # `from mcore_ckpt.format import crc` names a module, `from mcore_ckpt.format.crc import crc32` a function.
+            # `from mcore_ckpt.core import crc` names a module, `from mcore_ckpt.core.crc import crc32` a function.
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call) and _calls_import_module(node):
             names = [_text(node.args[0])]

@@ -2,9 +2,9 @@
 
 In: plain values, and what goes wrong on a rank or in a child process.
 Out: the tree of errors, options, boxes and their arithmetic, progress and tables for a terminal, the ends of processes,
-and collectives that raise one rank's error on all ranks.
+collectives that raise one rank's error on all ranks, and CRC-32.
 Must not know: what a checkpoint is made of; files, formats, Megatron.
 
-Modules: boxes, console, errors, failures, host_memory, options, paths, process, ranks, signals, threads, version.
+Modules: boxes, console, crc, errors, failures, host_memory, options, paths, process, ranks, signals, threads, version.
 With torch: ranks.
 """

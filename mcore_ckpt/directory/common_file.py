@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.directory.target import Target
-from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.manifest import MetadataSeal, seal_metadata, split_metadata
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,

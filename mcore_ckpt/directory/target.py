@@ -28,12 +28,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn
 
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.directory._leftovers import finish_earlier
 from mcore_ckpt.directory.in_force import look, pending_name
 from mcore_ckpt.directory.lock import DirectoryLock
-from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.file_names import data_file_of
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.seal import SAVE_ID_BYTES

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
-from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.format.dtypes import dtype_entry
 from mcore_ckpt.format.tensor_pickle import tensor_pickle
 from mcore_ckpt.format.zip_records import (

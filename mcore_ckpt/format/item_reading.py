@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.format.tensor_pickle import (
     MAX_PICKLE_BYTES,

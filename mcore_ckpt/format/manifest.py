@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.format._columns import Columns, column_bytes, text_bytes
-from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, SealedFile, newer_error
 
 _VERSION: Final = 2

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, NamedTuple
 
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError, NewerFormatError
 from mcore_ckpt.format._columns import Columns, column_bytes, deflated, text_bytes
-from mcore_ckpt.format.crc import crc32
 
 BLOCK_BYTES: Final = 1024 * 1024
 """Payloads are summed in blocks of this: what has to be read to check one byte of a long payload."""

@@ -11,8 +11,8 @@ import struct
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
-from mcore_ckpt.format.crc import crc32
 
 # The fixed parts of an archive, signature first; names and extra fields follow local headers and entries.
 LOCAL_HEADER: Final = struct.Struct("<4sHHHHHIIIHH")

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import ChecksumError
-from mcore_ckpt.format.crc import crc32, crc32_combine
 from mcore_ckpt.format.item_reading import verify_records
 from mcore_ckpt.format.seal import BLOCK_BYTES, inner_blocks
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.file_names import data_file_name, with_id
 from mcore_ckpt.format.index import ObjectEntry, StoredItem
 from mcore_ckpt.format.item_layout import TensorTemplate, place, tensor_template

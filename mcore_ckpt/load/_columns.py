@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.format.crc import crc32s
+from mcore_ckpt.core.crc import crc32s
 from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, TensorForm
 from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.items.ranges import CHEAP_GAP_BYTES, Extent, coalesce

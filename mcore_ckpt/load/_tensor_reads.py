@@ -19,10 +19,10 @@ from contextlib import nullcontext
 import torch
 
 from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.threads import in_parallel
-from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor_in
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming, padded_range

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import ObjectEntry, StoredChunk, StoredItem
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.items.checks import check_proportion, chunk_name, item_name

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
-from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.dtypes import dtype_entry
 from mcore_ckpt.format.item_layout import ArchiveLayout
 from mcore_ckpt.format.safe_pickle import Opaque, Unavailable

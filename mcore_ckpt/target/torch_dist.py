@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes, place, tensor_template
 from mcore_ckpt.format.manifest import MetadataSeal

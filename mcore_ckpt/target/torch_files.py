@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.item_layout import ArchiveLayout
 from mcore_ckpt.storage.resolve import storage_at

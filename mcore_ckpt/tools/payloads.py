@@ -19,9 +19,9 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from mcore_ckpt.core.boxes import Box, covers, intersect, relative, runs, strides_of
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import LoadOptions, PageCache
-from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor

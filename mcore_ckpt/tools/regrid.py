@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mcore_ckpt.core.boxes import Box, bounding, intersect
-from mcore_ckpt.format.crc import crc32, crc32_combine
+from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.tools.dtype_cast import carrier
 from mcore_ckpt.tools.tilings import SLAB_BYTES, slabs
 

@@ -14,11 +14,11 @@ import os
 from pathlib import Path
 
 from mcore_ckpt.core.console import Progress
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.lock import DirectoryLock
-from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_reading import locate_tensor, verify_records
 from mcore_ckpt.format.metadata_read import (

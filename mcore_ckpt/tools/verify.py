@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mcore_ckpt.core.boxes import Box, strides_of
 from mcore_ckpt.core.console import Progress
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.directory.iterations import common_state_flaw, is_megatrons, structure_flaws
-from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor, locate_tensor_in

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.items.checks import chunk_name

@@ -7,8 +7,8 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import NamedTuple
 
+from mcore_ckpt.core.crc import crc32_combine
 from mcore_ckpt.core.errors import ChecksumError
-from mcore_ckpt.format.crc import crc32_combine
 from mcore_ckpt.items.checksums import range_crc
 from mcore_ckpt.tools.payloads import StoredPayload
 

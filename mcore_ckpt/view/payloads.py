@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mcore_ckpt.core.boxes import Box, relative, runs
-from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.format.index import StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.items.checks import chunk_name

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointError, ChecksumError, CorruptCheckpointError
-from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.item_layout import encode_tensor, tensor_template
 from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor, locate_tensor_in, verify_records
 from mcore_ckpt.format.tensor_pickle import (

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.format import item_layout as item_template
 from mcore_ckpt.format import item_reading
-from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.dtypes import DTYPES, UnsupportedDtypeError
 from mcore_ckpt.format.item_layout import (
     ITEM_ALIGNMENT,

@@ -10,8 +10,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError
-from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.dtypes import DTYPES
 from mcore_ckpt.format.item_layout import encode_tensor
 from mcore_ckpt.format.item_reading import locate_tensor, locate_tensor_in

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from mcore_ckpt import FileSystemWriterAsync, NewerFormatError, list_run, prune_run, verify_checkpoint
 from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError, UnsafePickleError
 from mcore_ckpt.format._plain_index import plainly_built
-from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.manifest import MetadataSeal, seal_metadata
 from mcore_ckpt.format.metadata_read import parse_index, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder

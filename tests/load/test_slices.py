@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.item_reading import locate_tensor
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.seal import BLOCK_BYTES

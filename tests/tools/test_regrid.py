@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.format.crc import crc32
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.tools import regrid
 from mcore_ckpt.tools.regrid import Walk, reads_of
 from mcore_ckpt.tools.tilings import blocks, slabs

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from mcore_ckpt.core.boxes import Box, intersect
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
-from mcore_ckpt.format.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 from mcore_ckpt.view import payloads as view_payloads

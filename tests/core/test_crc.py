@@ -8,8 +8,8 @@ import zlib
 
 import pytest
 
-from mcore_ckpt.format import crc
-from mcore_ckpt.format.crc import crc32, crc32_combine
+from mcore_ckpt.core import crc
+from mcore_ckpt.core.crc import crc32, crc32_combine
 
 SIZES = [0, 1, 7, 8, 63, 64, 65, 4095, 4096, 100_003]
 
