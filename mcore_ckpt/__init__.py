@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.reshard.conversion import ConversionReport
     from mcore_ckpt.save.async_queue import AsyncCallsQueue
     from mcore_ckpt.tools.checkpoint import Checkpoint, LazyTensor, open_checkpoint
+    from mcore_ckpt.tools.copy import CopyReport, copy_checkpoint
     from mcore_ckpt.tools.diff import DiffReport, diff_checkpoints
     from mcore_ckpt.tools.inspection import CheckpointSummary, summarize_checkpoint
     from mcore_ckpt.tools.repair import repair_checkpoint
@@ -38,6 +39,7 @@ _HOME = {
     "Checkpoint": "tools.checkpoint",
     "CheckpointSummary": "tools.inspection",
     "ConversionReport": "reshard.conversion",
+    "CopyReport": "tools.copy",
     "DiffReport": "tools.diff",
     "FileSystemReader": "load.reader",
     "FileSystemWriterAsync": "dcp.writer",
@@ -49,6 +51,7 @@ _HOME = {
     "TorchDistLoadStrategy": "megatron.strategy",
     "TorchDistSaveStrategy": "megatron.strategy",
     "VerifyReport": "tools.verify",
+    "copy_checkpoint": "tools.copy",
     "diff_checkpoints": "tools.diff",
     "export_checkpoint": "models.conversions",
     "get_strategy": "megatron.registry",
@@ -71,6 +74,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointSummary",
     "ConversionReport",
+    "CopyReport",
     "DiffReport",
     "FileSystemReader",
     "FileSystemWriterAsync",
@@ -85,6 +89,7 @@ __all__ = [
     "TorchDistSaveStrategy",
     "VerifyReport",
     "__version__",
+    "copy_checkpoint",
     "diff_checkpoints",
     "export_checkpoint",
     "get_strategy",

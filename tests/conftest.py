@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,32 @@ def _let_torch_2_6_say_no_dist() -> None:
 
 if metadata.version("torch").startswith("2.6."):
     _let_torch_2_6_say_no_dist()
+
+
+BUCKET = "checkpoints"
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The URL of an S3 server with one bucket: moto's, or the one that `MCORE_CKPT_TEST_S3` names."""
+    from tests.support.object_server import moto_server
+
+    if given := os.environ.get("MCORE_CKPT_TEST_S3"):
+        yield given
+        return
+    pytest.importorskip("moto", reason="the S3 server that the tests of object stores run against")
+    with moto_server(BUCKET) as url:
+        yield url
+
+
+@pytest.fixture
+def s3_directory(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A prefix of its own in that server's bucket, which is S3 to this process and its children."""
+    from tests.support.object_server import S3Directory, s3_environment
+
+    for name, value in s3_environment(s3_server).items():
+        monkeypatch.setenv(name, value)
+    return S3Directory(s3_server, BUCKET)
 
 
 def _has_gpu() -> bool:

@@ -23,6 +23,7 @@ PUBLIC = [
     "CheckpointSummary",
     "ChecksumError",
     "ConversionReport",
+    "CopyReport",
     "CorruptCheckpointError",
     "DiffReport",
     "DtypeMismatchError",
@@ -52,6 +53,7 @@ PUBLIC = [
     "WriteTimeoutError",
     "WriterDiedError",
     "__version__",
+    "copy_checkpoint",
     "diff_checkpoints",
     "export_checkpoint",
     "get_strategy",
@@ -71,6 +73,7 @@ PUBLIC = [
 NEED_MEGATRON = {"TorchDistLoadStrategy", "TorchDistSaveStrategy"}
 # The functions behind the commands, and what each returns.
 OF_THE_COMMANDS = {
+    "copy_checkpoint": "CopyReport",
     "diff_checkpoints": "DiffReport",
     "export_checkpoint": "ConversionReport",
     "import_checkpoint": "ConversionReport",

@@ -35,6 +35,7 @@ _COMMANDS = {
     ),
     "cat": ("cat", "show or extract one tensor or object"),
     "list": ("list", "the checkpoints of a run: which are complete, how large, how old, in which layout"),
+    "copy": ("copy", "copy a checkpoint between directories and object stores"),
     "prune": ("prune", "delete a run's old checkpoints"),
 }
 

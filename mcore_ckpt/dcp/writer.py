@@ -35,7 +35,7 @@ from torch.futures import Future
 
 from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.paths import is_local, local_path
+from mcore_ckpt.core.paths import checkpoint_path, is_supported
 from mcore_ckpt.dcp.bucket_writer import (
     CopiedData,
     DataFilePrefix,
@@ -93,7 +93,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     """Writes one rank's part of a checkpoint, and publishes the checkpoint on the coordinator.
 
     Args:
-        path: directory of the checkpoint; a relative one is made absolute at once.
+        path: directory of the checkpoint, or its URL; a relative path is made absolute at once.
         single_file_per_rank: balanced buckets of many items; False writes each item into a file of its own.
         sync_files: make files durable before the checkpoint is published.
         thread_count: files that each rank writes, at most; None takes it from `options`.
@@ -104,11 +104,11 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         _extensions: DCP's stream transforms. A transformed item is held in memory until it is written.
         serialization_format: only DCP's `TORCH_SAVE`.
         separation_hint: items whose key starts with it go to files whose names start with it.
-        use_msc: accepted for Megatron's sake; the path alone tells that it names no object store.
+        use_msc: accepted for Megatron's sake; the path alone tells whether it names an object store.
         options: `SaveOptions`; None takes them from the environment.
 
     Raises:
-        OptionError: a combination that cannot work, or a path that names an object store.
+        OptionError: a combination that cannot work, or a URL of an unknown kind.
     """
 
     can_run_decentralized_global_plan = True
@@ -156,7 +156,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
     def _set_path(self, path: str | os.PathLike[str]) -> None:
         # The directory that it names now: what writes and publishes later must not follow a `chdir`.
-        self.path = local_path(path).absolute()
+        self.path = checkpoint_path(path).absolute()
         self._storage = storage_at(self.path)
         self._save_id = secrets.token_bytes(SAVE_ID_BYTES)
         self._target: Target | None = None
@@ -174,12 +174,10 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """True if a checkpoint could be written at that path: no URL, and the nearest existing parent is writable."""
-        if not is_local(checkpoint_id):
+        """True if a checkpoint could be written there: to a known URL, or below a directory that is writable."""
+        if not is_supported(checkpoint_id):
             return False
-        path = local_path(checkpoint_id).absolute()
-        existing = next(place for place in (path, *path.parents) if place.exists())
-        return existing.is_dir() and os.access(existing, os.W_OK)
+        return storage_at(checkpoint_path(checkpoint_id)).may_be_written()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, at `checkpoint_id` if that is given. One that was not finished is given up."""

@@ -38,8 +38,12 @@ def finish_earlier(storage: Storage, lock: DirectoryLock, held: InForce) -> None
 
 def sweep(storage: Storage, lock: DirectoryLock, held: InForce) -> None:
     """Remove data files of saves that are gone, which no index names."""
-    files = {name: found for name in held.names if "/" not in name and (found := data_file_of(name)) is not None}
     own = lock.owner.save_id
+    for name in storage.unfinished():
+        begun = data_file_of(name)
+        if begun is not None and begun.save not in (None, own) and not lock.is_locked_by(begun.save):
+            storage.discard_unfinished(name)
+    files = {name: found for name in held.names if "/" not in name and (found := data_file_of(name)) is not None}
     left = {
         name: found
         for name, found in files.items()

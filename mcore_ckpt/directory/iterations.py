@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, NewerFormatError
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.directory.lock import contenders, holders, seems_gone
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_key
@@ -102,7 +103,7 @@ def iteration_directories(run: str | os.PathLike[str]) -> list[Path]:
     names = storage_at(run).folders()
     order = {name: iteration for name in names if (iteration := iteration_of(name)) is not None}
     found = sorted(order, key=lambda name: order[name])
-    return [Path(run) / name for name in ([_RELEASE] if _RELEASE in names else []) + found]
+    return [checkpoint_path(run) / name for name in ([_RELEASE] if _RELEASE in names else []) + found]
 
 
 def tracked_name(run: str | os.PathLike[str]) -> str | None:

@@ -504,7 +504,8 @@ def _exclude(storage: Storage, owner: Owner, part: int | None) -> list[Owner]:
                 time.sleep(_RETRY_S)
                 continue
             for each in chain:
-                for name in (_lease(each, _TOKEN), _lease(each), _lease(each, _NEXT)):
+                storage.revoke(_lease(each, _TOKEN))
+                for name in (_lease(each), _lease(each, _NEXT)):
                     storage.delete(name)
             storage.delete(marker)
             replaced += chain
@@ -525,8 +526,9 @@ def _take_over(storage: Storage, gone: Owner, owner: Owner, marker: str) -> list
         raise SaveError(f"{storage}: {chain[-1]} has locked the directory while this process was held up")
     for each in chain[:-1]:
         # From here on, it cannot do anything any more, if it should not be gone after all.
-        for name in (_lease(each, _TOKEN), _lease(each, _COMMON_TOKEN), _lease(each)):
-            storage.delete(name)
+        for name in (_lease(each, _TOKEN), _lease(each, _COMMON_TOKEN)):
+            storage.revoke(name)
+        storage.delete(_lease(each))
     storage.publish(marker, owner.encode())
     for each in chain[:-1]:
         storage.delete(_lease(each, _NEXT))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
-from mcore_ckpt.core.paths import local_path
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format._index_classes import (
     ALLOWED_GLOBALS,
@@ -85,9 +85,9 @@ def read_index(path: str | Path, *, strict: bool = True, rank: int | None = None
         CheckpointNotFoundError: there is no such directory, or it holds no `.metadata`.
         CorruptCheckpointError: `.metadata` is damaged or contradicts itself.
         UnsafePickleError: `.metadata` names a class that no index holds.
-        OptionError: the path names an object store.
+        OptionError: it is a URL of an unknown kind.
     """
-    directory = local_path(path)
+    directory = checkpoint_path(path)
     name = METADATA_FILE if rank is None else metadata_of_rank(rank)
     data = read_small_file(directory, name, MAX_METADATA_BYTES)
     return parse_index(data, str(directory), strict=strict, name=name)
@@ -110,7 +110,7 @@ def pickle_differs(path: str | Path) -> str | None:
 
     Others read the pickle, this package the columns. Raises as `read_index`.
     """
-    directory = local_path(path)
+    directory = checkpoint_path(path)
     data = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
     pickled, seal = split_metadata(data, str(directory / METADATA_FILE))
     if seal is None or seal.columns is None:
@@ -151,7 +151,7 @@ def read_config(path: str | Path) -> CheckpointConfig | None:
     """`metadata.json` of the checkpoint in `path`; None where there is none (plain DCP). Raises
     `CorruptCheckpointError`.
     """
-    directory = local_path(path)
+    directory = checkpoint_path(path)
     try:
         text = read_small_file(directory, CONFIG_FILE, MAX_CONFIG_BYTES)
     except CheckpointNotFoundError:

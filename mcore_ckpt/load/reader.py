@@ -26,7 +26,7 @@ from torch.futures import Future
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, OptionError
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.core.paths import is_local, local_path
+from mcore_ckpt.core.paths import checkpoint_path, is_supported
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.safe_pickle import load_object
@@ -87,7 +87,7 @@ class FileSystemReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget what is known of the checkpoint, and read from another one if `checkpoint_id` names it."""
         if checkpoint_id is not None and str(checkpoint_id):
-            self.path = local_path(checkpoint_id)
+            self.path = checkpoint_path(checkpoint_id)
         self._forget(None)
         self.load_id = str(uuid.uuid4())
 
@@ -110,8 +110,8 @@ class FileSystemReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """True for what can be a directory of a file system; see `local_path`."""
-        return is_local(checkpoint_id)
+        """True for what can be a directory of a file system; see `checkpoint_path`."""
+        return is_supported(checkpoint_id)
 
     @property
     def index(self) -> CheckpointIndex:

@@ -33,7 +33,7 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.core.paths import local_path
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
 from mcore_ckpt.directory.iterations import is_megatrons, iteration_directories, iteration_of, look_at
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, read_config, read_index
@@ -41,6 +41,7 @@ from mcore_ckpt.megatron._errors import MegatronErrors, is_first_rank
 from mcore_ckpt.megatron._one_save import metadata_version, one_load
 from mcore_ckpt.megatron._versions import differences, patches
 from mcore_ckpt.megatron.common_state import load_common
+from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logging.getLogger("mcore_ckpt")
 
@@ -59,7 +60,7 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         with MegatronErrors():
-            directory = local_path(checkpoint_dir)
+            directory = checkpoint_path(checkpoint_dir)
             options = _options_of(args[0] if args else kwargs.get("sharded_strategy"))
             goes_back = options.on_damaged == "go_back" and not _is_settled.get()
             if differences().all_ranks_load:
@@ -128,7 +129,7 @@ def directory_to_read(checkpoint_dir: Any, options: LoadOptions | None = None) -
     """The directory that one rank reads, alone, in the place of the one that is named; the same one, if that is whole.
     `CorruptCheckpointError`: it is damaged, and the run has no older checkpoint that is whole.
     """
-    named = local_path(checkpoint_dir)
+    named = checkpoint_path(checkpoint_dir)
     options = LoadOptions.from_environment() if options is None else options
     if options.on_damaged == "raise" or _is_settled.get() or not patches.replaced():
         return named
@@ -181,7 +182,8 @@ def _damage(outcome: Any) -> str | None:
 def _is_of_another_format(directory: Path) -> bool:
     """Whether it is a checkpoint, but none of `torch_dist`, and so no damaged one: legacy, or DCP's alone."""
     try:
-        names = [path.name for path in directory.iterdir()]
+        storage = storage_at(directory)
+        names = [*storage.list(), *storage.folders()]
         if CONFIG_FILE in names:
             return False
         if any(name.startswith("mp_rank_") for name in names):

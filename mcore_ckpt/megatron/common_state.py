@@ -21,7 +21,7 @@ import torch
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.core.paths import local_path
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.ranks import coordination_group
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import common_file_in_force
@@ -108,7 +108,7 @@ def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | N
     outside the allow-list, damage, and what does not belong to `.metadata` are refused.
     """
     options = LoadOptions.from_environment() if options is None else options
-    directory = local_path(checkpoint_dir)
+    directory = checkpoint_path(checkpoint_dir)
     for attempts_left in reversed(range(_READ_AGAIN)):
         version = metadata_version(directory)
         try:
@@ -121,7 +121,7 @@ def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | N
 
 def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]) -> Any:
     storage = storage_at(directory)
-    names = storage.list() if directory.is_dir() else []
+    names = storage.list()
     for known in (COMMON_FILE, METADATA_FILE):  # which the listing of a network file system may not show yet
         if known not in names and storage.exists(known):
             names.append(known)

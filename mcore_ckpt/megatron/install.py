@@ -20,7 +20,7 @@ from typing import Any
 
 from mcore_ckpt.core.errors import UnsupportedMegatronError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, unknown_variables
-from mcore_ckpt.core.paths import is_local, local_path
+from mcore_ckpt.core.paths import checkpoint_path, is_supported
 from mcore_ckpt.core.version import __version__
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.target import give_back
@@ -204,7 +204,7 @@ def _config_of_what_is_read(stock: Any, config_class: Any) -> Any:
     @functools.wraps(stock)
     def maybe_load_config(checkpoint_dir: Any) -> Any:
         with MegatronErrors():
-            if not is_local(checkpoint_dir):
+            if not is_supported(checkpoint_dir):
                 return stock(str(checkpoint_dir))
             found = read_config(directory_to_read(checkpoint_dir))
         if found is None:
@@ -234,7 +234,7 @@ def _save_or_leave_nothing(stock: Any) -> Any:
     def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         with MegatronErrors():
             # The directory that it names now: what is written at the end of an async save must not follow a `chdir`.
-            directory = local_path(checkpoint_dir).absolute()
+            directory = checkpoint_path(checkpoint_dir).absolute()
             checkpoint_dir, storage = type(checkpoint_dir)(directory), storage_at(directory)
             before = saves_in_progress(directory)
             try:

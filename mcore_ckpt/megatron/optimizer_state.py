@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from mcore_ckpt.core.boxes import flat_boxes
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, MissingKeyError, ShapeMismatchError
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.core.paths import local_path
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.layout.shards import leaves
 from mcore_ckpt.load.read_requests import ReadRequest
@@ -89,7 +89,7 @@ def _load_megatron(
     """Megatron's `load` applies factories and local objects; handed the optimizer's part only, it reads only that."""
     from mcore_ckpt.megatron.strategy import load_state_dict
 
-    loaded = load_state_dict({optimizer_key: sharded}, str(local_path(checkpoint)), options)
+    loaded = load_state_dict({optimizer_key: sharded}, str(checkpoint_path(checkpoint)), options)
     return {optimizer_key: loaded[optimizer_key]}
 
 

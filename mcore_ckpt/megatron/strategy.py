@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from mcore_ckpt.core.errors import KindMismatchError, LoadError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
-from mcore_ckpt.core.paths import local_path
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import coordination_group, interrupts_wait_for_others
 from mcore_ckpt.directory.in_force import data_bytes_of_rank
@@ -185,7 +185,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         if self.use_cached_ckpt_structure:
             options = replace(options, keep_local_plans=True)
         request = SaveRequest(
-            directory=local_path(checkpoint_dir),
+            directory=checkpoint_path(checkpoint_dir),
             options=options,
             thread_count=self.thread_count,
             separation_hint=self.separation_hint,
@@ -310,7 +310,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
                 return source.save_id
 
             if self._collective:
-                check_ranks(local_path(checkpoint_dir), coordination_group().run("load", load, wrap=LoadError))
+                check_ranks(checkpoint_path(checkpoint_dir), coordination_group().run("load", load, wrap=LoadError))
             else:
                 load()
         return loaded[0]
@@ -355,7 +355,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
 
     def _open(self, checkpoint_dir: _Path) -> FileSystemReader:
         """A reader whose index is read again only when the checkpoint is another one, or has been replaced."""
-        path = local_path(checkpoint_dir)
+        path = checkpoint_path(checkpoint_dir)
         if self.options.on_damaged == "go_back":
             from mcore_ckpt.megatron._go_back import directory_to_read
 
@@ -392,7 +392,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             LoadError, SaveError (as a `CheckpointingException`, too): the checkpoint cannot be read or written.
         """
         with MegatronErrors():
-            remove_tensors(local_path(checkpoint_dir), key_prefix)
+            remove_tensors(checkpoint_path(checkpoint_dir), key_prefix)
 
     def check_backend_compatibility(self, loaded_backend: Any) -> None:
         """Any `torch_dist` checkpoint can be loaded."""

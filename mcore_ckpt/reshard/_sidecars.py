@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.directory.lock import is_lock_file
@@ -31,7 +32,7 @@ def sidecar_files(index: CheckpointIndex) -> list[str]:
 
     Raises `CorruptCheckpointError` for symbolic links, pipes and the like, and for directories too deep.
     """
-    source = Path(index.path)
+    source = checkpoint_path(index.path)
     data_files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
     data_files |= {entry.item.file for entry in index.objects.values()}
     # integrity.json lists hashes of the source's files; the others are not parts of a finished checkpoint.
@@ -77,7 +78,7 @@ def carry_sidecars(
 
     `common_content` replaces the content of `common.pt`.
     """
-    source, storage = Path(index.path), storage_at(partial)
+    source, storage = checkpoint_path(index.path), storage_at(partial)
     names = [path.name for path in source.iterdir()]
     common = common_file_in_force(with_common_files(storage_at(source), names, index), index)
     for name in sidecars:

@@ -47,6 +47,8 @@ def _advice(code: int | None) -> str:
         return "check that this user may write there"
     if code == errno.EEXIST:
         return "files are never overwritten: save under another name, or delete it first"
+    if code in (errno.EREMOTEIO, errno.ETIMEDOUT):
+        return "check the store and the network to it, then save again"
     return "check the device and its file system (dmesg), then save again"
 
 

@@ -216,6 +216,11 @@ class LocalStorage(Storage):
         except OSError as error:
             raise save_error("deleting it", path, error) from error
 
+    def may_be_written(self) -> bool:
+        path = self.root.absolute()
+        existing = next(place for place in (path, *path.parents) if place.exists())
+        return existing.is_dir() and os.access(existing, os.W_OK)
+
     def ensure(self) -> None:
         try:
             _durable.make_directories(os.path.abspath(self.root))

@@ -323,6 +323,17 @@ class Storage(ABC):
             SaveError: it cannot be written.
         """
 
+    def unfinished(self) -> Sequence[str]:
+        """Names of files that were begun, here or by a process that is gone, and are not there yet.
+
+        Only where such files do not show in `list`.
+        """
+        return ()
+
+    def discard_unfinished(self, name: str) -> None:
+        """Give up what `unfinished` has named. Raises `SaveError`."""
+        return
+
     # Small files
 
     @abstractmethod
@@ -334,12 +345,20 @@ class Storage(ABC):
         Args:
             name: of the file.
             content: what it is to hold.
-            through: a file that `create` has made, which this uses up. A process that deletes it prevents this call
-                for ever, however far it has come: the right to publish can be taken away.
+            through: a file that `create` has made, which this uses up. A process that calls `revoke` for it prevents
+                this call for ever, however far it has come, or finds it done.
 
         Raises:
             SaveError: the old content, if any, is still there; or `through` is gone.
         """
+
+    def revoke(self, name: str) -> None:
+        """Take away the right to publish through a file: on return all is published that ever will be through it.
+
+        Raises:
+            SaveError: it may still be used.
+        """
+        self.delete(name)
 
     @abstractmethod
     def publish_new(self, name: str, content: bytes) -> bool:
@@ -406,6 +425,10 @@ class Storage(ABC):
         """Remove a file. Raises `SaveError`."""
 
     # The directory
+
+    def may_be_written(self) -> bool:
+        """Whether a checkpoint could be saved here, as far as that can be told without trying."""
+        return True
 
     @abstractmethod
     def ensure(self) -> None:

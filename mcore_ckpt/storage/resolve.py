@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from mcore_ckpt.core.paths import store_url
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import Storage
 
@@ -14,11 +15,16 @@ def storage_at(place: str | os.PathLike[str], *, follow_links: bool = False) -> 
     """The storage of a directory.
 
     Args:
-        place: path of the directory; it need not exist.
+        place: path of the directory, or URL of one in an object store; it need not exist.
         follow_links: read files through symbolic links, too. Not for checkpoints; for what others keep as links (the
             cache of Hugging Face), in a directory that a person has named.
 
     Raises:
-        OptionError: it names an object store, or is a URL of another kind.
+        OptionError: it is a URL of another kind, or what it takes to reach that store is missing.
     """
-    return LocalStorage(place, follow_links=follow_links)
+    url = store_url(place)
+    if url is None:
+        return LocalStorage(place, follow_links=follow_links)
+    from mcore_ckpt.storage._store_urls import open_store  # (importing it takes a while)
+
+    return open_store(url)

@@ -17,7 +17,6 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ import numpy as np
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, MissingKeyError
 from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import read_index
@@ -68,7 +68,7 @@ class Checkpoint(Mapping[str, Any]):
     """
 
     def __init__(self, index: CheckpointIndex, options: LoadOptions) -> None:
-        self.path = Path(index.path)
+        self.path = checkpoint_path(index.path)
         self.index = index
         self.tensors: Mapping[str, LazyTensor] = _Tensors(self)
         self.objects: Mapping[str, Any] = _Objects(self)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from mcore_ckpt.core.errors import LoadError
-from mcore_ckpt.core.paths import local_path
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.format.dtypes import DTYPES
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_key
 from mcore_ckpt.format.metadata_read import (
@@ -167,7 +167,7 @@ def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
 
     Of a directory that NeMo has made, the one within it that holds the tensors.
     """
-    directory = local_path(path)
+    directory = checkpoint_path(path)
     if storage_at(directory).exists(METADATA_FILE):
         return directory
     if storage_at(directory / NEMO_WEIGHTS).exists(METADATA_FILE):
@@ -389,7 +389,7 @@ def undisturbed(directory: Path, look: Callable[[], T], is_sound: Callable[[T], 
 
 def summarize(index: CheckpointIndex) -> CheckpointSummary:
     """`summarize_checkpoint` of an index that has been read."""
-    directory = Path(index.path)
+    directory = checkpoint_path(index.path)
     common = read_plain_state(index)
     config = read_config(directory)
     files = file_rows(index)

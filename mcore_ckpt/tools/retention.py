@@ -278,6 +278,8 @@ def _remove(checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> PruneDeci
         if reason is not None:
             return PruneDecision(checkpoint, True, reason)
         lock.sweep(storage.list())
+        for name in storage.unfinished():
+            storage.discard_unfinished(name)
         for name in _being_removed(storage):
             lock.check()
             storage.delete(name)

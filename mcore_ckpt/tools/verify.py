@@ -27,6 +27,7 @@ from mcore_ckpt.core.boxes import Box, strides_of
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
@@ -173,7 +174,7 @@ def _verify(directory: Path, workers: int, progress: bool | None) -> VerifyRepor
 
 def verify_index(index: CheckpointIndex, *, workers: int = 2, progress: bool | None = False) -> VerifyReport:
     """As `verify_checkpoint`, of an index that need not be the one in force: the files are those in its path."""
-    started, directory = time.monotonic(), Path(index.path)
+    started, directory = time.monotonic(), checkpoint_path(index.path)
     problems = [Problem("index", text, file=METADATA_FILE) for text in index.problems]
     storage = storage_at(directory)
     names = storage.list()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.tools.payloads import MADE_HERE
 
@@ -26,7 +26,7 @@ class SourceFiles:
         files = {chunk.item.file for entry in entries for chunk in entry.chunks}
         if keys is None:
             files |= {entry.item.file for entry in index.objects.values()}
-        found, directory = {}, Path(index.path)
+        found, directory = {}, checkpoint_path(index.path)
         for file in sorted(files - {MADE_HERE}):
             try:
                 stat = (directory / file).stat()

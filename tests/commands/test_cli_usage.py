@@ -12,7 +12,7 @@ import pytest
 from mcore_ckpt.commands.cli import main
 from tests.support.model_like import write_model
 
-COMMANDS = ["reshard", "inspect", "verify", "diff", "export", "import", "cat", "list", "prune"]
+COMMANDS = ["reshard", "inspect", "verify", "diff", "export", "import", "cat", "list", "copy", "prune"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -83,6 +83,7 @@ def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]
         ["import", "{gone}", "{new}"],
         ["reshard", "{gone}", "{new}", "--tp", "1", "--pp", "1"],
         ["list", "{gone}"],
+        ["copy", "{gone}", "{gone}-copy"],
         ["prune", "{gone}", "--keep-last", "1"],
     ],
     ids=lambda arguments: arguments[0],

@@ -451,7 +451,8 @@ def test_storages_in_objects_come_back_as_torchs(tmp_path: Path) -> None:
 def test_checkpoint_ids(tmp_path: Path) -> None:
     assert FileSystemWriterAsync.validate_checkpoint_id(tmp_path / "not" / "there" / "yet")
     assert FileSystemWriterAsync.validate_checkpoint_id(str(tmp_path))
-    assert not FileSystemWriterAsync.validate_checkpoint_id("s3://bucket/key")
+    assert not FileSystemWriterAsync.validate_checkpoint_id("abfss://bucket/key")
+    assert FileSystemWriterAsync.validate_checkpoint_id("s3://bucket/key")
     writer = FileSystemWriterAsync(str(tmp_path / "a"))
     writer.reset(tmp_path / "b")
     assert Path(writer.checkpoint_id) == tmp_path / "b"

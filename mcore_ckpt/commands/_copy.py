@@ -1,0 +1,41 @@
+"""`mcore-ckpt copy`: copy a checkpoint between directories and object stores."""
+
+from __future__ import annotations
+
+import argparse
+
+from mcore_ckpt.commands._shell import Outcome
+from mcore_ckpt.core.console import human_bytes
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("source", metavar="SRC", help="directory of a checkpoint, or its URL")
+    parser.add_argument(
+        "target", metavar="DST", help="directory of the copy, or its URL; an interrupted copy is resumed"
+    )
+
+
+def run(arguments: argparse.Namespace) -> Outcome:
+    """Copy, and compare."""
+    from mcore_ckpt.tools.copy import copy_checkpoint
+
+    report = copy_checkpoint(arguments.source, arguments.target)
+    rate = report.copied_bytes / max(report.seconds, 1e-9)
+    text = (
+        f"{report.target}: copied {len(report.copied)} files, {human_bytes(report.copied_bytes)} in "
+        f"{report.seconds:.1f} s ({human_bytes(int(rate))}/s)"
+    )
+    if report.kept:
+        text += f"; {len(report.kept)} were there already"
+    document = {
+        "source": report.source,
+        "target": report.target,
+        "copied": report.copied,
+        "kept": report.kept,
+        "copied_bytes": report.copied_bytes,
+        "seconds": report.seconds,
+    }
+    return Outcome(document, text)

@@ -1,0 +1,212 @@
+"""HTTP/1.1 to one server, with a time limit for everything: connections that are kept, bodies straight from memory.
+
+Only the standard library, because these connections must survive a fork (a child makes its own), and one that is late
+must be cut off by another thread at once. Clients built on an event loop of their own, as object_store's, hang in a
+forked child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import http.client
+import os
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+from mcore_ckpt.storage._object_client import RequestError, patience
+
+__all__ = ["Answer", "Cut", "HttpServer"]
+
+_SLICE_BYTES: Final = 1024 * 1024
+_PER_ATTEMPT_BYTES: Final = 8 * 1024 * 1024
+# Of what is neither the body of a range nor a listing; an error's text is short.
+_MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
+# Servers close what is idle for longer; a request on such a connection fails and is sent again.
+_KEPT_S: Final = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server has answered. The body is empty where it was received into the caller's memory."""
+
+    status: int
+    headers: http.client.HTTPMessage
+    body: bytes
+
+    def header(self, name: str) -> str:
+        """A header's value, or nothing."""
+        return self.headers.get(name, "")
+
+
+class Cut:
+    """Cuts a request off from another thread, at once, wherever it is: its memory is not touched any more then."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connection: http.client.HTTPConnection | None = None
+        self.is_cut = False
+
+    def watch(self, connection: http.client.HTTPConnection) -> None:
+        """The request goes over that connection from now on."""
+        with self._lock:
+            self._connection = connection
+            if self.is_cut:
+                raise RequestError(errno.ECANCELED, "was cut off")
+
+    def watch_nothing(self) -> None:
+        """The request has ended."""
+        with self._lock:
+            self._connection = None
+
+    def __call__(self) -> None:
+        with self._lock:
+            self.is_cut = True
+            sock = None if self._connection is None else self._connection.sock
+            if sock is not None:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+
+class HttpServer:
+    """Connections to one server, for any number of threads.
+
+    Args:
+        url: scheme, host and port.
+        verify: compare the server's certificate with those of the system, or with the file of that path.
+    """
+
+    def __init__(self, url: str, verify: bool | str = True) -> None:
+        parts = urlsplit(url)
+        self.netloc = parts.netloc
+        self._host, self._port = parts.hostname or "", parts.port
+        self._context: ssl.SSLContext | None = None
+        if parts.scheme == "https":
+            self._context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
+            if verify is False:
+                self._context.check_hostname = False
+                self._context.verify_mode = ssl.CERT_NONE
+        self._pid = os.getpid()
+        self._kept: deque[tuple[http.client.HTTPConnection, float]] = deque()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._pid != os.getpid():  # the parent's, which it goes on to use
+            self._pid, self._kept = os.getpid(), deque()
+        while self._kept:
+            try:
+                connection, until_s = self._kept.pop()
+            except IndexError:
+                break
+            if time.monotonic() < until_s:
+                return connection
+            connection.close()
+        connect_s = patience().connect_s
+        if self._context is None:
+            return http.client.HTTPConnection(self._host, self._port, timeout=connect_s)
+        return http.client.HTTPSConnection(self._host, self._port, timeout=connect_s, context=self._context)
+
+    def request(
+        self,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        body: memoryview | bytes = b"",
+        into: memoryview | None = None,
+        cut: Cut | None = None,
+    ) -> Answer:
+        """One attempt at a request.
+
+        Args:
+            method: GET, PUT, and so on.
+            target: path and query, quoted.
+            headers: of the request; `Host` and `Content-Length` are added.
+            body: to send.
+            into: memory for the body of an answer of status 206 or 200, which must fill it.
+            cut: by which another thread can end it.
+
+        Raises:
+            RequestError: no complete answer has come.
+        """
+        limits = patience()
+        payload_bytes = len(body) + (0 if into is None else len(into))
+        until_s = time.monotonic() + limits.attempt_s * max(1.0, payload_bytes / _PER_ATTEMPT_BYTES)
+        sent = False
+        connection: http.client.HTTPConnection | None = None
+        try:
+            connection = self._connection()
+            if connection.sock is None:
+                connection.connect()  # (which also sends small packets at once)
+            if cut is not None:
+                cut.watch(connection)
+            connection.sock.settimeout(limits.idle_s)
+            connection.putrequest(method, target, skip_accept_encoding=True)
+            for name, value in headers.items():
+                connection.putheader(name, value)
+            connection.putheader("Content-Length", str(len(body)))
+            sent = True
+            connection.endheaders()
+            view = memoryview(body)
+            for at in range(0, len(view), _SLICE_BYTES):
+                _check(until_s, at, len(view), "sent")
+                connection.send(view[at : at + _SLICE_BYTES])
+            response = connection.getresponse()
+            answer = _receive(response, method, into, until_s)
+            if not response.will_close and not (cut is not None and cut.is_cut):
+                self._kept.append((connection, time.monotonic() + _KEPT_S))
+                connection = None
+            return answer
+        except RequestError as error:
+            error.unclear = error.unclear or sent
+            raise
+        except TimeoutError as error:
+            what = "no answer" if sent else "no connection"
+            waited_s = limits.idle_s if sent else limits.connect_s
+            raise RequestError(errno.ETIMEDOUT, f"{what} within {waited_s:g} s", again=True, unclear=sent) from error
+        except ssl.SSLCertVerificationError as error:
+            raise RequestError(errno.EREMOTEIO, f"the certificate is not trusted ({error.verify_message})") from error
+        except (OSError, http.client.HTTPException) as error:
+            text = f"the connection failed ({type(error).__name__}: {error!s:.200})"
+            raise RequestError(errno.EREMOTEIO, text, again=True, unclear=sent) from error
+        finally:
+            if cut is not None:
+                cut.watch_nothing()
+            if connection is not None:
+                connection.close()
+
+
+def _receive(response: http.client.HTTPResponse, method: str, into: memoryview | None, until_s: float) -> Answer:
+    if into is None or response.status not in (200, 206):
+        parts, received = [], 0
+        while part := response.read(_SLICE_BYTES):
+            parts.append(part)
+            received += len(part)
+            _check(until_s, received, response.length or 0, "received")
+            if received > _MAX_ANSWER_BYTES:
+                raise RequestError(errno.EREMOTEIO, f"the answer is longer than {_MAX_ANSWER_BYTES} bytes")
+        if method != "HEAD" and response.length:
+            raise RequestError(errno.EREMOTEIO, f"the answer ended {response.length} bytes early", again=True)
+        return Answer(response.status, response.headers, b"".join(parts))
+    if response.length is not None and response.length != len(into):
+        text = f"{len(into)} bytes were asked for, and {response.length} are sent"
+        raise RequestError(errno.EREMOTEIO, text, again=True)
+    at = 0
+    while at < len(into):
+        _check(until_s, at, len(into), "received")
+        count = response.readinto(into[at : at + _SLICE_BYTES])
+        if not count:
+            raise RequestError(errno.EREMOTEIO, f"the answer ended after {at} of {len(into)} bytes", again=True)
+        at += count
+    response.read(0)
+    return Answer(response.status, response.headers, b"")
+
+
+def _check(until_s: float, done_bytes: int, total_bytes: int, what: str) -> None:
+    if time.monotonic() > until_s:
+        raise RequestError(errno.ETIMEDOUT, f"after {done_bytes} of {total_bytes} bytes {what}: too slow", again=True)

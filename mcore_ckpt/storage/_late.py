@@ -1,0 +1,127 @@
+"""A request that takes much longer than its like is sent again, and the first answer counts.
+
+One connection in some hundreds hangs or crawls where the others do not: what is sent again over another is there at
+once. (Dean and Barroso, The Tail at Scale, call that a hedged request.) Only for what may be done twice: a part of an
+upload, a range of an object.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from mcore_ckpt.core.threads import start_thread
+from mcore_ckpt.storage._http import Answer, Cut
+from mcore_ckpt.storage._object_client import RequestError, patience
+
+__all__ = ["Hedge"]
+
+_logger = logging.getLogger(__name__)
+
+
+class Hedge:
+    """What requests of one store have taken lately, and what is late by that."""
+
+    def __init__(self) -> None:
+        self._usual_s = 0.0
+
+    def late_after_s(self) -> float:
+        """Seconds after which a request counts as late; before the first has ended, none does soon."""
+        limits = patience()
+        if not self._usual_s:
+            return limits.idle_s / 2
+        return max(limits.late_s, limits.late_factor * self._usual_s)
+
+    def _note(self, took_s: float) -> None:
+        # Most of the last dozen; threads may lose one another's note, which does no harm.
+        self._usual_s = took_s if not self._usual_s else 0.9 * self._usual_s + 0.1 * took_s
+
+    def send(self, what: str, attempt: Callable[[Cut], Answer]) -> Answer:
+        """Send something, twice if need be; the memory that is sent may be reused on return.
+
+        Raises:
+            RequestError: no attempt has succeeded.
+        """
+        return self._first(what, attempt, attempt)
+
+    def receive(self, what: str, attempt: Callable[[memoryview, Cut], Answer], view: memoryview) -> Answer:
+        """Fill a view, twice if need be; nothing writes into it after the return. Raises as `send`."""
+        spare: list[bytearray] = []
+
+        def again(cut: Cut) -> Answer:
+            spare.append(bytearray(len(view)))
+            return attempt(memoryview(spare[0]), cut)
+
+        def take_over() -> None:
+            view[:] = spare[0]
+
+        return self._first(what, lambda cut: attempt(view, cut), again, take_over)
+
+    def _first(
+        self,
+        what: str,
+        attempt: Callable[[Cut], Answer],
+        again: Callable[[Cut], Answer],
+        take_over: Callable[[], None] | None = None,
+    ) -> Answer:
+        """Run one attempt here, and if it is late the other on a thread; returns the first success."""
+        cuts = Cut(), Cut()
+        race = _Race(cuts)
+        late_s = self.late_after_s()
+        timer = threading.Timer(late_s, race.second, (what, late_s, again))
+        timer.daemon = True
+        hedged = start_thread(timer)
+        started_s = time.monotonic()
+        try:
+            try:
+                answer = attempt(cuts[0])
+            except RequestError as error:
+                if not hedged or not error.again:
+                    raise
+                timer.cancel()
+                timer.join()  # if it has begun, it may still succeed
+                if race.answer is None:
+                    raise
+                if take_over is not None:
+                    take_over()
+                self._note(time.monotonic() - started_s)
+                return race.answer
+            self._note(time.monotonic() - started_s)
+            return answer
+        finally:
+            if hedged:
+                timer.cancel()
+                race.end()
+                timer.join()
+
+
+class _Race:
+    """The second of two attempts, and its answer."""
+
+    def __init__(self, cuts: tuple[Cut, Cut]) -> None:
+        self._cuts = cuts
+        self._lock = threading.Lock()
+        self._over = False
+        self.answer: Answer | None = None
+
+    def second(self, what: str, late_s: float, attempt: Callable[[Cut], Answer]) -> None:
+        """Body of the timer's thread."""
+        _logger.warning("%s: late (%.1f s); it is sent again on another connection", what, late_s)
+        try:
+            answer = attempt(self._cuts[1])
+        except RequestError as error:
+            _logger.info("%s: the second attempt failed, too: %s", what, error.strerror)
+            return
+        with self._lock:
+            if self._over:
+                return
+            self.answer = answer
+        self._cuts[0]()
+
+    def end(self) -> None:
+        """The first attempt has ended: the second is cut off, and its answer does not count any more."""
+        with self._lock:
+            self._over = True
+        self._cuts[1]()

@@ -1,0 +1,272 @@
+"""What an object store is asked for, whichever it is: whole small objects, ranges, uploads in parts, listings.
+
+A client talks to one bucket. Its errors are `OSError`s: their `errno` says of what kind they are, their text names the
+request, the bucket and key, the store's request id, how often it was tried and for how long. It never holds a
+credential.
+
+    FileNotFoundError   there is no such object
+    FileExistsError     the condition of a put does not hold: the object is there, or is another version
+    PermissionError     the credentials are missing, wrong, or do not allow it
+    TimeoutError        the store has not answered in time, however often it was asked
+    OSError(EREMOTEIO)  the store has answered with an error, or not as it should
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeVar
+
+__all__ = [
+    "ABSENT",
+    "Condition",
+    "Listing",
+    "ObjectClient",
+    "ObjectState",
+    "Pace",
+    "Patience",
+    "RequestError",
+    "Upload",
+    "patience",
+    "retried",
+]
+
+_logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a store is waited for, in seconds.
+
+    Attributes:
+        connect_s: for a connection.
+        idle_s: for the next byte of an answer, or for the store to take the next bytes of a request.
+        attempt_s: for one attempt at a request, of 8 MiB at most; longer ones get as much more.
+        give_up_s: for a request with all of its attempts.
+        first_pause_s: between the first two attempts, at most; each further pause may be twice as long.
+        longest_pause_s: between two attempts.
+        late_s: after which a part may count as late, at least.
+        late_factor: how much longer than its like a late part has taken.
+    """
+
+    connect_s: float = 10.0
+    idle_s: float = 30.0
+    attempt_s: float = 120.0
+    give_up_s: float = 300.0
+    first_pause_s: float = 0.2
+    longest_pause_s: float = 10.0
+    late_s: float = 2.0
+    late_factor: float = 4.0
+
+
+_patience = Patience()
+
+
+def patience() -> Patience:
+    """How long stores are waited for."""
+    return _patience
+
+
+class ObjectState(NamedTuple):
+    """One version of an object.
+
+    Attributes:
+        e_tag: tells it from other versions; of the same content it may be the same.
+        size_bytes: its length.
+        modified_ns: when it was written, on the store's clock, which may tick once a second.
+    """
+
+    e_tag: str
+    size_bytes: int
+    modified_ns: int
+
+
+ABSENT: Final = ""
+Condition = str | None
+"""Of a put: `ABSENT` if there is to be no object, the `e_tag` of the version that it replaces, or None."""
+
+
+class Listing(NamedTuple):
+    """What lies directly below a prefix: the sizes of objects by name, and the names of folders."""
+
+    sizes: dict[str, int]
+    folders: set[str]
+
+
+class RequestError(OSError):
+    """One attempt at a request has failed.
+
+    Attributes:
+        again: another attempt may succeed.
+        unclear: the store may have done what it was asked for.
+        slow_down: the store asks for fewer requests.
+    """
+
+    def __init__(
+        self, code: int, text: str, *, again: bool = False, unclear: bool = False, slow_down: bool = False
+    ) -> None:
+        super().__init__(code, text)
+        self.again = again
+        self.unclear = unclear
+        self.slow_down = slow_down
+
+
+class Pace:
+    """How many requests one process has in flight at a store: fewer as soon as it asks for that, then slowly more.
+
+    Halved when the store says that it is asked too much, one more after as many successes as there are in flight (as
+    TCP does with what it sends).
+    """
+
+    _MOST: Final = 64
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._limit = float(self._MOST)
+        self._in_flight = 0
+        self._halved_at_s = 0.0
+
+    @contextlib.contextmanager
+    def request(self, until_s: float) -> Iterator[None]:
+        """Wait for a turn, at most until that moment of the monotonic clock."""
+        with self._changed:
+            while self._in_flight >= max(1, int(self._limit)) and time.monotonic() < until_s:
+                self._changed.wait(max(0.01, until_s - time.monotonic()))
+            self._in_flight += 1
+        try:
+            yield
+        except RequestError as error:
+            with self._changed:
+                now_s = time.monotonic()
+                if error.slow_down and now_s - self._halved_at_s > 0.1:  # once for all that were in flight together
+                    self._limit = max(1.0, min(self._limit, self._in_flight) / 2)
+                    self._halved_at_s = now_s
+            raise
+        else:
+            with self._changed:
+                self._limit = min(float(self._MOST), self._limit + 1 / self._limit)
+        finally:
+            with self._changed:
+                self._in_flight -= 1
+                self._changed.notify_all()
+
+
+def retried(what: str, attempt: Callable[[int], T], pace: Pace, give_up_s: float | None = None) -> T:
+    """Try until it succeeds, fails for good, or has taken too long; pauses grow and differ from process to process.
+
+    Args:
+        what: the request, for messages.
+        attempt: called with how many attempts have ended unclear so far; raises `RequestError`.
+        pace: of the store.
+        give_up_s: after which no further attempt is begun; by default as `Patience` says.
+
+    Raises:
+        OSError: as the module says.
+    """
+    limits = patience()
+    started_s = time.monotonic()
+    until_s = started_s + (limits.give_up_s if give_up_s is None else give_up_s)
+    attempts = unclear = 0
+    while True:
+        attempts += 1
+        try:
+            with pace.request(until_s):
+                return attempt(unclear)
+        except RequestError as error:
+            unclear += error.unclear
+            longest_s = min(limits.longest_pause_s, limits.first_pause_s * 2 ** min(attempts - 1, 10))
+            pause_s = random.uniform(longest_s / 4, longest_s)
+            took_s = time.monotonic() - started_s
+            if not error.again or time.monotonic() + pause_s >= until_s:
+                tried = f" ({attempts} attempts in {took_s:.1f} s)" if attempts > 1 else ""
+                raise OSError(error.errno, f"{what}: {error.strerror}{tried}") from error
+            if attempts > 1 or took_s > limits.late_s:
+                _logger.warning("%s: %s; attempt %d follows", what, error.strerror, attempts + 1)
+            time.sleep(pause_s)
+
+
+class Upload(ABC):
+    """An object that is written in parts, and is not there before `complete`."""
+
+    @abstractmethod
+    def part(self, number: int, view: memoryview) -> None:
+        """Send a part: 0, 1, and so on, of equal length but for the last. Several threads may, one each.
+
+        The memory may be reused on return.
+        """
+
+    @abstractmethod
+    def complete(self, size_bytes: int) -> None:
+        """Make the object, of all parts; raises unless the store then says that it has that length and checksum."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Forget all parts."""
+
+
+class ObjectClient(ABC):
+    """One bucket. Keys have no slash in front. All methods raise `OSError` as the module says; any thread may call.
+
+    Attributes:
+        place: the bucket as messages name it.
+        part_bytes: length of the parts of an upload, at least.
+        max_parts: of an upload.
+    """
+
+    place: str
+    part_bytes: int = 8 * 1024 * 1024
+    max_parts: int = 10_000
+
+    @abstractmethod
+    def head(self, key: str) -> ObjectState | None:
+        """The version that is there; None if there is none."""
+
+    @abstractmethod
+    def get(self, key: str, most_bytes: int) -> tuple[ObjectState, bytes]:
+        """The version that is there, and its first bytes."""
+
+    @abstractmethod
+    def get_into(self, key: str, offset: int, view: memoryview, e_tag: str) -> None:
+        """Fill a view with bytes of that version; raises `FileExistsError` if it is not there any more."""
+
+    @abstractmethod
+    def put(self, key: str, content: bytes, condition: Condition = None) -> str:
+        """Make an object, atomically; returns its `e_tag`."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Delete an object, if it is there."""
+
+    @abstractmethod
+    def list(self, prefix: str) -> Listing:
+        """What lies below a prefix that ends in a slash, or is empty."""
+
+    @abstractmethod
+    def upload(self, key: str, part_bytes: int) -> Upload:
+        """Begin to write an object in parts."""
+
+    def unfinished(self, prefix: str) -> Sequence[str]:
+        """Keys, directly below a prefix, of uploads that were begun and neither completed nor aborted."""
+        return ()
+
+    def abort_unfinished(self, key: str) -> None:
+        """Abort all uploads of a key that `unfinished` names."""
+        return
+
+    def honours_conditions(self, key: str) -> bool:
+        """Whether the store keeps the conditions of puts, tried on an object that is there; asked once."""
+        return True
+
+
+def unexpected(text: str, *, again: bool = False, unclear: bool = False) -> RequestError:
+    """An answer that is not as it should be."""
+    return RequestError(errno.EREMOTEIO, text, again=again, unclear=unclear)

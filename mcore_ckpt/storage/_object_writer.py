@@ -1,0 +1,148 @@
+"""Writing an object in parts, straight from the caller's memory.
+
+A write that covers a part exactly is sent from where it lies, by the thread that writes: so as many parts are in flight
+as threads write. What covers a part in pieces is put together first. An object of one part is put in one request.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from typing import Final
+
+from mcore_ckpt.storage._durable import save_error
+from mcore_ckpt.storage._object_client import ABSENT, ObjectClient, Upload
+from mcore_ckpt.storage.base import RangeWriter
+
+__all__ = ["ObjectWriter"]
+
+# S3 knows no parts below it, but for the last.
+_LEAST_PART_BYTES: Final = 5 * 1024 * 1024
+
+
+class ObjectWriter(RangeWriter):
+    """A new object. `finish` is for one thread, after the last `write` has returned."""
+
+    direct = False
+
+    def __init__(self, client: ObjectClient, key: str, name: str, size_bytes: int | None) -> None:
+        self.name = name
+        self._client = client
+        self._key = key
+        self._size_bytes = size_bytes
+        self._part_bytes = client.part_bytes
+        while size_bytes is not None and size_bytes > self._part_bytes * (client.max_parts - 1):
+            self._part_bytes *= 2
+        self._lock = threading.Lock()
+        self._upload: Upload | None = None
+        self._waiting: dict[int, _Part] = {}  # of pieces; and the last one, whose end `finish` tells
+        self._ended = False
+        self._made = False
+
+    def write(self, offset: int, view: memoryview) -> None:
+        view = memoryview(view).cast("B")
+        if self._size_bytes is not None:  # what reaches past the end is padding
+            view = view[: max(0, self._size_bytes - offset)]
+        part_bytes = self._part_bytes
+        while len(view):
+            number, start = divmod(offset, part_bytes)
+            piece = view[: part_bytes - start]
+            self._write_piece(number, start, piece)
+            offset, view = offset + len(piece), view[len(piece) :]
+
+    def _length_of(self, number: int) -> int | None:
+        """Length of a part; None for what may be the last, as long as nobody knows."""
+        if self._size_bytes is not None:
+            return min(self._part_bytes, self._size_bytes - number * self._part_bytes)
+        return self._part_bytes if any(other > number for other in self._waiting) else None
+
+    def _write_piece(self, number: int, start: int, piece: memoryview) -> None:
+        with self._lock:
+            if self._ended:
+                raise save_error(
+                    f"writing {len(piece)} bytes of part {number + 1}",
+                    self.name,
+                    OSError(errno.EBADF, "it is finished or aborted"),
+                )
+            if number not in self._waiting and start == 0 and self._length_of(number) == len(piece):
+                ready = [(number, piece)]
+            else:
+                self._waiting.setdefault(number, _Part()).add(start, piece)
+                complete = [n for n, part in self._waiting.items() if part.is_complete(self._length_of(n))]
+                ready = [(n, memoryview(self._waiting.pop(n).content)) for n in complete]
+        for each, content in ready:
+            self._send(each, content)
+
+    def _send(self, number: int, content: memoryview) -> None:
+        try:
+            if self._size_bytes is not None and self._size_bytes <= self._part_bytes:
+                self._client.put(self._key, bytes(content), ABSENT)
+                self._made = True
+                return
+            with self._lock:
+                if self._upload is None:
+                    self._upload = self._client.upload(self._key, self._part_bytes)
+            self._upload.part(number, content)
+        except OSError as error:
+            start = number * self._part_bytes
+            raise save_error(f"writing bytes [{start}, {start + len(content)})", self.name, error) from error
+
+    def finish(self, size_bytes: int, fsync: bool = True) -> None:
+        with self._lock:
+            if self._ended:
+                raise save_error("finishing it", self.name, OSError(errno.EBADF, "it is finished or aborted"))
+            self._ended = True
+            left, self._waiting = sorted(self._waiting.items()), {}
+        try:
+            if self._size_bytes is None and self._upload is None and size_bytes <= self._part_bytes:
+                self._size_bytes = size_bytes
+            for number, part in left:
+                length = min(self._part_bytes, size_bytes - number * self._part_bytes)
+                if length > 0:
+                    self._send(number, memoryview(part.of_length(length)))
+            if self._upload is not None:
+                self._upload.complete(size_bytes)
+            elif not self._made:
+                self._client.put(self._key, b"", ABSENT)
+            self._made = True
+        except OSError as error:
+            raise save_error("finishing it", self.name, error) from error
+
+    def abort(self) -> None:
+        with self._lock:
+            self._ended = True
+            self._waiting.clear()
+            upload, self._upload, made, self._made = self._upload, None, self._made, False
+        try:
+            if made:
+                self._client.delete(self._key)
+            elif upload is not None:
+                upload.abort()
+        except OSError as error:
+            raise save_error("removing it", self.name, error) from error
+
+
+class _Part:
+    """A part that is put together of pieces."""
+
+    __slots__ = ("content", "filled_bytes")
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+        self.filled_bytes = 0
+
+    def add(self, start: int, piece: memoryview) -> None:
+        stop = start + len(piece)
+        if len(self.content) < stop:
+            self.content.extend(bytes(stop - len(self.content)))
+        self.content[start:stop] = piece
+        self.filled_bytes += len(piece)
+
+    def is_complete(self, length: int | None) -> bool:
+        return length is not None and self.filled_bytes >= length
+
+    def of_length(self, length: int) -> bytearray:
+        """Cut, or with zeros, as a file has where nothing was written."""
+        if len(self.content) < length:
+            self.content.extend(bytes(length - len(self.content)))
+        return self.content[:length] if len(self.content) > length else self.content

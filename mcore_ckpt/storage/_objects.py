@@ -1,0 +1,365 @@
+"""A directory of a checkpoint in an object store: a prefix of keys.
+
+An object is there complete or not at all, and durable as soon as it is there. So `sync` has nothing to do, and what a
+file system does by links and renames is done by conditional puts here: of all who create a name, one succeeds.
+
+**Publishing through a token.** A rename that uses up a token is one operation on a file system. Here it takes three,
+and a save that was taken for gone may be in the midst of them. So the token decides, by conditional puts of which one
+alone succeeds. The save that publishes writes into it what it is going to publish: then that is published, whatever
+happens. Or the save that takes over closes it by `revoke`: then the other cannot publish any more. `revoke` completes
+what a token says is to be published, and deletes the token. The condition of the put of the published object is the
+version that was there before the token was written: a put that was held up on its way finds another one, and is
+refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
+from mcore_ckpt.storage._durable import save_error
+from mcore_ckpt.storage._object_client import ABSENT, Listing, ObjectClient, ObjectState
+from mcore_ckpt.storage._object_writer import ObjectWriter
+from mcore_ckpt.storage._regular_files import open_error
+from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWriter, Storage, check_name
+
+__all__ = ["ObjectStorage"]
+
+_logger = logging.getLogger(__name__)
+
+# Of an object that is opened, this much comes with its length: small ones cost one request.
+_HEAD_BYTES: Final = 64 * 1024
+_MAX_SMALL_BYTES: Final = 8 * 1024**3
+_CLOSED: Final = b"closed"
+_INTENT: Final = b"publish "
+_ATTEMPTS: Final = 100
+
+
+class ObjectStorage(Storage):
+    """A prefix of keys of one bucket.
+
+    Args:
+        client: of the bucket.
+        prefix: without slashes at its ends; may be empty.
+        url: of the directory, as the user gave it; another process finds the store by it.
+        reopen: makes the storage of a URL.
+    """
+
+    def __init__(self, client: ObjectClient, prefix: str, url: str, reopen: Callable[[str], Storage]) -> None:
+        self._client = client
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._url = url
+        self._reopen = reopen
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._reopen, (self._url,)  # credentials stay here: another process asks for its own
+
+    def __repr__(self) -> str:
+        return f"ObjectStorage({self._url!r})"
+
+    @property
+    def location(self) -> str:
+        return self._url
+
+    def path(self, name: str) -> str:
+        return f"{self._url}/{check_name(name)}"
+
+    def _key(self, name: str) -> str:
+        return self._prefix + check_name(name)
+
+    @contextlib.contextmanager
+    def _saving(self, what: str, name: str) -> Iterator[str]:
+        """Yields the key; errors name what was to be done."""
+        key = self._key(name)
+        try:
+            yield key
+        except OSError as error:
+            if isinstance(error, (SaveError, LoadError)):
+                raise
+            raise save_error(what, self.path(name), error) from error
+
+    @contextlib.contextmanager
+    def _loading(self, name: str) -> Iterator[str]:
+        key = self._key(name)
+        try:
+            yield key
+        except OSError as error:
+            if isinstance(error, LoadError):
+                raise
+            raise _load_error(self.path(name), error) from error
+
+    # Looking and reading
+
+    def list(self) -> list[str]:
+        return sorted(self._listed().sizes)
+
+    def sizes(self) -> dict[str, int]:
+        return self._known().sizes
+
+    def folders(self) -> Sequence[str]:
+        return sorted(self._known().folders)
+
+    def _listed(self) -> Listing:
+        try:
+            return self._client.list(self._prefix)
+        except OSError as error:
+            raise LoadError(f"{self._url}: cannot be listed: {error.strerror or error}; {_advice(error)}") from error
+
+    def _known(self) -> Listing:
+        found = self._listed()
+        if not found.sizes and not found.folders:
+            raise CheckpointNotFoundError(f"{self._url}: no such directory (no object has a key that begins so)")
+        return found
+
+    def version(self, name: str) -> FileVersion | None:
+        with self._loading(name) as key:
+            state = self._client.head(key)
+        return None if state is None else _version(state)
+
+    def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
+        with self._loading(name) as key:
+            state, head = self._client.get(key, _HEAD_BYTES)
+        return _ObjectReader(self._client, key, self.path(name), state, head)
+
+    # Data files
+
+    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+        with self._saving("creating the file", name) as key:
+            if self._client.head(key) is not None:
+                raise FileExistsError(errno.EEXIST, "the object is there already")
+        return ObjectWriter(self._client, key, self.path(name), size_bytes)
+
+    def unfinished(self) -> Sequence[str]:
+        try:
+            return [key[len(self._prefix) :] for key in self._client.unfinished(self._prefix)]
+        except OSError as error:
+            # Not every user may list uploads, and not every store can.
+            _logger.warning(
+                "%s: unfinished uploads cannot be listed, so that none is aborted here (%s); let a lifecycle rule of "
+                "the bucket do that",
+                self._url,
+                error.strerror or error,
+            )
+            return []
+
+    def discard_unfinished(self, name: str) -> None:
+        with self._saving("aborting its unfinished uploads", name) as key:
+            self._client.abort_unfinished(key)
+
+    def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
+        with self._saving("writing it", name) as key:
+            try:
+                state, old = self._client.get(key, _MAX_SMALL_BYTES)
+            except OSError as error:
+                if error.errno == errno.ENOENT:
+                    return False
+                raise
+            end = b"" if is_end else old[offset + len(content) :]
+            self._client.put(key, old[:offset] + content + end, state.e_tag)
+            return True
+
+    # Small files
+
+    def publish(self, name: str, content: bytes, *, through: str | None = None) -> None:
+        with self._saving("publishing it", name) as key:
+            if through is None:
+                self._client.put(key, content)
+                return
+            token = self._key(through)
+            before, right = self._client.head(key), self._client.head(token)
+            if right is None:
+                raise FileNotFoundError(errno.ENOENT, f"{through} is gone, by which it was to be published")
+            condition = ABSENT if before is None else before.e_tag
+            try:
+                written = self._client.put(token, _intent(key, condition, content), right.e_tag)
+            except OSError as error:
+                if error.errno in (errno.EEXIST, errno.ENOENT):
+                    raise FileNotFoundError(errno.ENOENT, f"{through} was taken away") from error
+                raise
+            try:
+                self._put_published(key, content, condition)
+            except BaseException:
+                # What was not published now is never to be: its data files will be deleted.
+                with contextlib.suppress(OSError):
+                    self._client.put(token, _CLOSED, written)
+                raise
+            with contextlib.suppress(OSError):  # it is published; what is left is swept later
+                self._client.delete(token)
+
+    def _put_published(self, key: str, content: bytes, condition: str) -> None:
+        try:
+            self._client.put(key, content, condition)
+        except OSError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            # Who has taken over may have completed it; a save that publishes later does so only after that.
+            if self._client.get(key, len(content) + 1)[1] != content:
+                raise
+
+    def revoke(self, name: str) -> None:
+        with self._saving("taking it away", name) as key:
+            for _ in range(_ATTEMPTS):
+                try:
+                    state, said = self._client.get(key, _MAX_SMALL_BYTES)
+                except OSError as error:
+                    if error.errno == errno.ENOENT:
+                        return
+                    raise
+                if said.startswith(_INTENT):
+                    self._complete(said)
+                elif said != _CLOSED:
+                    try:
+                        self._client.put(key, _CLOSED, state.e_tag)
+                    except OSError as error:
+                        if error.errno in (errno.EEXIST, errno.ENOENT):
+                            continue  # it says what is to be published by now
+                        raise
+                self._client.delete(key)
+                return
+            raise OSError(errno.EBUSY, "it changes all the time")
+
+    def _complete(self, said: bytes) -> None:
+        """Publish what a token says, unless that was done."""
+        try:
+            head, content = said[len(_INTENT) :].split(b"\n", 1)
+            told = json.loads(head)
+            key, condition, length = told["key"], told["replaces"], told["bytes"]
+        except (ValueError, KeyError, TypeError):
+            return  # not of this version; its maker has not published by it
+        own = isinstance(key, str) and key.startswith(self._prefix) and isinstance(condition, str)
+        if not own or len(content) != length:
+            return
+        check_name(key[len(self._prefix) :])
+        try:
+            self._client.put(key, content, condition)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOENT):
+                raise
+
+    def publish_new(self, name: str, content: bytes) -> bool:
+        with self._saving("publishing it", name) as key:
+            return self._put_new(key, content)
+
+    def _put_new(self, key: str, content: bytes) -> bool:
+        try:
+            self._client.put(key, content, ABSENT)
+        except OSError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            return False
+        return True
+
+    def create(self, name: str, content: bytes) -> None:
+        with self._saving("creating the file", name) as key:
+            self._client.put(key, content, ABSENT)
+            self._client.honours_conditions(key)
+
+    def lock(self, name: str, lease: str) -> bool:
+        with self._saving(f"giving {lease} this name", name) as key:
+            return self._put_new(key, self._small(lease)[1])
+
+    def _small(self, name: str) -> tuple[ObjectState, bytes]:
+        return self._client.get(self._key(name), _MAX_SMALL_BYTES)
+
+    def renew(self, name: str) -> bool:
+        with self._saving("renewing its time", name) as key:
+            try:
+                state, content = self._small(name)
+                self._client.put(key, content, state.e_tag)
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.EEXIST):
+                    return False
+                raise
+            return True
+
+    def move(self, source: str, name: str) -> None:
+        with self._saving(f"renaming it to {name}", source) as key:
+            self._client.put(self._key(name), self._small(source)[1])
+            self._client.delete(key)
+
+    def move_new(self, source: str, name: str) -> bool:
+        with self._saving(f"giving {source} this name", name) as key:
+            if not self._put_new(key, self._small(source)[1]):
+                return False
+            self._client.delete(self._key(source))
+            return True
+
+    def delete(self, name: str, missing_ok: bool = True) -> None:
+        with self._saving("deleting it", name) as key:
+            if not missing_ok and self._client.head(key) is None:
+                raise FileNotFoundError(errno.ENOENT, "there is no such object")
+            self._client.delete(key)
+
+    # The directory, which is there as long as there are keys
+
+    def ensure(self) -> None:
+        pass
+
+    def sync(self, *, parents: bool = False) -> None:
+        pass
+
+    def remove(self) -> bool:
+        found = self._listed()
+        return not found.sizes and not found.folders
+
+
+class _ObjectReader(RangeReader):
+    """One version of an object."""
+
+    def __init__(self, client: ObjectClient, key: str, name: str, state: ObjectState, head: bytes) -> None:
+        self.name = name
+        self.size_bytes = state.size_bytes
+        self._client = client
+        self._key = key
+        self._e_tag = state.e_tag
+        self._head = head
+
+    def read_into(self, offset: int, view: memoryview, arrived: Callable[[memoryview], None] | None = None) -> None:
+        view = memoryview(view).cast("B")
+        self.check_range(offset, len(view))
+        if offset + len(view) <= len(self._head):
+            view[:] = self._head[offset : offset + len(view)]
+        else:
+            try:
+                self._client.get_into(self._key, offset, view, self._e_tag)
+            except OSError as error:
+                if error.errno in (errno.EEXIST, errno.ENOENT, errno.ERANGE):
+                    raise CorruptCheckpointError(
+                        f"{self.name}: was replaced or deleted while it was read ({error.strerror}); it had "
+                        f"{self.size_bytes} bytes. Load again"
+                    ) from error
+                raise _load_error(self.name, error, offset, len(view)) from error
+        if arrived is not None and len(view):
+            arrived(view)
+
+    def close(self) -> None:
+        pass
+
+
+def _intent(key: str, condition: str, content: bytes) -> bytes:
+    told = {"key": key, "replaces": condition, "bytes": len(content)}
+    return _INTENT + json.dumps(told).encode() + b"\n" + content
+
+
+def _version(state: ObjectState) -> FileVersion:
+    number = int.from_bytes(hashlib.sha256(state.e_tag.encode()).digest()[:7], "little")
+    return FileVersion(number, state.size_bytes, state.modified_ns)
+
+
+def _load_error(path: str, error: OSError, offset: int | None = None, length: int = 0) -> LoadError:
+    if error.errno == errno.ENOENT:
+        return open_error(path, FileNotFoundError(errno.ENOENT, str(error)))
+    what = "cannot be read" if offset is None else f"bytes [{offset}, {offset + length}) cannot be read"
+    return LoadError(f"{path}: {what}: {error.strerror or error}; {_advice(error)}")
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return "check the credentials, and what they allow"
+    return "check the store and the network to it"

@@ -1,0 +1,494 @@
+"""Checkpoints in an object store, on a server: saved, loaded, replaced, pruned; and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, LoadError, SaveError, SaveOptions, verify_checkpoint
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.errors import CheckpointError
+from mcore_ckpt.storage import _object_client
+from mcore_ckpt.storage._object_client import Patience, RequestError
+from mcore_ckpt.storage.resolve import storage_at
+from tests.support.local_files import MIB, random_bytes
+from tests.support.object_server import Fault, Proxy, Request, S3Directory
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+# DCP wraps what a rank raises in an exception that is none.
+FAILED = (CheckpointError, CheckpointException)
+
+
+def state(value: float = 1.0, rows: int = 600) -> dict[str, Any]:
+    return {"weight": torch.full((rows, 5000), value), "step": torch.tensor(int(value)), "told": {"value": value}}
+
+
+def save(url: str | Path, value: float = 1.0, rows: int = 600, **options: Any) -> None:
+    writer = FileSystemWriterAsync(url, options=SaveOptions(progress=False, **options))
+    dcp.save(state(value, rows), storage_writer=writer, no_dist=True)
+
+
+def loaded(url: str | Path, rows: int = 600) -> float:
+    """The value that all of a checkpoint has."""
+    found = state(0.0, rows)
+    dcp.load(found, storage_reader=FileSystemReader(url), no_dist=True)
+    value = float(found["told"]["value"])
+    assert torch.equal(found["weight"], torch.full((rows, 5000), value))
+    assert int(found["step"]) == int(value)
+    return value
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def be(**seconds: float) -> None:
+        monkeypatch.setattr(_object_client, "_patience", Patience(**seconds))
+
+    return be
+
+
+@pytest.fixture
+def proxied(s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """S3, by way of a proxy."""
+    with Proxy(s3_directory.server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        yield proxy
+
+
+def test_a_checkpoint_is_saved_replaced_loaded_and_looked_at(
+    s3_directory: S3Directory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"{s3_directory.url}/iter_0000001"
+    for value in (1.0, 2.0):
+        save(url, value)
+        assert loaded(url) == value
+        assert verify_checkpoint(url).whole
+    files = [name for name in s3_directory.names() if name.endswith(".distcp")]
+    index = s3_directory.names()[0]
+    assert index == "iter_0000001/.metadata"
+    saves = {name.split(".")[1] for name in files}
+    assert len(saves) == 1, "the replaced save's files are gone"
+    assert s3_directory.names() == [index, *files]
+    assert s3_directory.uploads() == []
+    save(f"{s3_directory.url}/iter_0000002", 3.0)
+    assert main(["list", s3_directory.url]) == 0
+    assert main(["inspect", url]) == 0
+    assert main(["prune", s3_directory.url, "--keep-last", "1", "--yes"]) == 0
+    assert url not in capsys.readouterr().err
+    assert {name.split("/")[0] for name in s3_directory.names()} == {"iter_0000002"}
+
+
+def test_large_files_go_in_parts_and_come_back_whole(proxied: Proxy, s3_directory: S3Directory) -> None:
+    save(s3_directory.url, 5.0, rows=2000, thread_count=1)  # 40 MB
+    parts = [request for request in proxied.requests if "partNumber" in request.query]
+    assert len(parts) >= 4
+    assert max(part.size_bytes for part in parts) == 8 * MIB
+    assert loaded(s3_directory.url, rows=2000) == 5.0
+
+
+def test_an_object_is_read_in_ranges_of_what_is_wanted(proxied: Proxy, s3_directory: S3Directory) -> None:
+    save(s3_directory.url, 5.0, rows=2000)
+    proxied.requests.clear()
+    with storage_at(s3_directory.url).open_reader(
+        next(name for name in storage_at(s3_directory.url).list() if name.endswith(".distcp"))
+    ) as reader:
+        reader.read(5 * MIB, 1000)
+    assert [request.method for request in proxied.requests if request.method != "GET" or not request.query] == [
+        "GET",
+        "GET",
+    ]
+
+
+# What goes wrong for a moment
+
+
+@pytest.mark.parametrize("kind", ["status", "reset", "lost", "truncated"])
+def test_what_goes_wrong_for_a_moment_is_repeated(
+    kind: Any, proxied: Proxy, s3_directory: S3Directory, patient: Callable[..., None]
+) -> None:
+    """Every second request of each kind fails once; the checkpoint is saved, whole, and leaves nothing else."""
+    patient(first_pause_s=0.01)
+    struck: dict[tuple[str, str, str], int] = {}
+    lock = threading.Lock()
+
+    def rule(request: Request) -> Fault | None:
+        if kind == "truncated" and (request.method != "GET" or request.query):
+            return None
+        with lock:
+            place = (request.method, request.path, request.query)
+            count = struck[place] = struck.get(place, 0) + 1
+        return Fault(kind) if count == 1 else None
+
+    proxied.rule = rule
+    save(s3_directory.url, 4.0, rows=1000)
+    assert loaded(s3_directory.url, rows=1000) == 4.0
+    assert sum(count > 1 for count in struck.values()) >= (2 if kind == "truncated" else 8)
+    names = s3_directory.names()
+    assert [name for name in names if not name.endswith(".distcp")] == [".metadata"]
+    assert s3_directory.uploads() == []
+
+
+def test_a_part_that_is_changed_on_the_way_is_noticed(
+    proxied: Proxy, s3_directory: S3Directory, patient: Callable[..., None]
+) -> None:
+    """moto compares no checksum of a part, as some look-alikes of S3 do not: that of the object tells."""
+    patient(first_pause_s=0.01, give_up_s=0.3)
+    proxied.rule = lambda request: Fault("damaged") if "partNumber=2" in request.query else None
+    with pytest.raises(FAILED, match=r"the store says that its CRC-32 is .*, and .* was written|part 2: 400 .*Digest"):
+        save(s3_directory.url, 4.0, rows=1000)
+    assert s3_directory.names() == [".mcore_ckpt_incomplete"]
+
+
+def test_a_store_that_answers_503_to_everything_is_named(
+    proxied: Proxy, s3_directory: S3Directory, patient: Callable[..., None]
+) -> None:
+    patient(first_pause_s=0.01, give_up_s=0.5)
+    proxied.rule = lambda request: Fault("status")
+    with pytest.raises(FAILED, match=r"503 Injected503.*attempts in") as failure:
+        save(s3_directory.url)
+    assert "test-secret" not in str(failure.value)
+    for look in (lambda: loaded(s3_directory.url), lambda: verify_checkpoint(s3_directory.url)):
+        with pytest.raises(FAILED, match=r"503 .*attempts in"):
+            look()
+    assert main(["list", s3_directory.url]) == 2
+    assert s3_directory.names() == []
+
+
+def test_a_part_that_is_late_is_sent_again_and_the_first_counts(
+    proxied: Proxy, s3_directory: S3Directory, patient: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    patient(late_s=0.3, late_factor=3.0, idle_s=60.0)
+    seen: list[Request] = []
+
+    def rule(request: Request) -> Fault | None:
+        if "partNumber=3" not in request.query:
+            return None
+        seen.append(request)
+        return Fault("stall", seconds=60) if len(seen) == 1 else None
+
+    proxied.rule = rule
+    started = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        save(s3_directory.url, 6.0, rows=2000, thread_count=1, io_threads=1)
+    assert len(seen) == 2
+    assert time.monotonic() - started < 30, "the first attempt was waited for"
+    assert "part 3: late" in caplog.text
+    assert loaded(s3_directory.url, rows=2000) == 6.0
+
+
+def test_a_range_that_is_late_is_asked_for_again(
+    proxied: Proxy, s3_directory: S3Directory, patient: Callable[..., None]
+) -> None:
+    patient(late_s=0.3, late_factor=3.0, idle_s=60.0)
+    content = random_bytes(MIB)
+    s3_directory.put("file", content)
+    stalled: list[Request] = []
+
+    def rule(request: Request) -> Fault | None:
+        if request.method == "GET" and not stalled:
+            stalled.append(request)
+            return Fault("stall", seconds=60)
+        return None
+
+    with storage_at(s3_directory.url).open_reader("file") as reader:
+        reader.read(200_000, 100_000)  # tells what is usual
+        proxied.rule = rule
+        started = time.monotonic()
+        assert reader.read(100_000, 500_000) == content[100_000:600_000]
+    assert stalled
+    assert time.monotonic() - started < 30
+
+
+def test_a_store_that_stalls_for_ever_ends_the_save_with_the_part_named(
+    proxied: Proxy, s3_directory: S3Directory, patient: Callable[..., None]
+) -> None:
+    patient(idle_s=0.3, give_up_s=1.5, first_pause_s=0.01, late_s=10.0)
+    save(s3_directory.url, 1.0)
+
+    proxied.rule = lambda request: Fault("stall", seconds=30) if "partNumber=2" in request.query else None
+    started = time.monotonic()
+    with pytest.raises(FAILED, match=r"\.distcp, part 2: no answer within 0\.3 s \(\d+ attempts"):
+        save(s3_directory.url, 2.0, rows=2000)
+    assert time.monotonic() - started < 25
+    proxied.rule = lambda request: None
+    assert loaded(s3_directory.url) == 1.0
+    assert s3_directory.uploads() == []
+    assert len(s3_directory.names()) == 3
+
+
+def test_a_200_is_no_proof(proxied: Proxy, s3_directory: S3Directory, patient: Callable[..., None]) -> None:
+    """A store that has completed an upload, and lost a part of it."""
+    patient(first_pause_s=0.01, give_up_s=0.3)
+
+    def lose_a_part(request: Request) -> Fault | None:
+        if request.method == "HEAD" and request.path.endswith(".distcp") and completed:
+            name = request.path.rpartition("/")[2]
+            content = s3_directory.get(name)
+            s3_directory.put(name, content[: -8 * MIB])
+        if request.method == "POST" and "uploadId" in request.query:
+            completed.append(request)
+        return None
+
+    completed: list[Request] = []
+    proxied.rule = lose_a_part
+    with pytest.raises(FAILED, match=r"the store says that it has \d+ bytes, and \d+ were written"):
+        save(s3_directory.url, rows=2000)
+    assert ".metadata" not in s3_directory.names()
+
+
+def test_no_credential_is_in_what_is_shown_or_sent(s3_directory: S3Directory) -> None:
+    import pickle
+
+    storage = storage_at(s3_directory.url)
+    storage.publish("file", b"x")
+    shown = [repr(storage), str(storage.__dict__), repr(storage._client), str(vars(storage._client))]  # type: ignore[attr-defined]
+    for text in (*shown, pickle.dumps(storage).decode("latin1")):
+        assert "test-secret" not in text
+        assert "test-key" not in text
+    assert pickle.loads(pickle.dumps(storage)).read("file") == b"x"
+
+
+def test_wrong_credentials_and_buckets_are_named(
+    s3_directory: S3Directory, proxied: Proxy, patient: Callable[..., None]
+) -> None:
+    with pytest.raises(LoadError, match=r"s3://no-such-bucket.*NoSuchBucket.*request"):
+        storage_at("s3://no-such-bucket/x").list()
+    proxied.rule = lambda request: Fault("status", status=403)
+    with pytest.raises(SaveError, match=r"403 Injected403.*EACCES.*check that this user may write there"):
+        storage_at(s3_directory.url).publish("file", b"x")
+    assert len([request for request in proxied.requests if request.method == "PUT"]) == 1, "a refusal is final"
+
+
+# Crashes, refusals and races: the old checkpoint or the new one, and nothing left over after the next save
+
+
+def strike(proxy: Proxy, url: str, how: str, number: int | None) -> list[Request]:
+    """A save of 2.0 over 1.0, of which the changing request `number` fails, or is the last of the process.
+
+    Returns all of its requests that change something.
+    """
+    save(url, 1.0)
+    proxy.requests.clear()
+    child: list[int] = []
+    ready = threading.Event()
+
+    def kill() -> None:
+        ready.wait()
+        os.kill(child[0], signal.SIGKILL)
+        os.waitpid(child[0], 0)
+
+    fault = {
+        "refused": Fault("status", status=403),
+        "killed before": Fault("reset", then=kill),
+        "killed after": Fault("lost", then=kill),
+    }[how]
+
+    def rule(request: Request) -> Fault | None:
+        return fault if request.changes and number is not None and len(proxy.changes()) == number + 1 else None
+
+    proxy.rule = rule
+    try:
+        if how == "refused":
+            with contextlib.suppress(*FAILED):
+                save(url, 2.0, rows=1000, io_threads=1, thread_count=1)
+            return proxy.changes()
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(BaseException):
+                save(url, 2.0, rows=1000, io_threads=1, thread_count=1)
+            os._exit(0)
+        child.append(pid)
+        ready.set()
+        with contextlib.suppress(ChildProcessError):  # (the proxy has waited for it)
+            status = os.waitpid(pid, 0)[1]
+            assert os.waitstatus_to_exitcode(status) == (0 if number is None else -signal.SIGKILL)
+        return proxy.changes()
+    finally:
+        proxy.rule = lambda request: None
+
+
+def old_or_new(url: str) -> float:
+    try:
+        return loaded(url)
+    except (*FAILED, ValueError):
+        return loaded(url, rows=1000)
+
+
+def sweep(proxy: Proxy, directory: S3Directory, how: str, chosen: Callable[[Request], bool]) -> list[float]:
+    """Strike at each of the chosen requests; returns what was found after each."""
+    requests = strike(proxy, f"{directory.url}/recorded", how, None)
+    found = []
+    for number, request in enumerate(requests):
+        if not chosen(request):
+            continue
+        url = f"{directory.url}/{how.replace(' ', '-')}-{number}"
+        strike(proxy, url, how, number)
+        value = old_or_new(url)
+        assert value in (1.0, 2.0), request
+        assert verify_checkpoint(url).whole
+        found.append(value)
+        save(url, 3.0)
+        assert loaded(url) == 3.0
+        name = url.rpartition("/")[2]
+        left = [each for each in directory.names() if each.startswith(f"{name}/")]
+        saves = {each.split(".")[1] for each in left if each.endswith(".distcp")}
+        assert len(saves) == 1, (request, left)
+        assert [each for each in left if not each.endswith(".distcp")] == [f"{name}/.metadata"], request
+        assert [each for each in directory.uploads() if each.startswith(f"{name}/")] == [], request
+    return found
+
+
+COMMIT = (".publish", "/.metadata")
+HOWS = ["refused", "killed before", "killed after"]
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("how", HOWS)
+def test_a_crash_at_the_commit_leaves_the_old_or_the_new(how: str, proxied: Proxy, s3_directory: S3Directory) -> None:
+    found = sweep(
+        proxied,
+        s3_directory,
+        how,
+        lambda request: (
+            request.method == "PUT" and request.path.endswith((".publish", "/.metadata")) and request.size_bytes > 0
+        ),
+    )
+    # The token is made empty; it is written, and then `.metadata`.
+    assert found == {"refused": [1.0, 1.0], "killed before": [1.0, 1.0], "killed after": [1.0, 2.0]}[how]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.crash
+@pytest.mark.parametrize("how", HOWS)
+def test_a_crash_at_any_request_leaves_the_old_or_the_new(how: str, proxied: Proxy, s3_directory: S3Directory) -> None:
+    found = sweep(proxied, s3_directory, how, lambda request: True)
+    assert len(found) >= 18
+    assert found == sorted(found), "once the new one is there, it stays"
+    assert set(found) == {1.0, 2.0}
+
+
+def test_what_a_token_says_is_published_by_the_save_that_takes_over(proxied: Proxy, s3_directory: S3Directory) -> None:
+    """Killed between the token and `.metadata`: then the next save completes it, and replaces it."""
+    storage = storage_at(s3_directory.url)
+    storage.publish(".metadata", b"old")
+    storage.create("token", b"")
+    proxied.rule = lambda request: (
+        Fault("status", status=403) if request.method == "PUT" and request.path.endswith("/.metadata") else None
+    )
+    written: list[bytes] = []
+    closing = storage._client.put  # type: ignore[attr-defined]
+
+    def no_second_thought(key: str, content: bytes, condition: Any = None) -> str:
+        if content == b"closed":
+            raise OSError(errno.EREMOTEIO, "the process is gone by now")
+        written.append(content)
+        return closing(key, content, condition)
+
+    storage._client.put = no_second_thought  # type: ignore[attr-defined]
+    try:
+        with pytest.raises(SaveError, match="403"):
+            storage.publish(".metadata", b"new", through="token")
+    finally:
+        del storage._client.put  # type: ignore[attr-defined]
+    proxied.rule = lambda request: None
+    assert s3_directory.get(".metadata") == b"old"
+    other = storage_at(s3_directory.url)
+    other.revoke("token")
+    assert s3_directory.get(".metadata") == b"new"
+    other.publish(".metadata", b"newer")
+    with pytest.raises(SaveError):
+        storage.publish(".metadata", b"new", through="token")
+    assert s3_directory.get(".metadata") == b"newer"
+
+
+def test_uploads_of_a_save_that_is_gone_are_aborted_by_prune(s3_directory: S3Directory) -> None:
+    for iteration in (1, 2):
+        save(f"{s3_directory.url}/iter_{iteration:07d}", float(iteration))
+    upload = storage_at(f"{s3_directory.url}/iter_0000001").open_writer(
+        "__0_9.00112233aabbccdd.distcp", size_bytes=20 * MIB
+    )
+    upload.write(0, memoryview(bytes(8 * MIB)))
+    assert s3_directory.uploads() == ["iter_0000001/__0_9.00112233aabbccdd.distcp"]
+    assert main(["prune", s3_directory.url, "--keep-last", "1", "--yes"]) == 0
+    assert s3_directory.uploads() == []
+    assert {name.split("/")[0] for name in s3_directory.names()} == {"iter_0000002"}
+
+
+def race(url: str, values: list[float]) -> list[int]:
+    """Saves of these values at once, each in a process of its own; returns their exit codes."""
+    pids = []
+    for value in values:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                save(url, value, rows=20)
+                code = 0
+            os._exit(code)
+        pids.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+@pytest.mark.parametrize("races", [4, pytest.param(60, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
+def test_of_jobs_that_save_at_once_into_one_directory_one_wins_and_no_mix_is_left(
+    races: int, s3_directory: S3Directory
+) -> None:
+    for number in range(races):
+        url = f"{s3_directory.url}/{number}"
+        if number % 2:
+            save(url, 1.0, rows=20)
+        values = [2.0, 3.0, 4.0]
+        codes = race(url, values)
+        won = [value for value, code in zip(values, codes, strict=True) if code == 0]
+        assert won
+        assert loaded(url, rows=20) in won
+        left = [name.partition("/")[2] for name in s3_directory.names() if name.startswith(f"{number}/")]
+        assert len({name.split(".")[1] for name in left if name.endswith(".distcp")}) == 1, left
+        assert [name for name in left if not name.endswith(".distcp")] == [".metadata"]
+
+
+def test_a_store_that_ignores_conditions_is_named_once_and_serves_one_job(
+    proxied: Proxy, s3_directory: S3Directory, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxied.keeps_conditions = False
+    with caplog.at_level(logging.WARNING):
+        for value in (1.0, 2.0):
+            save(s3_directory.url, value)
+            assert loaded(s3_directory.url) == value
+    assert caplog.text.count("does not keep the condition of a put") == 1
+    storage = storage_at(s3_directory.url)
+    storage.create("lease", b"x")
+    assert storage.lock("taken", "lease")
+    assert not storage.lock("taken", "lease")
+
+
+def test_a_store_that_asks_to_slow_down_is_asked_less_at_once() -> None:
+    pace = _object_client.Pace()
+    soon = time.monotonic() + 60
+    requests = [pace.request(soon) for _ in range(9)]
+    for request in requests[:8]:
+        request.__enter__()
+    error = RequestError(errno.EREMOTEIO, "503 SlowDown", again=True, slow_down=True)
+    assert not requests[0].__exit__(RequestError, error, None)
+    for request in requests[1:4]:
+        request.__exit__(None, None, None)
+    entered = threading.Event()
+    waiting = threading.Thread(target=lambda: (requests[8].__enter__(), entered.set()))
+    waiting.start()
+    assert not entered.wait(0.3), "half of eight are in flight"
+    requests[4].__exit__(None, None, None)
+    assert entered.wait(10)
+    waiting.join()

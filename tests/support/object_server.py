@@ -1,0 +1,278 @@
+"""An S3 server for tests, in a process of its own, and a proxy in front of it that does what networks and stores do.
+
+moto_server()   moto's server; yields its URL
+Proxy(url)      passes requests on to a server, counts them, and lets some go wrong
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+__all__ = ["Fault", "Proxy", "Request", "S3Directory", "moto_server", "s3_environment"]
+
+_STARTS_WITHIN_S = 60.0
+
+
+def s3_environment(url: str) -> dict[str, str]:
+    """Variables by which S3 is that server."""
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "test-key",
+        "AWS_SECRET_ACCESS_KEY": "test-secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def moto_server(bucket: str) -> Iterator[str]:
+    """moto's S3, with one bucket."""
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        until_s = time.monotonic() + _STARTS_WITHIN_S
+        while True:
+            try:
+                request = urllib.request.Request(f"{url}/{bucket}", method="PUT")
+                with urllib.request.urlopen(request, timeout=10):
+                    break
+            except OSError:
+                if server.poll() is not None or time.monotonic() > until_s:
+                    raise
+                time.sleep(0.1)
+        yield url
+    finally:
+        server.terminate()
+        server.wait()
+
+
+class S3Directory:
+    """A prefix of a bucket, looked at and changed by plain requests, never by the code under test.
+
+    The server compares no signatures.
+    """
+
+    def __init__(self, url: str, bucket: str) -> None:
+        self.server = url
+        self.bucket = bucket
+        self.prefix = f"test-{secrets.token_hex(6)}"
+
+    @property
+    def url(self) -> str:
+        """Of the directory."""
+        return f"s3://{self.bucket}/{self.prefix}"
+
+    def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        request = urllib.request.Request(f"{self.server}/{self.bucket}{path}", data=body, method=method)
+        request.add_header("Content-Type", "application/octet-stream")
+        scope = "Credential=test-key/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+        request.add_header("Authorization", f"AWS4-HMAC-SHA256 {scope}")
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            content: bytes = answer.read()
+            return content
+
+    def put(self, name: str, content: bytes) -> None:
+        """Make an object."""
+        self._request("PUT", f"/{self.prefix}/{name}", content)
+
+    def get(self, name: str) -> bytes:
+        """The content of an object."""
+        return self._request("GET", f"/{self.prefix}/{name}")
+
+    def delete(self, name: str) -> None:
+        """Delete an object."""
+        self._request("DELETE", f"/{self.prefix}/{name}")
+
+    def names(self) -> list[str]:
+        """Of all objects below the prefix."""
+        import re
+
+        listed = self._request("GET", f"?list-type=2&prefix={self.prefix}/").decode()
+        return sorted(key.removeprefix(f"{self.prefix}/") for key in re.findall("<Key>(.*?)</Key>", listed))
+
+    def uploads(self) -> list[str]:
+        """Names of unfinished uploads."""
+        import re
+
+        listed = self._request("GET", f"?uploads&prefix={self.prefix}/").decode()
+        return sorted(key.removeprefix(f"{self.prefix}/") for key in re.findall("<Key>(.*?)</Key>", listed))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What came to the proxy: the number of the request, its method, path and query, and the length of its body."""
+
+    number: int
+    method: str
+    path: str
+    query: str
+    size_bytes: int
+
+    @property
+    def changes(self) -> bool:
+        """Whether it changes something."""
+        return self.method != "GET" and self.method != "HEAD"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong with a request.
+
+    Attributes:
+        kind: `"status"`: the proxy answers so, and passes nothing on; `"reset"`: it cuts the connection in the midst of
+            the body of the request; `"lost"`: the server gets all, and the answer is cut off; `"truncated"`: half of
+            the answer's body comes; `"stall"`: no answer comes for `seconds`; `"late"`: it is passed on then;
+            `"damaged"`: a byte of the request's body is changed.
+        status: of the answer.
+        seconds: see above.
+        then: called when the fault has struck.
+    """
+
+    kind: Literal["status", "reset", "lost", "truncated", "stall", "late", "damaged"]
+    status: int = 503
+    seconds: float = 0.0
+    then: Callable[[], None] = field(default=lambda: None)
+
+
+class Proxy:
+    """A context manager; `url` is where requests go.
+
+    Args:
+        upstream: URL of the server.
+        rule: called with each request, on several threads; returns what is to go wrong with it.
+    """
+
+    def __init__(self, upstream: str, rule: Callable[[Request], Fault | None] = lambda request: None) -> None:
+        self.rule = rule
+        self.keeps_conditions = True  # otherwise it is as some look-alikes of S3, which ignore them
+        self.requests: list[Request] = []
+        self._upstream = urlsplit(upstream).netloc
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_any(self) -> None:
+                proxy._handle(self)
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any  # noqa: N815 (the base class's names)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 128
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                pass  # clients that cut off a request
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> Proxy:
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def changes(self) -> list[Request]:
+        """The requests so far that change something."""
+        return [request for request in self.requests if request.changes]
+
+    def _handle(self, handler: BaseHTTPRequestHandler) -> None:
+        length = int(handler.headers.get("Content-Length") or 0)
+        path, _, query = handler.path.partition("?")
+        with self._lock:
+            request = Request(len(self.requests), handler.command, path, query, length)
+            self.requests.append(request)
+        fault = self.rule(request)
+        kind = None if fault is None else fault.kind
+        if kind == "reset":
+            handler.rfile.read(length // 2)
+            self._strike(fault)
+            handler.connection.shutdown(socket.SHUT_RDWR)
+            handler.close_connection = True
+            return
+        body = handler.rfile.read(length)
+        if fault is not None and kind in ("late", "stall"):
+            self._stopped.wait(fault.seconds)
+            fault.then()
+            if kind == "stall":
+                handler.close_connection = True
+                return
+        if fault is not None and kind == "status":
+            fault.then()
+            self._answer(handler, fault.status, {}, f"<Error><Code>Injected{fault.status}</Code></Error>".encode())
+            return
+        if kind == "damaged":
+            body = bytes([body[0] ^ 1]) + body[1:]
+        connection = http.client.HTTPConnection(self._upstream, timeout=60)
+        try:
+            headers = {name: value for name, value in handler.headers.items() if name.lower() != "connection"}
+            if not self.keeps_conditions and handler.command == "PUT":
+                headers = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
+            connection.request(handler.command, handler.path, body=body, headers=headers)
+            answer = connection.getresponse()
+            content = answer.read()
+        finally:
+            connection.close()
+        if kind == "lost":
+            self._strike(fault)
+            handler.connection.shutdown(socket.SHUT_RDWR)
+            handler.close_connection = True
+            return
+        kept = {k: v for k, v in answer.getheaders() if k.lower() not in ("connection", "transfer-encoding", "date")}
+        if handler.command != "HEAD":
+            kept = {k: v for k, v in kept.items() if k.lower() != "content-length"}
+        self._answer(handler, answer.status, kept, content, half=kind == "truncated")
+        if kind == "truncated":
+            self._strike(fault)
+            handler.connection.shutdown(socket.SHUT_RDWR)
+            handler.close_connection = True
+
+    def _strike(self, fault: Fault | None) -> None:
+        if fault is not None:
+            fault.then()
+
+    def _answer(
+        self, handler: BaseHTTPRequestHandler, status: int, headers: dict[str, str], content: bytes, half: bool = False
+    ) -> None:
+        handler.send_response(status)
+        for name, value in headers.items():
+            handler.send_header(name, value)
+        if handler.command != "HEAD" or "content-length" not in {name.lower() for name in headers}:
+            handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content[: len(content) // 2] if half else content)
+        handler.wfile.flush()

@@ -1,0 +1,109 @@
+"""A checkpoint is copied between any two places: complete or not at all, resumed, compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mcore_ckpt import (
+    CheckpointExistsError,
+    FileSystemReader,
+    FileSystemWriterAsync,
+    SaveError,
+    copy_checkpoint,
+    verify_checkpoint,
+)
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.storage._local_writer import LocalWriter
+from tests.support.local_files import data_file
+from tests.support.object_server import S3Directory
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def save(path: str | Path, value: float = 1.0) -> None:
+    state = {"weight": torch.full((2000, 1000), value), "step": 7}
+    dcp.save(state, storage_writer=FileSystemWriterAsync(path), no_dist=True)
+
+
+def loaded(path: str | Path) -> float:
+    state = {"weight": torch.zeros(2000, 1000), "step": 0}
+    dcp.load(state, storage_reader=FileSystemReader(path), no_dist=True)
+    assert state["step"] == 7
+    return float(state["weight"].unique())  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save(tmp_path / "saved")
+    (tmp_path / "saved" / "tokenizer.json").write_text("{}")
+    return tmp_path / "saved"
+
+
+def test_a_copy_to_a_store_and_back_is_the_same(saved: Path, s3_directory: S3Directory, tmp_path: Path) -> None:
+    assert main(["copy", str(saved), s3_directory.url]) == 0
+    assert loaded(s3_directory.url) == 1.0
+    assert main(["copy", s3_directory.url, str(tmp_path / "back")]) == 0
+    assert verify_checkpoint(tmp_path / "back").whole
+    contents = [{path.name: path.read_bytes() for path in place.iterdir()} for place in (saved, tmp_path / "back")]
+    assert contents[0] == contents[1]
+
+
+def test_a_copy_that_was_interrupted_is_resumed(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "copy"
+    finish = LocalWriter.finish
+    finished: list[str] = []
+
+    def fail_at_the_second(self: LocalWriter, size_bytes: int, fsync: bool = True) -> None:
+        if finished:
+            raise KeyboardInterrupt
+        finish(self, size_bytes, fsync)
+        finished.append(self.name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalWriter, "finish", fail_at_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            copy_checkpoint(saved, target)
+    assert not (target / ".metadata").exists()
+    report = copy_checkpoint(saved, target)
+    assert [Path(name).name for name in finished] == list(report.kept)
+    assert loaded(target) == 1.0
+    again = copy_checkpoint(saved, target)
+    assert (again.copied, again.copied_bytes) == ((".metadata",), 0)
+
+
+def test_what_was_left_damaged_is_copied_again(saved: Path, tmp_path: Path) -> None:
+    target = tmp_path / "copy"
+    copy_checkpoint(saved, target)
+    damaged = data_file(target)
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    assert copy_checkpoint(saved, target).copied == (damaged.name, ".metadata")
+    assert verify_checkpoint(target).whole
+
+
+def test_another_checkpoint_is_not_replaced(saved: Path, tmp_path: Path) -> None:
+    save(tmp_path / "other", 2.0)
+    with pytest.raises(CheckpointExistsError, match="there is another checkpoint already"):
+        copy_checkpoint(saved, tmp_path / "other")
+    assert loaded(tmp_path / "other") == 2.0
+
+
+def test_a_copy_that_is_not_what_was_read_is_deleted(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = LocalWriter.write
+
+    def damage(self: LocalWriter, offset: int, view: memoryview) -> None:
+        if offset == 0 and len(view) > 100_000:
+            view[5000] ^= 1
+        write(self, offset, view)
+
+    monkeypatch.setattr(LocalWriter, "write", damage)
+    with pytest.raises(SaveError, match=r"the copy has CRC-32 .*, expected .*; it was deleted"):
+        copy_checkpoint(saved, tmp_path / "copy")
+    assert not (tmp_path / "copy" / ".metadata").exists()
