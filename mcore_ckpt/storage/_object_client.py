@@ -21,7 +21,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeVar
 
 __all__ = [
@@ -54,6 +55,7 @@ class Patience:
         give_up_s: for a request with all of its attempts.
         first_pause_s: between the first two attempts, at most; each further pause may be twice as long.
         longest_pause_s: between two attempts.
+        given_up_s: for a request with all of its attempts, after the store was given up.
         late_s: after which a part may count as late, at least.
         late_factor: how much longer than its like a late part has taken.
     """
@@ -62,6 +64,7 @@ class Patience:
     idle_s: float = 30.0
     attempt_s: float = 120.0
     give_up_s: float = 300.0
+    given_up_s: float = 10.0
     first_pause_s: float = 0.2
     longest_pause_s: float = 10.0
     late_s: float = 2.0
@@ -69,11 +72,31 @@ class Patience:
 
 
 _patience = Patience()
+_hurried: ContextVar[Patience | None] = ContextVar("_hurried", default=None)
 
 
 def patience() -> Patience:
-    """How long stores are waited for."""
-    return _patience
+    """How long stores are waited for, by the request at hand."""
+    return _hurried.get() or _patience
+
+
+@contextlib.contextmanager
+def _hurry() -> Iterator[None]:
+    """Wait for less: a save that has failed cleans up with many requests, each of which would wait as long again."""
+    limits = _patience
+    within_s = limits.given_up_s
+    less = replace(
+        limits,
+        connect_s=min(limits.connect_s, within_s / 2),
+        idle_s=min(limits.idle_s, within_s / 2),
+        attempt_s=min(limits.attempt_s, within_s),
+        give_up_s=min(limits.give_up_s, within_s),
+    )
+    token = _hurried.set(less)
+    try:
+        yield
+    finally:
+        _hurried.reset(token)
 
 
 class ObjectState(NamedTuple):
@@ -134,6 +157,7 @@ class Pace:
         self._limit = float(self._MOST)
         self._in_flight = 0
         self._halved_at_s = 0.0
+        self.is_given_up = False  # the last request to end has waited as long as one may
 
     @contextlib.contextmanager
     def request(self, until_s: float) -> Iterator[None]:
@@ -160,38 +184,41 @@ class Pace:
                 self._changed.notify_all()
 
 
-def retried(what: str, attempt: Callable[[int], T], pace: Pace, give_up_s: float | None = None) -> T:
+def retried(what: str, attempt: Callable[[int], T], pace: Pace) -> T:
     """Try until it succeeds, fails for good, or has taken too long; pauses grow and differ from process to process.
 
     Args:
         what: the request, for messages.
         attempt: called with how many attempts have ended unclear so far; raises `RequestError`.
         pace: of the store.
-        give_up_s: after which no further attempt is begun; by default as `Patience` says.
 
     Raises:
         OSError: as the module says.
     """
-    limits = patience()
-    started_s = time.monotonic()
-    until_s = started_s + (limits.give_up_s if give_up_s is None else give_up_s)
-    attempts = unclear = 0
-    while True:
-        attempts += 1
-        try:
-            with pace.request(until_s):
-                return attempt(unclear)
-        except RequestError as error:
-            unclear += error.unclear
-            longest_s = min(limits.longest_pause_s, limits.first_pause_s * 2 ** min(attempts - 1, 10))
-            pause_s = random.uniform(longest_s / 4, longest_s)
-            took_s = time.monotonic() - started_s
-            if not error.again or time.monotonic() + pause_s >= until_s:
-                tried = f" ({attempts} attempts in {took_s:.1f} s)" if attempts > 1 else ""
-                raise OSError(error.errno, f"{what}: {error.strerror}{tried}") from error
-            if attempts > 1 or took_s > limits.late_s:
-                _logger.warning("%s: %s; attempt %d follows", what, error.strerror, attempts + 1)
-            time.sleep(pause_s)
+    with _hurry() if pace.is_given_up else contextlib.nullcontext():
+        limits = patience()
+        started_s = time.monotonic()
+        until_s = started_s + limits.give_up_s
+        attempts = unclear = 0
+        while True:
+            attempts += 1
+            try:
+                with pace.request(until_s):
+                    value = attempt(unclear)
+                pace.is_given_up = False
+                return value
+            except RequestError as error:
+                unclear += error.unclear
+                longest_s = min(limits.longest_pause_s, limits.first_pause_s * 2 ** min(attempts - 1, 10))
+                pause_s = random.uniform(longest_s / 4, longest_s)
+                took_s = time.monotonic() - started_s
+                if not error.again or time.monotonic() + pause_s >= until_s:
+                    pace.is_given_up = error.again
+                    tried = f" ({attempts} attempts in {took_s:.1f} s)" if attempts > 1 else ""
+                    raise OSError(error.errno, f"{what}: {error.strerror}{tried}") from error
+                if attempts > 1 or took_s > limits.late_s:
+                    _logger.warning("%s: %s; attempt %d follows", what, error.strerror, attempts + 1)
+                time.sleep(pause_s)
 
 
 class Upload(ABC):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from typing import Final
 
 from mcore_ckpt.storage._durable import save_error
@@ -36,6 +37,7 @@ class ObjectWriter(RangeWriter):
         self._lock = threading.Lock()
         self._upload: Upload | None = None
         self._waiting: dict[int, _Part] = {}  # of pieces; and the last one, whose end `finish` tells
+        self._sending: dict[int, float] = {}  # parts, and since when
         self._ended = False
         self._made = False
 
@@ -73,7 +75,13 @@ class ObjectWriter(RangeWriter):
         for each, content in ready:
             self._send(each, content)
 
+    def in_progress(self) -> str:
+        now_s = time.monotonic()
+        sending = sorted(self._sending.copy().items())
+        return ", ".join(f"part {number + 1} for {now_s - since_s:.1f} s" for number, since_s in sending)
+
     def _send(self, number: int, content: memoryview) -> None:
+        self._sending[number] = time.monotonic()
         try:
             if self._size_bytes is not None and self._size_bytes <= self._part_bytes:
                 self._client.put(self._key, bytes(content), ABSENT)
@@ -86,6 +94,8 @@ class ObjectWriter(RangeWriter):
         except OSError as error:
             start = number * self._part_bytes
             raise save_error(f"writing bytes [{start}, {start + len(content)})", self.name, error) from error
+        finally:
+            del self._sending[number]
 
     def finish(self, size_bytes: int, fsync: bool = True) -> None:
         with self._lock:

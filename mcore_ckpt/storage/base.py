@@ -185,6 +185,10 @@ class RangeWriter(ABC):
             SaveError: naming file, byte range and errno.
         """
 
+    def in_progress(self) -> str:
+        """What of the file is on its way, and since when, for the message of a deadline; empty if that is not known."""
+        return ""
+
     @abstractmethod
     def finish(self, size_bytes: int, fsync: bool = True) -> None:
         """Cut the file to `size_bytes`, make it durable (if `fsync`) and close it.

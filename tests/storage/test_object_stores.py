@@ -228,6 +228,34 @@ def test_a_store_that_stalls_for_ever_ends_the_save_with_the_part_named(
     assert len(s3_directory.names()) == 3
 
 
+def test_a_deadline_names_the_part_that_is_waited_for(
+    proxied: Proxy, s3_directory: S3Directory, patient: Callable[..., None]
+) -> None:
+    patient(idle_s=5.0, given_up_s=1.0)
+    proxied.rule = lambda request: Fault("stall", seconds=30) if "partNumber=2" in request.query else None
+    with pytest.raises(FAILED, match=r"\.distcp \(part 2 for \d\.\d s\): no write has ended for 1\.0 s"):
+        save(s3_directory.url, rows=2000, write_deadline_s=1.0, io_threads=1, thread_count=1)
+    assert ".metadata" not in s3_directory.names()
+
+
+def test_a_store_that_was_given_up_is_waited_for_less(
+    proxied: Proxy, s3_directory: S3Directory, patient: Callable[..., None]
+) -> None:
+    """Otherwise a save that has failed would wait for each request by which it cleans up."""
+    patient(give_up_s=3.0, given_up_s=0.1, first_pause_s=0.05, longest_pause_s=0.05)
+    proxied.rule = lambda request: Fault("status")
+    storage = storage_at(s3_directory.url)
+    counts = []
+    for _ in range(3):
+        proxied.requests.clear()
+        with pytest.raises(LoadError):
+            storage.list()
+        counts.append(len(proxied.requests))
+    assert counts[0] > 3 * max(counts[1:])
+    proxied.rule = lambda request: None
+    assert storage.list() == []
+
+
 def test_a_200_is_no_proof(proxied: Proxy, s3_directory: S3Directory, patient: Callable[..., None]) -> None:
     """A store that has completed an upload, and lost a part of it."""
     patient(first_pause_s=0.01, give_up_s=0.3)

@@ -274,5 +274,6 @@ class Proxy:
         if handler.command != "HEAD" or "content-length" not in {name.lower() for name in headers}:
             handler.send_header("Content-Length", str(len(content)))
         handler.end_headers()
-        handler.wfile.write(content[: len(content) // 2] if half else content)
+        if handler.command != "HEAD":
+            handler.wfile.write(content[: len(content) // 2] if half else content)
         handler.wfile.flush()
