@@ -125,7 +125,8 @@ class LoadOptions:
             O_DIRECT serves all three through the page cache.
         window_bytes: size of one read.
         buffer_bytes: memory that all read buffers of this rank may take together.
-        max_gap_bytes: largest gap between two wanted ranges that is read and thrown away rather than skipped.
+        max_gap_bytes: largest gap between two wanted ranges that is read and thrown away rather than skipped; in an
+            object store 1 MiB at least.
         on_dtype_mismatch: what to do with a tensor that is stored in another dtype than its destination's: `"convert"`
             as `torch.Tensor.copy_` does, as Megatron-Core and DCP do, with one warning for the load on rank 0; or
             `"raise"` `DtypeMismatchError` before anything is read.

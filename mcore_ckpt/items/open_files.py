@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from mcore_ckpt.core.errors import LoadError
-from mcore_ckpt.core.options import PageCache
+from mcore_ckpt.core.options import LoadOptions, PageCache
 from mcore_ckpt.items.file_seals import FileSeals
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, Storage, align_up
 
@@ -73,6 +73,15 @@ class OpenFiles:
         self._closed = False
         self._in_use: dict[str, tuple[RangeReader, int]] = {}
         self._idle: OrderedDict[str, RangeReader] = OrderedDict()
+
+    def read_sizes(self, options: LoadOptions) -> dict[str, int]:
+        """Window and gaps, as `coalesce` and `split_box` take them."""
+        request_bytes = self._storage.request_bytes
+        return {
+            "window_bytes": options.window_bytes,
+            "max_gap_bytes": max(options.max_gap_bytes, request_bytes),
+            "request_bytes": request_bytes,
+        }
 
     @contextmanager
     def reader(self, name: str) -> Iterator[RangeReader]:

@@ -64,7 +64,9 @@ class ChunkPart(NamedTuple):
     stop: int
 
 
-def coalesce(extents: Iterable[Extent], *, window_bytes: int, max_gap_bytes: int) -> Iterator[Span]:
+def coalesce(
+    extents: Iterable[Extent], *, window_bytes: int, max_gap_bytes: int, request_bytes: int = 0
+) -> Iterator[Span]:
     """Join neighbouring extents into spans.
 
     Args:
@@ -72,8 +74,9 @@ def coalesce(extents: Iterable[Extent], *, window_bytes: int, max_gap_bytes: int
             bytes) shares its span.
         window_bytes: a span is no longer than this, unless it is one extent that is.
         max_gap_bytes: largest gap that is read and thrown away.
+        request_bytes: what the storage delivers in the time of one more read, where that is more (`Storage`).
     """
-    cheap_gap_bytes = min(CHEAP_GAP_BYTES, max_gap_bytes)
+    cheap_gap_bytes = min(max(CHEAP_GAP_BYTES, request_bytes), max_gap_bytes)
     file, start, stop = "", 0, 0
     wanted_bytes = wasted_bytes = 0
     members: list[Extent] = []
@@ -88,7 +91,9 @@ def coalesce(extents: Iterable[Extent], *, window_bytes: int, max_gap_bytes: int
             and max(stop, extent.stop) - start <= window_bytes
             and (
                 gap_bytes <= cheap_gap_bytes
-                or _worth_reading(gap_bytes, wasted_bytes, wanted_bytes + extent.wanted_bytes, max_gap_bytes)
+                or _worth_reading(
+                    gap_bytes, wasted_bytes, wanted_bytes + extent.wanted_bytes, max_gap_bytes, request_bytes
+                )
             )
         )
         if not joins:
@@ -106,10 +111,12 @@ def coalesce(extents: Iterable[Extent], *, window_bytes: int, max_gap_bytes: int
         yield Span(file, start, stop, members)
 
 
-def _worth_reading(gap_bytes: int, wasted_bytes: int, wanted_bytes: int, max_gap_bytes: int) -> bool:
+def _worth_reading(
+    gap_bytes: int, wasted_bytes: int, wanted_bytes: int, max_gap_bytes: int, request_bytes: int
+) -> bool:
     if gap_bytes > max_gap_bytes:
         return False
-    return gap_bytes <= CHEAP_GAP_BYTES or wasted_bytes + gap_bytes <= MAX_WASTE * wanted_bytes
+    return gap_bytes <= max(CHEAP_GAP_BYTES, request_bytes) or wasted_bytes + gap_bytes <= MAX_WASTE * wanted_bytes
 
 
 def split_box(
@@ -119,6 +126,7 @@ def split_box(
     *,
     window_bytes: int,
     max_gap_bytes: int,
+    request_bytes: int = 0,
 ) -> Iterator[ChunkPart]:
     """Cut a requested box of a C-contiguous array of `outer_sizes` into pieces, each small enough for one read.
 
@@ -129,6 +137,7 @@ def split_box(
     Args:
         window_bytes: a piece spans no more bytes than this (one element at least).
         max_gap_bytes: largest gap that is read and thrown away.
+        request_bytes: what the storage delivers in the time of one more read, where that is more (`Storage`).
     """
     sizes = tuple(box.sizes)
     if 0 in sizes:
@@ -141,7 +150,7 @@ def split_box(
         span_bytes[dim] = (sizes[dim] - 1) * stride_bytes[dim] + span_bytes[dim + 1]
     first_byte = sum(offset * stride for offset, stride in zip(box.offsets, stride_bytes, strict=True))
 
-    joined = _joined_from(sizes, stride_bytes, span_bytes, elem_bytes, max_gap_bytes)
+    joined = _joined_from(sizes, stride_bytes, span_bytes, elem_bytes, max_gap_bytes, request_bytes)
     # Dimensions before `cut` are walked index by index; dimension `cut` is cut into groups that fit the window.
     cut = joined
     while cut < rank and span_bytes[cut + 1] > window_bytes:
@@ -173,7 +182,12 @@ def split_box(
 
 
 def _joined_from(
-    sizes: Sequence[int], stride_bytes: Sequence[int], span_bytes: Sequence[int], elem_bytes: int, max_gap_bytes: int
+    sizes: Sequence[int],
+    stride_bytes: Sequence[int],
+    span_bytes: Sequence[int],
+    elem_bytes: int,
+    max_gap_bytes: int,
+    request_bytes: int,
 ) -> int:
     """First dimension of the innermost block that is read as one, gaps included."""
     wanted_bytes = elem_bytes
@@ -184,7 +198,7 @@ def _joined_from(
         if (
             sizes[dim] > 1
             and gap_bytes > 0
-            and not _worth_reading(gap_bytes, wasted_bytes - gap_bytes, wanted_bytes, max_gap_bytes)
+            and not _worth_reading(gap_bytes, wasted_bytes - gap_bytes, wanted_bytes, max_gap_bytes, request_bytes)
         ):
             return dim + 1
     return 0

@@ -334,22 +334,24 @@ class ColumnSpan(NamedTuple):
     items: FileColumns
 
 
-def spans_of(items: Columns, *, window_bytes: int, max_gap_bytes: int) -> list[ColumnSpan]:
+def spans_of(items: Columns, *, window_bytes: int, max_gap_bytes: int, request_bytes: int = 0) -> list[ColumnSpan]:
     """Join items that lie close together into spans, as `coalesce` does; in order of file and start."""
     spans: list[ColumnSpan] = []
+    cheap_gap_bytes = max(CHEAP_GAP_BYTES, request_bytes)
+    sizes = {"window_bytes": window_bytes, "max_gap_bytes": max_gap_bytes, "request_bytes": request_bytes}
     for file, columns in items.by_file():
         gaps = columns.starts[1:] - columns.stops[:-1]
-        if ((gaps > CHEAP_GAP_BYTES) & (gaps <= max_gap_bytes)).any():
+        if ((gaps > cheap_gap_bytes) & (gaps <= max_gap_bytes)).any():
             extents = [
                 Extent(file, start, stop, stop - start, at)
                 for at, (start, stop) in enumerate(zip(columns.starts.tolist(), columns.stops.tolist(), strict=True))
             ]
             spans += [
                 ColumnSpan(file, span.start, span.stop, columns.part(span.extents[0].owner, span.extents[-1].owner + 1))
-                for span in coalesce(extents, window_bytes=window_bytes, max_gap_bytes=max_gap_bytes)
+                for span in coalesce(extents, **sizes)
             ]
         else:
-            ends = np.append(np.flatnonzero(gaps > min(CHEAP_GAP_BYTES, max_gap_bytes)) + 1, len(columns.starts))
+            ends = np.append(np.flatnonzero(gaps > min(cheap_gap_bytes, max_gap_bytes)) + 1, len(columns.starts))
             spans += _cut(file, columns, ends, window_bytes, len(columns.starts))
     return spans
 

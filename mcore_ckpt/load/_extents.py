@@ -107,12 +107,15 @@ def own_place(wanted: WantedItem) -> PayloadPlace | None:
 
 
 class Extents:
-    """Plans the reads of one load. `running`: cumulative sums of payloads, by file and offset of the item
-    (`CheckpointIndex.blocks`).
+    """Plans the reads of one load. `sizes`: as `split_box` takes them; `running`: cumulative sums of payloads, by file
+    and offset of the item (`CheckpointIndex.blocks`).
     """
 
-    def __init__(self, options: LoadOptions, running: Mapping[tuple[str, int], Sequence[int]]) -> None:
+    def __init__(
+        self, options: LoadOptions, sizes: Mapping[str, int], running: Mapping[tuple[str, int], Sequence[int]]
+    ) -> None:
         self._options = options
+        self._sizes = sizes
         self._running = running
         self._checks_slices = options.verify_crc and options.verify_slices != "off"
         self._checks_all = options.verify_crc and options.verify_slices == "on"
@@ -145,8 +148,8 @@ class Extents:
         sizes, elem_bytes = wanted.chunk.sizes, wanted.dtype.itemsize
         if box.sizes == sizes:
             return True
-        gaps = self._options.max_gap_bytes
-        first = next(split_box(sizes, box, elem_bytes, window_bytes=wanted.payload_bytes, max_gap_bytes=gaps))
+        joined = {**self._sizes, "window_bytes": wanted.payload_bytes}
+        first = next(split_box(sizes, box, elem_bytes, **joined))
         read_bytes = first.stop - first.start
         return read_bytes >= _MOSTLY * wanted.payload_bytes and read_bytes > math.prod(box.sizes) * elem_bytes
 
@@ -251,8 +254,7 @@ class Extents:
             wanted.chunk.sizes,
             box,
             elem_bytes,
-            window_bytes=self._options.window_bytes,
-            max_gap_bytes=self._options.max_gap_bytes,
+            **self._sizes,
         ):
             read_bytes, part_bytes = part.stop - part.start, math.prod(part.box.sizes) * elem_bytes
             all_needed = exact or blocks is not None or (record is not None and self._checks_all)

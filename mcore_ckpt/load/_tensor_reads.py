@@ -71,7 +71,8 @@ class TensorReads:
         self._located = located
         self._stats = stats
         self._decoder = decoder
-        self._planner = Extents(options, running)
+        self._sizes = files.read_sizes(options)
+        self._planner = Extents(options, self._sizes, running)
         self._unranged: dict[tuple[str, int, str], tuple[WantedItem, str]] = {}
         self._forms: dict[tuple[torch.dtype, tuple[int, ...], int], ItemForm] = {}
         self._pinned = False
@@ -84,7 +85,7 @@ class TensorReads:
         """Fill all destinations of a plan."""
         items = [plan.items[key] for key in sorted(plan.items)]
         self._pinned = any(want.tensor.is_cuda for wanted in items[:64] for want in wanted.wants)
-        sizes = {"window_bytes": self._options.window_bytes, "max_gap_bytes": self._options.max_gap_bytes}
+        sizes = self._sizes
         columns = [] if plan.columns is None else spans_of(plan.columns, **sizes)
         ranged: list[tuple[WantedItem, PayloadPlace | None]] = []  # no place: packed, or still to be located
         packed: set[int] = set()

@@ -58,7 +58,7 @@ class ItemDecoder:
         files = OpenFiles(self._storage, self._options.page_cache, self._seals)
         options = self._options
         try:
-            for span in coalesce(extents, window_bytes=options.window_bytes, max_gap_bytes=options.max_gap_bytes):
+            for span in coalesce(extents, **files.read_sizes(options)):
                 first: ObjectEntry = span.extents[0].owner
                 content = self._read(files, first.fqn, StoredItem(span.file, span.start, span.stop - span.start))
                 for extent in span.extents:

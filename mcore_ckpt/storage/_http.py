@@ -15,6 +15,7 @@ import socket
 import ssl
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -94,11 +95,16 @@ class HttpServer:
                 self._context.check_hostname = False
                 self._context.verify_mode = ssl.CERT_NONE
         self._pid = os.getpid()
+        self._keep_none()
+
+    def _keep_none(self) -> None:
         self._kept: deque[tuple[http.client.HTTPConnection, float]] = deque()
+        weakref.finalize(self, _close_all, self._kept)
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._pid != os.getpid():  # the parent's, which it goes on to use
-            self._pid, self._kept = os.getpid(), deque()
+            self._pid = os.getpid()
+            self._keep_none()
         while self._kept:
             try:
                 connection, until_s = self._kept.pop()
@@ -179,6 +185,11 @@ class HttpServer:
                 cut.watch_nothing()
             if connection is not None:
                 connection.close()
+
+
+def _close_all(kept: deque[tuple[http.client.HTTPConnection, float]]) -> None:
+    while kept:
+        kept.pop()[0].close()
 
 
 def _receive(response: http.client.HTTPResponse, method: str, into: memoryview | None, until_s: float) -> Answer:

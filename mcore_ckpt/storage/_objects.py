@@ -51,6 +51,9 @@ class ObjectStorage(Storage):
         reopen: makes the storage of a URL.
     """
 
+    # 10 ms for a request, and 100 MB/s by one connection.
+    request_bytes = 1024 * 1024
+
     def __init__(self, client: ObjectClient, prefix: str, url: str, reopen: Callable[[str], Storage]) -> None:
         self._client = client
         self._prefix = f"{prefix}/" if prefix else ""

@@ -206,7 +206,14 @@ class RangeWriter(ABC):
 
 
 class Storage(ABC):
-    """One directory of files. All names are relative to it."""
+    """One directory of files. All names are relative to it.
+
+    Attributes:
+        request_bytes: what is delivered in the time that one more read costs, where that is more than a disk's; a
+            shorter gap between two ranges is read, too.
+    """
+
+    request_bytes: int = 0
 
     @property
     @abstractmethod

@@ -157,10 +157,11 @@ def test_reset_moves_to_another_checkpoint(tmp_path: Path) -> None:
     assert load_box(reader, "w", torch.zeros(4)).tolist() == [2.0] * 4
 
 
-def test_checkpoint_ids_are_local_paths(tmp_path: Path) -> None:
+def test_checkpoint_ids_are_paths_and_urls_of_known_stores(tmp_path: Path) -> None:
     assert FileSystemReader.validate_checkpoint_id(tmp_path)
     assert FileSystemReader.validate_checkpoint_id("checkpoints/iter_0000100")
-    assert not FileSystemReader.validate_checkpoint_id("s3://bucket/iter_0000100")
+    assert FileSystemReader.validate_checkpoint_id("s3://bucket/iter_0000100")
+    assert not FileSystemReader.validate_checkpoint_id("abfss://bucket/iter_0000100")
 
 
 # -------------------------------------------------------------------------------------------------- what is read

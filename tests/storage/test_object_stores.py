@@ -18,9 +18,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, LoadError, SaveError, SaveOptions, verify_checkpoint
+from mcore_ckpt import (
+    FileSystemReader,
+    FileSystemWriterAsync,
+    LoadError,
+    LoadOptions,
+    SaveError,
+    SaveOptions,
+    verify_checkpoint,
+)
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointError
+from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.storage import _object_client
 from mcore_ckpt.storage._object_client import Patience, RequestError
 from mcore_ckpt.storage.resolve import storage_at
@@ -109,6 +118,20 @@ def test_an_object_is_read_in_ranges_of_what_is_wanted(proxied: Proxy, s3_direct
         "GET",
         "GET",
     ]
+
+
+def test_columns_of_a_matrix_are_read_with_their_gaps_where_a_request_costs_more(
+    proxied: Proxy, s3_directory: S3Directory
+) -> None:
+    """Rows of 160 KB, of which the half is requested: a disk is asked row by row, a store for a window at a time."""
+    matrix = torch.arange(100 * 40_000, dtype=torch.float32).reshape(100, 40_000)
+    dcp.save({"weight": matrix}, storage_writer=FileSystemWriterAsync(s3_directory.url), no_dist=True)
+    reader = FileSystemReader(s3_directory.url, options=LoadOptions(verify_slices="off"))
+    half = torch.zeros(100, 20_000)
+    proxied.requests.clear()
+    reader.read_items([ReadRequest("weight", half, (0, 20_000), (100, 20_000))])
+    assert torch.equal(half, matrix[:, 20_000:])
+    assert len(proxied.requests) < 10
 
 
 # What goes wrong for a moment
