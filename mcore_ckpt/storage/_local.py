@@ -56,6 +56,16 @@ class LocalStorage(Storage):
     def folders(self) -> Sequence[str]:
         return sorted(self._listed(lambda entry: 0 if entry.is_dir() else None))
 
+    def links(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+
+        def note(entry: os.DirEntry[str]) -> None:
+            if entry.is_symlink():
+                found[entry.name] = os.path.realpath(entry.path)
+
+        self._listed(note)
+        return found
+
     def _listed(self, of: Callable[[os.DirEntry[str]], int | None]) -> dict[str, int]:
         """What `of` says of each entry, by name; None leaves one out."""
         found: dict[str, int] = {}

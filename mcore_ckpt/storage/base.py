@@ -250,6 +250,10 @@ class Storage(ABC):
     def folders(self) -> Sequence[str]:
         """Names of the directories in this one, links to some among them; raises as `sizes`."""
 
+    def links(self) -> dict[str, str]:
+        """Where each link in the directory leads to in the end (`location`), by its name; raises as `sizes`."""
+        return {}
+
     @abstractmethod
     def version(self, name: str) -> FileVersion | None:
         """What tells a file from another of the same name, asked of the file itself, not of a listing; None: no file.

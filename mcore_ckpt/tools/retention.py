@@ -12,7 +12,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,7 +159,7 @@ def prune_run(
         for checkpoint in checkpoints
         if checkpoint.whole and checkpoint.iteration is not None and not checkpoint.path.is_symlink()
     ]
-    links = _links_of(run)
+    links = storage_at(run).links()
     oldest_kept = whole[-keep_last:][0].iteration if len(whole) >= keep_last else None
     decisions = []
     for checkpoint in checkpoints:
@@ -190,19 +190,10 @@ def _directories(run: str | os.PathLike[str]) -> list[Path]:
     return found
 
 
-def _links_of(run: str | os.PathLike[str]) -> dict[str, Path]:
-    """Where each link in the directory of a run leads to in the end, by its name."""
-    try:
-        with os.scandir(run) as entries:
-            return {entry.name: Path(os.path.realpath(entry.path)) for entry in entries if entry.is_symlink()}
-    except OSError as error:
-        raise LoadError(f"{run}: cannot be listed ({error.strerror}); nothing was removed") from error
-
-
-def _linked(checkpoint: RunCheckpoint, links: dict[str, Path]) -> str | None:
+def _linked(checkpoint: RunCheckpoint, links: Mapping[str, str]) -> str | None:
     """Why a checkpoint stays to which, or to something in which, a link leads; None if none does."""
-    path = Path(os.path.realpath(checkpoint.path))
-    name = next((name for name, target in links.items() if target == path or path in target.parents), None)
+    path = storage_at(checkpoint.path).location
+    name = next((name for name, target in links.items() if f"{target}/".startswith(f"{path}/")), None)
     return None if name is None else f"the link {name} leads to it"
 
 
