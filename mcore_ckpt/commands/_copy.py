@@ -7,8 +7,6 @@ import argparse
 from mcore_ckpt.commands._shell import Outcome
 from mcore_ckpt.core.console import human_bytes
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""

@@ -14,19 +14,6 @@ from typing import Final
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.storage import direct_io
 
-__all__ = [
-    "FILE_MODE",
-    "link",
-    "make_directories",
-    "make_durably",
-    "rename",
-    "rename_new",
-    "replace_durably",
-    "save_error",
-    "sync_directory",
-    "write_new",
-]
-
 # A file system that cannot sync a directory (some FUSE and network ones) answers so; it has no such promise to keep.
 _NO_DIRECTORY_SYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF})
 # What a file system without hard links answers; NFS and some FUSE ones pass on an odd one of their server.

@@ -24,8 +24,6 @@ from urllib.parse import urlsplit
 
 from mcore_ckpt.storage._object_client import RequestError, patience
 
-__all__ = ["Answer", "Cut", "HttpServer"]
-
 _SLICE_BYTES: Final = 1024 * 1024
 _PER_ATTEMPT_BYTES: Final = 8 * 1024 * 1024
 # Of what is neither the body of a range nor a listing; an error's text is short.

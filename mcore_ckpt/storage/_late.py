@@ -16,8 +16,6 @@ from mcore_ckpt.core.threads import start_thread
 from mcore_ckpt.storage._http import Answer, Cut
 from mcore_ckpt.storage._object_client import RequestError, patience
 
-__all__ = ["Hedge"]
-
 _logger = logging.getLogger(__name__)
 
 

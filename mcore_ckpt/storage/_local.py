@@ -18,8 +18,6 @@ from mcore_ckpt.storage._local_writer import LocalWriter
 from mcore_ckpt.storage._regular_files import open_error, open_regular
 from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWriter, Storage, check_name
 
-__all__ = ["LocalStorage"]
-
 
 class LocalStorage(Storage):
     """A directory `root` of the local file system.

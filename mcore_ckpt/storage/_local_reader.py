@@ -21,8 +21,6 @@ from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage._regular_files import open_regular
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, align_up
 
-__all__ = ["BouncePool", "LocalReader"]
-
 # Below this, one read through the page cache costs less than finding out where the bytes are; headers are read so.
 _MIN_DIRECT_BYTES: Final = 64 * 1024
 # Up to here, copying the whole read from an aligned buffer is cheaper than two more requests for its ragged ends.

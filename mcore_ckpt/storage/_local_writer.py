@@ -18,8 +18,6 @@ from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage._durable import FILE_MODE, save_error
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeWriter, align_up
 
-__all__ = ["LocalWriter"]
-
 # One write-back in flight, and one before it that is waited for: enough to keep the device busy, and all that a
 # buffered save may leave dirty in the page cache.
 _UNSYNCED_WRITES: Final = 2

@@ -25,20 +25,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeVar
 
-__all__ = [
-    "ABSENT",
-    "Condition",
-    "Listing",
-    "ObjectClient",
-    "ObjectState",
-    "Pace",
-    "Patience",
-    "RequestError",
-    "Upload",
-    "patience",
-    "retried",
-]
-
 _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -15,8 +15,6 @@ from mcore_ckpt.storage._durable import save_error
 from mcore_ckpt.storage._object_client import ABSENT, ObjectClient, Upload
 from mcore_ckpt.storage.base import RangeWriter
 
-__all__ = ["ObjectWriter"]
-
 # S3 knows no parts below it, but for the last.
 _LEAST_PART_BYTES: Final = 5 * 1024 * 1024
 

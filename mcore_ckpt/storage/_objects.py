@@ -29,8 +29,6 @@ from mcore_ckpt.storage._object_writer import ObjectWriter
 from mcore_ckpt.storage._regular_files import open_error
 from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWriter, Storage, check_name
 
-__all__ = ["ObjectStorage"]
-
 _logger = logging.getLogger(__name__)
 
 # Of an object that is opened, this much comes with its length: small ones cost one request.

@@ -21,8 +21,6 @@ from obstore.store import AzureStore, GCSStore, MemoryStore
 
 from mcore_ckpt.storage._object_client import ABSENT, Condition, Listing, ObjectClient, ObjectState, Upload, patience
 
-__all__ = ["ObstoreClient"]
-
 _IN_FLIGHT: Final = 8
 # Between the two by which a version is known: to some stores the one counts, to some the other.
 _AND: Final = "\0"

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.storage.base import check_name
 
-__all__ = ["looked_at", "open_error", "open_regular"]
-
 
 def open_regular(root: str | os.PathLike[str], name: str, flags: int = 0, *, follow_links: bool = False) -> int:
     """Open a regular file below a directory for reading; returns its descriptor.

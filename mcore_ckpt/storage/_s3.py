@@ -37,8 +37,6 @@ from mcore_ckpt.storage._object_client import (
 )
 from mcore_ckpt.storage._s3_signing import Credentials, signed
 
-__all__ = ["S3Client", "S3Place"]
-
 _logger = logging.getLogger(__name__)
 
 _CRC_HEADER: Final = "x-amz-checksum-crc32"

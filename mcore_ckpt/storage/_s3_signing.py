@@ -19,8 +19,6 @@ from urllib.parse import quote
 
 from mcore_ckpt.core.errors import OptionError
 
-__all__ = ["Credentials", "botocore_session", "credentials_of_aws", "signed"]
-
 # The body is not part of the signature: its checksum is, and TLS protects both.
 _UNSIGNED: Final = "UNSIGNED-PAYLOAD"
 

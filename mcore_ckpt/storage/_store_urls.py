@@ -25,8 +25,6 @@ from mcore_ckpt.storage._s3 import S3Client, S3Place
 from mcore_ckpt.storage._s3_signing import Credentials, botocore_session, credentials_of_aws
 from mcore_ckpt.storage.base import Storage
 
-__all__ = ["open_store"]
-
 _S3_PROFILES: Final = frozenset({"s3", "s8k", "gcs_s3", "ais_s3"})
 _INSTALL: Final = "pip install 'mcore-ckpt[objects]'"
 

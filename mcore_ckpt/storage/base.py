@@ -27,17 +27,6 @@ from typing import Final, Literal, NamedTuple
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
 
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "DirectIo",
-    "FileVersion",
-    "RangeReader",
-    "RangeWriter",
-    "Storage",
-    "align_up",
-    "check_name",
-]
-
 DirectIo = Literal["auto", "on", "off"]
 
 # Logical blocks are 512 or 4096 bytes on every disk in use, and pages are 4096 on x86-64: 4096 suits O_DIRECT on all.

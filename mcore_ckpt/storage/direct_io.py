@@ -17,23 +17,6 @@ from typing import Any, Final
 
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, align_up
 
-__all__ = [
-    "MADV_POPULATE_WRITE",
-    "Residency",
-    "address",
-    "aligned_buffer",
-    "copy_bytes",
-    "drop_cached",
-    "enable",
-    "has_huge_pages",
-    "populate",
-    "preallocate",
-    "read_vectors",
-    "write_all",
-    "write_back",
-    "write_from",
-]
-
 # What a file system answers that does not know a call, as opposed to a call that failed.
 _NOT_SUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EPERM})
 

@@ -8,8 +8,6 @@ from mcore_ckpt.core.paths import store_url
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import Storage
 
-__all__ = ["storage_at"]
-
 
 def storage_at(place: str | os.PathLike[str], *, follow_links: bool = False) -> Storage:
     """The storage of a directory.

@@ -31,8 +31,6 @@ from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory
 
-__all__ = ["CopyReport", "copy_checkpoint"]
-
 _PIECE_BYTES: Final = 8 * 1024 * 1024
 _THREADS: Final = 4
 

@@ -27,8 +27,6 @@ from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.parallel_layout import ParallelLayout, layout_of_chunks
 
-__all__ = ["ListedCheckpoint", "PruneDecision", "PruneReport", "RunReport", "list_run", "prune_run"]
-
 # What `.metadata` is called while what it names is being removed.
 _REMOVED_INDEX = METADATA_FILE + ".removed"
 # What the note of a lock says whose directory is being removed.
