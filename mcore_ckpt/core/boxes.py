@@ -57,19 +57,13 @@ class Runs:
 
     All runs have one length, so a million rows are described by a few ints; iterating yields them one by one, in
     ascending order, as `(start_byte, nbytes)`.
-
-    Attributes:
-        first_byte: start of the first run, relative to the array.
-        run_bytes: length of each run; 0 if the box is empty.
-        counts: how often the run repeats, outermost axis first; `()` for a single run. Axes that continue one another
-            are merged.
-        strides: distance in bytes between repetitions, for each of `counts`.
     """
 
-    first_byte: int
-    run_bytes: int
+    first_byte: int  # start of the first run, relative to the array
+    run_bytes: int  # length of each run; 0 if the box is empty
+    # How often the run repeats, outermost axis first; `()` for a single run. Axes that continue one another are merged.
     counts: tuple[int, ...]
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # distance in bytes between repetitions, for each of `counts`
 
     def __len__(self) -> int:
         return math.prod(self.counts) if self.run_bytes else 0

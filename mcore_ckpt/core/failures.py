@@ -28,23 +28,14 @@ class RemoteError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """What is known about an exception, in a form that pickles anywhere.
+    """What is known about an exception, in a form that pickles anywhere."""
 
-    Attributes:
-        class_name: name of its class; of one in `errors` without a module.
-        message: `str(exception)`, with the class in front unless the class is one of ours.
-        traceback_text: as Python prints it, causes included.
-        error_number: `errno` of an `OSError`.
-        path: `filename` of an `OSError`.
-        interrupted: it is no failure but a request to end (Ctrl-C, an exit), or that is the cause.
-    """
-
-    class_name: str
-    message: str
-    traceback_text: str
-    error_number: int | None = None
-    path: str | None = None
-    interrupted: bool = False
+    class_name: str  # name of its class; of one in `errors` without a module
+    message: str  # `str(exception)`, with the class in front unless the class is one of ours
+    traceback_text: str  # as Python prints it, causes included
+    error_number: int | None = None  # `errno` of an `OSError`
+    path: str | None = None  # `filename` of an `OSError`
+    interrupted: bool = False  # it is no failure but a request to end (Ctrl-C, an exit), or that is the cause
 
 
 def attempt(step: Callable[[], T]) -> T | BaseException:

@@ -46,19 +46,12 @@ def index_files(index: CheckpointIndex) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """What a directory holds.
+    """What a directory holds."""
 
-    Attributes:
-        names: of its files.
-        version: which index of that rank, or of all, there is; None if there is none.
-        index: what that says; None if it cannot be read.
-        others: data files that the other indexes name; None if one of them cannot be read.
-    """
-
-    names: tuple[str, ...]
-    version: FileVersion | None
-    index: CheckpointIndex | None
-    others: frozenset[str] | None
+    names: tuple[str, ...]  # of its files
+    version: FileVersion | None  # which index of that rank, or of all, there is; None if there is none
+    index: CheckpointIndex | None  # what that says; None if it cannot be read
+    others: frozenset[str] | None  # data files that the other indexes name; None if one of them cannot be read
 
     @property
     def replaced(self) -> set[str]:

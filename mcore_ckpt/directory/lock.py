@@ -95,33 +95,20 @@ def is_lock_file(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who holds a directory, as its lease says.
+    """Who holds a directory, as its lease says."""
 
-    Attributes:
-        save_id: of the save; 16 hexadecimal digits. Of a marker that names none, something that stands for its content.
-        host: name of the machine.
-        machine: what tells machines of one name apart.
-        boot: changes whenever the machine starts.
-        pid_namespace: container, as far as process ids go.
-        pid: the coordinator's process.
-        started: when that was started, in ticks since the boot: another process of the same id has another one.
-        since_s: when the directory was locked, by the host's clock; shown to people only.
-        beat_s: how often the heartbeat is renewed.
-        lease_s: how long it may be late.
-        noted: what else the lease says.
-    """
-
+    # Of the save; 16 hexadecimal digits. Of a marker that names none, something that stands for its content.
     save_id: str
-    host: str = ""
-    machine: str = ""
-    boot: str = ""
-    pid_namespace: str = ""
-    pid: int = 0
-    started: str = ""
-    since_s: float = 0.0
-    beat_s: float = BEAT_S
-    lease_s: float = LEASE_S
-    noted: Mapping[str, Any] | None = None
+    host: str = ""  # name of the machine
+    machine: str = ""  # what tells machines of one name apart
+    boot: str = ""  # changes whenever the machine starts
+    pid_namespace: str = ""  # container, as far as process ids go
+    pid: int = 0  # the coordinator's process
+    started: str = ""  # when that was started, in ticks since the boot: another process of the same id has another one
+    since_s: float = 0.0  # when the directory was locked, by the host's clock; shown to people only
+    beat_s: float = BEAT_S  # how often the heartbeat is renewed
+    lease_s: float = LEASE_S  # how long it may be late
+    noted: Mapping[str, Any] | None = None  # what else the lease says
 
     @classmethod
     def here(cls, noted: Mapping[str, Any] | None = None) -> Owner:

@@ -46,23 +46,15 @@ _LOCK_ID_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The directory of a save, as its coordinator found it.
+    """The directory of a save, as its coordinator found it."""
 
-    Attributes:
-        lock: by which the directory, or a rank's part of it, belongs to this save.
-        replaces: there is a checkpoint that is being replaced.
-        old_files: files that only the checkpoint being replaced needs.
-        common: the common state that was written ahead of all else, as it was then; None if none was.
-        common_sum: length in bytes and CRC-32 of that.
-        nonce: 8 bytes.
-    """
-
-    lock: DirectoryLock
-    replaces: bool
-    old_files: tuple[str, ...]
+    lock: DirectoryLock  # by which the directory, or a rank's part of it, belongs to this save
+    replaces: bool  # there is a checkpoint that is being replaced
+    old_files: tuple[str, ...]  # files that only the checkpoint being replaced needs
+    # The common state that was written ahead of all else, as it was then; None if none was.
     common: FileVersion | None = None
-    common_sum: tuple[int, int] | None = None
-    nonce: bytes = field(default_factory=partial(secrets.token_bytes, SAVE_ID_BYTES - _LOCK_ID_BYTES))
+    common_sum: tuple[int, int] | None = None  # length in bytes and CRC-32 of that
+    nonce: bytes = field(default_factory=partial(secrets.token_bytes, SAVE_ID_BYTES - _LOCK_ID_BYTES))  # 8 bytes
 
     @property
     def save_id(self) -> bytes:

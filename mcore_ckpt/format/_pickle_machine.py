@@ -112,20 +112,15 @@ class Budget:
 
 
 class Maker(NamedTuple):
-    """What a pickle may do with something that it names.
+    """What a pickle may do with something that it names."""
 
-    Attributes:
-        make: called with the budget and the pickled arguments, for REDUCE and NEWOBJ; checks the arguments.
-        build: called with the object and its pickled state, once, for BUILD; returns the object that takes its place.
-            Only an object that `make` has returned in this run, and has not shared, is built.
-        takes_members: instances have `append` and `__setitem__`, and are inert.
-        new: called instead for NEWOBJ, if that is something else.
-    """
-
+    # Called with the budget and the pickled arguments, for REDUCE and NEWOBJ; checks the arguments.
     make: Callable[..., Any]
+    # Called with the object and its pickled state, once, for BUILD; returns the object that takes its place. Only an
+    # object that `make` has returned in this run, and has not shared, is built.
     build: Callable[[Budget, Any, Any], Any] | None = None
-    takes_members: bool = False
-    new: Callable[..., Any] | None = None
+    takes_members: bool = False  # instances have `append` and `__setitem__`, and are inert
+    new: Callable[..., Any] | None = None  # called instead for NEWOBJ, if that is something else
 
 
 class WrongArgumentsError(Exception):

@@ -14,20 +14,14 @@ class UnsupportedDtypeError(CheckpointError, ValueError):
 
 
 class DtypeEntry(NamedTuple):
-    """How a dtype lies in a tensor item.
+    """How a dtype lies in a tensor item."""
 
-    Attributes:
-        element_bytes: bytes of one element.
-        storage_class: name of the legacy class `torch.<storage_class>`; None if the dtype is newer than those, and is
-            stored as an untyped storage counted in bytes.
-        numpy: numpy's name for the same elements; None if it has none.
-        safetensors: the name in safetensors files; None if that format has none.
-    """
-
-    element_bytes: int
+    element_bytes: int  # bytes of one element
+    # Name of the legacy class `torch.<storage_class>`; None if the dtype is newer than those, and is stored as an
+    # untyped storage counted in bytes.
     storage_class: str | None = None
-    numpy: str | None = None
-    safetensors: str | None = None
+    numpy: str | None = None  # numpy's name for the same elements; None if it has none
+    safetensors: str | None = None  # the name in safetensors files; None if that format has none
 
 
 DTYPES: Final[Mapping[str, DtypeEntry]] = MappingProxyType(

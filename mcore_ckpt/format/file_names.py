@@ -22,19 +22,12 @@ _DATA_FILE: Final = re.compile(
 
 
 class DataFileName(NamedTuple):
-    """What the name of a data file tells.
+    """What the name of a data file tells."""
 
-    Attributes:
-        rank: that has written it.
-        number: of the file among those of that rank and save.
-        save: id of the save; None for files of other writers, and of format 1.
-        prefix: the separation hint, or empty.
-    """
-
-    rank: int
-    number: int
-    save: str | None
-    prefix: str
+    rank: int  # that has written it
+    number: int  # of the file among those of that rank and save
+    save: str | None  # id of the save; None for files of other writers, and of format 1
+    prefix: str  # the separation hint, or empty
 
 
 def data_file_name(rank: int, number: int, prefix: str = "") -> str:

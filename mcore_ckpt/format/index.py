@@ -48,35 +48,23 @@ class TensorEntry(NamedTuple):
 
 
 class TensorForm(NamedTuple):
-    """All that an index says of a tensor but its key and where its chunks lie; many tensors have it in common.
+    """All that an index says of a tensor but its key and where its chunks lie; many tensors have it in common."""
 
-    Attributes:
-        dtype, requires_grad, shape: as in `TensorEntry`.
-        offsets, sizes: of each chunk, in elements.
-    """
-
-    dtype: str
-    requires_grad: bool
-    shape: tuple[int, ...]
-    offsets: tuple[tuple[int, ...], ...]
-    sizes: tuple[tuple[int, ...], ...]
+    dtype: str  # as in `TensorEntry`
+    requires_grad: bool  # as in `TensorEntry`
+    shape: tuple[int, ...]  # as in `TensorEntry`
+    offsets: tuple[tuple[int, ...], ...]  # of each chunk, in elements
+    sizes: tuple[tuple[int, ...], ...]  # of each chunk, in elements
 
 
 class StoredPlaces(NamedTuple):
-    """Where items lie, in columns of one entry for each item.
+    """Where items lie, in columns of one entry for each item."""
 
-    Attributes:
-        files: names; the only member that has another length.
-        file_numbers: which of them (unsigned int, 4 bytes).
-        offsets, lengths: in bytes (signed, 8 bytes).
-        crcs: as `StoredItem.crc32` (unsigned int, 4 bytes).
-    """
-
-    files: Sequence[str]
-    file_numbers: array[int]
-    offsets: array[int]
-    lengths: array[int]
-    crcs: array[int]
+    files: Sequence[str]  # names; the only member that has another length
+    file_numbers: array[int]  # which of them (unsigned int, 4 bytes)
+    offsets: array[int]  # in bytes (signed, 8 bytes)
+    lengths: array[int]  # in bytes (signed, 8 bytes)
+    crcs: array[int]  # as `StoredItem.crc32` (unsigned int, 4 bytes)
 
     def item(self, number: int) -> StoredItem:
         """One of them."""
@@ -191,33 +179,23 @@ class ObjectEntry:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointIndex:
-    """What a checkpoint holds.
+    """What a checkpoint holds."""
 
-    Attributes:
-        path: the checkpoint's directory, or what the index was parsed from; for messages.
-        tensors: global tensors by fqn, in the order of the file.
-        objects: stored objects by full key.
-        planner_data: what the saving planner left for the loading one (DCP: flattened fqn -> path in the state dict).
-        mcore_data: for each fqn, what Megatron-Core 0.12 to 0.15 noted about flattened tensors
-            (`nd_reformulated_orig_global_shape`); empty otherwise.
-        storage_meta: DCP's `StorageMeta` as a dict, None when there is none.
-        version: DCP's version of the format, None when there is none.
-        has_local_plans: `.metadata` holds `all_local_plans` (which is not read).
-        problems: with `strict=False`, what the index names but cannot be there; such chunks and objects are left out.
-        seal: what `.metadata` says of its files and their bytes, if this package wrote it.
-        blocks: by file and offset of the item, the cumulative CRCs that the manifest keeps of a payload.
-    """
-
-    path: str
-    tensors: Mapping[str, TensorEntry]
-    objects: dict[str, ObjectEntry]
+    path: str  # the checkpoint's directory, or what the index was parsed from; for messages
+    tensors: Mapping[str, TensorEntry]  # global tensors by fqn, in the order of the file
+    objects: dict[str, ObjectEntry]  # stored objects by full key
+    # What the saving planner left for the loading one (DCP: flattened fqn -> path in the state dict).
     planner_data: Any = None
+    # For each fqn, what Megatron-Core 0.12 to 0.15 noted about flattened tensors (`nd_reformulated_orig_global_shape`);
+    # empty otherwise.
     mcore_data: dict[str, dict[str, Any]] = field(default_factory=dict)
-    storage_meta: dict[str, Any] | None = None
-    version: str | None = None
-    has_local_plans: bool = False
+    storage_meta: dict[str, Any] | None = None  # DCP's `StorageMeta` as a dict, None when there is none
+    version: str | None = None  # DCP's version of the format, None when there is none
+    has_local_plans: bool = False  # `.metadata` holds `all_local_plans` (which is not read)
+    # With `strict=False`, what the index names but cannot be there; such chunks and objects are left out.
     problems: tuple[str, ...] = ()
-    seal: MetadataSeal | None = None
+    seal: MetadataSeal | None = None  # what `.metadata` says of its files and their bytes, if this package wrote it
+    # By file and offset of the item, the cumulative CRCs that the manifest keeps of a payload.
     blocks: dict[tuple[str, int], array[int]] = field(default_factory=dict)
 
 

@@ -49,21 +49,13 @@ PAGE_BYTES: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class TensorTemplate:
-    """The bytes around a tensor's payload.
+    """The bytes around a tensor's payload."""
 
-    Attributes:
-        head: bytes before the payload; a multiple of 64 of them.
-        payload_bytes: size of the payload.
-        tail: bytes after the payload, with zeros where its CRC-32 belongs.
-        crc_positions: offsets in `tail` of those places (little-endian uint32 each).
-        alignment: the payload starts on a multiple of this in the file (see `place`).
-    """
-
-    head: bytes
-    payload_bytes: int
-    tail: bytes
-    crc_positions: tuple[int, ...]
-    alignment: int
+    head: bytes  # bytes before the payload; a multiple of 64 of them
+    payload_bytes: int  # size of the payload
+    tail: bytes  # bytes after the payload, with zeros where its CRC-32 belongs
+    crc_positions: tuple[int, ...]  # offsets in `tail` of those places (little-endian uint32 each)
+    alignment: int  # the payload starts on a multiple of this in the file (see `place`)
 
     @property
     def item_bytes(self) -> int:

@@ -52,28 +52,18 @@ DtypeAndShape = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class LocatedTensor:
-    """Where the bytes of a stored tensor lie. The tensor is C-contiguous there, in little-endian order.
+    """Where the bytes of a stored tensor lie. The tensor is C-contiguous there, in little-endian order."""
 
-    Attributes:
-        dtype: torch's name without `torch.`.
-        shape: sizes, in elements.
-        payload_offset: first byte of the tensor, relative to the item.
-        payload_bytes: size of the tensor.
-        crc32: of exactly these bytes; None if the item has no such checksum (a view that was saved with its whole
-            storage, or an item written with checksums switched off).
-        record_offset: first byte of the record that the payload lies in, relative to the item.
-        record_bytes: size of that record.
-        record_crc32: of the whole record; None if the item has no checksums.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    payload_offset: int
-    payload_bytes: int
+    dtype: str  # torch's name without `torch.`
+    shape: tuple[int, ...]  # sizes, in elements
+    payload_offset: int  # first byte of the tensor, relative to the item
+    payload_bytes: int  # size of the tensor
+    # Of exactly these bytes; None if the item has no such checksum (a view that was saved with its whole storage, or an
+    # item written with checksums switched off).
     crc32: int | None
-    record_offset: int
-    record_bytes: int
-    record_crc32: int | None
+    record_offset: int  # first byte of the record that the payload lies in, relative to the item
+    record_bytes: int  # size of that record
+    record_crc32: int | None  # of the whole record; None if the item has no checksums
 
 
 def locate_tensor(
@@ -318,20 +308,13 @@ class ItemForm(NamedTuple):
     """What the items of one dtype, shape and writer have in common: all but the payload, its CRC-32, and torch's id.
 
     An item of the form of a sound one is sound, too, and its payload lies at the same place.
-
-    Attributes:
-        head: bytes before the payload.
-        payload_stop: where the payload ends, relative to the item.
-        item_bytes: length of the item.
-        tail: what follows the payload.
-        crc_positions: offsets in the tail of the two places that hold the payload's CRC-32.
     """
 
-    head: bytes
-    payload_stop: int
-    item_bytes: int
-    tail: _Masked
-    crc_positions: tuple[int, int]
+    head: bytes  # bytes before the payload
+    payload_stop: int  # where the payload ends, relative to the item
+    item_bytes: int  # length of the item
+    tail: _Masked  # what follows the payload
+    crc_positions: tuple[int, int]  # offsets in the tail of the two places that hold the payload's CRC-32
 
     def payload_crc32(self, item: memoryview) -> int | None:
         """The CRC-32 that an item of this form states of its payload, `item[len(head):payload_stop]`; None if it is

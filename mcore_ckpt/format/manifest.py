@@ -44,24 +44,20 @@ class MetadataSeal:
     """What `.metadata` says of its save, its files and their bytes.
 
     Items are numbered as `storage_data` lists them, from 0.
-
-    Attributes:
-        save_id: 16 bytes.
-        files: each data file, by name; and the file of the common state, if the save has one (of that, the CRC-32 is of
-            all its bytes). The columns of the index number them in this order.
-        crcs: CRC-32 of each item's payload; of the whole item for objects and for what is stored through a transform.
-        block_items: numbers of the items of which cumulative CRCs are kept, ascending.
-        block_counts: how many, for each of those.
-        blocks: the cumulative CRC-32 of the payload's first 1, 2, 3, ... MiB, up to the last boundary inside it.
-        columns: the index, of the tensors and of the rest; None where the pickle alone says it.
     """
 
-    save_id: bytes
+    save_id: bytes  # 16 bytes
+    # Each data file, by name; and the file of the common state, if the save has one (of that, the CRC-32 is of all its
+    # bytes). The columns of the index number them in this order.
     files: Mapping[str, SealedFile]
+    # CRC-32 of each item's payload; of the whole item for objects and for what is stored through a transform.
     crcs: array[int]
+    # Numbers of the items of which cumulative CRCs are kept, ascending.
     block_items: array[int] = field(default_factory=lambda: array("Q"))
-    block_counts: array[int] = field(default_factory=lambda: array("I"))
+    block_counts: array[int] = field(default_factory=lambda: array("I"))  # how many, for each of those
+    # The cumulative CRC-32 of the payload's first 1, 2, 3, ... MiB, up to the last boundary inside it.
     blocks: array[int] = field(default_factory=lambda: array("I"))
+    # The index, of the tensors and of the rest; None where the pickle alone says it.
     columns: tuple[Section, Section] | None = field(default=None, compare=False, repr=False)
 
     def running(self) -> Iterator[tuple[int, array[int]]]:

@@ -238,15 +238,10 @@ _PLAIN_CONTAINERS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredStorage:
-    """What a stored tensor's elements lie in.
+    """What a stored tensor's elements lie in."""
 
-    Attributes:
-        kind: name of the class that the pickle gives it, which says the dtype.
-        content: its bytes.
-    """
-
-    kind: str
-    content: bytes
+    kind: str  # name of the class that the pickle gives it, which says the dtype
+    content: bytes  # its bytes
 
 
 class _Described(_Opaques):

@@ -87,40 +87,25 @@ def newer_error(where: str, version: int, expected: int) -> NewerFormatError:
 
 @dataclass(frozen=True, slots=True)
 class TableColumns:
-    """What a data file holds, in columns, in the order of the file.
+    """What a data file holds, in columns, in the order of the file."""
 
-    Attributes:
-        dtypes: names of the dtypes that occur.
-        keys: of the tensors.
-        dtype_codes: for each tensor, which of `dtypes` (4 bytes each).
-        ndims: for each tensor, its number of axes (4 bytes each).
-        boxes: for each tensor, global shape, offsets and sizes, `3 * ndims[i]` numbers in elements (8 bytes each).
-        places: for each tensor, offset and length of its item (8 bytes each).
-        object_keys: of the objects; where they lie is told when they are.
-    """
-
-    dtypes: Sequence[str]
-    keys: Sequence[str]
-    dtype_codes: array[int]
-    ndims: array[int]
+    dtypes: Sequence[str]  # names of the dtypes that occur
+    keys: Sequence[str]  # of the tensors
+    dtype_codes: array[int]  # for each tensor, which of `dtypes` (4 bytes each)
+    ndims: array[int]  # for each tensor, its number of axes (4 bytes each)
+    # For each tensor, global shape, offsets and sizes, `3 * ndims[i]` numbers in elements (8 bytes each).
     boxes: array[int]
-    places: array[int]
-    object_keys: Sequence[str]
+    places: array[int]  # for each tensor, offset and length of its item (8 bytes each)
+    object_keys: Sequence[str]  # of the objects; where they lie is told when they are
 
 
 @dataclass(frozen=True, slots=True)
 class FileSealPlan:
-    """The integrity footer of a data file that is laid out, without what only a save knows.
+    """The integrity footer of a data file that is laid out, without what only a save knows."""
 
-    Attributes:
-        packed: the table up to the objects' places, deflated.
-        unpacked_bytes: its length before that.
-        object_count: how many objects' places follow.
-    """
-
-    packed: bytes
-    unpacked_bytes: int
-    object_count: int
+    packed: bytes  # the table up to the objects' places, deflated
+    unpacked_bytes: int  # its length before that
+    object_count: int  # how many objects' places follow
 
     @classmethod
     def of(cls, columns: TableColumns) -> FileSealPlan:
@@ -160,25 +145,15 @@ class FileSealPlan:
 
 
 class FileFooter(NamedTuple):
-    """The end of a data file.
+    """The end of a data file."""
 
-    Attributes:
-        save_id: of the save that wrote it.
-        file_bytes: length that the file had then.
-        table_bytes: length of the table, which ends where the footer begins.
-        table_crc32: of the table.
-        unpacked_bytes: of the part of the table that is deflated.
-        object_count: objects in the table.
-        version: of the table.
-    """
-
-    save_id: bytes
-    file_bytes: int
-    table_bytes: int
-    table_crc32: int
-    unpacked_bytes: int
-    object_count: int
-    version: int = _FILE_VERSION
+    save_id: bytes  # of the save that wrote it
+    file_bytes: int  # length that the file had then
+    table_bytes: int  # length of the table, which ends where the footer begins
+    table_crc32: int  # of the table
+    unpacked_bytes: int  # of the part of the table that is deflated
+    object_count: int  # objects in the table
+    version: int = _FILE_VERSION  # of the table
 
 
 def decode_footer(data: bytes, where: str) -> FileFooter | None:
@@ -197,17 +172,11 @@ def decode_footer(data: bytes, where: str) -> FileFooter | None:
 
 
 class SealedFile(NamedTuple):
-    """What `.metadata` says of a data file.
+    """What `.metadata` says of a data file."""
 
-    Attributes:
-        size_bytes: its length.
-        table_crc32: of the table in its footer.
-        save_id: that its footer carries.
-    """
-
-    size_bytes: int
-    table_crc32: int
-    save_id: bytes
+    size_bytes: int  # its length
+    table_crc32: int  # of the table in its footer
+    save_id: bytes  # that its footer carries
 
 
 def check_footer(footer: FileFooter | None, size_bytes: int, expected: SealedFile | None, where: str) -> None:
@@ -264,14 +233,10 @@ class TableObject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileTable:
-    """What a data file says that it holds.
+    """What a data file says that it holds."""
 
-    Attributes:
-        tensors, objects: in the order of the file.
-    """
-
-    tensors: tuple[TableTensor, ...]
-    objects: tuple[TableObject, ...]
+    tensors: tuple[TableTensor, ...]  # in the order of the file
+    objects: tuple[TableObject, ...]  # in the order of the file
 
 
 def decode_table(data: bytes, footer: FileFooter, where: str) -> FileTable:

@@ -156,23 +156,14 @@ def numbers_at(pickle: bytes, position: int) -> tuple[int, ...]:
 
 
 class PickledTensor(NamedTuple):
-    """A C-contiguous tensor, as its pickle describes it; it lies inside its storage.
+    """A C-contiguous tensor, as its pickle describes it; it lies inside its storage."""
 
-    Attributes:
-        dtype: a key of `DTYPES`.
-        shape: sizes, in elements.
-        storage_key: the bytes are in record `data/<storage_key>`.
-        storage_bytes: size of that record.
-        first_byte: where in it the tensor starts.
-        payload_bytes: size of the tensor.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    storage_key: str
-    storage_bytes: int
-    first_byte: int
-    payload_bytes: int
+    dtype: str  # a key of `DTYPES`
+    shape: tuple[int, ...]  # sizes, in elements
+    storage_key: str  # the bytes are in record `data/<storage_key>`
+    storage_bytes: int  # size of that record
+    first_byte: int  # where in it the tensor starts
+    payload_bytes: int  # size of the tensor
 
 
 class NotPlainTensorError(WrongArgumentsError):
@@ -265,21 +256,13 @@ def _read_usual(match: re.Match[bytes]) -> PickledTensor | None:
 
 
 class FileTensor(NamedTuple):
-    """A tensor that stays in its file, as its pickle describes it.
+    """A tensor that stays in its file, as its pickle describes it."""
 
-    Attributes:
-        record: number of its storage, which other tensors may share.
-        dtype: torch's name without `torch.`.
-        offset: of the first element, in elements of the storage.
-        shape: sizes, in elements.
-        strides: in elements, where the elements do not follow one another in C order.
-    """
-
-    record: str
-    dtype: str
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] = ()
+    record: str  # number of its storage, which other tensors may share
+    dtype: str  # torch's name without `torch.`
+    offset: int  # of the first element, in elements of the storage
+    shape: tuple[int, ...]  # sizes, in elements
+    strides: tuple[int, ...] = ()  # in elements, where the elements do not follow one another in C order
 
     @property
     def nbytes(self) -> int:

@@ -31,21 +31,13 @@ class NotRangeable(LoadError):  # noqa: N818  (not an error of the checkpoint: t
 
 
 class ZipRecord(NamedTuple):
-    """One entry of a zip's directory.
+    """One entry of a zip's directory."""
 
-    Attributes:
-        name: with the archive's folder, for example `archive/data/0`.
-        header_offset: start of its local header, in bytes from the item's first.
-        stored_bytes: size in the archive.
-        crc32: of the content; 0 if the writer did not compute any.
-        flags: general purpose bits; bit 3 is a data descriptor after the record.
-    """
-
-    name: str
-    header_offset: int
-    stored_bytes: int
-    crc32: int
-    flags: int
+    name: str  # with the archive's folder, for example `archive/data/0`
+    header_offset: int  # start of its local header, in bytes from the item's first
+    stored_bytes: int  # size in the archive
+    crc32: int  # of the content; 0 if the writer did not compute any
+    flags: int  # general purpose bits; bit 3 is a data descriptor after the record
 
 
 # Local header of the payload and everything before it, and directory with end records, in items of one tensor: about

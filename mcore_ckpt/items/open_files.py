@@ -24,21 +24,13 @@ _DIRECT: dict[PageCache, DirectIo] = {"auto": "auto", "on": "off", "off": "on"}
 
 @dataclass(slots=True)
 class ReadStats:
-    """What reads have cost so far; add to it under `lock`.
+    """What reads have cost so far; add to it under `lock`."""
 
-    Attributes:
-        reads: read calls.
-        bytes_read: bytes that they brought, headers, padding and gaps included.
-        bytes_needed: bytes of the elements and objects that were asked for.
-        records_checked: records whose CRC-32 was compared.
-        fallbacks: items that had to be decoded as a whole (`item_decoding`).
-    """
-
-    reads: int = 0
-    bytes_read: int = 0
-    bytes_needed: int = 0
-    records_checked: int = 0
-    fallbacks: int = 0
+    reads: int = 0  # read calls
+    bytes_read: int = 0  # bytes that they brought, headers, padding and gaps included
+    bytes_needed: int = 0  # bytes of the elements and objects that were asked for
+    records_checked: int = 0  # records whose CRC-32 was compared
+    fallbacks: int = 0  # items that had to be decoded as a whole (`item_decoding`)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(

@@ -25,23 +25,14 @@ MAX_WASTE = 0.25
 
 
 class Extent(NamedTuple):
-    """Bytes `[start, stop)` of a file that are requested, and by whom.
+    """Bytes `[start, stop)` of a file that are requested, and by whom."""
 
-    Attributes:
-        file: name of the file, relative to the checkpoint.
-        start: first byte.
-        stop: one past the last byte.
-        wanted_bytes: how many of them are really wanted (the rest are gaps inside the extent).
-        owner: whatever the caller wants back with the bytes.
-        alone: the extent is a read of its own, and is never joined with others.
-    """
-
-    file: str
-    start: int
-    stop: int
-    wanted_bytes: int
-    owner: Any
-    alone: bool = False
+    file: str  # name of the file, relative to the checkpoint
+    start: int  # first byte
+    stop: int  # one past the last byte
+    wanted_bytes: int  # how many of them are really wanted (the rest are gaps inside the extent)
+    owner: Any  # whatever the caller wants back with the bytes
+    alone: bool = False  # the extent is a read of its own, and is never joined with others
 
 
 class Span(NamedTuple):

@@ -51,27 +51,16 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """Where everything lies in one bucket's file, in every save of the same structure; offsets in bytes from its start.
+    """Where everything lies in one bucket's file, the same in every save of a structure; in bytes from its start."""
 
-    Attributes:
-        file_name: name inside the checkpoint directory, without the id of a save.
-        specs: the tensors, in the order of the file.
-        object_keys: of the objects, in the order of the file.
-        region_bytes: length of the bytes_data region, which starts at 0 and is a multiple of 4096.
-        templates: for each tensor, its item without the payload.
-        item_offsets: for each tensor, where its item starts.
-        image: what a writer needs: the file's size, the payloads and the places of their checksums.
-        seal: the integrity footer, as far as the structure tells.
-    """
-
-    file_name: str
-    specs: tuple[TensorSpec, ...]
-    object_keys: tuple[str, ...]
-    region_bytes: int
-    templates: tuple[TensorTemplate, ...]
-    item_offsets: array[int]
-    image: FileImage
-    seal: FileSealPlan
+    file_name: str  # name inside the checkpoint directory, without the id of a save
+    specs: tuple[TensorSpec, ...]  # the tensors, in the order of the file
+    object_keys: tuple[str, ...]  # of the objects, in the order of the file
+    region_bytes: int  # length of the bytes_data region, which starts at 0 and is a multiple of 4096
+    templates: tuple[TensorTemplate, ...]  # for each tensor, its item without the payload
+    item_offsets: array[int]  # for each tensor, where its item starts
+    image: FileImage  # what a writer needs: the file's size, the payloads and the places of their checksums
+    seal: FileSealPlan  # the integrity footer, as far as the structure tells
 
     @property
     def seal_offset(self) -> int:
@@ -210,21 +199,13 @@ def seal_plan(
 
 
 class FileFrame(NamedTuple):
-    """All of a file of one save but the bytes of its tensors.
+    """All of a file of one save but the bytes of its tensors."""
 
-    Attributes:
-        layout: of the file.
-        file: the same for its writer.
-        objects: the serialized objects.
-        offsets: where each of them lies in the file, in bytes.
-        seal: the integrity footer.
-    """
-
-    layout: BucketLayout
-    file: PlannedFile
-    objects: tuple[memoryview, ...]
-    offsets: tuple[int, ...]
-    seal: bytes
+    layout: BucketLayout  # of the file
+    file: PlannedFile  # the same for its writer
+    objects: tuple[memoryview, ...]  # the serialized objects
+    offsets: tuple[int, ...]  # where each of them lies in the file, in bytes
+    seal: bytes  # the integrity footer
 
 
 def frame_file(layout: BucketLayout, name: str, objects: Sequence[memoryview], save_id: bytes) -> FileFrame:
@@ -238,25 +219,15 @@ def frame_file(layout: BucketLayout, name: str, objects: Sequence[memoryview], s
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The files of one rank, in every save of the same structure.
+    """The files of one rank, in every save of the same structure."""
 
-    Attributes:
-        specs: the tensors, in the trainer's order; what a later save compares its own with.
-        buckets: the layout of each file.
-        members: for each file, the indices of its tensors.
-        objects: for each file, the indices of its objects.
-        plan: the same for the coordinator.
-        object_keys: of the objects that the files were laid out for.
-        separation_hint: prefix of keys whose files carry it, too.
-    """
-
-    specs: tuple[TensorSpec, ...]
-    buckets: tuple[BucketLayout, ...]
-    members: tuple[tuple[int, ...], ...]
-    objects: tuple[tuple[int, ...], ...]
-    plan: LocalPlan
-    object_keys: tuple[str, ...]
-    separation_hint: str | None
+    specs: tuple[TensorSpec, ...]  # the tensors, in the trainer's order; what a later save compares its own with
+    buckets: tuple[BucketLayout, ...]  # the layout of each file
+    members: tuple[tuple[int, ...], ...]  # for each file, the indices of its tensors
+    objects: tuple[tuple[int, ...], ...]  # for each file, the indices of its objects
+    plan: LocalPlan  # the same for the coordinator
+    object_keys: tuple[str, ...]  # of the objects that the files were laid out for
+    separation_hint: str | None  # prefix of keys whose files carry it, too
 
     @property
     def file_bytes(self) -> int:

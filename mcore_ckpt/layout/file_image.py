@@ -13,23 +13,17 @@ from mcore_ckpt.format.seal import BLOCK_BYTES, inner_blocks
 
 @dataclass(frozen=True, slots=True)
 class FileImage:
-    """What has to be known of a file's structure to sum and write it; plain arrays, the same from save to save.
+    """What has to be known of a file's structure to sum and write it; plain arrays, the same from save to save."""
 
-    Attributes:
-        size_bytes: of the file.
-        payload_offsets: first byte of each payload in the file (`array('q')`), ascending, without overlap.
-        payload_lengths: bytes of each payload (`array('q')`).
-        crc_positions: file offsets of the uint32 (little endian) that take the CRC-32 of payload 0, then 1, ...
-            (`array('q')`); the same number for each, and each behind the end of its payload.
-        long_payloads: numbers of the payloads that are longer than a block (`array('I')`).
-        inner_blocks: for each of those, how many block boundaries lie inside it (`array('I')`).
-    """
-
-    size_bytes: int
-    payload_offsets: array[int]
-    payload_lengths: array[int]
+    size_bytes: int  # of the file
+    payload_offsets: array[int]  # first byte of each payload in the file (`array('q')`), ascending, without overlap
+    payload_lengths: array[int]  # bytes of each payload (`array('q')`)
+    # File offsets of the uint32 (little endian) that take the CRC-32 of payload 0, then 1, ... (`array('q')`); the same
+    # number for each, and each behind the end of its payload.
     crc_positions: array[int]
+    # Numbers of the payloads that are longer than a block (`array('I')`).
     long_payloads: array[int] = field(init=False, compare=False)
+    # For each of those, how many block boundaries lie inside it (`array('I')`).
     inner_blocks: array[int] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -47,56 +41,34 @@ class FileImage:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """One file of one save, as its writer gets it.
+    """One file of one save, as its writer gets it."""
 
-    Attributes:
-        name: inside the checkpoint directory.
-        image: its structure.
-        table_crc32: of the table in its integrity footer.
-        object_crcs: CRC-32 of each serialized object in it, in the order of the file (`array('I')`).
-        buffer_offset: where its bytes begin in the staging buffer, a multiple of 4096; without meaning elsewhere.
-    """
-
-    name: str
-    image: FileImage
-    table_crc32: int = 0
+    name: str  # inside the checkpoint directory
+    image: FileImage  # its structure
+    table_crc32: int = 0  # of the table in its integrity footer
+    # CRC-32 of each serialized object in it, in the order of the file (`array('I')`).
     object_crcs: array[int] = field(default_factory=lambda: array("I"))
-    buffer_offset: int = 0
+    buffer_offset: int = 0  # where its bytes begin in the staging buffer, a multiple of 4096; without meaning elsewhere
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """What became of one file, with all of its checksums: what its rank sends to the coordinator.
+    """What became of one file, with all of its checksums: what its rank sends to the coordinator."""
 
-    Attributes:
-        name: of the file.
-        size_bytes: of the file, as finished.
-        table_crc32: of the table in its integrity footer.
-        object_crcs: CRC-32 of each serialized object, in the order of the file (`array('I')`).
-        crcs: CRC-32 of each payload (`array('I')`).
-        long_payloads: numbers of the payloads that have cumulative CRCs (`array('I')`).
-        inner_blocks: for each of those, how many (`array('I')`).
-        blocks: cumulative CRC-32 at each block boundary inside each of those (`array('I')`).
-        fill_s: seconds in the caller's `fill`.
-        crc_s: seconds of summing and patching, on the caller's thread.
-        write_s: seconds of writing, summed over the I/O threads, which run during the two above.
-        fsync_s: seconds of finishing the file (truncate, fsync, close).
-        sealed: the checksums are known, and the file ends with its integrity footer; not so of a file that a
-            third-party callback has written.
-    """
-
-    name: str
-    size_bytes: int
-    table_crc32: int
-    object_crcs: array[int]
-    crcs: array[int]
-    long_payloads: array[int]
-    inner_blocks: array[int]
-    blocks: array[int]
-    fill_s: float = 0.0
-    crc_s: float = 0.0
-    write_s: float = 0.0
-    fsync_s: float = 0.0
+    name: str  # of the file
+    size_bytes: int  # of the file, as finished
+    table_crc32: int  # of the table in its integrity footer
+    object_crcs: array[int]  # CRC-32 of each serialized object, in the order of the file (`array('I')`)
+    crcs: array[int]  # CRC-32 of each payload (`array('I')`)
+    long_payloads: array[int]  # numbers of the payloads that have cumulative CRCs (`array('I')`)
+    inner_blocks: array[int]  # for each of those, how many (`array('I')`)
+    blocks: array[int]  # cumulative CRC-32 at each block boundary inside each of those (`array('I')`)
+    fill_s: float = 0.0  # seconds in the caller's `fill`
+    crc_s: float = 0.0  # seconds of summing and patching, on the caller's thread
+    write_s: float = 0.0  # seconds of writing, summed over the I/O threads, which run during the two above
+    fsync_s: float = 0.0  # seconds of finishing the file (truncate, fsync, close)
+    # The checksums are known, and the file ends with its integrity footer; not so of a file that a third-party callback
+    # has written.
     sealed: bool = True
 
 

@@ -20,27 +20,19 @@ from mcore_ckpt.format.metadata_write import MetadataEncoder
 
 @dataclass(frozen=True, slots=True)
 class LocalPlan:
-    """One rank's tensors, in columns.
+    """One rank's tensors, in columns."""
 
-    Attributes:
-        keys: fqn of each tensor item.
-        dtypes: names of the dtypes that occur; `dtype_codes[i]` selects one for item i.
-        files: names of the files that this rank writes; `file_codes[i]` selects one for item i.
-        file_bytes: length of each of those files.
-        ndims: number of axes of item i; `boxes` holds 3 * ndims[i] numbers for it: global shape, offsets, sizes, all in
-            elements.
-        places: for each item, offset in its file and length, in bytes.
-    """
-
-    keys: list[str]
-    dtypes: list[str]
+    keys: list[str]  # fqn of each tensor item
+    dtypes: list[str]  # names of the dtypes that occur; `dtype_codes[i]` selects one for item i
     dtype_codes: array[int]
-    files: list[str]
-    file_bytes: list[int]
+    files: list[str]  # names of the files that this rank writes; `file_codes[i]` selects one for item i
+    file_bytes: list[int]  # length of each of those files
     file_codes: array[int]
+    # Number of axes of item i; `boxes` holds 3 * ndims[i] numbers for it: global shape, offsets, sizes, all in
+    # elements.
     ndims: array[int]
     boxes: array[int]
-    places: array[int]
+    places: array[int]  # for each item, offset in its file and length, in bytes
 
     def encode(self) -> bytes:
         """The plan as bytes, to send to the coordinator of this process group."""
@@ -140,17 +132,11 @@ def of_different_offsets(chunks: Sequence[StoredChunk]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class GlobalPlan:
-    """All ranks' tensors, checked before (`plan_check.py`): what `.metadata` is made from. Cheap to pickle.
+    """All ranks' tensors, checked before (`plan_check.py`): what `.metadata` is made from. Cheap to pickle."""
 
-    Attributes:
-        encoded: every rank's `LocalPlan`, encoded.
-        files: name, without the id of a save, and length in bytes of all ranks' files.
-        mcore_data: as in `CheckpointIndex`.
-    """
-
-    encoded: tuple[bytes, ...]
-    files: tuple[tuple[str, int], ...] = ()
-    mcore_data: dict[str, dict[str, Any]] = field(default_factory=dict)
+    encoded: tuple[bytes, ...]  # every rank's `LocalPlan`, encoded
+    files: tuple[tuple[str, int], ...] = ()  # name, without the id of a save, and length in bytes of all ranks' files
+    mcore_data: dict[str, dict[str, Any]] = field(default_factory=dict)  # as in `CheckpointIndex`
 
     def decoded(self) -> list[LocalPlan]:
         """Every rank's plan."""

@@ -129,18 +129,12 @@ def without_leaves(tree: Any) -> Any:
 
 
 class StoredForm(NamedTuple):
-    """What a shard is in the checkpoint, in elements.
+    """What a shard is in the checkpoint, in elements."""
 
-    Attributes:
-        shape: of the global tensor as stored.
-        offsets: of the shard in it.
-        sizes: of the shard in it.
-        original_shape: of the global parameter, where the stored one is another; None where it is the same.
-    """
-
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    shape: tuple[int, ...]  # of the global tensor as stored
+    offsets: tuple[int, ...]  # of the shard in it
+    sizes: tuple[int, ...]  # of the shard in it
+    # Of the global parameter, where the stored one is another; None where it is the same.
     original_shape: tuple[int, ...] | None = None
 
 

@@ -180,17 +180,11 @@ _KNOWN_ATTRIBUTES = {
 
 
 class WrittenSums(NamedTuple):
-    """The checksums of a written item.
+    """The checksums of a written item."""
 
-    Attributes:
-        place: its file and offset.
-        crc32: of its payload; of an object or of what is transformed, of all of it.
-        blocks: cumulative CRC-32 at each block boundary inside a long payload.
-    """
-
-    place: tuple[str, int]
-    crc32: int
-    blocks: array[int]
+    place: tuple[str, int]  # its file and offset
+    crc32: int  # of its payload; of an object or of what is transformed, of all of it
+    blocks: array[int]  # cumulative CRC-32 at each block boundary inside a long payload
 
 
 def _index_of(metadata: Metadata, path: str | Path, crcs: Mapping[tuple[str, int], int]) -> CheckpointIndex:

@@ -46,24 +46,15 @@ _memmove.restype = None
 
 
 class _Kind(NamedTuple):
-    """What all items have in common that this package writes for a dtype and shape.
+    """What all items have in common that this package writes for a dtype and shape."""
 
-    Attributes:
-        dtype: of the destination.
-        item_bytes: length of an item.
-        head_bytes: what stands before the payload.
-        payload_bytes: length of the payload.
-        around: what stands before and behind the payload, with zeros where its CRC-32 belongs.
-        first_crc, second_crc: where in `around` it belongs.
-    """
-
-    dtype: torch.dtype
-    item_bytes: int
-    head_bytes: int
-    payload_bytes: int
-    around: bytes
-    first_crc: int
-    second_crc: int
+    dtype: torch.dtype  # of the destination
+    item_bytes: int  # length of an item
+    head_bytes: int  # what stands before the payload
+    payload_bytes: int  # length of the payload
+    around: bytes  # what stands before and behind the payload, with zeros where its CRC-32 belongs
+    first_crc: int  # where in `around` it belongs
+    second_crc: int  # where in `around` it belongs
 
 
 UsualRequest = tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -221,36 +212,23 @@ _kind_numbers = attrgetter("item_bytes", "head_bytes", "payload_bytes", "first_c
 
 
 class FileColumns(NamedTuple):
-    """Items of one file in the order in which they lie there; arrays of n int64 each, if nothing else is said.
+    """Items of one file in the order in which they lie there; arrays of n int64 each, if nothing else is said."""
 
-    Attributes:
-        source: they belong to.
-        members: which of its items they are.
-        kinds: number of the kind of each.
-        starts, stops: where they lie in the file.
-        addresses: where their payloads belong.
-        heads, payloads, tails: bytes before the payload, of it, and behind it.
-        arounds: where what stands around each payload begins, if all of that lies side by side; n + 1 of them.
-        first_crcs, second_crcs: where in that the CRC-32 belongs.
-        crcs: CRC-32 of the payloads, little-endian: uint8 of (n, 4).
-        memory, lowest: memory from the lowest of the addresses on to where the last payload ends.
-    """
-
-    source: Columns
-    members: _Ints
-    kinds: _Ints
-    starts: _Ints
-    stops: _Ints
-    addresses: _Ints
-    heads: _Ints
-    payloads: _Ints
-    tails: _Ints
-    arounds: _Ints
-    first_crcs: _Ints
-    second_crcs: _Ints
-    crcs: np.ndarray[Any, np.dtype[np.uint8]]
-    memory: memoryview
-    lowest: int
+    source: Columns  # they belong to
+    members: _Ints  # which of its items they are
+    kinds: _Ints  # number of the kind of each
+    starts: _Ints  # where they lie in the file
+    stops: _Ints  # where they lie in the file
+    addresses: _Ints  # where their payloads belong
+    heads: _Ints  # bytes before the payload, of it, and behind it
+    payloads: _Ints  # bytes before the payload, of it, and behind it
+    tails: _Ints  # bytes before the payload, of it, and behind it
+    arounds: _Ints  # where what stands around each payload begins, if all of that lies side by side; n + 1 of them
+    first_crcs: _Ints  # where in that the CRC-32 belongs
+    second_crcs: _Ints  # where in that the CRC-32 belongs
+    crcs: np.ndarray[Any, np.dtype[np.uint8]]  # CRC-32 of the payloads, little-endian: uint8 of (n, 4)
+    memory: memoryview  # memory from the lowest of the addresses on to where the last payload ends
+    lowest: int  # memory from the lowest of the addresses on to where the last payload ends
 
     @classmethod
     def of(

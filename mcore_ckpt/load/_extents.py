@@ -39,45 +39,27 @@ _MOSTLY = 0.8
 
 
 class PayloadPlace(NamedTuple):
-    """Where the payload of an item lies in its file.
+    """Where the payload of an item lies in its file."""
 
-    Attributes:
-        start: its first byte.
-        crc32: of the payload; None if nothing states it.
-        head, tail: what has to stand before and behind it; empty if the item itself has been read and says so.
-    """
-
-    start: int
-    crc32: int | None
-    head: bytes = b""
-    tail: bytes = b""
+    start: int  # its first byte
+    crc32: int | None  # of the payload; None if nothing states it
+    head: bytes = b""  # what has to stand before and behind it; empty if the item itself has been read and says so
+    tail: bytes = b""  # what has to stand before and behind it; empty if the item itself has been read and says so
 
 
 class PartRead(NamedTuple):
-    """A part of a payload, and where it goes.
+    """A part of a payload, and where it goes."""
 
-    Attributes:
-        wanted: the item.
-        place: of the item's payload.
-        part: slice of the chunk, and bytes of the payload.
-        wants: destinations that overlap the part.
-        address: host memory that takes the part's bytes just as they are; 0 if there is none.
-        alignment: the bytes have to lie on a multiple of this to be placed without a further copy.
-        record: sum of the payload, if all of it is read.
-        blocks: sums of the blocks that the part lies in, if a slice of the payload is read and checked.
-        head, tail: what has to stand before and behind the part, read with it.
-    """
-
-    wanted: WantedItem
-    place: PayloadPlace
-    part: ChunkPart
-    wants: list[Want]
-    address: int
-    alignment: int
-    record: RecordSum | None
-    blocks: BlockSums | None
-    head: bytes = b""
-    tail: bytes = b""
+    wanted: WantedItem  # the item
+    place: PayloadPlace  # of the item's payload
+    part: ChunkPart  # slice of the chunk, and bytes of the payload
+    wants: list[Want]  # destinations that overlap the part
+    address: int  # host memory that takes the part's bytes just as they are; 0 if there is none
+    alignment: int  # the bytes have to lie on a multiple of this to be placed without a further copy
+    record: RecordSum | None  # sum of the payload, if all of it is read
+    blocks: BlockSums | None  # sums of the blocks that the part lies in, if a slice of the payload is read and checked
+    head: bytes = b""  # what has to stand before and behind the part, read with it
+    tail: bytes = b""  # what has to stand before and behind the part, read with it
 
 
 class Ends(NamedTuple):

@@ -25,19 +25,12 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 
 
 class Want(NamedTuple):
-    """A box of a stored chunk, and the destination of the same shape that wants it.
+    """A box of a stored chunk, and the destination of the same shape that wants it."""
 
-    Attributes:
-        box: relative to the chunk, in elements.
-        whole: the box is the whole chunk.
-        tensor: the destination; written in place.
-        address: where its bytes lie, when they lie exactly as stored (`address_of`); 0 otherwise.
-    """
-
-    box: Box
-    whole: bool
-    tensor: torch.Tensor
-    address: int
+    box: Box  # relative to the chunk, in elements
+    whole: bool  # the box is the whole chunk
+    tensor: torch.Tensor  # the destination; written in place
+    address: int  # where its bytes lie, when they lie exactly as stored (`address_of`); 0 otherwise
 
 
 def address_of(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:

@@ -20,21 +20,13 @@ FEW_CHUNKS = 8
 
 @dataclass(slots=True, eq=False)
 class WantedItem:
-    """A stored chunk, and the slices of it that are requested.
+    """A stored chunk, and the slices of it that are requested."""
 
-    Attributes:
-        fqn: key of the global tensor.
-        dtype: stored dtype.
-        chunk: the chunk and where it is stored.
-        wants: slices and destinations.
-        payload_bytes: size of the chunk's elements.
-    """
-
-    fqn: str
-    dtype: torch.dtype
-    chunk: StoredChunk
-    payload_bytes: int
-    wants: list[Want] = field(default_factory=list)
+    fqn: str  # key of the global tensor
+    dtype: torch.dtype  # stored dtype
+    chunk: StoredChunk  # the chunk and where it is stored
+    payload_bytes: int  # size of the chunk's elements
+    wants: list[Want] = field(default_factory=list)  # slices and destinations
 
     @property
     def needed_bytes(self) -> int:

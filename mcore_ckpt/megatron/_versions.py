@@ -29,21 +29,15 @@ CHECKPOINTING = "megatron.core.dist_checkpointing"
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """In what a version of megatron-core differs from the others, as far as it matters here.
+    """In what a version of megatron-core differs from the others, as far as it matters here."""
 
-    Attributes:
-        has_registry: strategies come from a registry, and derive from abstract classes. Later ones are constructed by
-            name, and what is not an instance of the stock class is replaced by one, without a word.
-        common_state_is_an_object: it lies in the data files; before that in `common.pt`.
-        all_ranks_load: every rank takes part in a load, so that an error can reach them all; later ones let some ranks
-            load alone.
-        calls_numpy_product: which numpy 2 does not have.
-    """
-
+    # Strategies come from a registry, and derive from abstract classes. Later ones are constructed by name, and what is
+    # not an instance of the stock class is replaced by one, without a word.
     has_registry: bool
-    common_state_is_an_object: bool
+    common_state_is_an_object: bool  # it lies in the data files; before that in `common.pt`
+    # Every rank takes part in a load, so that an error can reach them all; later ones let some ranks load alone.
     all_ranks_load: bool
-    calls_numpy_product: bool
+    calls_numpy_product: bool  # which numpy 2 does not have
 
 
 def differences() -> Differences:

@@ -94,25 +94,15 @@ class ConversionReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """A conversion that has been planned; nothing has been written.
+    """A conversion that has been planned; nothing has been written."""
 
-    Attributes:
-        payloads: of everything that is written, open.
-        source: the files behind them, as they were at first.
-        plan: of the target.
-        keys: rows, one after another, for showing.
-        report: what is known before anything is written.
-        carry: adds to the target's folder what is no tensor.
-        after: called when the target has its name.
-    """
-
-    payloads: StoredPayloads
-    source: SourceFiles
-    plan: TargetPlan
-    keys: Callable[[], Iterable[KeyPlan]]
-    report: ConversionReport
-    carry: Callable[[Path], None] = lambda _: None
-    after: Callable[[], None] = lambda: None
+    payloads: StoredPayloads  # of everything that is written, open
+    source: SourceFiles  # the files behind them, as they were at first
+    plan: TargetPlan  # of the target
+    keys: Callable[[], Iterable[KeyPlan]]  # rows, one after another, for showing
+    report: ConversionReport  # what is known before anything is written
+    carry: Callable[[Path], None] = lambda _: None  # adds to the target's folder what is no tensor
+    after: Callable[[], None] = lambda: None  # called when the target has its name
 
 
 def run_conversion(

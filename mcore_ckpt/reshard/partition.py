@@ -29,22 +29,16 @@ Decider = Literal["like", "rules", "grid", "table", "whole", "stored"]
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """How one tensor is divided.
+    """How one tensor is divided."""
 
-    Attributes:
-        axis: the tensor-parallel axis (counted in the global shape); None: every rank has the complete tensor.
-        parts: equal parts along the axis, each divided by itself: 2 for the two halves of a gated MLP's first layer.
-        expert: divided among expert-tensor-parallel ranks rather than tensor-parallel ones.
-        guess: the decision comes from a name or a shape alone.
-        boxes: the chunks themselves, where they are taken over from another checkpoint or the source as they are.
-    """
-
-    axis: int | None
+    axis: int | None  # the tensor-parallel axis (counted in the global shape); None: every rank has the complete tensor
+    # Equal parts along the axis, each divided by itself: 2 for the two halves of a gated MLP's first layer.
     parts: int = 1
-    expert: bool = False
+    expert: bool = False  # divided among expert-tensor-parallel ranks rather than tensor-parallel ones
     decider: Decider = "whole"
-    guess: bool = False
+    guess: bool = False  # the decision comes from a name or a shape alone
     note: str = ""
+    # The chunks themselves, where they are taken over from another checkpoint or the source as they are.
     boxes: tuple[Box, ...] | None = None
 
 

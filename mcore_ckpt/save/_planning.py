@@ -36,19 +36,14 @@ class Planned:
 
 @dataclass(slots=True)
 class Structure:
-    """What one strategy keeps between its saves.
+    """What one strategy keeps between its saves."""
 
-    Attributes:
-        layout: this rank's files.
-        planned: on the coordinator, every rank's plan.
-        described: the shards of the last save. To compare takes a fraction of the time of describing them.
-        laid_out_for: rank, number of ranks and `thread_count` when it was laid out: file names and plans are of those.
-            A restart inside the process may give it another place, and a setting may be changed between two saves.
-    """
-
-    layout: RankLayout | None = None
-    planned: Planned | None = None
+    layout: RankLayout | None = None  # this rank's files
+    planned: Planned | None = None  # on the coordinator, every rank's plan
+    # The shards of the last save. To compare takes a fraction of the time of describing them.
     described: Described = NOTHING
+    # Rank, number of ranks and `thread_count` when it was laid out: file names and plans are of those. A restart inside
+    # the process may give it another place, and a setting may be changed between two saves.
     laid_out_for: tuple[int, int, int] | None = None
 
 

@@ -41,21 +41,15 @@ class FileReport:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """One save, as the coordinator saw it.
+    """One save, as the coordinator saw it."""
 
-    Attributes:
-        directory: of the checkpoint.
-        total_s: from the plan's beginning to the commit's end.
-        phases_s: seconds of each phase: of the slowest rank for `plan`, `stage`, `dispatch` (to the writer process, or
-            the fork) and `write`; of the coordinator for `gather` (waiting for all ranks' results) and `commit`.
-            `writer` is the work of a writer process.
-        files: every rank's files.
-    """
-
-    directory: str
-    total_s: float
+    directory: str  # of the checkpoint
+    total_s: float  # from the plan's beginning to the commit's end
+    # Seconds of each phase: of the slowest rank for `plan`, `stage`, `dispatch` (to the writer process, or the fork)
+    # and `write`; of the coordinator for `gather` (waiting for all ranks' results) and `commit`. `writer` is the work
+    # of a writer process.
     phases_s: dict[str, float]
-    files: tuple[FileReport, ...]
+    files: tuple[FileReport, ...]  # every rank's files
 
     @property
     def size_bytes(self) -> int:

@@ -45,25 +45,16 @@ if TYPE_CHECKING:
 
 
 class AsyncRequest(NamedTuple):
-    """Work to run during training and what to do afterwards; field for field Megatron's class of that name.
+    """Work to run during training and what to do afterwards; field for field Megatron's class of that name."""
 
-    Attributes:
-        async_fn: the work; None for a request that has callbacks only.
-        async_fn_args: positional arguments for it.
-        finalize_fns: called in order, on the trainer, once the work is done on all ranks.
-        async_fn_kwargs: keyword arguments for `async_fn`.
-        preload_fn: makes what `async_fn` gets as its second positional argument (the staged tensors).
-        is_frozen: no more callbacks may be added.
-        call_idx: number given by the queue.
-    """
-
-    async_fn: Callable[..., Any] | None
-    async_fn_args: tuple[Any, ...]
-    finalize_fns: list[Callable[..., Any]]
-    async_fn_kwargs: dict[str, Any] = {}
+    async_fn: Callable[..., Any] | None  # the work; None for a request that has callbacks only
+    async_fn_args: tuple[Any, ...]  # positional arguments for it
+    finalize_fns: list[Callable[..., Any]]  # called in order, on the trainer, once the work is done on all ranks
+    async_fn_kwargs: dict[str, Any] = {}  # keyword arguments for `async_fn`
+    # Makes what `async_fn` gets as its second positional argument (the staged tensors).
     preload_fn: Callable[..., Any] | None = None
-    is_frozen: bool = False
-    call_idx: int = 0
+    is_frozen: bool = False  # no more callbacks may be added
+    call_idx: int = 0  # number given by the queue
 
     def add_finalize_fn(self, fn: Callable[..., Any]) -> None:
         """Add a callback behind those that are there. Raises `RuntimeError` once the request is frozen."""

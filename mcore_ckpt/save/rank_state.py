@@ -41,18 +41,12 @@ _ASKED_AT_ONCE: Final = 256
 class Described(NamedTuple):
     """The shards of one save, in columns of an entry for each, for the next save to compare: what has not changed is
     neither worked out nor checked again.
-
-    Attributes:
-        fields: what a specification follows from, except the data; see `_fields`.
-        memory: what was checked of each tensor's memory; see `_memory`.
-        pointers: where each tensor's bytes lie in order in host memory, as an address; 0 where they do not.
-        specs: the specifications.
     """
 
-    fields: tuple[list[Any], ...]
-    memory: tuple[Sequence[Any], ...]
-    pointers: list[int]
-    specs: tuple[TensorSpec, ...]
+    fields: tuple[list[Any], ...]  # what a specification follows from, except the data; see `_fields`
+    memory: tuple[Sequence[Any], ...]  # what was checked of each tensor's memory; see `_memory`
+    pointers: list[int]  # where each tensor's bytes lie in order in host memory, as an address; 0 where they do not
+    specs: tuple[TensorSpec, ...]  # the specifications
 
 
 NOTHING: Final = Described((), (), [], ())

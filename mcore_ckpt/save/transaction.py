@@ -60,23 +60,14 @@ BucketWriter = Callable[[Path, Sequence[BucketSource], SaveOptions, bytes], list
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """What is asked of a save, the same on all ranks.
+    """What is asked of a save, the same on all ranks."""
 
-    Attributes:
-        directory: of the checkpoint.
-        options: see `SaveOptions`.
-        thread_count: files that each rank writes, at most.
-        separation_hint: prefix of keys that get files of their own.
-        is_async: take a snapshot, which another process writes during training.
-        bucket_writer: writes the buckets instead of this package, before the call returns.
-    """
-
-    directory: Path
-    options: SaveOptions
-    thread_count: int
-    separation_hint: str | None = None
-    is_async: bool = False
-    bucket_writer: BucketWriter | None = None
+    directory: Path  # of the checkpoint
+    options: SaveOptions  # see `SaveOptions`
+    thread_count: int  # files that each rank writes, at most
+    separation_hint: str | None = None  # prefix of keys that get files of their own
+    is_async: bool = False  # take a snapshot, which another process writes during training
+    bucket_writer: BucketWriter | None = None  # writes the buckets instead of this package, before the call returns
 
 
 def begin_save(

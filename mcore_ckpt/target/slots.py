@@ -104,25 +104,15 @@ def in_shares(moves: Sequence[TensorMove], workers: int) -> tuple[tuple[TensorMo
 
 @dataclass(frozen=True, kw_only=True)
 class TargetPlan:
-    """Everything that is written; a format is a subclass.
+    """Everything that is written; a format is a subclass."""
 
-    Attributes:
-        work: `work[w]` are the tensors of worker `w`, in its order.
-        blobs: written by the first worker, before its tensors.
-        sizes: length of each file.
-        files_at_once: between how many files a worker alternates; None: all.
-        filled_gaps: the bytes between the slots of a file are unused, and may be filled with zeros.
-        summed: whether the CRC-32 of each slot is part of the target.
-        index: of the target, for formats that are read back and compared.
-    """
-
-    work: tuple[tuple[TensorMove, ...], ...]
-    blobs: tuple[Blob, ...]
-    sizes: Mapping[str, int]
-    files_at_once: int | None = None
-    filled_gaps: bool = False
-    summed: bool = True
-    index: CheckpointIndex | None = None
+    work: tuple[tuple[TensorMove, ...], ...]  # `work[w]` are the tensors of worker `w`, in its order
+    blobs: tuple[Blob, ...]  # written by the first worker, before its tensors
+    sizes: Mapping[str, int]  # length of each file
+    files_at_once: int | None = None  # between how many files a worker alternates; None: all
+    filled_gaps: bool = False  # the bytes between the slots of a file are unused, and may be filled with zeros
+    summed: bool = True  # whether the CRC-32 of each slot is part of the target
+    index: CheckpointIndex | None = None  # of the target, for formats that are read back and compared
 
     def frame(self, move: TensorMove, number: int) -> Frame:
         """What is around the elements of one of a tensor's slots."""

@@ -49,25 +49,16 @@ _MAX_GAP_BYTES = 256 * 1024
 
 
 class StoredPayload(NamedTuple):
-    """The elements of one stored chunk: C order, little-endian.
+    """The elements of one stored chunk: C order, little-endian."""
 
-    Attributes:
-        where: key, file and bytes, for messages.
-        file: that holds them.
-        offset: of the first, in the file.
-        nbytes: of all.
-        crc32: of all; None if the item carries none.
-        decoded: the elements themselves, where they cannot be read from the file by range.
-        computed: they lie nowhere as they are: `StoredPayloads.read_into` makes them, range by range.
-    """
-
-    where: str
-    file: str
-    offset: int
-    nbytes: int
-    crc32: int | None
+    where: str  # key, file and bytes, for messages
+    file: str  # that holds them
+    offset: int  # of the first, in the file
+    nbytes: int  # of all
+    crc32: int | None  # of all; None if the item carries none
+    # The elements themselves, where they cannot be read from the file by range.
     decoded: bytes | memoryview | None = None
-    computed: bool = False
+    computed: bool = False  # they lie nowhere as they are: `StoredPayloads.read_into` makes them, range by range
 
 
 class StoredPayloads:

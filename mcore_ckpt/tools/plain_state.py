@@ -32,15 +32,10 @@ def read_plain_state(index: CheckpointIndex) -> dict[str, Any]:
 
 
 class StoredState(NamedTuple):
-    """The common state as it is stored, all checksums compared.
+    """The common state as it is stored, all checksums compared."""
 
-    Attributes:
-        where: file, or key and file, for messages.
-        content: an archive of `torch.save`, unless it is stored through `transforms`.
-    """
-
-    where: str
-    content: bytes
+    where: str  # file, or key and file, for messages
+    content: bytes  # an archive of `torch.save`, unless it is stored through `transforms`
     transforms: tuple[str, ...] = ()
 
 

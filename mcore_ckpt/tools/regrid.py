@@ -85,15 +85,10 @@ def reads_of(
 
 @dataclass(slots=True)
 class Walk:
-    """Moves blocks from sources to sinks, in one thread; its memory is used again for each.
+    """Moves blocks from sources to sinks, in one thread; its memory is used again for each."""
 
-    Attributes:
-        elem_bytes: size of an element, in sources and sinks alike.
-        slab_bytes: about what is worked on at once.
-    """
-
-    elem_bytes: int = 1
-    slab_bytes: int = SLAB_BYTES
+    elem_bytes: int = 1  # size of an element, in sources and sinks alike
+    slab_bytes: int = SLAB_BYTES  # about what is worked on at once
     _read_memory: bytearray = field(default_factory=bytearray)
     _part_memory: bytearray = field(default_factory=bytearray)
 

@@ -20,21 +20,17 @@ from mcore_ckpt.tools.payloads import MADE_HERE
 
 
 class Part(NamedTuple):
-    """A slice of a requested tensor, and the stored slice that it is.
-
-    Attributes:
-        key: of the stored tensor; None: zeros.
-        stored: slice of the stored tensor; its sizes are those of `slice`, except for axes of one element.
-        axes: which axis of `slice` is which of `stored`, both counted from the last, -1; every other axis has one
-            element. None: the last axes correspond, as many as both have.
-        flat: the last axis of the stored tensor counts elements of a flattened array. `slice` lies there in C order
-            from this element on; `stored` is that array, with one element along every other axis.
-    """
+    """A slice of a requested tensor, and the stored slice that it is."""
 
     slice: Box
-    key: str | None
+    key: str | None  # of the stored tensor; None: zeros
+    # Slice of the stored tensor; its sizes are those of `slice`, except for axes of one element.
     stored: Box | None = None
+    # Which axis of `slice` is which of `stored`, both counted from the last, -1; every other axis has one element.
+    # None: the last axes correspond, as many as both have.
     axes: Sequence[tuple[int, int]] | None = None
+    # The last axis of the stored tensor counts elements of a flattened array. `slice` lies there in C order from this
+    # element on; `stored` is that array, with one element along every other axis.
     flat: int | None = None
 
 

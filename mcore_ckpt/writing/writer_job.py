@@ -24,60 +24,38 @@ class Ring:
     """Part of a staging buffer through which a larger save is passed, window by window.
 
     Windows are numbered through all files of the job, in order; window k lies in slot `k % slots`.
-
-    Attributes:
-        offset: of slot 0 in the staging buffer, bytes.
-        slot_bytes: size of a slot and of a window, a multiple of 4096.
-        slots: how many.
     """
 
-    offset: int
-    slot_bytes: int
-    slots: int
+    offset: int  # of slot 0 in the staging buffer, bytes
+    slot_bytes: int  # size of a slot and of a window, a multiple of 4096
+    slots: int  # how many
 
 
 @dataclass(frozen=True, slots=True)
 class WriterJob:
-    """What a writer process does for one save: all files, or none.
+    """What a writer process does for one save: all files, or none."""
 
-    Attributes:
-        storage: where to; pickled, so it holds paths and not open files.
-        files: what.
-        ring: set if the files do not lie in the staging buffer as a whole.
-        direct: O_DIRECT, as in `SaveOptions.direct_io`.
-        fsync: make each file durable.
-        io_threads: writes in flight at once.
-        piece_bytes: size of one write from the staging buffer.
-        deadline_s: seconds without progress after which the writer counts as stuck; None waits for ever.
-        plan: of a new structure, on the coordinator: its index is to be put together during the writing.
-    """
-
-    storage: Storage
-    files: tuple[PlannedFile, ...]
-    ring: Ring | None = None
-    direct: DirectIo = "auto"
-    fsync: bool = True
-    io_threads: int = 2
-    piece_bytes: int = 8 * 1024 * 1024
+    storage: Storage  # where to; pickled, so it holds paths and not open files
+    files: tuple[PlannedFile, ...]  # what
+    ring: Ring | None = None  # set if the files do not lie in the staging buffer as a whole
+    direct: DirectIo = "auto"  # O_DIRECT, as in `SaveOptions.direct_io`
+    fsync: bool = True  # make each file durable
+    io_threads: int = 2  # writes in flight at once
+    piece_bytes: int = 8 * 1024 * 1024  # size of one write from the staging buffer
+    # Seconds without progress after which the writer counts as stuck; None waits for ever.
     deadline_s: float | None = None
+    # Of a new structure, on the coordinator: its index is to be put together during the writing.
     plan: GlobalPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What became of a job.
+    """What became of a job."""
 
-    Attributes:
-        files: in the order of the job.
-        started_s: when the writer began with it, on the clock of `time.monotonic()`, which all processes share.
-        finished_s: when the last file was durable, on the same clock.
-        encoder: of the job's `plan`.
-    """
-
-    files: tuple[WrittenFile, ...]
-    started_s: float
-    finished_s: float
-    encoder: MetadataEncoder | None = None
+    files: tuple[WrittenFile, ...]  # in the order of the job
+    started_s: float  # when the writer began with it, on the clock of `time.monotonic()`, which all processes share
+    finished_s: float  # when the last file was durable, on the same clock
+    encoder: MetadataEncoder | None = None  # of the job's `plan`
 
 
 def without_images(job: WriterJob) -> tuple[WriterJob, tuple[FileImage, ...]]:

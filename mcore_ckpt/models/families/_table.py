@@ -44,43 +44,27 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A parameter of Megatron-Core, and what it is made of.
+    """A parameter of Megatron-Core, and what it is made of."""
 
-    Attributes:
-        megatron: its key; of layers and experts, as if they were numbered.
-        parts: the tensors of Hugging Face, in the order in which the transform wants them.
-        how: name of the transform.
-        when: words, all of which have to hold of the model or of the layer.
-        engine: the key that Transformer Engine's layers have, where it is another.
-    """
-
-    megatron: str
-    parts: tuple[Part, ...]
-    how: str = "same"
-    when: tuple[str, ...] = ()
-    engine: str | None = None
+    megatron: str  # its key; of layers and experts, as if they were numbered
+    parts: tuple[Part, ...]  # the tensors of Hugging Face, in the order in which the transform wants them
+    how: str = "same"  # name of the transform
+    when: tuple[str, ...] = ()  # words, all of which have to hold of the model or of the layer
+    engine: str | None = None  # the key that Transformer Engine's layers have, where it is another
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model of a family: what its `config.json` says, as far as shapes depend on it.
-
-    Attributes:
-        sizes: by name, in elements: `hidden`, `ffn`, `vocab`, `q`, `kv`, ...
-        heads, groups, head_dim: of attention.
-        experts: for each layer that has some; 0 for a dense model.
-        expert_layers: for each layer, whether its MLP is one of experts.
-        holds: words that hold of the model, for the rows' `when`.
-    """
+    """One model of a family: what its `config.json` says, as far as shapes depend on it."""
 
     layers: int
-    sizes: Mapping[str, int]
-    heads: int
-    groups: int
-    head_dim: int
-    experts: int = 0
-    expert_layers: tuple[bool, ...] = ()
-    holds: frozenset[str] = frozenset()
+    sizes: Mapping[str, int]  # by name, in elements: `hidden`, `ffn`, `vocab`, `q`, `kv`,
+    heads: int  # of attention
+    groups: int  # of attention
+    head_dim: int  # of attention
+    experts: int = 0  # for each layer that has some; 0 for a dense model
+    expert_layers: tuple[bool, ...] = ()  # for each layer, whether its MLP is one of experts
+    holds: frozenset[str] = frozenset()  # words that hold of the model, for the rows' `when`
 
     def shape(self, names: Sequence[str | int | tuple[str | int, ...]]) -> tuple[int, ...]:
         """A shape in elements, axes that count several things at once taken apart."""
@@ -99,36 +83,27 @@ _EVERYWHERE: Mapping[str, Any] = {"is_causal": True, "per_layer_config": None}
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of models.
+    """A family of models."""
 
-    Attributes:
-        name: as people give it to `--arch`.
-        model_types: what `config.json` calls it.
-        architecture: the class that `transformers` loads it with.
-        defaults: what `transformers` takes for a setting that `config.json` leaves out, except sizes.
-        model_of: what a complete `config.json` says about shapes.
-        arguments_of: Megatron's arguments for a complete `config.json`; stored arguments are compared with them.
-        config_of: a `config.json` for Megatron's arguments and the vocabulary's size. Both raise `OptionError`
-            for what the other side has not.
-        recognizes: whether arguments are of this family; of several that do, the first in the registry is taken.
-        derived: regular expressions of keys that hold nothing of their own: buffers, layers that are not loaded.
-        optional_prefix: of keys that some checkpoints of the family leave out.
-        remarks: where `transformers` computes a little else than Megatron-Core for a complete `config.json`.
-        loaded: the table of a model that `transformers` has loaded, where its parameters are others than in files.
-    """
-
-    name: str
-    model_types: tuple[str, ...]
-    architecture: str
+    name: str  # as people give it to `--arch`
+    model_types: tuple[str, ...]  # what `config.json` calls it
+    architecture: str  # the class that `transformers` loads it with
     rows: tuple[Row, ...]
-    defaults: Mapping[str, Any]
-    model_of: Callable[[Mapping[str, Any]], Model]
+    defaults: Mapping[str, Any]  # what `transformers` takes for a setting that `config.json` leaves out, except sizes
+    model_of: Callable[[Mapping[str, Any]], Model]  # what a complete `config.json` says about shapes
+    # Megatron's arguments for a complete `config.json`; stored arguments are compared with them.
     arguments_of: Callable[[Mapping[str, Any]], dict[str, Any]]
+    # A `config.json` for Megatron's arguments and the vocabulary's size. Both raise `OptionError` for what the other
+    # side has not.
     config_of: Callable[[Mapping[str, Any], int], dict[str, Any]]
+    # Whether arguments are of this family; of several that do, the first in the registry is taken.
     recognizes: Callable[[Mapping[str, Any]], bool]
+    # Regular expressions of keys that hold nothing of their own: buffers, layers that are not loaded.
     derived: tuple[str, ...] = ()
-    optional_prefix: str = ""
+    optional_prefix: str = ""  # of keys that some checkpoints of the family leave out
+    # Where `transformers` computes a little else than Megatron-Core for a complete `config.json`.
     remarks: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda config: ()
+    # The table of a model that `transformers` has loaded, where its parameters are others than in files.
     loaded: tuple[Row, ...] = ()
 
     def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,22 +165,17 @@ class Naming:
 
 
 class Link(NamedTuple):
-    """Elements that are the same on both sides: a slice of each, of equal sizes but for axes of one element.
-
-    Attributes:
-        axes: which axis of one is which of the other, `(Megatron's, Hugging Face's)`, counted from the last, -1; all
-            others have one element in either slice. None: the last axes are the same, as many as both have.
-        how: the transform that gave it.
-        lead: how many of the first axes of Megatron's slice count layers or experts.
-    """
+    """Elements that are the same on both sides: a slice of each, of equal sizes but for axes of one element."""
 
     megatron: str
     megatron_box: Box
     hf: str
     hf_box: Box
+    # Which axis of one is which of the other, `(Megatron's, Hugging Face's)`, counted from the last, -1; all others
+    # have one element in either slice. None: the last axes are the same, as many as both have.
     axes: Axes | None
-    how: str
-    lead: int = 0
+    how: str  # the transform that gave it
+    lead: int = 0  # how many of the first axes of Megatron's slice count layers or experts
 
 
 @dataclass(slots=True)
