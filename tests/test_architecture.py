@@ -243,6 +243,13 @@ def run(code: str) -> str:
     return ended.stdout
 
 
+def test_lists_of_names_stand_only_where_users_import_from() -> None:
+    listing = {
+        path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if "__all__ = " in path.read_text()
+    }
+    assert listing == {"__init__.py", "core/errors.py"}
+
+
 def test_no_module_is_named_after_nothing() -> None:
     vague = {"utils", "util", "helpers", "helper", "misc", "common", "manager", "engine"}
     named = [name for name in TREE.modules if name.split(".")[-1] in vague]
