@@ -24,14 +24,8 @@ USAGE = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Install, then run the script or module that the arguments name.
-
-    Args:
-        arguments: script and its arguments; default: the command line's.
-
-    Returns:
-        2 if there is nothing to run or `install()` is impossible (the reason is on stderr); otherwise does not return
-        before the script does, and leaves the script's own exit to the caller.
+    """Install, then run the script or module that the arguments (the command line's) name, and leave its exit to the
+    caller. Returns 2 if there is nothing to run or `install()` is impossible; the reason is on stderr.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_module = bool(words) and words[0] == "-m"

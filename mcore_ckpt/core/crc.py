@@ -29,15 +29,7 @@ IMPLEMENTATION, _crc32 = _fastest(_CANDIDATES)
 
 
 def crc32(buffer: Any, value: int = 0) -> int:
-    """CRC-32 of `buffer`, continued from `value`: `crc32(b, crc32(a)) == crc32(a + b)`.
-
-    Args:
-        buffer: C-contiguous object with the buffer protocol.
-        value: CRC-32 of what precedes `buffer`; 0 at the start.
-
-    Returns:
-        Unsigned 32-bit value, the same for every implementation.
-    """
+    """CRC-32 of C-contiguous `buffer`, continued from `value`: `crc32(b, crc32(a)) == crc32(a + b)`. Unsigned."""
     return _crc32(buffer, value)
 
 
@@ -47,15 +39,7 @@ def crc32s(buffers: Iterable[Any]) -> list[int]:
 
 
 def crc32_combine(first: int, second: int, second_bytes: int) -> int:
-    """CRC-32 of two adjoining blocks from the CRC-32 of each, so that blocks can be summed out of order.
-
-    Args:
-        first: CRC-32 of the first block.
-        second: CRC-32 of the second block, from 0.
-        second_bytes: length of the second block.
-
-    Returns:
-        `crc32(first block + second block)`. Costs a few microseconds, whatever the lengths.
+    """CRC-32 of two adjoining blocks from that of each, in a few microseconds: so blocks can be summed out of order.
 
     A CRC is the remainder of a polynomial over GF(2): `first` has to be multiplied by x^(8 * second_bytes), which takes
     one multiplication for each bit of the length (the idea is Mark Adler's, in zlib).

@@ -26,9 +26,8 @@ def free_host_bytes() -> int:
 def _memory_limits(
     mount: Path = Path("/sys/fs/cgroup"), of_process: Path = Path("/proc/self/cgroup")
 ) -> list[tuple[Path, Path]]:
-    """Where limit and use of memory are told, of each control group that this process lies in, up to the root.
-
-    Each has a limit of its own. Of version 2 first; some hosts have version 1 for memory.
+    """Where limit and use of memory are told, of each control group that this process lies in, up to the root: each has
+    a limit of its own. Of version 2 first; some hosts have version 1 for memory.
     """
     try:
         lines = of_process.read_text(encoding="utf-8").splitlines()

@@ -39,11 +39,8 @@ _INTERRUPTED = "_rank_was_interrupted"
 
 
 class RankGroup:
-    """The ranks that save or load together.
-
-    Attributes:
-        rank: number of this rank in the group.
-        size: number of ranks; a group of one never communicates.
+    """The ranks that save or load together: `rank` is this one's number, `size` how many; a group of one never
+    communicates.
     """
 
     __slots__ = ("_group", "rank", "size")
@@ -276,16 +273,12 @@ def interrupts_wait_for_others() -> AbstractContextManager[None]:
 
 
 def coordination_group(process_group: dist.ProcessGroup | None = None) -> RankGroup:
-    """The group over which the ranks of `process_group` coordinate. Every rank of it must make the first call.
+    """The group over which the ranks of `process_group` (None: all) coordinate. Every rank of it must make the first
+    call.
 
     A group that gloo serves on the host is used as it is. Of any other, a gloo group of the same ranks is made once.
-    Such groups are forgotten when the default group has been destroyed, as a restart inside the process does.
-
-    Args:
-        process_group: the ranks that take part; None for all. Without `torch.distributed` this is a world of one.
-
-    Raises:
-        OptionError: this rank is not in `process_group`.
+    Such groups are forgotten when the default group has been destroyed, as a restart inside the process does. Raises
+    `OptionError` if this rank is not in the group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return RankGroup(None)

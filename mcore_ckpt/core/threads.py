@@ -24,11 +24,7 @@ _STUCK_JOIN_S: Final = 0.1
 
 
 class Task(Generic[T]):
-    """A task of a `Crew`; ask `Crew.result` for its value.
-
-    Attributes:
-        done: it has ended well.
-    """
+    """A task of a `Crew`; ask `Crew.result` for its value. `done`: it has ended well."""
 
     __slots__ = ("done", "release", "value", "work")
 

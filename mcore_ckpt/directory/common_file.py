@@ -91,15 +91,8 @@ def bind_common_file(content: bytes, directory: Path) -> bytes:
 
 
 def accept_common_file(path: Path) -> str | None:
-    """Accept the common state as it is now, however it was changed: write a new seal of `.metadata`.
-
-    Returns:
-        The name of the file; None if the seal says the same of it already.
-
-    Raises:
-        CheckpointNotFoundError: there is no checkpoint, or no file of a common state in it.
-        CorruptCheckpointError: `.metadata` is damaged, or has no seal.
-        SaveError: a save holds the directory, or it cannot be written.
+    """Accept the common state as it is now, however it was changed: write a new seal of `.metadata`. Returns the name
+    of its file; None if the seal says the same of it already. Raises `CheckpointError`.
     """
     storage = storage_at(path)
     with DirectoryLock.take(storage) as lock:

@@ -256,14 +256,9 @@ class DirectoryLock:
     ) -> DirectoryLock:
         """Lock a directory, which must exist; waits until it is known whether a holder elsewhere is gone.
 
-        Args:
-            storage: the directory.
-            noted: more entries of the lease, in JSON's types.
-            common_ahead: a common state is going to be published, too.
-            part: the rank whose part it is; None for all of the directory.
-
-        Raises:
-            SaveError: another save holds it, or a part of it; the message says whose.
+        `noted` are more entries of the lease, in JSON's types. `common_ahead`: a common state is going to be published,
+        too. `part`: the rank whose part it is; None for all. Raises `SaveError` if another save holds it, or a part of
+        it.
         """
         owner = Owner.here(noted)
         try:

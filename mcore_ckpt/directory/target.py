@@ -81,10 +81,7 @@ _reserved: dict[str, Target] = {}
 
 def open_target(storage: Storage, options: SaveOptions, rank: int | None = None) -> Target:
     """Lock the directory of a save, and look at it; the coordinator calls this once. `rank` saves a checkpoint alone.
-
-    Raises:
-        CheckpointExistsError: there is a checkpoint and `on_existing="error"`.
-        SaveError: another save holds the directory, or it cannot be made or written.
+    Raises `CheckpointExistsError`, or `SaveError` if another save holds it or it cannot be written.
     """
     target = take_reserved(storage) if rank is None else None
     if target is None or not target.lock.is_held:

@@ -69,9 +69,8 @@ ALLOWED_OBJECT_CLASSES: dict[str, str] = {
 
 
 class Unavailable:
-    """Stands in for an instance of an allowed class whose package is not installed, or was not to be imported.
-
-    `arguments` is what it was made with (for an enum member: its value), `state` its pickled state or None.
+    """Stands in for an instance of an allowed class whose package is not installed, or was not to be imported:
+    `arguments` is what it was made with (of an enum member, its value), `state` its pickled state or None.
     """
 
     class_name = ""
@@ -95,10 +94,8 @@ class StorageBytes(Protocol):
 
 
 class ObjectRules:
-    """What the pickle of a stored object may name.
-
-    `extra_allowed` are further classes, as `"module.qualified_name"`. Without `import_classes`, classes of packages
-    that are not imported are replaced. `storage_bytes` gives the content of storages.
+    """What a stored object may name, with `extra_allowed` classes (`"module.qualified_name"`). Without
+    `import_classes`, classes of packages not imported are replaced. `storage_bytes` gives the content of storages.
     """
 
     def __init__(

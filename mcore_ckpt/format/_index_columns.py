@@ -168,9 +168,8 @@ def read_columns(
     dtypes: Collection[str],
     where: str,
 ) -> IndexColumns:
-    """Read the two sections of a manifest with these files and CRC-32s; `dtypes`: the names that there are.
-
-    Raises `CorruptCheckpointError` if they cannot be right.
+    """Read the two sections of a manifest with these files and CRC-32s; `dtypes`: the names that there are. Raises
+    `CorruptCheckpointError` if they cannot be right.
     """
     of_tensors, of_objects = (Columns.inflated(*section, where) for section in sections)
     tensors, mcore_data = _read_tensors(of_tensors, files, crcs, {name: name for name in dtypes})
@@ -237,7 +236,6 @@ def _forms(
     columns: Columns, words: list[int], kinds: Sequence[tuple[str, bool]], tensor_count: int, chunk_count: int
 ) -> list[TensorForm]:
     """Dtype, shape and chunks of tensors: of each, number of its kind, of its axes and of its chunks, and all sizes.
-
     Each is that of at least one tensor, so there are no more of them, and of their chunks, than of those.
     """
     forms: list[TensorForm] = []

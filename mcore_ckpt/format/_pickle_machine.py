@@ -552,11 +552,7 @@ class _Run:
 
 
 def unpickle(data: bytes, rules: Rules, where: str) -> Any:
-    """The value of the pickle in `data`; bytes after its end are ignored.
-
-    Raises:
-        UnsafePickleError: it names what no rule allows, or passes a limit.
-        NewerFormatError: something newer wrote it.
-        CorruptCheckpointError: it is no pickle, or ends too soon.
+    """The value of the pickle in `data`; bytes after its end are ignored. `UnsafePickleError`: it names what no rule
+    allows, or passes a limit. `NewerFormatError`, `CorruptCheckpointError`: a newer writer's, or no pickle.
     """
     return _Run(data, rules, where).load()

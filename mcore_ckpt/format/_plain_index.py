@@ -43,9 +43,8 @@ def _lengths(stop: int, suffix: bytes = b"") -> bytes:
 
 @functools.cache  # compiled on first use, which takes milliseconds
 def _stretch(puts: bool, high_byte: int, higher_byte: int) -> re.Pattern[bytes]:
-    """As many usual opcodes as possible, none with a byte 0x94 in its argument.
-
-    `puts`: some numbers in the memo are explicit; their third and fourth bytes are at most `high_byte`, `higher_byte`.
+    """As many usual opcodes as possible, none with a byte 0x94 in its argument. `puts`: some numbers in the memo are
+    explicit; their third and fourth bytes are at most `high_byte`, `higher_byte`.
     """
     put = b"|q[^\x94]|r[^\x94]{2}(?!\x94)[\\x00-\\x%02x](?!\x94)[\\x00-\\x%02x]" % (high_byte, higher_byte)
     part = {

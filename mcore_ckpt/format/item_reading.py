@@ -69,17 +69,8 @@ class LocatedTensor:
 def locate_tensor(
     read: Callable[[int, int], bytes], item_bytes: int, where: str, expected: DtypeAndShape | None = None
 ) -> LocatedTensor:
-    """Find the payload of a tensor item, reading about a kilobyte at either end.
-
-    Args:
-        read: `read(offset, length)` returns exactly these bytes, offsets relative to the item.
-        item_bytes: size of the item.
-        where: key and file, for messages.
-        expected: what the index says of the tensor; an own item of it is recognized at once.
-
-    Raises:
-        CorruptCheckpointError: the bytes cannot be such an item, or its description does not have its CRC-32.
-        NotRangeable: a sound archive that has to be decoded as a whole.
+    """Find the payload of a tensor item, reading a kilobyte at either end; `expected` is what the index says.
+    `NotRangeable`: it has to be decoded as a whole; `CorruptCheckpointError`: it cannot be such an item.
     """
     item = ItemBytes(read, item_bytes, where)
     ends = item.head, item.tail, item_bytes

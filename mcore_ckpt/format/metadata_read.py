@@ -74,18 +74,10 @@ def metadata_of_rank(rank: int) -> str:
 
 
 def read_index(path: str | Path, *, strict: bool = True, rank: int | None = None) -> CheckpointIndex:
-    """Read the index of the checkpoint in directory `path`.
+    """Read the index of the checkpoint in directory `path`, or that of a `rank` saved with `use_collectives=False`.
 
-    Args:
-        path: the checkpoint's directory (`.../iter_0000100`).
-        strict: raise for a chunk or object that has no place in any file; otherwise list it in `problems`.
-        rank: read the index of this rank's part, which DCP saved with `use_collectives=False`.
-
-    Raises:
-        CheckpointNotFoundError: there is no such directory, or it holds no `.metadata`.
-        CorruptCheckpointError: `.metadata` is damaged or contradicts itself.
-        UnsafePickleError: `.metadata` names a class that no index holds.
-        OptionError: it is a URL of an unknown kind.
+    `strict`: raise for a chunk or object that has no place in any file; otherwise list it in `problems`. Raises
+    `CheckpointNotFoundError`, `CorruptCheckpointError`, or `UnsafePickleError` for a class that no index holds.
     """
     directory = checkpoint_path(path)
     name = METADATA_FILE if rank is None else metadata_of_rank(rank)

@@ -134,10 +134,8 @@ def _pickled(value: Any, memo: _Memo, dispatch_table: Mapping[type, Any] | None 
 
 
 class MetadataEncoder:
-    """Encodes `.metadata` for one structure of tensors; what depends on the tensors alone is made once.
-
-    Attributes:
-        order: where plans were put together: for each item of a tensor, as it is encoded, its number in the plans.
+    """Encodes `.metadata` for one structure of tensors; what depends on the tensors alone is made once. `order`: for
+    each item of a tensor, as it is encoded, its number in the plans that were put together.
     """
 
     def __init__(self, index: CheckpointIndex, order: array[int] | None = None) -> None:
@@ -169,16 +167,11 @@ class MetadataEncoder:
         dispatch_table: Mapping[type, Any] | None = None,
         seal: MetadataSeal | None = None,
     ) -> bytes:
-        """The content of `.metadata`.
+        """The content of `.metadata`. `files` has new names for files of the tensors; names that are not in it stay.
 
-        Args:
-            objects: the stored objects by full key.
-            files: new names for files of the tensors; names that are not in it stay.
-            storage_meta: fields of DCP's `StorageMeta`.
-            local_plans: every rank's `SavePlan`, for stock Megatron's reuse of a loaded checkpoint's plan.
-            dispatch_table: how these are pickled, as for `pickle.Pickler`.
-            seal: the manifest, its items in the order of the tensors' chunks, then of the objects. The index is put
-                into it in columns.
+        `local_plans` are every rank's `SavePlan`, for stock Megatron's reuse of a loaded checkpoint's plan, pickled by
+        `dispatch_table`. The items of `seal` are the tensors' chunks, then the objects; the index is put into it in
+        columns.
         """
         memo = _Memo()
         memo.count = self._memo_count

@@ -139,14 +139,8 @@ class _Restricted(pickle.Unpickler):
 
 
 def loads(data: bytes, allowed: Mapping[tuple[str, str], Any], where: str) -> Any:
-    """Unpickle an index, with `allowed[module, name]` standing in for each global that the pickle names.
-
-    The stand-ins must be inert when called, and not mutable through attributes.
-
-    Raises:
-        UnsafePickleError: the pickle names something else, or an external object, or passes a limit.
-        NewerFormatError: it names what a later torch or Megatron-Core may write, or sets states in forms not known.
-        CorruptCheckpointError: the bytes are no pickle, are truncated, or build something that cannot be.
+    """Unpickle an index. `allowed[module, name]` stands in for each global that the pickle names: inert when called,
+    and not mutable. Raises `UnsafePickleError`, `NewerFormatError` or `CorruptCheckpointError`.
     """
     table = _Table(allowed, where)
     if len(data) < _SHORT_PICKLE_BYTES or not plainly_built(data):
@@ -161,12 +155,8 @@ def loads(data: bytes, allowed: Mapping[tuple[str, str], Any], where: str) -> An
 
 
 class Opaque:
-    """Something in a pickle that is not a plain value; inert. Each class that a pickle names gets a subclass.
-
-    Attributes:
-        name: of the class or function that the pickle names.
-        arguments: what it would have been called with.
-        state: what would have been its attributes, items or members.
+    """Something in a pickle that is not a plain value; inert. Each class that a pickle names gets a subclass with its
+    `name`. `arguments` is what it would have been called with, `state` its attributes, items or members.
     """
 
     name = ""
@@ -310,21 +300,13 @@ def load_object(
     verify_crc: bool = True,
     run_code: bool = False,
 ) -> Any:
-    """Unpickle what `torch.save` wrote, building nothing outside the allow-list. Tensors land on the CPU.
+    """Unpickle what `torch.save` wrote (bytes, file or path), building nothing outside the allow-list. Tensors land on
+    the CPU.
 
-    Args:
-        source: the archive's bytes, a file, or a path.
-        extra_allowed: further classes, as `"module.qualified_name"`; they are imported when a pickle names them.
-        where: what is being loaded, for error messages (a path is added by itself).
-        import_classes: import the packages of allowed classes. Otherwise classes of packages that are not imported yet
-            are replaced by `Unavailable`, as are those of packages that are not installed.
-        verify_crc: compare the CRC-32 of every record before anything is unpickled.
-        run_code: let the pickle import and call whatever it names (`LoadOptions.run_code_from_checkpoint`).
-
-    Raises:
-        UnsafePickleError: the pickle names a class outside the allow-list, or passes a limit.
-        CorruptCheckpointError: the bytes are not what `torch.save` writes, or are damaged.
-        OptionError: a class of `extra_allowed` cannot be imported.
+    `extra_allowed` classes (`"module.qualified_name"`) are imported when a pickle names them. Without `import_classes`,
+    classes of packages that are not imported yet become `Unavailable`. `verify_crc`: compare every CRC-32 before
+    anything is unpickled. `run_code`: let the pickle call whatever it names. Raises `UnsafePickleError`,
+    `CorruptCheckpointError`, or `OptionError` if a class of `extra_allowed` cannot be imported.
     """
     if isinstance(source, str | Path):
         where = str(source) if where == _ANY_OBJECT else f"{where} ({source})"

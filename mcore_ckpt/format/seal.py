@@ -47,11 +47,8 @@ def inner_blocks(payload_bytes: int) -> int:
 
 
 class RunningSum:
-    """The CRC-32 of a payload that comes front to back, and what it is at each block boundary.
-
-    Attributes:
-        crc32: of what has come so far.
-        blocks: what it was at each boundary that something has come behind of.
+    """The CRC-32 of a payload that comes front to back, and `blocks`: what it was at each block boundary that something
+    has come behind of.
     """
 
     __slots__ = ("_nbytes", "blocks", "crc32")

@@ -103,10 +103,7 @@ _MAKERS: dict[str, tuple[Any, Maker | None]] = {
 
 def read_state_file(read: Callable[[int, int], bytes], file_bytes: int, where: str) -> StateFile:
     """Read what `torch.save` wrote, all but the elements of its tensors; `read(offset, length)` gives bytes of it.
-
-    Raises:
-        UnsafePickleError: the pickle makes something that nobody saves.
-        CorruptCheckpointError: it is no such file, or is damaged.
+    Raises `UnsafePickleError` for what nobody saves, `CorruptCheckpointError` if it is damaged or no such file.
     """
     try:
         archive = Archive(ItemBytes(read, file_bytes, where))

@@ -104,11 +104,7 @@ class ItemBytes:
 
 class Archive:
     """The records of an archive of `torch.save`; raises `CorruptCheckpointError` if its directory cannot be right.
-
-    Attributes:
-        item: its bytes.
-        records: by name, with the archive's folder.
-        has_checksums: False where torch wrote zeros instead (`torch.serialization.set_crc32_options(False)`).
+    `has_checksums`: False where torch wrote zeros instead (`torch.serialization.set_crc32_options(False)`).
     """
 
     def __init__(self, item: ItemBytes) -> None:
@@ -262,9 +258,8 @@ def _wide_values(item: ItemBytes, extra: bytes, *narrow: int) -> list[int]:
 
 
 def _record_start(item: ItemBytes, record: ZipRecord) -> int:
-    """Offset of a record's content. Local header and data descriptor have to say what the directory says.
-
-    That shows a wrong offset or size even where the content's checksum is not computed.
+    """Offset of a record's content. Local header and data descriptor have to say what the directory says: that shows a
+    wrong offset or size even where the content's checksum is not computed.
     """
     name = record.name.encode()
     content_at = record.header_offset + 30 + len(name)

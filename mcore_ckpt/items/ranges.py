@@ -58,14 +58,8 @@ class ChunkPart(NamedTuple):
 def coalesce(
     extents: Iterable[Extent], *, window_bytes: int, max_gap_bytes: int, request_bytes: int = 0
 ) -> Iterator[Span]:
-    """Join neighbouring extents into spans.
-
-    Args:
-        extents: in order of file and start. One that begins before its predecessor ends (two destinations for the same
-            bytes) shares its span.
-        window_bytes: a span is no longer than this, unless it is one extent that is.
-        max_gap_bytes: largest gap that is read and thrown away.
-        request_bytes: what the storage delivers in the time of one more read, where that is more (`Storage`).
+    """Join neighbouring extents, in order of file and start, into spans of at most `window_bytes` unless one extent is
+    longer. Overlapping extents share a span; gaps up to `max_gap_bytes` are read and thrown away.
     """
     cheap_gap_bytes = min(max(CHEAP_GAP_BYTES, request_bytes), max_gap_bytes)
     file, start, stop = "", 0, 0

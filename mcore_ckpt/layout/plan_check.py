@@ -104,7 +104,6 @@ def _column(values: Any) -> _Ints:
 
 def _in_a_row(key_ids: _Ints, numbers: _Ints) -> npt.NDArray[np.bool_]:
     """For each key, whether its chunks follow one another along one axis and span the others; False says nothing.
-
     `numbers`: chunks x (shape, offsets, sizes) x axes.
     """
     count, _, ndim = numbers.shape

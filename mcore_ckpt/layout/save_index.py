@@ -36,15 +36,8 @@ def metadata_of_save(
 ) -> bytes:
     """The content of `.metadata`. Raises `PlanError` if two ranks have written objects of the same key.
 
-    Args:
-        plan: of all ranks.
-        encoder: of that plan.
-        objects: index entries of each rank's objects, file by file.
-        files: each rank's files, in the order of its plan; where one has no footer, `.metadata` has no manifest.
-        save_id: of the save.
-        storage_meta: which save this is.
-        common: the file of the common state; None if there is none.
-        keep_local_plans: put every rank's plan into it.
+    `objects` are index entries of each rank's objects, file by file; `files` each rank's files, in the order of its
+    plan. Where one has no footer, `.metadata` has no manifest. `keep_local_plans`: put every rank's plan into it.
     """
     entries: dict[str, ObjectEntry] = {}
     for rank, of_rank in enumerate(objects):

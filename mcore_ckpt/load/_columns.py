@@ -77,18 +77,8 @@ _UNKNOWN: Final = _ChunkOfForm(-1, -1, torch.uint8, -1)
 
 
 class Columns:
-    """Collects items all of which is requested; of sealed checkpoints, whose items have a checksum each.
-
-    Args:
-        index: of the checkpoint.
-        max_bytes: items that are longer are left to others.
-
-    Attributes:
-        tensors: the destinations, which are kept alive by this.
-        addresses: where each payload belongs.
-        numbers: of each item, among those of the index.
-        kind_numbers: which of `kinds` each is.
-        kinds: what items look like.
+    """Collects items all of which is requested, up to `max_bytes` each; of sealed checkpoints, whose items have a
+    checksum. Keeps the destinations alive. `numbers` are those of the index, `kind_numbers` which of `kinds`.
     """
 
     def __init__(self, index: CheckpointIndex, max_bytes: int) -> None:

@@ -302,10 +302,8 @@ class FileSystemReader(StorageReader):
                 planner.load_bytes(read_item, io.BytesIO(given))
 
     def _pickled_again(self, fqn: str, content: bytes) -> bytes:
-        """An object in bytes of our own, for a planner that unpickles without restraint, as DCP's own does.
-
-        The stored bytes are never shown to it: what was tried here need not be what it finds in them. torch looks for
-        the archive at the other end, takes names of records whatever their case, and runs TorchScript.
+        """An object in bytes of our own, for a planner that unpickles without restraint, as DCP's does: torch reads the
+        stored bytes in other ways (the archive at the other end), so what was checked need not be what it finds.
         """
         found = self._unpickled(fqn, content)
         saved = io.BytesIO()

@@ -34,9 +34,8 @@ def is_first_rank() -> bool:
 
 
 def as_megatron_error(error: Exception) -> Exception:
-    """The same error, as an instance of Megatron's `CheckpointingException` and of DCP's `CheckpointException`, too.
-
-    Message, attributes, cause, notes and traceback are those of `error`. It pickles.
+    """The same error, as an instance of Megatron's `CheckpointingException` and of DCP's `CheckpointException`, too. It
+    pickles.
     """
     theirs: Any = _checkpointing_exception()
     kind: Any = type(error)

@@ -76,9 +76,8 @@ def note_common(directory: Path, source: SaveIdentity) -> None:
 
 
 def check_common(directory: Path, source: SaveIdentity, index: CheckpointIndex) -> None:
-    """Raise `LoadError` if tensors and the common state that the same load has read are of two saves.
-
-    Without `install()` Megatron-Core has read `common.pt` by itself: then the file is compared with the manifest.
+    """Raise `LoadError` if tensors and the common state that the same load has read are of two saves. Without
+    `install()` Megatron-Core has read `common.pt` by itself: then the file is compared with the manifest.
     """
     noted = _common_of.get()
     if noted is None:

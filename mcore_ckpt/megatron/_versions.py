@@ -138,11 +138,8 @@ def quantized_test() -> Callable[[Any], bool] | None:
 
 
 def save_strategy_base() -> Any:
-    """The class that a save strategy must derive from, so that `dist_checkpointing.save` takes it.
-
-    To 0.16 that is the abstract `AsyncSaveShardedStrategy`. From 0.17 on Megatron replaces whatever is not an instance
-    of its own `TorchDistSaveShardedStrategy` by a new stock one, without a word; so the base is that class, with each
-    of its methods closed off: one that is not overridden raises instead of running stock code.
+    """The class that a save strategy must derive from: abstract to 0.16. Later ones replace, without a word, whatever
+    is not of their own class; of that, a method that is not overridden raises instead of running stock code.
     """
     if differences().has_registry:
         return megatron_module("strategies.base").AsyncSaveShardedStrategy

@@ -224,10 +224,8 @@ def _config_of_what_is_read(stock: Any, config_class: Any) -> Any:
 
 
 def _save_or_leave_nothing(stock: Any) -> Any:
-    """Megatron's `save`, which leaves nothing behind if it ends early, and tells all ranks what fails on the first.
-
-    The common state is written before the sharded part begins, and `metadata.json` by the first rank at the very end,
-    while the others wait for it in a barrier: what fails there is raised behind that.
+    """Megatron's `save`, which leaves nothing behind if it ends early, and tells all ranks what fails on the first: the
+    common state before the sharded part, `metadata.json` behind it.
     """
 
     @functools.wraps(stock)

@@ -38,13 +38,8 @@ _REFUSED = (
 def parameter_orders(
     arguments: Mapping[str, Any], metadata: Mapping[str, Any] | None = None
 ) -> dict[tuple[bool, int], list[list[FlatParameter]]]:
-    """What each group of the model-parallel ranks holds, in the order of its buffers; see `ParameterOrders`.
-
-    The number of a group is Megatron's `data_parallel_group_idx`: the model-parallel rank. Keys depend on `metadata`.
-
-    Raises:
-        OptionError: megatron-core is not installed, or the model is of a kind that is not built here.
-        CorruptCheckpointError: megatron-core builds no model from these arguments.
+    """What each group of model-parallel ranks (Megatron's `data_parallel_group_idx`) holds, in the order of its
+    buffers. Raises `OptionError` or `CorruptCheckpointError` if megatron-core is missing, or builds no such model.
     """
     missing = [name for name in ("num_layers", "hidden_size", "padded_vocab_size") if not arguments.get(name)]
     if missing:
@@ -228,10 +223,8 @@ _HELD_NORMS = {
 
 
 def _as_transformer_engine(rows: list[tuple[Any, bool]], grouped_experts: bool) -> list[tuple[Any, bool]]:
-    """Parameters of a chunk that is built of Megatron's own layers, as layers of Transformer Engine have and name them.
-
-    A layer that holds a norm has its parameters before its own. Where experts are grouped, one layer holds the first
-    matrices of all of them, and another the second ones.
+    """Parameters of a chunk built of Megatron's own layers, as layers of Transformer Engine have and name them: a norm
+    before the layer that holds it, the matrices of grouped experts by layer.
     """
     names = [row[0] for row, _ in rows]
     held: dict[str, list[tuple[Any, bool]]] = {}

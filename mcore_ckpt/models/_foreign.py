@@ -52,9 +52,8 @@ def without_wrappers(key: str) -> str:
 
 
 def plain_names(keys: Iterable[str], known: Collection[str]) -> dict[str, str]:
-    """All stored keys (without the optimizer's) by the names that a model has for them.
-
-    An unknown key goes without wrappers and without the prefix of most known ones, or as stored if that is taken.
+    """All stored keys (without the optimizer's) by the names that a model has for them. An unknown key goes without
+    wrappers and without the prefix of most known ones, or as stored if that is taken.
     """
     bare = {key: without_wrappers(key) for key in keys}
     found: Counter[str] = Counter()
@@ -118,9 +117,8 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPlan:
-    """What is carried of an optimizer; `states`: by Megatron's name the stored keys, by the model's names.
-
-    Without states nothing is carried, and `left_out` says why. `step` is how often the parameters were updated.
+    """What is carried of an optimizer; `states`: by Megatron's name the stored keys, by the model's names. Without
+    states, `left_out` says why. `step` is how often the parameters were updated.
     """
 
     states: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -131,9 +129,8 @@ class OptimizerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How far a training was, by Megatron's own names, as far as that is stored.
-
-    `schedule`: of learning rate and weight decay (`opt_param_scheduler`); `operations` counts floating-point ones.
+    """How far a training was, by Megatron's own names, as far as that is stored. `schedule`: of learning rate and
+    weight decay (`opt_param_scheduler`); `operations` counts floating-point ones.
     """
 
     iteration: int = 0
@@ -167,10 +164,8 @@ def stored_settings(payloads: StoredPayloads, directory: Path) -> OptimizerSetti
 def plan_optimizer(
     index: CheckpointIndex, names: Mapping[str, str], settings: OptimizerSettings, apart: Mapping[str, str]
 ) -> OptimizerPlan:
-    """Which states are carried; `names` are stored keys of the parameters, by the model's names.
-
-    `apart` has Megatron's keys of experts' parameters if experts are on several ranks: those have an optimizer of their
-    own.
+    """Which states are carried; `names` are stored keys of the parameters, by the model's names. `apart`: Megatron's
+    keys of experts' parameters if experts are on several ranks, where those have an optimizer of their own.
     """
     keys = [key for key in index.tensors if is_foreign_optimizer_key(key)]
     if not keys:
@@ -236,8 +231,7 @@ def launch_state(
     optimizer: OptimizerPlan, training: Training, arguments: Mapping[str, Any], batch: int | None
 ) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
     """What a job needs besides tensors to resume: for the common state, for the arguments, and what is good to know.
-
-    `batch` is `--global-batch-size` of the job, where nothing stored tells how many samples there were.
+    `batch`: its `--global-batch-size`, where nothing stored tells how many samples there were.
     """
     if batch is not None and batch < 1:
         raise OptionError(f"global batch size {batch}: expected at least 1")

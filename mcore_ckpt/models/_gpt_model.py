@@ -40,10 +40,8 @@ def gpt_chunk(
     parallel_output: bool = True,
     **more: Any,
 ) -> Any:
-    """This rank's part of the model; `vocabulary` is the rows of the embedding, padding included.
-
-    `stage` is which chunk of the model, where the pipeline is virtual. `more` are further fields of the configuration,
-    or others than the arguments say; a field that this version of Megatron-Core lacks is left out.
+    """This rank's part of the model; `vocabulary` is the rows of the embedding, `stage` the chunk where the pipeline is
+    virtual. `more`: further fields of the configuration; one that this Megatron-Core lacks is left out.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -115,9 +113,8 @@ def build_gpt_model(
     expert: int = 1,
     padded_vocabulary: int | None = None,
 ) -> Any:
-    """Megatron-Core's `GPTModel` in float32, to be run without a GPU; expert tensor parallel size is 1.
-
-    Collective: the process group is there, and as large as the parallel sizes make it.
+    """Megatron-Core's `GPTModel` in float32, to be run without a GPU; expert tensor parallel size is 1. Collective: the
+    process group is there, and as large as the parallel sizes make it.
     """
     import torch
     from megatron.core import parallel_state, tensor_parallel

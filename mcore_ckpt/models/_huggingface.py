@@ -220,9 +220,8 @@ def _naming_of(
 
 
 def _refuse_too_many(model: Model, index: CheckpointIndex, where: str) -> None:
-    """Raise `OptionError` for more layers and experts than the stored elements can be of, before each gets its rows.
-
-    A norm of each layer has an element for each of the hidden size, and each expert's matrices have more.
+    """Raise `OptionError` for more layers and experts than the stored elements can be of, before each gets its rows: a
+    norm of each layer has an element for each of the hidden size, and each expert's matrices have more.
     """
     instances = model.layers + sum(model.expert_layers) * model.experts
     elements = sum(math.prod(entry.shape) for entry in index.tensors.values())

@@ -46,15 +46,8 @@ def import_conversion(
     rules: tuple[PartitionRule, ...] = (),
     **more: Any,
 ) -> Conversion:
-    """Plan the target of an import.
-
-    Args:
-        common: the content of `common.pt`, given the dtypes that the target's tensors have.
-        format: of the source.
-        keys: rows, for showing.
-        tensors: of the target; None: those of the source, as they are.
-        objects: of the target, by full key.
-        more: further fields of `ConversionReport`.
+    """Plan the target of an import. `common` gives the content of `common.pt` for the dtypes of the target's tensors.
+    `tensors` of the target: None for those of the source; `more`: further fields of `ConversionReport`.
     """
     files = SourceFiles(payloads.index)
     if tensors is not None:

@@ -271,9 +271,8 @@ class _Ranks:
     def _names(
         self, rank: _Rank, key: str, where: str, index: tuple[int, ...] | None
     ) -> Iterator[tuple[int, str, tuple[int, ...]]]:
-        """What a rank has of a sharded key: chunk of the model, name there, and index along counting axes.
-
-        `index` is that of an object's shard; of a tensor, all indexes count. `where` is for messages.
+        """What a rank has of a sharded key: chunk of the model, name there, and index along counting axes. `index` is
+        that of an object's shard; of a tensor, all indexes count. `where` is for messages.
         """
         last = (self.sizes.pp - 1, self.sizes.vpp - 1)
         layer = layer_of(key)

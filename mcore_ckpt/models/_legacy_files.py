@@ -37,9 +37,8 @@ class Arguments:
         self.values, self.where, self.most = values, where, most
 
     def count(self, *names: str, default: int | None = None) -> int:
-        """A positive number, by the first of some names that is there.
-
-        Raises `CorruptCheckpointError` for other values, and for more ranks or layers than the files have bytes.
+        """A positive number, by the first of some names that is there. Raises `CorruptCheckpointError` for other
+        values, and for more ranks or layers than the files have bytes.
         """
         value = next((self.values[name] for name in names if self.values.get(name) is not None), default)
         most = _MOST if names[0].startswith("ddp_") else self.most
@@ -57,9 +56,8 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """What one model-parallel rank has saved in `folder` (`mp_rank_...`).
-
-    `model` is its `model_optim_rng.pt`, `optimizer` its `distrib_optim.pt`, if there is one.
+    """What one model-parallel rank has saved in `folder` (`mp_rank_...`): `model` is its `model_optim_rng.pt`,
+    `optimizer` its `distrib_optim.pt`, if there is one.
     """
 
     tp: int
@@ -87,7 +85,6 @@ class RankFiles:
 
 def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
     """All ranks' files, in the order of pipeline, expert and tensor parallel rank, and the first rank's arguments.
-
     Raises `CorruptCheckpointError` where one is missing or damaged, or they contradict one another.
     """
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []

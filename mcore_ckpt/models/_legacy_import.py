@@ -388,9 +388,8 @@ def _payload(payloads: FilePayloads, base: str) -> StoredPayload:
 def _read_optimizer(
     model: _Model, parameters: list[_Parameter], common: dict[str, Any]
 ) -> list[tuple[_Parameter, str]]:
-    """Find the shards of the optimizer's tensors, and put its settings into the common state.
-
-    Returns parameters, and the base key of the optimizer's own copy of each.
+    """Find the shards of the optimizer's tensors, and put its settings into the common state. Returns parameters, and
+    the base key of the optimizer's own copy of each.
     """
     by_rank: dict[str, list[_Parameter]] = {rank.folder: [] for rank in model.ranks}
     for parameter in parameters:
@@ -455,9 +454,8 @@ def _settings(model: _Model, optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_masters(payloads: FilePayloads, masters: Iterable[tuple[_Parameter, str]]) -> None:
-    """Raise `CorruptCheckpointError` where the first and last elements of the optimizer's copy are not the parameter's.
-
-    Where they are the same, the order of the optimizer's state is right.
+    """Raise `CorruptCheckpointError` where the first and last elements of the optimizer's copy are not the parameter's:
+    where they are the same, the order of the optimizer's state is right.
     """
     for parameter, base in masters:
         entries = [payloads.index.tensors[key] for key in (base, parameter.base())]
@@ -528,9 +526,8 @@ def _random_states(model: _Model) -> dict[str, Any]:
 
 
 def legacy_import(directory: Path, options: ImportOptions) -> Conversion:
-    """What a job has saved with `--ckpt-format torch` as a checkpoint.
-
-    Reads indexes, small files, what ranks hold alike, and the ends of what the optimizer copies.
+    """What a job has saved with `--ckpt-format torch` as a checkpoint. Reads indexes, small files, what ranks hold
+    alike, and the ends of what the optimizer copies.
     """
     ranks, arguments = read_ranks(directory)
     model = _Model(directory, ranks, arguments)

@@ -88,9 +88,8 @@ def is_distributed(optimizer: Mapping[str, Any]) -> bool:
 def state_parts(
     rank: RankFiles, parameters: Sequence[RankParameter], arguments: Arguments
 ) -> Iterator[tuple[list[StatePart], bool]]:
-    """The state of each of a rank's optimizers, and whether it is a distributed one.
-
-    Raises `CorruptCheckpointError` if state and parameters do not match, `OptionError` for a form not known here.
+    """The state of each of a rank's optimizers, and whether it is a distributed one. Raises `CorruptCheckpointError` if
+    state and parameters do not match, `OptionError` for a form not known here.
     """
     covered: set[int] = set()
     for position, optimizer in enumerate(optimizers_of(rank)):
@@ -127,9 +126,8 @@ def is_buffer(parameter: RankParameter) -> bool:
 def _group_members(
     where: str, groups: Sequence[Mapping[str, Any]], parameters: Sequence[RankParameter], arguments: Arguments
 ) -> list[list[int]]:
-    """Numbers of the parameters of each group of an optimizer, in the order given.
-
-    Raises `OptionError` if nothing that is known distinguishes two groups.
+    """Numbers of the parameters of each group of an optimizer, in the order given. Raises `OptionError` if nothing that
+    is known distinguishes two groups.
     """
     experts_apart = arguments.count("expert_model_parallel_size", default=1) > 1
     decoupled = any(_said(group, "is_decoupled_lr") for group in groups)
@@ -329,9 +327,7 @@ def _layouts(stage: int, chunk: int, arguments: Arguments, elements: int) -> lis
 
 def flat_places(sizes: Mapping[int, int], alone: Iterable[int], layout: FlatLayout) -> tuple[dict[int, int], int]:
     """The first element of each parameter in a buffer whose buckets are joined without padding, and its length.
-
-    `sizes` are the parameters' elements in the model's order, which the buffer reverses; those of `alone` have a bucket
-    of their own.
+    `sizes`: elements in the model's order, which the buffer reverses; those of `alone` have a bucket of their own.
     """
     own = set(alone)
     starts: dict[int, int] = {}

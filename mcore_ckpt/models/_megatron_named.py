@@ -329,9 +329,8 @@ def _check_layers(names: Collection[str], arguments: Mapping[str, Any], where: s
 
 
 def _kind(number: int, own: Collection[str], arguments: Mapping[str, Any], *, experts: bool) -> tuple[bool, bool]:
-    """Whether a layer has to have experts, by the arguments if they say so; and whether its attention is linear.
-
-    `own` is what the layer has; `experts`, whether some layer has some.
+    """Whether a layer has to have experts, by the arguments if they say so; and whether its attention is linear. `own`
+    is what the layer has; `experts`, whether some layer has some.
     """
     linear = any(name.startswith("self_attention.in_proj.") for name in own)
     frequency = arguments.get("moe_layer_freq", 1)

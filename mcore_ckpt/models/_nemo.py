@@ -30,11 +30,7 @@ _LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "old_context
 
 def nemo_arguments(checkpoint: Path) -> dict[str, Any]:
     """Megatron's arguments for the model of a NeMo directory, whose `weights` are `checkpoint`; empty without a
-    `context/model.yaml`.
-
-    Raises:
-        OptionError: it cannot be read here, or asks for what Megatron's jobs have no arguments for.
-        CorruptCheckpointError: it is no configuration of a model.
+    `context/model.yaml`. Raises `OptionError` for what no job has arguments for, or `CorruptCheckpointError`.
     """
     path = checkpoint.parent / NEMO_CONTEXT / "model.yaml"
     if checkpoint.name != NEMO_WEIGHTS or not path.is_file():

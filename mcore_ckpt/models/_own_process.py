@@ -26,10 +26,8 @@ class ChildError(Exception):
 def in_own_process(
     module: str, name: str, request: Any, environ: Mapping[str, str | None], deadline_s: float | None = None
 ) -> Any:
-    """Call `module.name(request)` in another interpreter; request and result are JSON.
-
-    A variable that is None in `environ` is removed. Raises `CheckpointError` as the function does; otherwise
-    `ChildError`.
+    """Call `module.name(request)` in another interpreter; request and result are JSON. A variable that is None in
+    `environ` is removed. Raises `CheckpointError` as the function does; otherwise `ChildError`.
     """
     ended = subprocess.run(
         [sys.executable, "-c", _CODE.format(sys.path, module, name)],

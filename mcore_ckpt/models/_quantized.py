@@ -41,12 +41,8 @@ class _Quantized:
 def plain_payloads(
     payloads: StoredPayloads, config: Mapping[str, Any], dtype: str | None
 ) -> tuple[StoredPayloads, frozenset[str]]:
-    """Payloads in which tensors that are stored in blocks are plain ones, and the keys of those that lie transposed.
-
-    Those are MXFP4's: `[experts, outputs, inputs]`. The `quantization_config` of `config` says how large blocks are.
-
-    Raises:
-        OptionError: values and scales do not fit together; or a dtype has to be chosen, and is not.
+    """Payloads in which tensors stored in blocks are plain, and the keys of those that lie transposed: MXFP4's,
+    `[experts, outputs, inputs]`. `OptionError`: values and scales do not fit, or a dtype has to be chosen.
     """
     tensors = payloads.index.tensors
     found: dict[str, _Quantized] = {}

@@ -23,11 +23,8 @@ _NAMES = {entry.safetensors: name for name, entry in DTYPES.items() if entry.saf
 
 
 def read_safetensors(directory: Path, name: str) -> dict[str, FileRange]:
-    """The tensors of one file, by name; every number is checked against the file before it is used.
-
-    As the format demands, each name is there once, and the tensors follow one another without holes or overlaps from
-    the first byte of the data to the last. Anything else is a `CorruptCheckpointError`: some part would be lost, or
-    read twice.
+    """The tensors of one file, by name; each number is checked against the file. `CorruptCheckpointError` unless each
+    name is there once, and the tensors follow one another without holes or overlaps.
     """
     path = directory / name
     with storage_at(directory, follow_links=True).open_reader(name) as reader:
@@ -58,10 +55,7 @@ def read_safetensors(directory: Path, name: str) -> dict[str, FileRange]:
 
 
 def parse_json(text: bytes, where: str) -> Any:
-    """A JSON document in which no object has one name twice: of the two values, one would be lost.
-
-    Raises `CorruptCheckpointError`.
-    """
+    """A JSON document; `CorruptCheckpointError` if an object has one name twice, of which one value would be lost."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

@@ -73,9 +73,8 @@ def no_tensor(key: str) -> str:
 
 
 def open_source(source: Path, rename: Sequence[RenameRule]) -> tuple[ImportFormat, StoredPayloads, list[str]]:
-    """What is there, its tensors under their new keys, and the keys of what is no tensor.
-
-    Raises `CheckpointNotFoundError` and `OptionError` where there is nothing, or nothing is left of it.
+    """What is there, its tensors under their new keys, and the keys of what is no tensor. Raises
+    `CheckpointNotFoundError` and `OptionError` where there is nothing, or nothing is left of it.
     """
     if source.is_dir() and (source / METADATA_FILE).exists():
         index = read_index(source)

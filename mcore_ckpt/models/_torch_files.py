@@ -37,9 +37,8 @@ def file_range(file: str, tensor: FileTensor, state: StateFile, *, strided: bool
 
 
 def read_torch_file(storage: Storage, file: str) -> tuple[dict[str, FileRange], list[str]]:
-    """The tensors of a torch file by key (nested dicts joined by dots), and the keys of what is none.
-
-    Raises `UnsafePickleError` where it holds more than tensors and plain values.
+    """The tensors of a torch file by key (nested dicts joined by dots), and the keys of what is none. Raises
+    `UnsafePickleError` where it holds more than tensors and plain values.
     """
     path = Path(storage.path(file))
     state = read_state(storage, file)

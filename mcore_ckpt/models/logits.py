@@ -66,16 +66,8 @@ class LogitsReport:
 
 
 def check_logits(checkpoint: str | os.PathLike[str], model: str | os.PathLike[str], arch: str) -> LogitsReport:
-    """Run both models, one after the other, in a process of its own.
-
-    Args:
-        checkpoint: a `torch_dist` checkpoint. Where it stores no arguments, they are taken from the model's settings.
-        model: directory of a Hugging Face model.
-        arch: the name of its family.
-
-    Raises:
-        OptionError: `transformers` or megatron-core is not installed, or the model does not fit in memory.
-        LoadError: one of the two cannot be loaded or run.
+    """Run both models, one after the other, in a process of its own; without stored arguments, Megatron's come from the
+    settings of `model`. `OptionError`: a package or memory is missing; `LoadError`: one cannot be loaded or run.
     """
     require_packages()
     directory = checkpoint_directory(checkpoint)
@@ -238,9 +230,8 @@ def _one_process() -> Iterator[None]:
 
 
 def _fill(model: Any, index: CheckpointIndex, engine_keys: Mapping[str, str]) -> None:
-    """Fill all parameters from the checkpoint, by Megatron's own names for them; raises `LoadError`.
-
-    Megatron's load is not used: it wants the parameters to have the stored dtypes.
+    """Fill all parameters from the checkpoint, by Megatron's own names for them; raises `LoadError`. Megatron's load is
+    not used: it wants the parameters to have the stored dtypes.
     """
     import torch
     from megatron.core.dist_checkpointing.dict_utils import nested_values

@@ -50,9 +50,8 @@ _OLD_MAIN_PARAMETER = "fp32_param"
 
 @dataclass(frozen=True, slots=True)
 class ConvertedOptimizer:
-    """All tensors of a target, the stored objects that stay, and the contents of new objects.
-
-    `common` is the content of `common.pt`, where the common state is that file; else it is among `objects`.
+    """All tensors of a target, the stored objects that stay, and the contents of new objects. `common` is the content
+    of `common.pt`, where the common state is that file; else it is among `objects`.
     """
 
     tensors: dict[str, TensorView]
@@ -65,11 +64,8 @@ class ConvertedOptimizer:
 def convert_optimizer(
     payloads: StoredPayloads, common: Mapping[str, Any], orders_of: ParameterOrders
 ) -> ConvertedOptimizer | None:
-    """Plan the conversion to `fully_reshardable`; None if that is the layout already.
-
-    Raises:
-        OptionError: there is no such state, or its layout is not known here.
-        CorruptCheckpointError: what is stored contradicts itself.
+    """Plan the conversion to `fully_reshardable`; None if that is the layout already. Raises `OptionError` if there is
+    no such state or its layout is not known, `CorruptCheckpointError` if what is stored contradicts itself.
     """
     index = payloads.index
     kind = optimizer_layout(index, common)

@@ -28,9 +28,8 @@ _COPY_BYTES = 4 * 1024**2
 
 
 def sidecar_files(index: CheckpointIndex) -> list[str]:
-    """Files of others (ModelOpt) next to the data, also in directories, as names relative to the source.
-
-    Raises `CorruptCheckpointError` for symbolic links, pipes and the like, and for directories too deep.
+    """Files of others (ModelOpt) next to the data, also in directories, as names relative to the source. Raises
+    `CorruptCheckpointError` for symbolic links, pipes and the like, and for directories too deep.
     """
     source = checkpoint_path(index.path)
     data_files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
@@ -75,7 +74,6 @@ def carry_sidecars(
     index: CheckpointIndex, sidecars: Iterable[str], partial: Path, common_content: bytes | None = None
 ) -> None:
     """Copy what lies next to the data and stays valid: common state, `metadata.json`, and `sidecar_files`.
-
     `common_content` replaces the content of `common.pt`.
     """
     source, storage = checkpoint_path(index.path), storage_at(partial)

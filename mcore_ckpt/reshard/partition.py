@@ -77,14 +77,11 @@ _VOCABULARY = re.compile(r"(?:^|\.)(?:word_embeddings|output_layer)\.(?:weight|b
 
 
 class Partitioner:
-    """Decides for each tensor of one checkpoint.
+    """Decides for each tensor of one checkpoint, with Megatron's stored `arguments`; the first of `rules` that matches
+    wins.
 
-    Args:
-        like: index of a checkpoint that has the requested layout, or at least shows the axes.
-        rules: the first that matches wins.
-        arguments: Megatron's, as stored.
-        exact_like: take the chunks of `like` over as they are.
-        chunks_tell: whether the chunks of the source are those of ranks; of a view they are not.
+    `like` is the index of a checkpoint that has the requested layout, or shows the axes; `exact_like`: take its chunks
+    over as they are. `chunks_tell`: whether the chunks of the source are those of ranks; of a view they are not.
     """
 
     def __init__(

@@ -216,14 +216,8 @@ def make_plan(
     arguments: Mapping[str, Any] | None = None,
     rename: Mapping[str, str] | None = None,
 ) -> ReshardPlan:
-    """Plan the complete target.
-
-    Args:
-        like: checkpoint whose chunks and owners the partitioner took over.
-        keys, object_keys: what is carried; by default everything.
-        workers: files for each rank, written in parallel.
-        arguments: Megatron's, for the padded vocabulary.
-        rename: new keys of tensors; those that are not in it stay.
+    """Plan the complete target. `like` is the checkpoint whose chunks the partitioner took over, `keys` and
+    `object_keys` what is carried, `workers` the files of each rank, `rename` new keys of tensors; others stay.
     """
     if workers < 1:
         raise OptionError(f"workers={workers}: expected at least 1")

@@ -63,10 +63,8 @@ class AsyncRequest(NamedTuple):
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
-        """Do the work here and now, then, when all ranks have done so, run the callbacks.
-
-        Raises:
-            SaveError: work or a callback failed on some rank. With one rank only, what was raised comes as it is.
+        """Do the work here and now, then, when all ranks have done so, run the callbacks. Raises `SaveError` if work or
+        a callback failed on some rank. With one rank only, what was raised comes as it is.
         """
         group = coordination_group()
         if group.size == 1:

@@ -192,12 +192,8 @@ def _interrupted(interrupt: BaseException, directory: SaveDirectory) -> Job:
 
 
 class SaveDirectory:
-    """The directory of one save, as one rank sees it: locked and opened, then published or abandoned.
-
-    Attributes:
-        path: absolute, since the trainer may change its working directory before the commit.
-        storage: the same for reading and writing.
-        target: on the coordinator, once it is open, what was found in it.
+    """The directory of one save, as one rank sees it: locked and opened, then published or abandoned. `target`: on the
+    coordinator, once it is open, what was found in it.
     """
 
     def __init__(self, path: Path, options: SaveOptions) -> None:

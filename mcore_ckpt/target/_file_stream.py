@@ -32,9 +32,8 @@ def _write_error(path: str, what: str, error: OSError) -> SaveError:
 
 
 class TargetFile:
-    """A file that is written at any offset by any number of threads, and may have been begun by an earlier run.
-
-    Its `size_bytes` are reserved at once. `direct`: with O_DIRECT where possible.
+    """A file that is written at any offset by any number of threads, and may have been begun by an earlier run. Its
+    `size_bytes` are reserved at once. `direct`: with O_DIRECT where possible.
     """
 
     def __init__(self, path: str, size_bytes: int, *, direct: bool = True) -> None:
@@ -107,7 +106,6 @@ def write_end(path: Path, size_bytes: int, end: bytes) -> None:
 
 class Streams:
     """The streams of one worker, one for each file, in at most `max_buffers` buffers of `buffer_bytes` (whole pages).
-
     When all buffers are in use, the stream that was idle longest releases its own.
     """
 

@@ -37,9 +37,8 @@ def check_all(
     workers: int,
     advance: Callable[[int], None],
 ) -> None:
-    """Compare a target with its source; raises `ChecksumError` or `CorruptCheckpointError`.
-
-    The path of `target` is where the files lie now. `advance` is called with payload bytes that have been compared.
+    """Compare a target, whose path is where the files lie now, with its source; raises `ChecksumError` or
+    `CorruptCheckpointError`. `advance` is called with payload bytes that have been compared.
     """
     with StoredPayloads(target) as written:
         threads = threading.local()

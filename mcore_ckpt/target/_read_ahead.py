@@ -65,7 +65,6 @@ class ReadAhead:
         self, steps: Iterable[_Step], asked: Callable[[_Step], Iterable[tuple[StoredPayload, int, int]]]
     ) -> Iterator[_Step]:
         """The steps, one after another; the reads of each step, and of the next few, have begun when it is returned.
-
         `asked` gives payload, first byte and number of bytes of all that a step reads, in its order.
         """
         waiting: deque[tuple[int, int, _Step]] = deque()
@@ -94,9 +93,8 @@ class ReadAhead:
             self._forget(done)
 
     def _announce(self, step: int, asked: Iterable[tuple[StoredPayload, int, int]]) -> int | None:
-        """Begin a step's reads; returns how many bytes they count as, None if no later step may be taken yet.
-
-        A small step is passed over while reads are in progress. No step is taken behind elements in memory.
+        """Begin a step's reads; returns how many bytes they count as, None if no later step may be taken yet. A small
+        step is passed over while reads are in progress; none is taken behind elements in memory.
         """
         if not self._is_open:
             return None

@@ -69,12 +69,8 @@ def write_all(
     advance: Callable[[int], None],
     move_files: bool,
 ) -> None:
-    """Write all slots and blobs that the journal does not have as done.
-
-    Args:
-        memory_bytes: for all buffers together.
-        advance: called with payload bytes that have been written.
-        move_files: let the kernel copy payloads that stay as they are, from file to file.
+    """Write all slots and blobs that the journal does not have as done; `advance` is called with payload bytes that
+    were written. `memory_bytes`: of all buffers; `move_files`: let the kernel copy payloads that stay as they are.
     """
     journal.unverified = journal.unverified or move_files
     workers = [w for w in range(len(plan.work)) if plan.work[w] or (plan.blobs and not w)]

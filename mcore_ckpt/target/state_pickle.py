@@ -152,11 +152,8 @@ def decode_state(content: bytes, where: str) -> Any:
 
 
 def taken_over(value: Any, read: Callable[[int, int], bytes], where: str, records: Mapping[str, StateRecord]) -> Any:
-    """`value`, a part of a state file, as `encode_state` takes it: with the elements of its tensors.
-
-    Raises:
-        OptionError: it holds something of a class that is not known.
-        CorruptCheckpointError, ChecksumError: its tensors are larger than what is not a parameter; or damaged.
+    """`value`, a part of a state file, as `encode_state` takes it: with the elements of its tensors. Raises
+    `OptionError` for an unknown class, `CorruptCheckpointError` for tensors larger than what is not a parameter.
     """
     left = _MAX_TAKEN_BYTES
 

@@ -27,10 +27,8 @@ _BATCH_ELEMENTS: Final = 1 << 20
 
 
 def compare(a: Any, b: Any) -> Verdict:
-    """Whether two values are the same; `"unknown"` where that cannot be told.
-
-    The order of a dict's keys is no matter, nor are the device and the strides of a tensor. A NaN is the same as
-    itself.
+    """Whether two values are the same; `"unknown"` where that cannot be told. The order of a dict's keys is no matter,
+    nor are the device and the strides of a tensor. A NaN is the same as itself.
     """
     known = True
     compared: set[tuple[int, int, bool]] = set()

@@ -435,9 +435,8 @@ def _same_bytes(a: memoryview, b: memoryview) -> bool:
 def _check_those_that_differ(
     found: Mapping[str, Difference], a: StoredPayloads, b: StoredPayloads, workers: int
 ) -> None:
-    """Compare the checksums of tensors with different bits: a damaged file is not another value.
-
-    Where all bits are the same there is nothing to be mistaken about.
+    """Compare the checksums of tensors with different bits: a damaged file is not another value. Where all bits are the
+    same there is nothing to be mistaken about.
     """
     suspects = [(payloads, key) for key, value in found.items() if not value.identical for payloads in (a, b)]
     in_parallel(suspects, lambda suspect: check_elements(suspect[0], suspect[0].index.tensors[suspect[1]]), workers)

@@ -97,11 +97,8 @@ def as_numbers(content: memoryview, dtype: str) -> np.ndarray[Any, Any] | None:
 def cast_floats(
     content: memoryview, dtype: str, to: str, overflow: Literal["ignore", "raise"] = "ignore"
 ) -> memoryview:
-    """Convert floating-point elements. `overflow`: what becomes of elements that float16 or float32 cannot hold.
-
-    Raises:
-        OptionError: either is no floating-point dtype that this can convert.
-        FloatingPointError: an element is too large.
+    """Convert floating-point elements; `FloatingPointError` with `overflow="raise"` for one that float16 or float32
+    cannot hold. `OptionError`: either is no floating-point dtype that this can convert.
     """
     numbers = as_numbers(content, dtype)
     if numbers is None or numbers.dtype.kind != "f":

@@ -274,18 +274,11 @@ def read_box(
     *,
     checked: bool = True,
 ) -> memoryview:
-    """Read a slice of a tensor: bytes in C order, little-endian.
+    """Read a slice of a tensor, given in elements, into `out` or new memory: bytes in C order, little-endian.
 
-    Args:
-        payloads, entry: the checkpoint, and the tensor in it.
-        offsets, sizes: of the slice, in elements.
-        out: memory to fill; by default new.
-        checked: compare checksums; not needed after `check_elements`.
-
-    Raises:
-        ChecksumError: a complete chunk is damaged, or a part of one that has sums of its blocks.
-        CorruptCheckpointError: the chunks do not hold every element of the slice exactly once.
-        LoadError: they cannot be read.
+    `checked`: compare checksums; not needed after `check_elements`. Raises `ChecksumError` if a complete chunk is
+    damaged, or a part of one that has sums of its blocks; `CorruptCheckpointError` unless the chunks hold each element
+    once.
     """
     elem_bytes = element_bytes(entry.dtype)
     nbytes = math.prod(sizes) * elem_bytes

@@ -437,16 +437,8 @@ def _window() -> memoryview:
 def check_item(
     check: ItemCheck, reader: RangeReader, inside: memoryview | None = None, buffer: Callable[[], memoryview] = _window
 ) -> int:
-    """Compare all checksums of one item, and its own description with the index.
-
-    Args:
-        check: the item.
-        reader: of its file.
-        inside: the item's bytes, if they have been read.
-        buffer: returns a window to read into otherwise.
-
-    Returns:
-        How many records were compared; 0 if the item is stored in a way that hides them.
+    """Compare all checksums of one item, and its own description with the index; how many records were compared, 0 if
+    the item hides them. `inside`: its bytes, if they have been read; otherwise `buffer` returns a window.
     """
     item, where = check.item, check.where
 

@@ -93,7 +93,6 @@ class ViewPayloads(DerivedPayloads):
 
     def _gathered(self, where: str, origin: ChunkSlice) -> memoryview:
         """A slice in memory of its own, in the view's order; the last few are kept: readers alternate between them.
-
         Each thread has its own: two threads would replace each other's.
         """
         if not hasattr(self._threads, "gathered"):

@@ -74,13 +74,8 @@ def view_index(
     objects: Mapping[str, bytes] | None = None,
     kept_objects: Iterable[str] = (),
 ) -> tuple[CheckpointIndex, ChunkSlices, bytes]:
-    """The index of a view, the slice behind each of its chunks, and the contents of its new objects, joined.
-
-    Args:
-        base: what is stored.
-        tensors: by requested key.
-        objects: contents of new objects by full key, each an archive of `torch.save`.
-        kept_objects: full keys of stored objects that the view has unchanged.
+    """The index of a view with `tensors` by requested key, the slice of `base` behind each of its chunks, and its new
+    `objects` (archives of `torch.save` by full key), joined. `kept_objects`: stored ones that stay.
     """
     chunks_of = _ChunksByLead(base)
     entries: dict[str, TensorEntry] = {}

@@ -17,10 +17,8 @@ _STATES: Final[tuple[State, ...]] = ("idle", "writing", "waiting")
 
 
 class StatusPage:
-    """One page. Numbers are stored whole: aligned 64-bit stores are not torn.
-
-    Attributes:
-        fd: its descriptor, the page's own; forked children share the page without it.
+    """One page of numbers, stored whole: aligned 64-bit stores are not torn. `fd`: its descriptor, the page's own;
+    forked children share the page without it.
     """
 
     _STAMP, _STATE, _BYTES, _FINISHED = range(4)

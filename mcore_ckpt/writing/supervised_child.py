@@ -146,16 +146,8 @@ class Job:
 class SupervisedChild(ABC):
     """A child process, from its start to its end. What belongs to a kind of child is what the subclasses override.
 
-    Args:
-        process: started.
-        title: the process in words, for messages; its pid is in there.
-        status: where it leaves its signs of life; None if it leaves none. Closed with the rest.
-
-    Attributes:
-        pid: of the process.
-        title: see above.
-        status: see above.
-        dead: the process is gone or as good as gone; there will be no news of it.
+    `title` names the process in messages, with its pid. `status` is where it leaves its signs of life; None if it
+    leaves none. `dead`: the process is gone or as good as gone; there will be no news of it.
     """
 
     stop_deadline_s: float = 5.0

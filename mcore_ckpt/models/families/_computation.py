@@ -207,10 +207,8 @@ def _selection(value: Any) -> Any:
 
 
 def contradictions(stored: Mapping[str, Any], family: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Stored arguments that change what is computed, where a model of the family computes something else.
-
-    For each the name, what is stored, and what the family has (None: nothing). A stored argument that is absent, or
-    None without a meaning, is not compared. `family` is all that `Family.arguments` says of a model.
+    """Stored arguments that change what is computed, where the family (`Family.arguments`) computes something else:
+    name, what is stored, and what the family has. One that is absent, or None without a meaning, is not compared.
     """
     ours, theirs = _meaning(stored), _meaning(family)
     found = []

@@ -175,10 +175,8 @@ def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _groups(name: str, groups: int, chosen: int, experts: int, best: int) -> dict[str, Any]:
-    """Megatron's arguments for a router that looks for experts in the best groups only; raises `OptionError`.
-
-    Megatron-Core rates a group by the sum of its best `experts // chosen` scores, whatever the model; each family has a
-    number of its own. Where all groups are chosen, they change nothing.
+    """Megatron's arguments for a router that looks for experts in the best groups only; raises `OptionError`. It rates
+    a group by the sum of its best `experts // chosen` scores; each family has a number of its own.
     """
     if chosen >= groups:
         return {}

@@ -127,18 +127,8 @@ def family_of_arguments(arguments: Mapping[str, Any], where: str) -> Family:
 def compare_settings(
     family: Family, config: Mapping[str, Any], arguments: Mapping[str, Any], where: str, *, given: bool
 ) -> tuple[str, ...]:
-    """Compare stored arguments with the model that a `config.json` describes: both have to compute the same.
-
-    Args:
-        config: what `transformers` is going to compute; `given`, or made of the arguments.
-        arguments: Megatron's, as they are stored; without any, nothing is compared.
-        where: for messages: the file or the checkpoint that `config` comes from.
-
-    Returns:
-        What is to be said of differences that the weights may do without.
-
-    Raises:
-        OptionError: stored arguments change what the model computes, and `config` says otherwise, or nothing.
+    """Compare stored arguments with the model that `config.json` (`config`, from `where`) describes; what is to be said
+    of harmless differences. Raises `OptionError` where the two compute something else.
     """
     if not arguments:
         return family.remarks(family.complete(config))

@@ -32,13 +32,8 @@ _TRUNCATED = "yarn_correction_range_round_to_int"
 
 
 def rope_settings(config: Mapping[str, Any], *kinds: str, otherwise: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What `transformers` 5 makes of all places where rotary settings may stand: `rope_type` and what that kind reads.
-
-    `rope_scaling` goes before `rope_parameters`, and a length that the model had first next to them before one in them.
-    `kinds` are those of the family, `otherwise` what its class takes where there are no rotary settings.
-
-    Raises:
-        OptionError: another kind; a setting that cannot be, or that no library reads.
+    """What `transformers` 5 makes of all places of rotary settings, `rope_scaling` before `rope_parameters`:
+    `rope_type` and what that kind reads. `kinds`, `otherwise`: the family's. `OptionError`: another kind or setting.
     """
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     if scaling is None:
@@ -138,9 +133,8 @@ def _yarn_numbers(arguments: Mapping[str, Any], prefix: str) -> tuple[float, flo
 
 
 def yarn_scales(arguments: Mapping[str, Any], prefix: str) -> tuple[float, float]:
-    """What cosines and sines are multiplied by, and what softmax's scale is: with the square of the second.
-
-    `prefix` is what arguments of YaRN begin with: `yarn_`, or nothing, those of latent attention.
+    """What cosines and sines are multiplied by, and what softmax's scale is: with the square of the second. `prefix` is
+    what arguments of YaRN begin with: `yarn_`, or nothing, those of latent attention.
     """
     factor, mscale, mscale_all_dim = _yarn_numbers(arguments, prefix)
     return _megatron_magnitude(factor, mscale, mscale_all_dim), _magnitude(factor, mscale_all_dim or 0.0)
@@ -155,9 +149,8 @@ def latent_rope_type(arguments: Mapping[str, Any]) -> str:
 
 
 def yarn_arguments(found: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Megatron's arguments of YaRN, of what `rope_settings` found; `prefix` as for `yarn_scales`.
-
-    Raises `OptionError` where Megatron-Core computes something else with these settings, and has no argument for that.
+    """Megatron's arguments of YaRN, of what `rope_settings` found; `prefix` as for `yarn_scales`. Raises `OptionError`
+    where Megatron-Core computes something else, and has no argument for that.
     """
     factor = found["factor"]
     mscale, mscale_all_dim = (

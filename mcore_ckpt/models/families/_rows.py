@@ -11,9 +11,8 @@ _EXPERTS = "mlp.experts.experts.{expert}."
 
 
 def row(megatron: str, *parts: str, how: str = "same", when: str = "", engine: str | None = None) -> Row:
-    """A row of what Megatron calls `megatron`, and of parts of Hugging Face, each its key and its shape.
-
-    A part is `lm_head.weight [vocab, hidden]`, or `[experts, expert ffn x 2]`. `when` are words with commas.
+    """A row of what Megatron calls `megatron`, and of parts of Hugging Face: `lm_head.weight [vocab, hidden]`, or
+    `[experts, expert ffn x 2]`. `when` are words with commas.
     """
     return Row(megatron, tuple(map(_part, parts)), how, tuple(filter(None, when.split(", "))), engine)
 
@@ -128,7 +127,6 @@ def shared_experts(block: str) -> tuple[Row, ...]:
 
 def as_loaded(rows: tuple[Row, ...], block: str = "mlp") -> tuple[Row, ...]:
     """The rows of a model with gated experts as `transformers` 5 has it in memory: one tensor for all of a layer.
-
     `block` is what the files call the module that is called `mlp` in memory.
     """
     return (

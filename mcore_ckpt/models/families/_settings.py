@@ -98,9 +98,8 @@ _DECODER = {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type
 def decoder_config(
     arguments: Mapping[str, Any], vocabulary: int, other: Mapping[str, Any] | None = None, /, **fields: Any
 ) -> dict[str, Any]:
-    """A `config.json` for such arguments; `fields` are added, and `other` is what the family has unlike most.
-
-    Raises `OptionError` where the arguments ask for what the family has not.
+    """A `config.json` for such arguments; `fields` are added, and `other` is what the family has unlike most. Raises
+    `OptionError` where the arguments ask for what the family has not.
     """
     for name, wanted in {**_DECODER, **(other or {})}.items():
         # Positions that are stretched by YaRN are rotary, too.

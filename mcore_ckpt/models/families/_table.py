@@ -33,9 +33,8 @@ Axes = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor of Hugging Face: its key, with `{layer}` and `{expert}`, and its shape in names of sizes, or numbers.
-
-    An axis that counts pairs, or more, is a tuple of sizes, the slowest first: `("ffn", 2)` for `gate, up, gate, ...`.
+    """A tensor of Hugging Face: its key, with `{layer}` and `{expert}`, and its shape in names of sizes, or numbers. An
+    axis that counts pairs is a tuple of sizes, the slowest first: `("ffn", 2)` for `gate, up, gate, ...`.
     """
 
     key: str
@@ -134,10 +133,8 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How a checkpoint of Megatron-Core names what its layers hold; `implementation` is that of the layers.
-
-    `stacked_layers`, `stacked_experts`: one tensor holds a parameter of all of them; otherwise keys have numbers.
-    `halves_apart`: the halves of a gated layer are two tensors, `weight_w` and `weight_v`.
+    """How a checkpoint of Megatron-Core with layers of `implementation` names what they hold. `stacked_*`: one tensor
+    for all of them, otherwise keys have numbers. `halves_apart`: `weight_w` and `weight_v` of a gated layer.
     """
 
     implementation: Implementation = "local"
@@ -180,10 +177,8 @@ class Link(NamedTuple):
 
 @dataclass(slots=True)
 class Relation:
-    """A table unfolded for one model: shapes by key on both sides, and the links between them.
-
-    `hf` has axes that count several things as several axes; `joined` are the shapes as stored, where unlike. `padding`:
-    rows of Megatron's tensors without a counterpart.
+    """A table unfolded for one model: shapes by key on both sides, and links. `hf` has axes that count several things
+    as several axes; `joined`: shapes as stored, where unlike; `padding`: Megatron's rows without a counterpart.
     """
 
     megatron: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -333,9 +328,8 @@ _TRANSFORMS: dict[str, _Transform] = {
 
 
 def relate(family: Family, model: Model, naming: Naming, padded_vocabulary: int) -> Relation:
-    """Unfold a family's table for one model, whose embedding has `padded_vocabulary` rows in Megatron.
-
-    Raises `OptionError` if the sizes contradict one another, or the table leaves elements of a tensor out.
+    """Unfold a family's table for one model, whose embedding has `padded_vocabulary` rows in Megatron. Raises
+    `OptionError` if the sizes contradict one another, or the table leaves elements of a tensor out.
     """
     instances = model.layers * max(1, model.experts)
     if instances > _MOST_INSTANCES or model.heads > _MOST_INSTANCES:
