@@ -11,11 +11,14 @@ EXTRA ?= dev
 # Of this file alone: the environment is made for it, and a constraint of the machine's is made for another.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-# Many tests wait for ranks, disks and deadlines more than they compute: SIDE_BY_SIDE="-n 2" runs two at a time.
-SIDE_BY_SIDE ?=
+# Many tests wait for ranks, disks and deadlines more than they compute, so two run at a time. `worksteal` leaves the
+# tests of a file, which share fixtures, in one process. SIDE_BY_SIDE= runs one test at a time.
+SIDE_BY_SIDE ?= -n 2 --dist worksteal
 
 # All processes of the tests share the machine's cores.
 export OMP_NUM_THREADS ?= 1
+# The tests start hundreds of interpreters: each would compile the package again where this is switched off.
+export PYTHONDONTWRITEBYTECODE =
 # What mkdocs-material says at each start of another generator of sites.
 export NO_MKDOCS_2_WARNING = 1
 
@@ -40,7 +43,7 @@ demo: $(INSTALLED)  ## a Megatron model trained, saved and loaded under other la
 test: $(INSTALLED)  ## all tests but the long and slow ones and the matrix of Megatron versions
 	$(BIN)/python -m pytest --durations=20 $(SIDE_BY_SIDE) $(ARGS)
 
-test-quick: $(INSTALLED)  ## the core: under two minutes on two quiet cores; what a commit should pass
+test-quick: $(INSTALLED)  ## the core: under 90 seconds on two quiet cores; what a commit should pass
 	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "quick and not slow and not matrix and not long" $(ARGS)
 
 test-long: $(INSTALLED)  ## real launches' traps, stock queues, interop on 1 and 4 ranks, a crash at every step of a save: minutes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ PROMISES = [
 ][2:]
 
 
+@functools.cache
 def names_of_tests(path: Path) -> set[str]:
     """Names of the test functions in a file, or in all files below a folder."""
     files = [path] if path.is_file() else path.rglob("test_*.py")
@@ -29,7 +31,6 @@ def names_of_tests(path: Path) -> set[str]:
 
 
 TEST_FILES = sorted((ROOT / "tests").rglob("test_*.py"))
-ALL_TESTS = names_of_tests(ROOT / "tests")
 
 
 def named_in(text: str) -> tuple[list[str], list[str]]:
@@ -53,7 +54,7 @@ def test_each_promise_names_tests_that_exist(row: list[str]) -> None:
         )
     for name in names:
         pattern = re.compile(re.escape(name).replace(r"\.\.\.", r"\w+"))
-        assert any(pattern.fullmatch(test) for test in ALL_TESTS), f"no test is called {name}"
+        assert any(pattern.fullmatch(test) for test in names_of_tests(ROOT / "tests")), f"no test is called {name}"
 
 
 def test_what_else_the_page_names_is_there() -> None:

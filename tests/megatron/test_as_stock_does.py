@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from tests.support.gloo_ranks import run_pretending_ranks, run_ranks
+from tests.support.gloo_ranks import run_pretending_ranks, run_stock_ranks
 
 pytestmark = pytest.mark.timeout(500)  # the ranks have their own, shorter deadline
 
@@ -169,7 +169,7 @@ def answers(rank: int, root: Path, ours: bool) -> dict[str, Any]:
     reason="stock of this version loads by nvidia-resiliency-ext, which is not installed",
 )
 def test_ours_answers_as_stock_does(tmp_path: Path) -> None:
-    stock = run_ranks(answers, 2, tmp_path / "stock", False, deadline_s=90)
+    stock = run_stock_ranks(answers, 2, tmp_path / "stock", False, deadline_s=90)
     ours = run_pretending_ranks(answers, 2, tmp_path / "ours", True, deadline_s=90)
     for rank in range(2):
         assert stock[rank].keys() == ours[rank].keys()

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import FileSystemReader
 from tests.megatron.interop_ranks import STEPS, Job, LoadedState, load_all, save_all
-from tests.support.gloo_ranks import run_pretending_ranks, run_ranks
+from tests.support.gloo_ranks import run_pretending_ranks, run_stock_ranks
 from tests.support.models import DENSE, GATED, MOE_GROUPED, MOE_SEQUENTIAL, Parallel
 from tests.support.state_compare import Reference
 
@@ -92,13 +92,13 @@ def _run(size: int, directory: Path) -> World:
     by_ours, by_stock = jobs("ours"), jobs("stock")
     # Synchronous on one rank, asynchronous on more: both ways of writing meet both ways of reading.
     ours_ran = run_pretending_ranks(save_all, size, by_ours, True, asynchronous=size > 1, deadline_s=DEADLINE_S)
-    stock_ran = run_ranks(save_all, size, by_stock, False, deadline_s=DEADLINE_S)
+    stock_ran = run_stock_ranks(save_all, size, by_stock, False, deadline_s=DEADLINE_S)
     return World(
         {job.name: job for job in by_ours},
         {job.name: job for job in by_stock},
         ours_ran,
         stock_ran,
-        run_ranks(load_all, size, other_layout(by_ours), False, deadline_s=DEADLINE_S),
+        run_stock_ranks(load_all, size, other_layout(by_ours), False, deadline_s=DEADLINE_S),
         run_pretending_ranks(load_all, size, other_layout(by_stock), True, deadline_s=DEADLINE_S),
     )
 

@@ -14,7 +14,7 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.tools.inspection import summarize_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.megatron.interop_ranks import STEPS, Job, load_all, save_all
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import run_pretending_ranks, run_stock_ranks
 from tests.support.megatron_checkpoints import load_and_locate
 from tests.support.model_like import assert_same, read_all
 from tests.support.models import DENSE, GATED, MOE_SEQUENTIAL, ModelShape, Parallel
@@ -64,7 +64,7 @@ def test_stock_megatron_loads_what_was_resharded(tmp_path: Path, chosen: str) ->
     for world, found in CASES.items():
         jobs = [saved[case.name] for case in found if case.name in cases]
         if jobs:
-            run_ranks(save_all, world, jobs, False, deadline_s=DEADLINE_S)
+            run_stock_ranks(save_all, world, jobs, False, deadline_s=DEADLINE_S)
 
     resharded: dict[str, Job] = {}
     for name, case in cases.items():
@@ -82,13 +82,13 @@ def test_stock_megatron_loads_what_was_resharded(tmp_path: Path, chosen: str) ->
 
     if "layer-wise" in cases:  # it declares flat buckets, and has none
         assert summarize_checkpoint(saved["layer-wise"].checkpoint).optimizer == "fully_reshardable"
-        by_ours = run_ranks(load_all, 4, [resharded["layer-wise"]], True, deadline_s=DEADLINE_S)
+        by_ours = run_pretending_ranks(load_all, 4, [resharded["layer-wise"]], True, deadline_s=DEADLINE_S)
         reference = Reference.read(resharded["layer-wise"].reference)
         assert reference.verdict(rank["layer-wise"].after for rank in by_ours).identical
 
     for world in sorted({case.world for case in cases.values()}):
         jobs = [resharded[name] for name, case in cases.items() if case.world == world]
-        loaded = run_ranks(load_and_locate, world, jobs, deadline_s=DEADLINE_S)
+        loaded = run_stock_ranks(load_and_locate, world, jobs, deadline_s=DEADLINE_S)
         for job in jobs:
             reference = Reference.read(job.reference)
             states = [rank[job.name][0] for rank in loaded]

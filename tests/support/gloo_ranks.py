@@ -8,10 +8,11 @@
     assert run_ranks(shard_sum, 2, [1, 2]) == [3, 3]   # what each rank returned, by rank
 
 Ranks are forked from a server process that has imported torch and nothing else (seconds of import time for each rank
-otherwise); those of `run_megatron_ranks` and `run_pretending_ranks` from servers that have imported Megatron, too. Each
-gets the caller's environment and `sys.path`, one thread, a gloo process group and a process group of
-its own in the operating system's sense, which is killed as a whole in the end: a writer process that a rank forgot does
-not outlive the call. At the deadline the stack of every rank that still runs is put into the error.
+otherwise); those of `run_megatron_ranks`, `run_pretending_ranks` and `run_stock_ranks` from servers that have imported
+Megatron, too, the last without this package. Each gets the caller's environment and `sys.path`, one thread, a gloo
+process group and a process group of its own in the operating system's sense, which is killed as a whole in the end: a
+writer process that a rank forgot does not outlive the call. At the deadline the stack of every rank that still runs is
+put into the error.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ __all__ = [
     "run_megatron_ranks",
     "run_pretending_ranks",
     "run_ranks",
+    "run_stock_ranks",
 ]
 
 _DEFAULT_DEADLINE_S = 120.0
@@ -57,7 +59,8 @@ _PRELOAD = ["torch", "torch.distributed.checkpoint", "torch._dynamo"]
 
 # What servers of other ranks import in addition: Megatron as it is, or behind `pretend_cuda`, and our strategies.
 MEGATRON = ("megatron.core.dist_checkpointing", "mcore_ckpt.megatron.strategy")
-_PRETENDING = ("tests.support.pretending_megatron", "mcore_ckpt.megatron.strategy")
+_STOCK = ("tests.support.pretending_megatron",)
+_PRETENDING = (*_STOCK, "mcore_ckpt.megatron.strategy")
 _servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
 _starting = threading.Lock()
 
@@ -129,6 +132,7 @@ def run_ranks(
 
 run_megatron_ranks = partial(run_ranks, preload=MEGATRON)
 run_pretending_ranks = partial(run_ranks, preload=_PRETENDING)
+run_stock_ranks = partial(run_ranks, preload=_STOCK)
 
 
 @contextmanager
