@@ -71,6 +71,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
     lines += ["", f"{verdict}: {same} of {len(report.tensors)} common tensors are the same"]
     lines[-1] += f", {report.objects_same} of {total_objects} common objects; {len(report.only_in_a)} keys only in A"
     lines[-1] += f", {len(report.only_in_b)} only in B{compared}"
+    if report.shadow_copies:
+        lines.append(f"{report.shadow_copies} shadow copies are left out; `mcore-ckpt verify` compares them")
     document = document_of(report, identical=report.identical, tensors=[_document(tensor) for tensor in report.tensors])
     return Outcome(document, "\n".join(lines).strip("\n"), DONE if report.identical else DIFFERS)
 

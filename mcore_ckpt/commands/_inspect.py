@@ -177,7 +177,15 @@ def _summary(index: CheckpointIndex, *, arguments_only: bool) -> Outcome:
             + ("" if summary.balance is None else f" (largest rank / mean {summary.balance:.2f})")
             + f", .metadata {human_bytes(summary.metadata_bytes)}",
         ),
-        ("holds", f"{summary.tensors} tensors in {summary.chunks} chunks, {summary.objects} objects"),
+        (
+            "holds",
+            f"{summary.tensors} tensors in {summary.chunks} chunks, {summary.objects} objects"
+            + (
+                f"; {summary.shadow_copies} shadow copies, {human_bytes(summary.shadow_bytes)}"
+                if summary.shadow_copies
+                else ""
+            ),
+        ),
         ("model", f"{human_count(summary.model_elements)} elements, {human_bytes(summary.model_bytes)}"),
         (
             "optimizer",

@@ -236,6 +236,8 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         stream_ckpt_dequant: Megatron from 0.19 on leaves quantized tensors as they are, and `load` reads them through
             a few wide ones at a time; with False, Megatron makes wide copies of all of them ahead of the load.
         checkpoint_name: accepted for Megatron's sake; `load` is told the directory.
+        replicate_local_replicas: accepted for Megatron's sake; tensors are read under their own keys, and not from
+            shadow copies in a rank's own file.
         options: `LoadOptions`; None takes them from the environment.
         unknown: arguments of a Megatron that is newer than this package; each is named in a `RuntimeWarning`.
 
@@ -249,6 +251,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         cache_metadata: bool = False,
         stream_ckpt_dequant: bool = True,
         checkpoint_name: Any = None,
+        replicate_local_replicas: bool = False,
         *,
         options: LoadOptions | None = None,
         **unknown: Any,
@@ -371,7 +374,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         with MegatronErrors():
             index = self._open(checkpoint_dir).index
             found = {}
-            for key, entry in index.tensors.items():
+            for key, entry in index.without_shadow_copies().tensors.items():
                 stored = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
                 found[key] = sharded_tensor_of(key, original_shape(index, key), stored)
             return found

@@ -77,7 +77,7 @@ def open_source(source: Path, rename: Sequence[RenameRule]) -> tuple[ImportForma
     `CheckpointNotFoundError` and `OptionError` where there is nothing, or nothing is left of it.
     """
     if source.is_dir() and (source / METADATA_FILE).exists():
-        index = read_index(source)
+        index = read_index(source).without_shadow_copies()
         names = _new_names(index.tensors, rename, source)
         check_tiled(index, names)
         return "dcp", StoredPayloads(_renamed(index, names), stored=index), list(index.objects)

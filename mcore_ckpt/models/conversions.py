@@ -26,7 +26,7 @@ from mcore_ckpt.models._legacy_import import legacy_import
 from mcore_ckpt.models._megatron_named import import_named
 from mcore_ckpt.models._sources import open_model, open_source, universal_directory
 from mcore_ckpt.models.options import ExportOptions, ImportOptions
-from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, in_dtype, run_conversion
+from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, in_dtype, run_conversion, shadow_note
 from mcore_ckpt.reshard.options import ConversionOptions, ReshardOptions, made_options, option_table
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, make_plan
@@ -118,7 +118,8 @@ def export_checkpoint(
         SaveError: it cannot be written; what is done is kept for the next run.
     """
     chosen = _checked(ExportOptions, options, to, TargetKind, "--to")
-    index, made = read_index(checkpoint_directory(source)), local_path(target)
+    stored, made = read_index(checkpoint_directory(source)), local_path(target)
+    index = stored.without_shadow_copies()
     if not dry_run:
         refuse_target(Path(index.path), made)
     if to == "hf":
@@ -127,6 +128,9 @@ def export_checkpoint(
         conversion = legacy_export(index, chosen)
     else:
         conversion = _export_tensors(to, index, chosen)
+    if notes := shadow_note(stored):
+        report = conversion.report
+        conversion = replace(conversion, report=replace(report, notes=(*report.notes, *notes)))
     return run_conversion(conversion, index.path, made, chosen, dry_run=dry_run, progress=progress)
 
 

@@ -71,7 +71,7 @@ def check_logits(checkpoint: str | os.PathLike[str], model: str | os.PathLike[st
     """
     require_packages()
     directory = checkpoint_directory(checkpoint)
-    _require_memory(read_index(directory))
+    _require_memory(read_index(directory).without_shadow_copies())
     environ = {
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
@@ -124,7 +124,7 @@ def _require_memory(index: CheckpointIndex) -> None:
 def compare(job: Mapping[str, str]) -> dict[str, Any]:
     """The fields of a `LogitsReport`."""
     checkpoint, model, family = Path(job["checkpoint"]), Path(job["model"]), family_named(job["arch"])
-    index = read_index(checkpoint)
+    index = read_index(checkpoint).without_shadow_copies()
     arguments = read_plain_state(index).get("args")
     prefix = prefix_of(index.tensors) or ""
     tensors = {key.removeprefix(prefix): entry for key, entry in index.tensors.items() if not is_optimizer_key(key)}

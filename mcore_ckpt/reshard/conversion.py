@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.format.index import TensorEntry
+from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.reshard.options import ConversionOptions
 from mcore_ckpt.reshard.plan import target_dtype
 from mcore_ckpt.target.build import build_target
@@ -103,6 +103,12 @@ class Conversion:
     report: ConversionReport  # what is known before anything is written
     carry: Callable[[Path], None] = lambda _: None  # adds to the target's folder what is no tensor
     after: Callable[[], None] = lambda: None  # called when the target has its name
+
+
+def shadow_note(index: CheckpointIndex) -> tuple[str, ...]:
+    """What a report says of the shadow copies in a source: they belong to its ranks, and are not converted."""
+    count = len(index.shadow_copies())
+    return (f"{count} shadow copies of tensors (`__shadow_<rank>__...`) are not converted",) if count else ()
 
 
 def run_conversion(

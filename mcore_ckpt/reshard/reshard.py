@@ -17,7 +17,7 @@ from mcore_ckpt.format.metadata_read import MAX_TRACKER_BYTES, TRACKER_FILE, rea
 from mcore_ckpt.reshard._optimizer_layout import convert_optimizer
 from mcore_ckpt.reshard._sidecars import carry_sidecars, sidecar_files
 from mcore_ckpt.reshard.buckets import ParameterOrders
-from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, arguments_of, in_dtype
+from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, arguments_of, in_dtype, shadow_note
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE, ReshardOptions
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import Decision, ReshardPlan, TargetLayout, make_plan
@@ -48,10 +48,11 @@ def plan_reshard(
     `orders` gives the order of parameters in flat buckets, which only a model tells. Raises as `reshard_checkpoint`.
     """
     version = index_version(directory)
-    source = read_index(directory)
+    stored = read_index(directory)
+    source = stored.without_shadow_copies()
     files = SourceFiles(source)
     layout, common = _target_layout(options), read_plain_state(source)
-    sidecars = sidecar_files(source)
+    sidecars = sidecar_files(stored)
     payloads: StoredPayloads = StoredPayloads(source)
     try:
         converted = None
@@ -91,7 +92,7 @@ def plan_reshard(
             target_layout=str(plan.layout),
             objects=len(plan.target.blobs),
             guesses=plan.guesses,
-            notes=(*plan.notes, *(() if converted is None else converted.notes)),
+            notes=(*plan.notes, *(() if converted is None else converted.notes), *shadow_note(stored)),
         ),
         carry=carry,
         after=lambda: _carry_tracker(directory, target),
@@ -121,7 +122,7 @@ def _plan(
     *,
     fixed: bool,
 ) -> ReshardPlan:
-    like = read_index(checkpoint_directory(options.like)) if options.like else None
+    like = read_index(checkpoint_directory(options.like)).without_shadow_copies() if options.like else None
     exact = like if layout is None else None
     if layout is None:
         layout = _saved_layout(source, common) if like is None else _layout_of(like)

@@ -103,6 +103,7 @@ class DiffReport:
     common_differs: top-level entries of the common state (iteration, arguments, optimizer settings) that differ, or
         that only one of the two has.
     not_compared: those of which it cannot be told whether they do.
+    shadow_copies: keys of both that are left out, since `verify` compares such copies with their tensors.
     """
 
     a: str
@@ -115,6 +116,7 @@ class DiffReport:
     read_bytes: int
     common_differs: tuple[str, ...] = ()
     not_compared: tuple[str, ...] = ()
+    shadow_copies: int = 0
 
     @property
     def identical(self) -> bool:
@@ -175,9 +177,10 @@ def _refuse_replaced(directories: Sequence[Path], versions: Sequence[FileVersion
 def _diff(
     a: Path, b: Path, only: str | None, values: bool, rtol: float, atol: float, workers: int, progress: bool | None
 ) -> DiffReport:
-    left, right = read_index(a), read_index(b)
-    for index in (left, right):
+    stored = read_index(a), read_index(b)
+    for index in stored:
         check_apart(index)
+    left, right = (index.without_shadow_copies() for index in stored)
     wanted = key_filter(only)
     keys_a = [key for key in (*left.tensors, *left.objects) if wanted(key)]
     keys_b = [key for key in (*right.tensors, *right.objects) if wanted(key)]
@@ -225,6 +228,7 @@ def _diff(
         read_bytes=read_bytes,
         common_differs=common_differs,
         not_compared=not_compared,
+        shadow_copies=sum(len(index.shadow_copies()) for index in stored),
     )
 
 

@@ -136,6 +136,8 @@ class CheckpointSummary:
         trained_layout: the one that Megatron's arguments name, if they are stored.
         arguments: Megatron's arguments, as stored.
         problems: what the index names but cannot be there.
+        shadow_copies, shadow_bytes: copies of tensors that ranks keep in their own files (`ShadowKey`), and bytes of
+            their items; they are in the sizes of files, and in nothing else here.
     """
 
     path: str
@@ -160,6 +162,8 @@ class CheckpointSummary:
     groups: tuple[GroupRow, ...]
     arguments: dict[str, Any]
     problems: tuple[str, ...]
+    shadow_copies: int = 0
+    shadow_bytes: int = 0
 
 
 def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
@@ -394,6 +398,8 @@ def summarize(index: CheckpointIndex) -> CheckpointSummary:
     config = read_config(directory)
     files = file_rows(index)
     per_rank = rank_balance(files)
+    copies = [index.tensors[key] for key in index.shadow_copies()]
+    index = index.without_shadow_copies()
     mean = sum(per_rank.values()) / len(per_rank) if per_rank else 0
     groups = _groups(index)
     model = [row for row in groups if not row.group.startswith("optimizer")]
@@ -424,4 +430,6 @@ def summarize(index: CheckpointIndex) -> CheckpointSummary:
         groups=groups,
         arguments=arguments if isinstance(arguments, dict) else {},
         problems=(*index.problems, *missing),
+        shadow_copies=len(copies),
+        shadow_bytes=sum(chunk.item.length for entry in copies for chunk in entry.chunks),
     )

@@ -100,6 +100,21 @@ def test_ranks_that_disagree_are_named(drawn: list[tuple[tuple[int, ...], list[B
         check_plans([*_plans(tensors, 1), builder.build()])
 
 
+def test_a_shadow_copy_need_not_be_complete() -> None:
+    whole = ((4, 4), [Box((0, 0), (2, 4)), Box((2, 0), (2, 4))])
+    part = ((4, 4), [Box((2, 0), (2, 4))])
+    check_plans(_plans({"w": whole, "__shadow_1__w": part, "__shadow_2__w": whole}, 3))
+    check_plans(_plans({"__shadow_1__w": part, "w": whole}, 1))
+    for wrong, message in (
+        ({"w": part, "__shadow_1__w": whole}, "^w: element"),
+        ({"w": whole, "__shadow_1__v": part}, "^__shadow_1__v: rank 0 saves a shadow copy of a tensor that no rank"),
+        ({"w": whole, "__shadow_1__w": ((2, 4), [Box((0, 0), (2, 4))])}, "^__shadow_1__w: rank 0 .*, rank 0 float32"),
+        ({"w": whole, "__shadow_1__w": ((4, 4), [Box((3, 0), (2, 4))])}, r"^__shadow_1__w: .* does not lie inside"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            check_plans(_plans(wrong, 1))
+
+
 def test_no_plan_at_all_is_in_order() -> None:
     check_plans([])
     check_plans([LocalPlanBuilder().build()] * 2)
