@@ -1,6 +1,7 @@
 """Run a training script with `install()` in force, without a change to the script:
 
     torchrun ... -m mcore_ckpt.launch pretrain_gpt.py --ckpt-format torch_dist ...
+    torchrun ... --no-python mcore-ckpt launch pretrain_gpt.py --ckpt-format torch_dist ...
 
 The script runs as `__main__`, with its own folder first on the path and its arguments untouched, as `python script.py`
 would run it; `-m package.module` runs a module. Options come from `MCORE_CKPT_*` variables.
@@ -16,11 +17,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_ckpt.core.errors import OptionError, UnsupportedMegatronError
+from mcore_ckpt.core.version import __version__
 
 USAGE = (
     "usage: python -m mcore_ckpt.launch SCRIPT [arguments ...]\n"
-    "       python -m mcore_ckpt.launch -m MODULE [arguments ...]"
+    "       python -m mcore_ckpt.launch -m MODULE [arguments ...]\n"
+    "       python -m mcore_ckpt.launch --help | --version"
 )
+HELP = f"""{USAGE}
+
+Run a training script with mcore_ckpt.install() in force, without a change to the script.
+`mcore-ckpt launch` is the same.
+
+options are environment variables, one for each field of SaveOptions and LoadOptions:
+  MCORE_CKPT_ON_FAILURE=warn    a failed async save logs a warning, and training continues
+  MCORE_CKPT_ON_DAMAGED=go_back a damaged checkpoint is replaced by the newest complete one of the run
+
+examples:
+  torchrun --nproc-per-node 8 -m mcore_ckpt.launch pretrain_gpt.py \\
+      --ckpt-format torch_dist --async-save --use-persistent-ckpt-worker ...
+
+exit codes: those of the script; 2 if there is no script, or install() is impossible"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,9 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_module = bool(words) and words[0] == "-m"
     target = words[1:] if as_module else words
-    if not target or (not as_module and target[0] in ("-h", "--help")):
+    if not target:
         print(USAGE, file=sys.stderr)  # noqa: T201  (a command's usage)
         return 2
+    if not as_module and target[0] in ("-h", "--help", "--version"):
+        print(f"mcore_ckpt {__version__}" if target[0] == "--version" else HELP)  # noqa: T201
+        return 0
     if not as_module and not Path(target[0]).exists():
         print(f"mcore_ckpt.launch: there is no script {target[0]!r} in {Path.cwd()}", file=sys.stderr)  # noqa: T201
         return 2

@@ -24,10 +24,10 @@ _SLICE = re.compile(r"^-?\d*(?::-?\d*(?::\d*)?)?$|^\.\.\.$")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("checkpoint", help="directory of the checkpoint, or one with a tracker file")
-    parser.add_argument("key", help="of a tensor or an object; a part that only one key has will do")
+    parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
+    parser.add_argument("key", metavar="KEY", help="of a tensor or an object; a part that only one key has will do")
     parser.add_argument("--slice", metavar="SLICE", help="of a tensor, as in numpy: '0:4, :' or '..., -1'")
-    parser.add_argument("--head", type=int, default=10, metavar="N", help="elements to show (10)")
+    parser.add_argument("--head", type=int, default=10, metavar="N", help="elements to show (default: 10)")
     parser.add_argument("--stats", action="store_true", help="read the whole tensor: min, max, mean, std, norm, NaNs")
     parser.add_argument("--npy", metavar="FILE", help="write the tensor, or the slice, as a numpy file")
 

@@ -6,9 +6,9 @@ import argparse
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.commands._shell import Outcome, numbers, one_line, table
+from mcore_ckpt.commands._shell import Outcome, add_dry_run, numbers, one_line, table
 from mcore_ckpt.core.errors import CheckpointError, OptionError
-from mcore_ckpt.reshard.options import ConversionOptions, flag_of, help_of, kinds_of
+from mcore_ckpt.reshard.options import ConversionOptions, flags_of, help_of, kinds_of
 
 if TYPE_CHECKING:
     from mcore_ckpt.reshard.conversion import ConversionReport
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def add_options(parser: argparse.ArgumentParser, options: type[ConversionOptions], direction: str = "") -> None:
     """Declare an argument for each option; those of some kinds alone stand under `with DIRECTION KIND, ...`."""
     groups: dict[tuple[str, ...], Any] = {(): parser}
-    parser.add_argument("--dry-run", action="store_true", help="show each tensor's source and transform; write nothing")
+    add_dry_run(parser, "show each tensor's source and transform; write nothing")
     for option in fields(options):
         kinds = kinds_of(options, option.name)
         if kinds not in groups:
@@ -31,7 +31,10 @@ def add_options(parser: argparse.ArgumentParser, options: type[ConversionOptions
             how["metavar"] = option.metadata["metavar"]
             if str(option.type).startswith("int") and not option.name.endswith("_bytes"):
                 how["type"] = int
-        groups[kinds].add_argument(flag_of(option), **how)
+        groups[kinds].add_argument(*flags_of(option), **how)
+    parser.add_argument(  # its name of old
+        "--drop", dest="drop_optimizer", choices=("optimizer",), help=argparse.SUPPRESS
+    )
 
 
 def given_options(arguments: argparse.Namespace, options: type[ConversionOptions]) -> dict[str, Any]:
@@ -68,16 +71,16 @@ def notes_of(report: ConversionReport) -> list[str]:
 
 
 def require_check(dry_run: bool) -> None:
-    """Raise `OptionError`, before anything is written, where `--check` cannot be done."""
+    """Raise `OptionError`, before anything is written, where `--check-logits` cannot be done."""
     from mcore_ckpt.models.logits import require_packages
 
     if dry_run:
-        raise OptionError("--check runs the model that is written; with --dry-run there is none")
+        raise OptionError("--check-logits runs the model that is written; with --dry-run there is none")
     require_packages()
 
 
 def checked_outcome(report: ConversionReport, text: str, *, to_megatron: bool) -> Outcome:
-    """A conversion that was made, and then compared with its source by logits (`--check`)."""
+    """A conversion that was made, and then compared with its source by logits (`--check-logits`)."""
     from mcore_ckpt.models.logits import check_logits
 
     checkpoint, model = (report.target, report.source) if to_megatron else (report.source, report.target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, document_of, one_line, table
+from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, add_workers, document_of, one_line, table
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
 
@@ -21,15 +21,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="directory of a checkpoint, or one with a tracker file")
     parser.add_argument("b", metavar="B", help="the other one")
     parser.add_argument("--only", metavar="PATTERN", help="keys that match (shell pattern, or a part of the key)")
-    parser.add_argument("--keys", action="store_true", help="compare keys, shapes and dtypes, not values")
+    parser.add_argument("--keys-only", action="store_true", help="compare keys, shapes and dtypes, not values")
+    parser.add_argument("--keys", dest="keys_only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--rtol", type=float, default=0.0, metavar="X", help="relative difference that counts as none (0)"
+        "--rtol", type=float, default=0.0, metavar="X", help="relative difference that counts as none (default: 0)"
     )
     parser.add_argument(
-        "--atol", type=float, default=0.0, metavar="X", help="absolute difference that counts as none (0)"
+        "--atol", type=float, default=0.0, metavar="X", help="absolute difference that counts as none (default: 0)"
     )
     parser.add_argument("--all", action="store_true", help="list all that differ, and those that do not")
-    parser.add_argument("--workers", type=int, default=2, metavar="W", help="threads that read and compare (2)")
+    add_workers(parser, "threads that read and compare")
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         checkpoint_directory(arguments.a),
         checkpoint_directory(arguments.b),
         only=arguments.only,
-        values=not arguments.keys,
+        values=not arguments.keys_only,
         rtol=arguments.rtol,
         atol=arguments.atol,
         workers=arguments.workers,
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         lines.append(f"... and {len(shown) - limit} more tensors (--all lists them)")
     same = sum(tensor.same for tensor in report.tensors)
     verdict = "identical" if report.identical else "DIFFERENT"
-    compared = "" if arguments.keys else f", {human_bytes(report.read_bytes)} compared"
+    compared = "" if arguments.keys_only else f", {human_bytes(report.read_bytes)} compared"
     total_objects = report.objects_same + len(report.objects_differ)
     lines += ["", f"{verdict}: {same} of {len(report.tensors)} common tensors are the same"]
     lines[-1] += f", {report.objects_same} of {total_objects} common objects; {len(report.only_in_a)} keys only in A"

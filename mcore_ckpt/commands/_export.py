@@ -26,25 +26,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to",
         choices=list(ExportOptions.TAKES),
         default="safetensors",
-        help="format (safetensors); hf: a model that transformers loads, by its architecture; megatron-legacy: files "
-        "that --ckpt-format torch loads",
+        help="format; hf: a model that transformers loads, by its architecture; megatron-legacy: files that "
+        "--ckpt-format torch loads (default: safetensors)",
     )
     add_options(parser, ExportOptions, "--to")
     parser.add_argument(
-        "--check",
+        "--check-logits",
         action="store_true",
         help="with --to hf: then run both models on random tokens, and compare logits; needs transformers and "
         "megatron-core",
     )
+    parser.add_argument("--check", dest="check_logits", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Export."""
     from mcore_ckpt.models.conversions import export_checkpoint
 
-    if arguments.check:
+    if arguments.check_logits:
         if arguments.to != "hf":
-            raise OptionError(f"--check: not with --to {arguments.to}; it goes with hf")
+            raise OptionError(f"--check-logits: not with --to {arguments.to}; it goes with hf")
         require_check(arguments.dry_run)
     report = export_checkpoint(
         arguments.checkpoint,
@@ -64,4 +65,4 @@ def run(arguments: argparse.Namespace) -> Outcome:
         text += (
             f"; {len(report.left_out)} objects have no place in this format and were left out: {few(report.left_out)}"
         )
-    return checked_outcome(report, text, to_megatron=False) if arguments.check else Outcome(report, text)
+    return checked_outcome(report, text, to_megatron=False) if arguments.check_logits else Outcome(report, text)

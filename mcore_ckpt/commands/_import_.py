@@ -31,15 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="files",
         help="what SRC is: tensors under their own keys (files), a Hugging Face model, to become Megatron's (hf), one "
         "that FSDP2 has saved by DCP (dcp), or DeepSpeed as a universal checkpoint (ucp), or what a job has saved "
-        "with --ckpt-format torch (megatron-legacy)",
+        "with --ckpt-format torch (megatron-legacy); default: files",
     )
     add_options(parser, ImportOptions, "--from")
     parser.add_argument(
-        "--check",
+        "--check-logits",
         action="store_true",
         help="with --from hf: then run both models on random tokens, and compare logits; needs transformers and "
         "megatron-core",
     )
+    parser.add_argument("--check", dest="check_logits", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
@@ -47,9 +48,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.models.conversions import import_checkpoint
 
     options = given_options(arguments, ImportOptions)
-    if arguments.check:
+    if arguments.check_logits:
         if arguments.kind != "hf" or "hf_config" in options:
-            raise OptionError("--check: transformers has to load SRC as it is, so --from hf alone, without --hf-config")
+            raise OptionError("--check-logits: transformers has to load SRC: it needs --from hf, and no --hf-config")
         require_check(arguments.dry_run)
     report = import_checkpoint(
         arguments.source,
@@ -71,4 +72,4 @@ def run(arguments: argparse.Namespace) -> Outcome:
     layouts = " as ".join(part for part in (report.source_layout, report.target_layout) if part)
     what = f"{report.family} for {layouts}" if report.family else layouts
     text = "\n".join([f"{report.target}: {what}, {size} in {len(report.files)} files", *notes_of(report)])
-    return checked_outcome(report, text, to_megatron=True) if arguments.check else Outcome(report, text)
+    return checked_outcome(report, text, to_megatron=True) if arguments.check_logits else Outcome(report, text)

@@ -17,7 +17,7 @@ _EVERYTHING = ""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("checkpoint", help="directory of the checkpoint, or one with a tracker file")
+    parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
     views = parser.add_mutually_exclusive_group()
     for view, shows in (
         ("--tensors", "each tensor: shape, dtype, chunks, files, bytes"),

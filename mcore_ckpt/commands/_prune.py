@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_ckpt.commands._shell import Outcome, table
+from mcore_ckpt.commands._shell import Outcome, add_dry_run, table
 from mcore_ckpt.core.console import human_bytes
 
 
@@ -14,8 +14,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep-last", type=int, required=True, metavar="N", help="the newest N complete checkpoints stay, at least one"
     )
-    parser.add_argument("--keep-every", type=int, metavar="M", help="iterations that are multiples of M stay")
-    parser.add_argument("--yes", action="store_true", help="remove them; without it they are only listed")
+    parser.add_argument("--keep-every", type=int, metavar="N", help="iterations that are multiples of N stay")
+    what = parser.add_mutually_exclusive_group()
+    add_dry_run(what, "list what would be deleted; this is the default")
+    what.add_argument("--yes", "-y", action="store_true", help="delete them; without it they are only listed")
 
 
 def run(arguments: argparse.Namespace) -> Outcome:

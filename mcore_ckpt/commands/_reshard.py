@@ -10,7 +10,7 @@ from mcore_ckpt.commands._conversions import add_options, given_options, plan_ou
 from mcore_ckpt.commands._shell import Outcome
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.paths import local_path
-from mcore_ckpt.reshard.options import ReshardOptions
+from mcore_ckpt.reshard.options import FULLY_RESHARDABLE, ReshardOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="directory of the checkpoint, or one with a tracker file")
     parser.add_argument("target", metavar="DST", help="directory to make; must not exist yet")
     add_options(parser, ReshardOptions)
+    parser.add_argument("--optimizer", dest="optimizer_layout", choices=(FULLY_RESHARDABLE,), help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> Outcome:

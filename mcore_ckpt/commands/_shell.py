@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
+
+Container = argparse._ActionsContainer  # noqa: SLF001  (a parser, or a group of its arguments)
 
 DONE: Final = 0
 """Done, identical, or valid."""
@@ -15,6 +18,12 @@ DIFFERS: Final = 1
 FAILED: Final = 2
 """Bad usage, or something that cannot be read or written."""
 
+INTERNAL: Final = 70
+"""A mistake of this package: `EX_SOFTWARE` of sysexits.h."""
+
+INTERRUPTED: Final = 130
+"""Ctrl-C."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -23,6 +32,16 @@ class Outcome:
     document: Any
     text: str
     code: int = DONE
+
+
+def add_workers(parser: Container, what: str) -> None:
+    """Declare `--workers`."""
+    parser.add_argument("--workers", "-j", type=int, default=2, metavar="N", help=f"{what} (default: 2)")
+
+
+def add_dry_run(parser: Container, what: str) -> None:
+    """Declare `--dry-run`."""
+    parser.add_argument("--dry-run", "-n", action="store_true", help=what)
 
 
 def document_of(report: Any, **more: Any) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""`mcore-ckpt verify`: is a checkpoint complete and undamaged, and can another copy repair it?"""
+"""`mcore-ckpt verify`: is a checkpoint complete and undamaged?"""
 
 from __future__ import annotations
 
 import argparse
 
-from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, document_of, one_line
+from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, add_workers, document_of, one_line
 from mcore_ckpt.core.console import human_bytes
 
 _SHOWN = 50
@@ -17,36 +17,40 @@ _OTHER_OPTIMIZER = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("checkpoint", help="directory of the checkpoint, or one with a tracker file")
+    parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
     parser.add_argument(
-        "--repair-from",
-        metavar="OTHER",
-        help="repair what is damaged with bytes of another copy (any sharding), each checked by its checksum",
-    )
-    parser.add_argument(
-        "--accept-common-state",
-        action="store_true",
-        help="take the common state (common.pt) as it is: it was changed on purpose",
-    )
-    parser.add_argument(
-        "--optimizer",
+        "--check-optimizer",
         action="store_true",
         help="compare the optimizer's float32 weights with the model's, too: rounded, they are the same",
     )
-    parser.add_argument("--workers", type=int, default=2, metavar="W", help="threads that read and sum (2)")
+    add_workers(parser, "threads that read and sum")
+    # Names of old; `repair` has the last two.
+    parser.add_argument("--optimizer", dest="check_optimizer", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--repair-from", help=argparse.SUPPRESS)
+    parser.add_argument("--accept-common-state", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
-    """Verify, and repair if asked."""
+    """Verify."""
+    return verified(
+        arguments,
+        repair_from=arguments.repair_from,
+        accept=arguments.accept_common_state,
+        optimizer=arguments.check_optimizer,
+    )
+
+
+def verified(arguments: argparse.Namespace, *, repair_from: str | None, accept: bool, optimizer: bool) -> Outcome:
+    """Verify, after the common state was accepted as it is, and repair what is damaged; each where it is asked for."""
     from mcore_ckpt.tools.inspection import checkpoint_directory
     from mcore_ckpt.tools.verify import verify_checkpoint, verify_optimizer
 
     directory = checkpoint_directory(arguments.checkpoint)
     # Looked at first: what is wrong with it shows before the hours that a verification may take.
-    other = checkpoint_directory(arguments.repair_from) if arguments.repair_from else None
+    other = checkpoint_directory(repair_from) if repair_from else None
     shown = False if arguments.quiet else None
     accepted = None
-    if arguments.accept_common_state:
+    if accept:
         from mcore_ckpt.directory.common_file import accept_common_file
 
         accepted = accept_common_file(directory)
@@ -55,7 +59,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         from mcore_ckpt.tools.repair import repair_checkpoint
 
         report = repair_checkpoint(report, other, progress=shown)
-    if arguments.optimizer and report.whole:
+    if optimizer and report.whole:
         report = verify_optimizer(report, progress=shown)
     rate = report.read_bytes / report.seconds if report.seconds else 0
     lines = [one_line(f"{problem.kind}: {problem.message}") for problem in report.problems[:_SHOWN]]
@@ -69,7 +73,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         f"{report.records} checksums, {human_bytes(report.read_bytes)} in {report.seconds:.1f} s "
         f"({human_bytes(int(rate))}/s)" + (f"; {report.unchecked} items carry no checksum" if report.unchecked else "")
     )
-    if arguments.optimizer:
+    if optimizer:
         lines.append(
             "the optimizer was not compared with the model: other things are wrong"
             if report.compared is None

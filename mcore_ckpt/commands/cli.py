@@ -1,7 +1,8 @@
 """The `mcore-ckpt` command: what can be done with `torch_dist` checkpoints, and the runs that they belong to.
 
 Exit codes: 0 done, identical, or valid; 1 different or damaged; 2 bad usage, or something that cannot be read or
-written. Errors are one line on standard error that says what to do; `--debug` adds the traceback.
+written; 70 a mistake of this package; 130 interrupted. Errors are one line on standard error that says what to do;
+`--debug` adds the traceback.
 
 Only the module of the command that runs is imported, and it imports what it needs when it needs it, so that
 `--help` costs what Python itself costs.
@@ -15,63 +16,208 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from importlib import import_module
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
-from mcore_ckpt.commands._shell import FAILED, Outcome, document_of
+from mcore_ckpt.commands._shell import FAILED, INTERNAL, INTERRUPTED, Outcome, document_of
 from mcore_ckpt.core.errors import CheckpointError
 
-# name -> (module in mcore_ckpt.commands, what it does)
-_COMMANDS = {
-    "reshard": ("reshard", "rewrite a checkpoint for another parallel layout"),
-    "inspect": ("inspect", "what a checkpoint holds: summary, tensors, files, items, objects, HTML report"),
-    "verify": ("verify", "check structure and every record's checksum; repair from another copy"),
-    "diff": ("diff", "compare two checkpoints, whatever their sharding"),
-    "export": ("export", "write a Hugging Face model, safetensors, a torch file or a plain DCP checkpoint"),
-    "import": (
-        "import_",
-        "make a torch_dist checkpoint of a Hugging Face model, safetensors, torch files or DCP",
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """What `--help` says of a command."""
+
+    group: str  # its heading
+    purpose: str
+    examples: tuple[str, ...]  # the words behind its name
+    outcomes: tuple[str, ...] = ("done",)  # what exit codes 0 and 1 mean
+
+
+_LOOK, _CHANGE, _CONVERT, _RUN = "look", "change", "convert", "run"
+
+_COMMANDS: Final = {
+    "list": _Command(
+        _LOOK,
+        "the checkpoints of a run: which are complete, how large, how old, in which layout",
+        ("run", "run --json"),
+        ("all are complete", "one is incomplete, or the tracker file names none that is complete"),
     ),
-    "cat": ("cat", "show or extract one tensor or object"),
-    "list": ("list", "the checkpoints of a run: which are complete, how large, how old, in which layout"),
-    "copy": ("copy", "copy a checkpoint between directories and object stores"),
-    "prune": ("prune", "delete a run's old checkpoints"),
+    "inspect": _Command(
+        _LOOK,
+        "what a checkpoint holds: summary, tensors, files, items, objects, HTML report",
+        ("run/iter_0001000", "run/iter_0001000 --tensors layernorm", "run/iter_0001000 --html report.html"),
+    ),
+    "verify": _Command(
+        _LOOK,
+        "check structure and every record's checksum",
+        ("run/iter_0001000", "run/iter_0001000 --check-optimizer -j 4"),
+        ("valid", "damaged"),
+    ),
+    "cat": _Command(
+        _LOOK,
+        "show or extract one tensor or object",
+        (
+            "run/iter_0001000 decoder.final_layernorm.weight",
+            "run/iter_0001000 output_layer.weight --slice '0:4, :' --npy rows.npy",
+        ),
+    ),
+    "diff": _Command(
+        _LOOK,
+        "compare two checkpoints, whatever their sharding",
+        ("run/iter_0001000 copy/iter_0001000", "run/iter_0001000 other/iter_0001000 --only 'decoder.*' --rtol 1e-3"),
+        ("identical", "different"),
+    ),
+    "copy": _Command(
+        _CHANGE,
+        "copy a checkpoint between directories and object stores",
+        ("run/iter_0001000 s3://bucket/run/iter_0001000", "s3://bucket/run/iter_0001000 back/iter_0001000"),
+    ),
+    "repair": _Command(
+        _CHANGE,
+        "repair a damaged checkpoint from another copy",
+        ("run/iter_0001000 --from copy/iter_0001000", "run/iter_0001000 --from copy/iter_0001000 --dry-run"),
+        ("valid", "still damaged"),
+    ),
+    "prune": _Command(
+        _CHANGE,
+        "delete a run's old checkpoints",
+        ("run --keep-last 3", "run --keep-last 3 --keep-every 1000 --yes"),
+    ),
+    "reshard": _Command(
+        _CONVERT,
+        "rewrite a checkpoint for another parallel layout",
+        (
+            "run/iter_0001000 tp4/iter_0001000 --tp 4 --pp 2",
+            "run/iter_0001000 new/iter_0001000 --optimizer-layout fully_reshardable",
+            "run/iter_0001000 model/iter_0001000 --tp 1 --pp 1 --drop-optimizer --dry-run",
+        ),
+    ),
+    "export": _Command(
+        _CONVERT,
+        "write a Hugging Face model, safetensors, a torch file or a plain DCP checkpoint",
+        ("run/iter_0001000 model --to hf", "run/iter_0001000 tensors --dtype bf16 --max-shard-size 2GB"),
+        ("done", "with --check-logits: the models compute different logits"),
+    ),
+    "import": _Command(
+        _CONVERT,
+        "make a torch_dist checkpoint of a Hugging Face model, safetensors, torch files or DCP",
+        ("Llama-3.1-8B start/release --from hf --tp 4", "tensors imported/iter_0000001 --tp 2"),
+        ("done", "with --check-logits: the models compute different logits"),
+    ),
+    "launch": _Command(  # which `mcore_ckpt/__main__.py` runs, since it is no command on checkpoints
+        _RUN,
+        "run a training script under mcore_ckpt.install()",
+        ("pretrain_gpt.py --ckpt-format torch_dist",),
+        ("the script has ended",),
+    ),
 }
+_WITH_UNDERSCORE: Final = {"import"}
+_DIRECTORIES: Final = {"CKPT", "RUN", "SRC", "DST", "DIR", "A", "B"}
 
 
-def _parser(command: str | None) -> argparse.ArgumentParser:
-    """The whole parser; only `command` gets its arguments, since only its module is imported."""
+def _module(command: str) -> Any:
+    return import_module(f"mcore_ckpt.commands._{command}{'_' * (command in _WITH_UNDERSCORE)}")
+
+
+def _overview() -> str:
+    lines = [
+        "Work with torch_dist checkpoints of Megatron-Core and torch.distributed.checkpoint:",
+        "no model, no GPU, no process group.",
+    ]
+    for group in (_LOOK, _CHANGE, _CONVERT, _RUN):
+        lines += ["", f"{group}:"]
+        lines += [f"  {name:<9} {one.purpose}" for name, one in _COMMANDS.items() if one.group == group]
+    return "\n".join(lines)
+
+
+def _codes(outcomes: Sequence[str]) -> str:
+    meanings = {
+        **dict(enumerate(outcomes)),
+        FAILED: "bad usage, or something cannot be read or written",
+        INTERNAL: "a mistake of mcore_ckpt: please report it",
+        INTERRUPTED: "interrupted",
+    }
+    return "\n".join(["exit codes:", *(f"  {code:>3}  {meaning}" for code, meaning in meanings.items())])
+
+
+def _epilog(name: str) -> str:
+    examples = [f"  mcore-ckpt {name} {words}" for words in _COMMANDS[name].examples]
+    return "\n".join(["examples:", *examples, "", _codes(_COMMANDS[name].outcomes)])
+
+
+class _PrintCompletion(argparse.Action):
+    """Print a shell's completion script, made by shtab."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _namespace: Any, values: Any, _option: Any = None) -> None:
+        try:
+            import shtab
+        except ImportError:
+            parser.error("--print-completion needs shtab: pip install 'mcore-ckpt[completion]'")
+        for actions in (sub._actions for sub in _subparsers(parser)):  # noqa: SLF001  (argparse has no other way)
+            for action in actions:
+                if action.metavar in _DIRECTORIES:
+                    action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        print(shtab.complete(parser, shell=values))
+        parser.exit()
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    return [
+        sub
+        for action in parser._actions  # noqa: SLF001
+        if isinstance(action, argparse._SubParsersAction)  # noqa: SLF001
+        for sub in action.choices.values()
+    ]
+
+
+def make_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
+    """The whole parser; only `commands` get their arguments, since only their modules are imported."""
     from mcore_ckpt.core.version import __version__
 
+    raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="mcore-ckpt",
-        description="Work with torch_dist checkpoints of Megatron-Core and torch.distributed.checkpoint: no model, no "
-        "GPU, no process group.",
-        epilog="exit codes: 0 done, identical or valid; 1 different or damaged; 2 bad usage or unreadable",
+        usage="%(prog)s [--version] [--print-completion SHELL] COMMAND ...",
+        description=_overview(),
+        epilog=f"{_codes(('done, valid or identical', 'damaged or different'))}\n\n"
+        "`mcore-ckpt COMMAND --help` has options and examples.",
+        formatter_class=raw,
     )
     parser.add_argument("--version", action="version", version=f"mcore-ckpt {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.add_argument(
+        "--print-completion",
+        action=_PrintCompletion,
+        choices=("bash", "zsh", "tcsh"),
+        metavar="SHELL",
+        help="print the completion script for bash, zsh or tcsh",
+    )
+    # The description lists the commands in groups, which argparse cannot do.
+    hidden = None if len(commands) > 1 else argparse.SUPPRESS
+    added = parser.add_subparsers(prog="mcore-ckpt", dest="command", metavar="COMMAND", required=True, help=hidden)
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    common.add_argument("--quiet", "-q", action="store_true", help="no progress bar")
-    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    for name, (module, purpose) in _COMMANDS.items():
-        sentence = purpose[0].upper() + purpose[1:] + "."
-        sub = commands.add_parser(name, help=purpose, description=sentence, parents=[common])
-        if name == command:
-            import_module(f"mcore_ckpt.commands._{module}").add_arguments(sub)
+    output = common.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    output.add_argument("--quiet", "-q", action="store_true", help="no progress bar")
+    output.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    for name, one in _COMMANDS.items():
+        sentence = one.purpose[0].upper() + one.purpose[1:] + "."
+        parents = [] if name == "launch" else [common]
+        sub = added.add_parser(
+            name, help=one.purpose, description=sentence, epilog=_epilog(name), parents=parents, formatter_class=raw
+        )
+        if name in commands and name != "launch":
+            _module(name).add_arguments(sub)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    command = next((word for word in words if not word.startswith("-")), None)
-    arguments = _parser(command).parse_args(words)
+    all_of_them = any(word.startswith("--print-completion") for word in words)
+    arguments = make_parser(list(_COMMANDS) if all_of_them else words[:1]).parse_args(words)
     try:
-        run = import_module(f"mcore_ckpt.commands._{_COMMANDS[arguments.command][0]}").run
-        outcome: Outcome = run(arguments)
+        outcome: Outcome = _module(arguments.command).run(arguments)
         try:
             _show(outcome, as_json=arguments.json)
         except BrokenPipeError:
@@ -80,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return outcome.code
     except KeyboardInterrupt:
         print("mcore-ckpt: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except (CheckpointError, OSError, MemoryError) as error:
         if arguments.debug:
             raise
@@ -94,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "run again with --debug and report what it shows)",
             file=sys.stderr,
         )
-        return FAILED
+        return INTERNAL
 
 
 def _one_line(error: BaseException) -> str:

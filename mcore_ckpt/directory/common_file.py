@@ -77,7 +77,7 @@ def _other_file(storage: Storage, name: str, expected: SealedFile, got: str) -> 
         f"{directory}/{name}: expected the common state of save {shown_id(expected.save_id)} ({expected.size_bytes} "
         f"bytes, CRC-32 {expected.table_crc32:#010x}), got {got}: it is of another save, damaged, or was changed "
         "since. Restore it from another copy, or load another checkpoint. If it was changed on purpose: `mcore-ckpt "
-        f"verify --accept-common-state {shlex.quote(directory)}` takes it as it is"
+        f"repair --accept-common-state {shlex.quote(directory)}` takes it as it is"
     )
 
 

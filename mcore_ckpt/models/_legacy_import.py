@@ -420,7 +420,7 @@ def _read_optimizer(
     if lacking is not None:
         raise CorruptCheckpointError(
             f"{model.directory}: no file holds the optimizer's state of {lacking.name.key} ({lacking.where}); is "
-            f"{OPTIMIZER_FILE} missing? Without that state, take --drop optimizer"
+            f"{OPTIMIZER_FILE} missing? Without that state, take --drop-optimizer"
         )
     return masters
 
@@ -475,7 +475,7 @@ def _check_masters(payloads: FilePayloads, masters: Iterable[tuple[_Parameter, s
                     f"{payloads.index.path}: the optimizer's copy of {parameter.where} does not round to the "
                     f"parameter, in elements [{start}, {start + length}): the order of its state is not what it is "
                     "taken to be, or the weights were changed after it was saved. The model alone can be had by "
-                    "--drop optimizer"
+                    "--drop-optimizer"
                 )
 
 

@@ -98,7 +98,7 @@ def state_parts(
             if number in covered:
                 raise OptionError(
                     f"{rank.file}: two optimizers have {parameters[number].stored} by what tells their groups apart; "
-                    "such groups are not known here. Leave the optimizer's state out (--drop optimizer)"
+                    "such groups are not known here. Leave the optimizer's state out (--drop-optimizer)"
                 )
             covered.add(number)
         if is_distributed(optimizer):
@@ -114,7 +114,7 @@ def state_parts(
     if left:
         raise OptionError(
             f"{rank.file}: no group of the optimizer has {left[0]}; parameters that are not trained, and groups of "
-            "another kind, are not known here. Leave the optimizer's state out (--drop optimizer)"
+            "another kind, are not known here. Leave the optimizer's state out (--drop-optimizer)"
         )
 
 
@@ -152,7 +152,7 @@ def _group_members(
         if wanted in kinds:
             raise OptionError(
                 f"{where}: groups {kinds[wanted]} and {position} of the optimizer differ in nothing that tells "
-                "their parameters apart; leave the optimizer's state out (--drop optimizer)"
+                "their parameters apart; leave the optimizer's state out (--drop-optimizer)"
             )
         kinds[wanted] = position
         found.append([n for n, p in enumerate(parameters) if not is_buffer(p) and kind(p) == wanted])
@@ -178,14 +178,14 @@ def _plain_parts(
             count = len(numbers) if type(numbers) is list else 0
             raise OptionError(
                 f"{rank.file}: group {position} of the optimizer has {count} parameters; by its settings, "
-                f"{len(members)} of the model's belong to it. Leave the optimizer's state out (--drop optimizer)"
+                f"{len(members)} of the model's belong to it. Leave the optimizer's state out (--drop-optimizer)"
             )
         own = mains[position] if mains is not None else []
         if mains is not None and (type(own) is not list or len(own) != len(members)):
             raise OptionError(
                 f"{rank.file}: group {position} of the optimizer has copies of {len(own)} parameters, expected "
                 f"{len(members)}; parameters of other dtypes next to them are not known here. Leave the optimizer's "
-                "state out (--drop optimizer)"
+                "state out (--drop-optimizer)"
             )
         for order, (number, member) in enumerate(zip(numbers, members, strict=True)):
             states = state.get(number)
@@ -230,7 +230,7 @@ def _flat_parts(
     if not isinstance(value, dict) or value.get("buckets_coalesced") is not True:
         raise OptionError(
             f"{where}: is in the form from before February 2024 (buckets that are not joined); load it with Megatron "
-            "by --ckpt-convert-update-legacy-dist-opt-format and save it again, or leave it out (--drop optimizer)"
+            "by --ckpt-convert-update-legacy-dist-opt-format and save it again, or leave it out (--drop-optimizer)"
         )
     buffers = _buffers(value, where)
     wanted = _buffer_members(members, parameters)
@@ -307,7 +307,7 @@ def _places_of(
     raise OptionError(
         f"{where}: a buffer of {length} elements; the parameters in {rank.file}, laid out as Megatron does, take "
         f"{' or '.join(map(str, dict.fromkeys(totals)))}. Where each lies is not known; leave the optimizer's state "
-        "out (--drop optimizer)"
+        "out (--drop-optimizer)"
     )
 
 

@@ -103,7 +103,8 @@ def require_packages() -> None:
             missing.append(package)
     if missing:
         raise OptionError(
-            f"--check runs both models, and {' and '.join(missing)} is not installed: pip install {' '.join(missing)}"
+            f"--check-logits runs both models, and {' and '.join(missing)} is not installed: "
+            f"pip install {' '.join(missing)}"
         )
 
 

@@ -10,6 +10,7 @@ from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.reshard.options import ConversionOptions, option, parse_size, partition_rules, rename_rules
 from mcore_ckpt.reshard.rules import PartitionRule, RenameRule
 
+_SIZE = "default: 1; with megatron-legacy that of SRC"
 _MODEL = "dtype hf_config arch transformer_impl numbered_layers vocabulary_multiple global_batch_size"
 
 
@@ -25,20 +26,20 @@ class ImportOptions(ConversionOptions):
         "megatron-legacy": "etp dtype drop_optimizer",
     }
 
-    tp: int | None = option(None, "tensor parallel size (1; of megatron-legacy as in SRC)", metavar="N")
-    pp: int | None = option(None, "pipeline parallel size (1; of megatron-legacy as in SRC)", metavar="M")
-    ep: int | None = option(None, "expert parallel size (1; of megatron-legacy as in SRC)", metavar="K")
-    etp: int | None = option(None, "tensor parallel size of experts (as --tp)", metavar="N")
+    tp: int | None = option(None, f"tensor parallel size ({_SIZE})", metavar="N")
+    pp: int | None = option(None, f"pipeline parallel size ({_SIZE})", metavar="N")
+    ep: int | None = option(None, f"expert parallel size ({_SIZE})", metavar="N")
+    etp: int | None = option(None, "tensor parallel size of experts (default: as --tp)", metavar="N")
     rename: tuple[RenameRule, ...] = option(
         (), "file of lines: key pattern (regular expression), replacement or `-` to drop the key", metavar="RULES"
     )
     rules: tuple[PartitionRule, ...] = option(
         (), "partition rules, as for reshard; they see the new keys", metavar="FILE"
     )
-    common: str | None = option(None, "common.pt to take along (an empty one)", metavar="FILE")
+    common: str | None = option(None, "common.pt to take along (default: an empty one)", metavar="FILE")
     hf_config: str | None = option(
         None,
-        "directory with the model's config.json (SRC; dcp and ucp without it have Megatron's own names)",
+        "directory with the model's config.json (default: SRC; dcp and ucp without it have Megatron's own names)",
         metavar="DIR",
     )
     arch: str = option("auto", "the model's family; auto: as config.json says", metavar="FAMILY")
@@ -92,10 +93,10 @@ class ExportOptions(ConversionOptions):
         None, "directory to take config.json and tokenizer files from; checked against shapes", metavar="DIR"
     )
     tp: int = option(1, "tensor parallel size", metavar="N")
-    pp: int = option(1, "pipeline parallel size", metavar="M")
-    ep: int = option(1, "expert parallel size", metavar="K")
-    etp: int | None = option(None, "tensor parallel size of experts, 1 or as --tp (as --tp)", metavar="N")
-    vpp: int = option(1, "chunks of the model that each pipeline stage has", metavar="V")
+    pp: int = option(1, "pipeline parallel size", metavar="N")
+    ep: int = option(1, "expert parallel size", metavar="N")
+    etp: int | None = option(None, "tensor parallel size of experts, 1 or as --tp (default: as --tp)", metavar="N")
+    vpp: int = option(1, "chunks of the model that each pipeline stage has", metavar="N")
 
     def normal(self) -> dict[str, Any]:
         most = parse_size(self.max_shard_bytes)

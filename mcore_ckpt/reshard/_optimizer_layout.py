@@ -80,7 +80,7 @@ def convert_optimizer(
         return _from_stretches(index, common)
     raise OptionError(
         f"{index.path}: its optimizer state is {kind!r}; expected dp_reshardable or fully_sharded_model_space, which "
-        f"can be made {FULLY_RESHARDABLE}. Reshard the model alone with --drop optimizer. Nothing was written"
+        f"can be made {FULLY_RESHARDABLE}. Reshard the model alone with --drop-optimizer. Nothing was written"
     )
 
 

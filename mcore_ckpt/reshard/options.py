@@ -13,14 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Final, TypeVar
 
-from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.reshard.rules import PartitionRule, RenameRule, parse_partition_rules, parse_rename_rules, rules_in
 
 FULLY_RESHARDABLE: Final = "fully_reshardable"
 """The layout that an optimizer's state can be given."""
 
-_FACTORS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
+_PREFIXES: Final = "KMGT"
+# By the field's name. Sizes are called as in Megatron's `tools/checkpoint/convert.py`.
+_ALIASES: Final = {
+    "workers": "-j",
+    "tp": "--target-tensor-parallel-size",
+    "pp": "--target-pipeline-parallel-size",
+    "ep": "--target-expert-parallel-size",
+    "etp": "--target-expert-tensor-parallel-size",
+}
 _MIN_MEMORY_BYTES: Final = 384 * 1024**2
 """The process itself and the smallest buffers."""
 
@@ -37,29 +44,49 @@ def flag_of(described: Field[Any]) -> str:
     return str(described.metadata["flag"]) or f"--{described.name.replace('_', '-')}"
 
 
+def flags_of(described: Field[Any]) -> list[str]:
+    """All names of an option in the shell."""
+    return [name for name in (flag_of(described), _ALIASES.get(described.name)) if name]
+
+
 def help_of(described: Field[Any]) -> str:
     """What an option does, and its default."""
     default = described.default
     shown = default
     if described.name.endswith("_bytes") and isinstance(default, int):
-        shown = f"{default >> 30}G" if default % (1 << 30) == 0 else human_bytes(default)
+        shown = shown_size(default)
     plain = default is None or default == () or isinstance(default, bool)
-    return str(described.metadata["text"]) + ("" if plain else f" ({shown})")
+    return str(described.metadata["text"]) + ("" if plain else f" (default: {shown})")
 
 
 def parse_size(given: str | int, *, at_least: int = 1) -> int:
-    """Bytes, from `512M`, `2G` or a plain number (binary units); raises `OptionError`."""
+    """Bytes, from `2G` or `2GB` (`2 * 1000**3`), `2GiB` or `2Gi` (`2 * 1024**3`) or a plain number; raises
+    `OptionError`.
+    """
     text = str(given)
-    number, unit = text.strip().upper().removesuffix("B").removesuffix("I"), ""
-    if number and number[-1] in _FACTORS:
-        number, unit = number[:-1], number[-1:]
+    number, base = text.strip().upper().removesuffix("B"), 1000
+    if number.endswith("I"):
+        number, base = number[:-1], 1024
+    power = _PREFIXES.find(number[-1:]) + 1 if number else 0
     try:
-        value = int(float(number) * _FACTORS[unit])
+        value = int(float(number[:-1] if power or base == 1024 else number) * base**power)
     except (ValueError, OverflowError):
         value = -1
     if value < at_least:
-        raise OptionError(f"size {text!r}: expected a number with K, M, G or T, and at least {human_bytes(at_least)}")
+        raise OptionError(
+            f"size {text!r}: expected a number such as 512M (512 * 1000**2) or 512MiB (512 * 1024**2), and at least "
+            f"{shown_size(at_least)}"
+        )
     return value
+
+
+def shown_size(size_bytes: int) -> str:
+    """A size as `parse_size` takes it: `5GB`, `384MiB`."""
+    for base, unit in ((1000, "B"), (1024, "iB")):
+        for power in range(len(_PREFIXES), 0, -1):
+            if size_bytes and size_bytes % base**power == 0:
+                return f"{size_bytes // base**power}{_PREFIXES[power - 1]}{unit}"
+    return str(size_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +98,9 @@ class ConversionOptions:
     dtype: str | None = option(
         None, "convert the model's floating-point tensors: bf16, fp16, fp32, or torch's names", metavar="TYPE"
     )
-    drop_optimizer: bool = option(False, "leave the optimizer's state out", flag="--drop", choices=("optimizer",))
-    workers: int = option(2, "threads, and tensors in progress at once", metavar="W")
-    memory_bytes: int = option(1024**3, "memory to stay within, e.g. 512M", flag="--memory", metavar="SIZE")
+    drop_optimizer: bool = option(False, "leave the optimizer's state out")
+    workers: int = option(2, "threads, and tensors in progress at once", metavar="N")
+    memory_bytes: int = option(1024**3, "memory to stay within, e.g. 512MiB", flag="--memory", metavar="SIZE")
     verify: bool = option(True, "compare DST with SRC by checksum before it appears, if DST is a checkpoint")
     restart: bool = option(False, "throw away what an interrupted run has left, instead of resuming it")
 
@@ -113,10 +140,10 @@ class ReshardOptions(ConversionOptions):
     TAKES: ClassVar[Mapping[str, str]] = {}
 
     tp: int | None = option(None, "tensor parallel size", metavar="N")
-    pp: int | None = option(None, "pipeline parallel size", metavar="M")
-    ep: int = option(1, "expert parallel size", metavar="K")
-    etp: int | None = option(None, "tensor parallel size of experts; by default as --tp", metavar="N")
-    dp: int | None = option(None, "spread chunks over so many data parallel ranks", metavar="D")
+    pp: int | None = option(None, "pipeline parallel size", metavar="N")
+    ep: int = option(1, "expert parallel size", metavar="N")
+    etp: int | None = option(None, "tensor parallel size of experts (default: as --tp)", metavar="N")
+    dp: int | None = option(None, "spread chunks over so many data parallel ranks", metavar="N")
     like: str | None = option(
         None, "take axes (without --tp and --pp: chunks and files) from this checkpoint", metavar="CKPT"
     )
@@ -125,7 +152,7 @@ class ReshardOptions(ConversionOptions):
     )
     merge: bool = option(False, "one file for each rank, instead of one for each rank and worker")
     only: str | None = option(None, "keys to carry (shell pattern, or a part of the key)", metavar="PATTERN")
-    optimizer: str | None = option(
+    optimizer_layout: str | None = option(
         None,
         "give the optimizer's state this layout, which loads under any division of the model",
         choices=(FULLY_RESHARDABLE,),

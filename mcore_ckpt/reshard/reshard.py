@@ -56,9 +56,9 @@ def plan_reshard(
     payloads: StoredPayloads = StoredPayloads(source)
     try:
         converted = None
-        if options.optimizer is not None:
-            if options.optimizer != FULLY_RESHARDABLE:
-                raise OptionError(f"optimizer {options.optimizer}: expected {FULLY_RESHARDABLE}")
+        if options.optimizer_layout is not None:
+            if options.optimizer_layout != FULLY_RESHARDABLE:
+                raise OptionError(f"optimizer {options.optimizer_layout}: expected {FULLY_RESHARDABLE}")
             if options.drop_optimizer:
                 raise OptionError("the optimizer's state can be left out or change its layout, not both")
             check_tiled(source, source.tensors)
@@ -106,7 +106,7 @@ def _target_layout(options: ReshardOptions) -> TargetLayout | None:
         raise OptionError("--tp and --pp belong together: give both (1 is a size too)")
     if tp is not None and pp is not None:
         return TargetLayout(tp, pp, options.ep, options.etp, options.dp)
-    if options.like is None and options.optimizer is None:
+    if options.like is None and options.optimizer_layout is None:
         raise OptionError("no target layout: give --tp N --pp M, or --like CKPT")
     if options.ep != 1 or options.etp is not None or options.dp is not None:
         raise OptionError("--ep, --etp and --dp need --tp and --pp: --like alone takes its layout over as it is")
@@ -207,11 +207,11 @@ def _refuse_fixed_optimizer(source: CheckpointIndex, common: Mapping[str, Any], 
         f"{source.path}: its optimizer state is {kind!r}, flat buckets of {was}, which cannot be divided for TP "
         f"{layout.tp} PP {layout.pp} EP {layout.ep}. "
         + (
-            f"With --optimizer {FULLY_RESHARDABLE} they become tensors that can; or reshard"
+            f"With --optimizer-layout {FULLY_RESHARDABLE} they become tensors that can; or reshard"
             if kind == "dp_reshardable"
             else "Reshard"
         )
-        + " the model alone with --drop optimizer. Nothing was written"
+        + " the model alone with --drop-optimizer. Nothing was written"
     )
 
 

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from mcore_ckpt.commands.cli import main
+import mcore_ckpt
+from mcore_ckpt.commands.cli import main, make_parser
+from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.reshard.options import parse_size, shown_size
 from tests.support.model_like import write_model
 
-COMMANDS = ["reshard", "inspect", "verify", "diff", "export", "import", "cat", "list", "copy", "prune"]
+COMMANDS = ["list", "inspect", "verify", "cat", "diff", "copy", "repair", "prune", "reshard", "export", "import"]
 ROOT = Path(__file__).resolve().parents[2]
+LONG = (
+    "--target-tensor-parallel-size 2 --target-pipeline-parallel-size 3 --target-expert-parallel-size 4 "
+    "--target-expert-tensor-parallel-size 2"
+)
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    """What the command takes a line for."""
+    return make_parser(words[:1]).parse_args(words)
 
 
 def imported_by(arguments: list[str]) -> set[str]:
@@ -54,12 +68,130 @@ def test_every_command_is_listed_and_explains_itself(capsys: pytest.CaptureFixtu
         main(["--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    for command in COMMANDS:
-        assert f"    {command}" in shown
+    listed = [line.split() for line in shown.split("options:")[0].splitlines()[4:] if line]
+    assert [words[0] for words in listed if len(words) > 1] == [*COMMANDS, "launch"]
+    assert [words[0] for words in listed if len(words) == 1] == ["look:", "change:", "convert:", "run:"]
     for command in COMMANDS:
         with pytest.raises(SystemExit):
             main([command, "--help"])
-        assert f"usage: mcore-ckpt {command}" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert f"usage: mcore-ckpt {command}" in shown
+        assert "exit codes:\n    0  " in shown
+        examples = [line.strip() for line in shown.splitlines() if line.startswith(f"  mcore-ckpt {command} ")]
+        assert len(examples) >= 2
+        for example in examples:
+            assert parsed(*shlex.split(example)[1:]).command == command
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("verify c --optimizer", "verify c --check-optimizer"),
+        ("diff a b --keys", "diff a b --keys-only"),
+        ("reshard a b --optimizer fully_reshardable", "reshard a b --optimizer-layout fully_reshardable"),
+        ("export a b --to hf --check", "export a b --to hf --check-logits"),
+        ("import a b --from hf --check", "import a b --from hf --check-logits"),
+        ("prune r --keep-last 1 --yes", "prune r --keep-last 1 -y"),
+        ("reshard a b --tp 2 --pp 3 --ep 4 --etp 2 --workers 5 --dry-run", f"reshard a b {LONG} -j 5 -n"),
+    ],
+)
+def test_a_short_a_long_and_a_former_name_are_one_option(old: str, new: str) -> None:
+    assert parsed(*old.split()) == parsed(*new.split())
+
+
+def test_former_names_work_and_are_not_shown(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    assert parsed("reshard", "a", "b", "--drop", "optimizer").drop_optimizer
+    assert main(["verify", str(checkpoint), "--repair-from", str(checkpoint)]) == 0
+    capsys.readouterr()
+    hidden = {"verify": "--repair-from", "reshard": "--drop ", "diff": "--keys ", "export": "--check "}
+    for command, former in hidden.items():
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert former not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "size_bytes"),
+    [
+        ("5G", 5 * 1000**3),
+        ("5GB", 5 * 1000**3),
+        ("5GiB", 5 * 1024**3),
+        ("5gi", 5 * 1024**3),
+        ("1.5M", 1_500_000),
+        ("123", 123),
+        (" 7 KiB ", 7168),
+    ],
+)
+def test_sizes_mean_what_they_say(given: str, size_bytes: int) -> None:
+    assert parse_size(given) == size_bytes
+
+
+@pytest.mark.parametrize("given", ["", "i", "5i", "G", "-1G", "five", "5X", "nan", "inf"])
+def test_a_size_that_is_none_is_refused(given: str) -> None:
+    with pytest.raises(OptionError, match="expected a number such as 512M"):
+        parse_size(given)
+
+
+@pytest.mark.parametrize("size_bytes", [1, 1000, 1024, 5 * 1000**3, 384 * 1024**2, 1234567])
+def test_a_shown_size_reads_back(size_bytes: int) -> None:
+    assert parse_size(shown_size(size_bytes)) == size_bytes
+
+
+def test_a_mistake_of_ours_is_no_bad_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(_arguments: object) -> None:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr("mcore_ckpt.commands._list.run", fail)
+    assert main(["list", "x"]) == 70
+    assert "RuntimeError: a mistake (this should not happen" in capsys.readouterr().err
+
+
+def test_a_repair_that_is_tried_out_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path / "c")
+    write_model(tmp_path / "copy")
+    damaged = tmp_path / "c" / "__0_0.distcp"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    before = damaged.read_bytes()
+    words = ["repair", str(tmp_path / "c"), "--from", str(tmp_path / "copy")]
+    assert main([*words, "-n"]) == 1
+    assert "nothing was written" in capsys.readouterr().out
+    assert damaged.read_bytes() == before
+    assert main(words) == 0
+    assert main(["verify", str(tmp_path / "c")]) == 0
+    assert main(words[:2]) == 2
+    assert "--from OTHER" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["mcore_ckpt", "launch"], ["mcore_ckpt.launch"]], ids=" ".join)
+def test_launch_explains_itself(command: list[str]) -> None:
+    def run(*words: str) -> tuple[int, str, str]:
+        line = [sys.executable, "-m", *command, *words]
+        ended = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=60)
+        return ended.returncode, ended.stdout, ended.stderr
+
+    code, shown, complaints = run("--help")
+    assert (code, complaints) == (0, "")
+    assert "usage: python -m mcore_ckpt.launch SCRIPT" in shown
+    assert run("--version") == (0, f"mcore_ckpt {mcore_ckpt.__version__}\n", "")
+    code, shown, complaints = run()
+    assert (code, shown) == (2, "")
+    assert "usage: python -m mcore_ckpt.launch SCRIPT" in complaints
+
+
+def test_a_shell_completes_commands_and_options(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mcore_ckpt", "--print-completion", "bash"]
+    script = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=True).stdout
+    (tmp_path / "completion").write_text(script)
+
+    def completed(*words: str) -> set[str]:
+        quoted = " ".join(map(shlex.quote, words))
+        state = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}"
+        line = f"source {tmp_path}/completion; {state}; _shtab_mcore_ckpt; echo ${{COMPREPLY[@]}}"
+        return set(subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout.split())
+
+    assert completed("mcore-ckpt", "re") == {"repair", "reshard"}
+    assert completed("mcore-ckpt", "reshard", "--opt") == {"--optimizer-layout"}
+    assert "hf" in completed("mcore-ckpt", "export", "--to", "")
 
 
 @pytest.mark.parametrize(

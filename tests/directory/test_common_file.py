@@ -134,7 +134,7 @@ def test_a_listing_that_lags_behind_keeps_no_sums_of_the_save_before(a: Path, mo
 def test_what_was_changed_on_purpose_is_accepted(a: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change_with_torch(a, a)
     assert main(["verify", str(a)]) == 1
-    assert main(["verify", str(a), "--accept-common-state"]) == 0
+    assert main(["repair", str(a), "--accept-common-state"]) == 0
     assert f"accepted as it is: {COMMON_FILE}" in capsys.readouterr().out
     assert load_common(a)["args"] == {"lr": 1e-4}
     assert read_index(a).seal is not None

@@ -147,7 +147,7 @@ def test_rename_only_drop_and_dtype(checkpoint: Path, tmp_path: Path) -> None:
     rules.write_text(
         "# to another library's names\n^decoder\\.layers\\.(\\d+)\\.  model.layers.\\1.\noutput_layer  -\n"
     )
-    arguments = ["--rename", str(rules), "--drop", "optimizer", "--dtype", "fp32"]
+    arguments = ["--rename", str(rules), "--drop-optimizer", "--dtype", "fp32"]
     assert main(["export", str(checkpoint), str(tmp_path / "e"), *arguments, "-q"]) == 0
     found = read_by_definition(tmp_path / "e" / "model.safetensors")
     expected = {

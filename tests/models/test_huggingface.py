@@ -522,7 +522,7 @@ def change_arguments(checkpoint: Path, **changed: Any) -> None:
     common = torch.load(checkpoint / "common.pt", weights_only=False)
     vars(common["args"]).update(changed)
     torch.save(common, checkpoint / "common.pt")
-    assert main(["verify", "--accept-common-state", str(checkpoint), "-q"]) == 0
+    assert main(["repair", "--accept-common-state", str(checkpoint), "-q"]) == 0
 
 
 def test_the_vocabulary_is_as_stored_where_nothing_tells_it(model: Path, tmp_path: Path) -> None:
@@ -541,14 +541,14 @@ def test_the_vocabulary_is_as_stored_where_nothing_tells_it(model: Path, tmp_pat
 def test_what_a_check_needs_is_found_out_before_anything_is_written(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["import", str(model), str(tmp_path / "target"), "--from", "hf", "--check"]
+    command = ["import", str(model), str(tmp_path / "target"), "--from", "hf", "--check-logits"]
     monkeypatch.setattr(logits, "_NEEDED", {"torch": "torch", "no_such.package": "no-such-package"})
     assert main(command) == 2
     assert "no-such-package is not installed: pip install no-such-package" in capsys.readouterr().err
     assert main([*command, "--dry-run"]) == 2
     assert "with --dry-run there is none" in capsys.readouterr().err
-    assert main(["import", *command[1:3], "--check"]) == 2
-    assert "so --from hf alone" in capsys.readouterr().err
+    assert main(["import", *command[1:3], "--check-logits"]) == 2
+    assert "it needs --from hf" in capsys.readouterr().err
     assert not (tmp_path / "target").exists()
 
 
@@ -558,7 +558,7 @@ def test_a_model_that_memory_does_not_hold_is_written_and_not_checked(
     monkeypatch.setattr(logits, "_NEEDED", {})
     monkeypatch.setattr(logits, "free_host_bytes", lambda: 1024**2)
     target = tmp_path / "target"
-    assert main(["import", str(model), str(target), "--from", "hf", "--check"]) == 2
+    assert main(["import", str(model), str(target), "--from", "hf", "--check-logits"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"mcore-ckpt: {target} was written, but not checked: the models run in float32, which takes")
     assert said.count("\n") == 1

@@ -315,7 +315,7 @@ def test_a_user_can_check_a_conversion_of_his_own(
     that is run with other settings."""
     source = str(models / "gpt-oss-mxfp4" / "hf")
     words = ["import", source, str(tmp_path / "imported"), "--from", "hf", "--tp", "2", "--numbered-layers"]
-    assert main([*words, "--dtype", "bf16", "--check", "--json"]) == 0
+    assert main([*words, "--dtype", "bf16", "--check-logits", "--json"]) == 0
     check = json.loads(capsys.readouterr().out)["check"]
     assert check["same"]
     assert check["scale"] > 1
@@ -325,7 +325,7 @@ def test_a_user_can_check_a_conversion_of_his_own(
     rename = [RenameRule(re.compile("^"), "module.")]
     import_checkpoint(tmp_path / "files", tmp_path / "nemo" / "weights", rename=rename)
     words = ["export", str(tmp_path / "nemo"), str(tmp_path / "nemo-hf"), "--hf-config", str(models / "llama" / "hf")]
-    assert main([*words, "--to", "hf", "--check"]) == 0
+    assert main([*words, "--to", "hf", "--check-logits"]) == 0
     assert ": the same model" in capsys.readouterr().out
 
     config = json.loads((models / "llama" / "hf" / "config.json").read_text())
@@ -338,7 +338,7 @@ def test_a_user_can_check_a_conversion_of_his_own(
     common = torch.load(tmp_path / "silent" / "common.pt", weights_only=False)
     del common["args"].rotary_base
     torch.save(common, tmp_path / "silent" / "common.pt")
-    assert main(["verify", "--accept-common-state", checkpoint, "-q"]) == 0
+    assert main(["repair", "--accept-common-state", checkpoint, "-q"]) == 0
     other = ["--hf-config", str(tmp_path / "other")]
-    assert main(["export", checkpoint, str(tmp_path / "exported"), "--to", "hf", "--check", *other]) == 1
+    assert main(["export", checkpoint, str(tmp_path / "exported"), "--to", "hf", "--check-logits", *other]) == 1
     assert "NOT the same model" in capsys.readouterr().out

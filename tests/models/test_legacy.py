@@ -334,7 +334,7 @@ def test_ranks_files_become_whole_tensors(
 def test_another_layout_and_the_model_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = Model(2, 2, torch.bfloat16)
     source = model.save(tmp_path / "iter_0000007", "distributed")
-    arguments = [str(source), str(tmp_path / "target"), "--from", "megatron-legacy", "--drop", "optimizer"]
+    arguments = [str(source), str(tmp_path / "target"), "--from", "megatron-legacy", "--drop-optimizer"]
     assert main(["import", *arguments, "--tp", "4", "--pp", "1", "--dry-run"]) == 0
     assert not (tmp_path / "target").exists()
     lines = capsys.readouterr().out.splitlines()

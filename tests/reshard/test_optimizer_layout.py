@@ -135,7 +135,7 @@ def expected_of(saved: Saved) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("layout", [{}, {"tp": 1, "pp": 1}, {"tp": 4, "pp": 1, "dp": 2}], ids=str)
 def test_buckets_become_tensors_of_the_parameters_shapes(tmp_path: Path, layout: dict[str, Any]) -> None:
     saved = saved_with_buckets(tmp_path / "saved")
-    reshard_checkpoint(saved.path, tmp_path / "made", optimizer="fully_reshardable", **layout)
+    reshard_checkpoint(saved.path, tmp_path / "made", optimizer_layout="fully_reshardable", **layout)
     made = read_all(tmp_path / "made")
     expected = expected_of(saved)
     assert made.keys() == expected.keys()
@@ -167,23 +167,23 @@ def test_without_the_conversion_buckets_of_another_layout_are_refused_by_its_nam
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = saved_with_buckets(tmp_path / "saved")
-    with pytest.raises(OptionError, match="--optimizer fully_reshardable"):
+    with pytest.raises(OptionError, match="--optimizer-layout fully_reshardable"):
         reshard_checkpoint(saved.path, tmp_path / "made", tp=1, pp=1)
-    arguments = ["reshard", str(saved.path), str(tmp_path / "made"), "--optimizer", "fully_reshardable"]
+    arguments = ["reshard", str(saved.path), str(tmp_path / "made"), "--optimizer-layout", "fully_reshardable"]
     assert main([*arguments, "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "optimizer.state.exp_avg.layers.fc1" in shown
     assert "12 flat buckets become 9 tensors" in shown
     assert list(tmp_path.iterdir()) == [saved.path]
     with pytest.raises(OptionError, match="not both"):
-        reshard_checkpoint(saved.path, tmp_path / "made", optimizer="fully_reshardable", drop_optimizer=True)
+        reshard_checkpoint(saved.path, tmp_path / "made", optimizer_layout="fully_reshardable", drop_optimizer=True)
 
 
 @pytest.mark.usefixtures("known_order")
 def test_another_order_than_the_models_is_found_out_before_anything_is_written(tmp_path: Path) -> None:
     saved = saved_with_buckets(tmp_path / "saved", swap=True)
     with pytest.raises(CorruptCheckpointError, match=r"should be those of layers\.fc1 at \[1, 0, 0\], and are others"):
-        reshard_checkpoint(saved.path, tmp_path / "made", optimizer="fully_reshardable")
+        reshard_checkpoint(saved.path, tmp_path / "made", optimizer_layout="fully_reshardable")
     assert list(tmp_path.iterdir()) == [saved.path]
 
 
@@ -216,7 +216,7 @@ def test_another_model_than_the_one_that_was_saved_is_refused(
     saved = saved_with_buckets(tmp_path / "saved")
     change(conversions.parameter_orders({}))
     with pytest.raises((OptionError, CorruptCheckpointError), match=message):
-        reshard_checkpoint(saved.path, tmp_path / "made", optimizer="fully_reshardable")
+        reshard_checkpoint(saved.path, tmp_path / "made", optimizer_layout="fully_reshardable")
     assert list(tmp_path.iterdir()) == [saved.path]
 
 
@@ -233,7 +233,7 @@ def test_a_damaged_bucket_is_found_although_its_chunks_are_read_in_parts(tmp_pat
         content[position] ^= 1
         file.write_bytes(content)
         with pytest.raises(ChecksumError, match="exp_avg"):
-            reshard_checkpoint(saved.path, tmp_path / "made", optimizer="fully_reshardable", restart=True)
+            reshard_checkpoint(saved.path, tmp_path / "made", optimizer_layout="fully_reshardable", restart=True)
         content[position] ^= 1
         file.write_bytes(content)
 
@@ -333,7 +333,7 @@ def saved_with_stretches(path: Path, common: Mapping[str, Any]) -> dict[str, tor
 def test_stretches_become_tensors_of_the_parameters_shapes(tmp_path: Path) -> None:
     optimizer = {"optimizer": SETTINGS, "param_state_sharding_type": "fully_sharded_model_space"}
     expected = saved_with_stretches(tmp_path / "saved", {"iteration": 3, "optimizer": {0: optimizer, 1: optimizer}})
-    options = {"tp": 1, "pp": 1, "optimizer": "fully_reshardable"}
+    options = {"tp": 1, "pp": 1, "optimizer_layout": "fully_reshardable"}
     reshard_checkpoint(tmp_path / "saved", tmp_path / "made", **options)
     made = read_all(tmp_path / "made")
     assert made.keys() == expected.keys()
@@ -348,7 +348,7 @@ def test_stretches_become_tensors_of_the_parameters_shapes(tmp_path: Path) -> No
 
 
 def test_what_cannot_be_converted_is_refused_by_name(tmp_path: Path) -> None:
-    options = {"tp": 1, "pp": 1, "optimizer": "fully_reshardable"}
+    options = {"tp": 1, "pp": 1, "optimizer_layout": "fully_reshardable"}
     write_checkpoint(tmp_path / "model", {"linear.weight": whole(torch.ones(2, 2))})
     with pytest.raises(OptionError, match="holds no optimizer state"):
         reshard_checkpoint(tmp_path / "model", tmp_path / "made", **options)

@@ -256,7 +256,7 @@ class TestRefusals:
         write_model(tmp_path / "s", tensors=tensors, arguments=arguments)
         reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=2, pp=1, dp=2)
         assert_same(read_all(tmp_path / "t"), tensors)
-        with pytest.raises(OptionError, match="--optimizer fully_reshardable"):
+        with pytest.raises(OptionError, match="--optimizer-layout fully_reshardable"):
             reshard_checkpoint(tmp_path / "s", tmp_path / "u", tp=1, pp=1)
         reshard_checkpoint(tmp_path / "s", tmp_path / "u", tp=1, pp=1, drop_optimizer=True)
         assert_same(read_all(tmp_path / "u"), model_tensors(optimizer=False))

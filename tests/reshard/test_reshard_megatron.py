@@ -73,7 +73,7 @@ def test_stock_megatron_loads_what_was_resharded(tmp_path: Path, chosen: str) ->
         resharded[name] = replace(saved[name], layout=case.loaded, directory=target)
         sizes = [f"--tp={case.loaded.tensor}", f"--pp={case.loaded.pipeline}", f"--ep={case.loaded.expert}", "--etp=1"]
         sizes = sizes if case.shape.experts else sizes[:2]
-        sizes += ["--optimizer=fully_reshardable"] if case.flat_buckets else []
+        sizes += ["--optimizer-layout=fully_reshardable"] if case.flat_buckets else []
         assert main(["reshard", str(saved[name].checkpoint), str(resharded[name].checkpoint), *sizes, "-q"]) == 0
         (target / "reference").symlink_to(saved[name].reference)
         assert verify_checkpoint(resharded[name].checkpoint).whole

@@ -139,7 +139,7 @@ def test_tolerance_and_keys_only(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(arguments) == 1
     assert main([*arguments, "--atol", "0.01"]) == 0
     assert main([*arguments, "--rtol", "0.0001"]) == 1
-    assert main([*arguments, "--keys"]) == 0
+    assert main([*arguments, "--keys-only"]) == 0
     capsys.readouterr()
 
 

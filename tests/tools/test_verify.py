@@ -204,7 +204,7 @@ class TestRepair:
         item = item_of(checkpoint)
         flip(checkpoint, item, item.length // 2)
         flip(checkpoint, item, item.length - 60)
-        assert main(["verify", str(checkpoint), "--repair-from", str(copy)]) == 0
+        assert main(["repair", str(checkpoint), "--from", str(copy)]) == 0
         assert f"repaired: {KEY}" in capsys.readouterr().out
         assert_same(read_all(checkpoint), model_tensors())
         assert (checkpoint / item.file).read_bytes() == (copy / item.file).read_bytes()
@@ -399,13 +399,13 @@ def test_an_optimizers_weights_round_to_the_models(
     main_weight = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(2))
     main_weight[0, 1, 2] = torch.nan
     good = write_optimizer(tmp_path / "good", main_weight.to(dtype), main_weight)
-    assert main(["verify", str(good), "--optimizer"]) == 0
+    assert main(["verify", str(good), "--check-optimizer"]) == 0
     assert "compared with 1 tensors of the model" in capsys.readouterr().out
     weight = main_weight.to(dtype).clone()
     weight[1, 2, 3:] += 0.5
     bad = write_optimizer(tmp_path / "bad", weight, main_weight, "chained_1.optimizer.state.fp32_param.w")
     assert main(["verify", str(bad), "-q"]) == 0
-    assert main(["verify", str(bad), "--optimizer"]) == 1
+    assert main(["verify", str(bad), "--check-optimizer"]) == 1
     assert "--no-load-optim" in capsys.readouterr().out
     (problem,) = verify_checkpoint(bad, optimizer=True).problems
     assert (problem.kind, problem.fqn) == ("optimizer", "chained_1.optimizer.state.fp32_param.w")
@@ -415,7 +415,7 @@ def test_an_optimizers_weights_round_to_the_models(
     item = item_of(bad, "w", chunk=0)
     payload = (bad / item.file).read_bytes().index(weight.contiguous().view(torch.uint8).numpy().tobytes())
     flip(bad, item, payload - item.offset)
-    assert main(["verify", str(bad), "--optimizer"]) == 1
+    assert main(["verify", str(bad), "--check-optimizer"]) == 1
     assert "was not compared with the model" in capsys.readouterr().out
 
 
@@ -423,7 +423,7 @@ def test_where_the_optimizer_has_no_weights_of_its_own_it_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_optimizer(tmp_path / "c", torch.ones(3), torch.ones(3), "optimizer.state.master.w")
-    assert main(["verify", str(path), "--optimizer"]) == 0
+    assert main(["verify", str(path), "--check-optimizer"]) == 0
     assert "compared with 0 tensors of the model: it stores none" in capsys.readouterr().out
 
 
