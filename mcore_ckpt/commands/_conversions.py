@@ -38,9 +38,10 @@ def add_options(parser: argparse.ArgumentParser, options: type[ConversionOptions
 
 
 def given_options(arguments: argparse.Namespace, options: type[ConversionOptions]) -> dict[str, Any]:
-    """The options that were given, by name."""
+    """The options that were given, by name, and what every conversion takes."""
     found = {option.name: getattr(arguments, option.name) for option in fields(options)}
-    return {name: value for name, value in found.items() if value is not None}
+    shown = {"dry_run": arguments.dry_run, "progress": False if arguments.quiet else None}
+    return {**shown, **{name: value for name, value in found.items() if value is not None}}
 
 
 def plan_outcome(report: ConversionReport) -> Outcome:

@@ -51,8 +51,6 @@ def run(arguments: argparse.Namespace) -> Outcome:
         arguments.checkpoint,
         arguments.directory,
         to=arguments.to,
-        dry_run=arguments.dry_run,
-        progress=False if arguments.quiet else None,
         **given_options(arguments, ExportOptions),
     )
     if arguments.dry_run:

@@ -56,8 +56,6 @@ def run(arguments: argparse.Namespace) -> Outcome:
         arguments.source,
         arguments.target,
         kind=arguments.kind,
-        dry_run=arguments.dry_run,
-        progress=False if arguments.quiet else None,
         **options,
     )
     if arguments.dry_run:

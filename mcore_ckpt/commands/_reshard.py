@@ -32,8 +32,6 @@ def run(arguments: argparse.Namespace) -> Outcome:
     report = reshard_checkpoint(
         source,
         target,
-        dry_run=arguments.dry_run,
-        progress=False if arguments.quiet else None,
         **given_options(arguments, ReshardOptions),
     )
     if arguments.dry_run:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from types import TracebackType
 from typing import Any, TypeVar
 
 P = TypeVar("P", bound="Progress")
@@ -53,9 +52,7 @@ class Progress:
             self._task = self._bar.add_task(self._what, total=self._total_bytes)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

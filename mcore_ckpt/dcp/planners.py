@@ -28,19 +28,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorW
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from mcore_ckpt.core.boxes import Box, covers, intersect
-from mcore_ckpt.core.errors import (
-    KindMismatchError,
-    MissingKeyError,
-    OptionError,
-    PlanError,
-    ShapeMismatchError,
-)
+from mcore_ckpt.core.errors import KindMismatchError, MissingKeyError, OptionError, PlanError, ShapeMismatchError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.safe_pickle import load_object
+from mcore_ckpt.items.checks import missing_key
 from mcore_ckpt.layout.shards import box_sizes, is_main_replica, is_sharded_object, leaves, without_leaves
 from mcore_ckpt.load.dtype_conversions import check_dtype
 from mcore_ckpt.load.flattened import destination
-from mcore_ckpt.load.read_requests import check_planned, missing_key, not_held
+from mcore_ckpt.load.read_requests import check_planned, not_held
 from mcore_ckpt.save.rank_state import serialize_objects
 
 _PROPERTIES: dict[torch.dtype, TensorProperties] = {}

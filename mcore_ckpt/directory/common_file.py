@@ -19,13 +19,7 @@ from mcore_ckpt.directory.in_force import common_file_in_force, with_common_file
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.directory.target import Target
 from mcore_ckpt.format.manifest import MetadataSeal, seal_metadata, split_metadata
-from mcore_ckpt.format.metadata_read import (
-    COMMON_FILE,
-    MAX_METADATA_BYTES,
-    METADATA_FILE,
-    parse_index,
-    read_small_file,
-)
+from mcore_ckpt.format.metadata_read import COMMON_FILE, MAX_METADATA_BYTES, METADATA_FILE, parse_index, read_small_file
 from mcore_ckpt.format.seal import SealedFile, shown_id
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at

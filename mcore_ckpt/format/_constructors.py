@@ -24,13 +24,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from mcore_ckpt.core.errors import OptionError, UnsafePickleError
-from mcore_ckpt.format._pickle_machine import (
-    Budget,
-    Maker,
-    WrongArgumentsError,
-    checked_size,
-    inert_maker,
-)
+from mcore_ckpt.format._pickle_machine import Budget, Maker, WrongArgumentsError, checked_size, inert_maker
 from mcore_ckpt.format.tensor_pickle import STORAGE_KINDS, stored_storage
 
 # Where each global that a stored object may name is found, beyond torch's own; most are found under their own name.

@@ -14,17 +14,14 @@ filled in afterwards, in place. `place` says where in a file such an item may st
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
 import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
-from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.format.dtypes import dtype_entry
 from mcore_ckpt.format.tensor_pickle import tensor_pickle
 from mcore_ckpt.format.zip_records import (
@@ -238,36 +235,6 @@ def tensor_template(dtype: str, shape: tuple[int, ...]) -> TensorTemplate:
         crc_positions = _CRC_POSITIONS
     alignment = PAGE_BYTES if payload_bytes >= LARGE_TENSOR_BYTES else ITEM_ALIGNMENT
     return TensorTemplate(head, payload_bytes, tail, crc_positions, alignment)
-
-
-def encode_tensor(dtype: str, shape: tuple[int, ...], payload: Any) -> bytes:
-    """A whole item in memory, from any bytes-like payload; `ValueError` if that has not the size of the tensor."""
-    template = tensor_template(dtype, shape)
-    payload = memoryview(payload).cast("B")
-    if len(payload) != template.payload_bytes:
-        raise ValueError(
-            f"payload of a {dtype} tensor of shape {list(shape)}: expected {template.payload_bytes} bytes, "
-            f"got {len(payload)}"
-        )
-    return b"".join((template.head, payload, template.tail_with(crc32(payload))))
-
-
-# ----------------------------------------------------------------------------------------------------------- objects
-
-
-def encode_object(value: Any, pickler: Any = pickle.Pickler) -> bytes:
-    """What `torch.save(value)` would write of an object; raises `TypeError` if something of torch is in it."""
-
-    class WithoutTensors(pickler):  # type: ignore[misc]
-        def persistent_id(self, value: Any) -> None:
-            # For storages, torch.save keeps them in records of their own.
-            if type(value).__module__.partition(".")[0] == "torch":
-                raise TypeError(f"{type(value).__module__}.{type(value).__name__}: only torch.save can write it")
-
-    pickled = io.BytesIO()
-    WithoutTensors(pickled, protocol=2).dump(value)
-    layout = ArchiveLayout(pickled.getvalue(), ())
-    return layout.begin + layout.end(())
 
 
 # ---------------------------------------------------------------------------------------------------- several tensors

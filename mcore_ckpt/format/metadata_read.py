@@ -41,13 +41,7 @@ from mcore_ckpt.format._index_classes import (
 from mcore_ckpt.format._index_columns import IndexColumns, read_columns
 from mcore_ckpt.format._pickle_machine import MAX_AXES
 from mcore_ckpt.format.dtypes import DTYPE_NAMES
-from mcore_ckpt.format.index import (
-    CheckpointIndex,
-    ObjectEntry,
-    StoredChunk,
-    StoredItem,
-    TensorEntry,
-)
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.manifest import MetadataSeal, split_metadata
 from mcore_ckpt.format.safe_pickle import loads
 from mcore_ckpt.storage.resolve import storage_at
@@ -170,16 +164,10 @@ def read_config(path: str | Path) -> CheckpointConfig | None:
     return config
 
 
-def encode_config(backend: str = "torch_dist", version: int = 1) -> bytes:
+def encode_config() -> bytes:
     """The content of `metadata.json`, in Megatron's form."""
-    return json.dumps(
-        {
-            "sharded_backend": backend,
-            "sharded_backend_version": version,
-            "common_backend": "torch",
-            "common_backend_version": 1,
-        }
-    ).encode()
+    sharded = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    return json.dumps({**sharded, "common_backend": "torch", "common_backend_version": 1}).encode()
 
 
 def read_small_file(directory: Path, name: str, max_bytes: int, *, follow_links: bool = False) -> bytes:

@@ -15,13 +15,7 @@ from typing import Any, NamedTuple
 
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, UnsafePickleError
 from mcore_ckpt.format._constructors import ObjectRules
-from mcore_ckpt.format._pickle_machine import (
-    Budget,
-    Maker,
-    WrongArgumentsError,
-    inert_maker,
-    unpickle,
-)
+from mcore_ckpt.format._pickle_machine import Budget, Maker, WrongArgumentsError, inert_maker, unpickle
 from mcore_ckpt.format.safe_pickle import Opaque
 from mcore_ckpt.format.tensor_pickle import TENSOR_NAMES, FileTensor, NotPlainTensorError, stored_storage
 from mcore_ckpt.format.zip_records import Archive, ItemBytes, ZipRecord

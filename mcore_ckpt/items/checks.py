@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError
+from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, MissingKeyError
 from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, StoredItem
 from mcore_ckpt.format.item_reading import LocatedTensor
 
@@ -25,6 +25,16 @@ def item_name(fqn: str, item: StoredItem) -> str:
 def chunk_name(fqn: str, chunk: StoredChunk) -> str:
     """A tensor's item as messages name it."""
     return item_name(f"{fqn} at {list(chunk.offsets)}", chunk.item)
+
+
+def missing_key(fqn: str, where: str, keys: Iterable[str]) -> MissingKeyError:
+    """The error for a key that a checkpoint does not have; names the keys most like it."""
+    import difflib  # (seldom needed, and slow to import)
+
+    known = list(keys)
+    close = difflib.get_close_matches(fqn, known[:5000], n=3, cutoff=0.6)
+    hint = f"similar keys: {', '.join(close)}" if close else f"it has {len(known)} keys, none of them similar"
+    return MissingKeyError(f"{fqn}: {where} has no such key; {hint}")
 
 
 def check_apart(index: CheckpointIndex) -> None:

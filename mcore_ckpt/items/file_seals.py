@@ -13,14 +13,7 @@ from typing import NamedTuple
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem
-from mcore_ckpt.format.seal import (
-    FOOTER_BYTES,
-    FileFooter,
-    FileTable,
-    check_footer,
-    decode_footer,
-    decode_table,
-)
+from mcore_ckpt.format.seal import FOOTER_BYTES, FileFooter, FileTable, check_footer, decode_footer, decode_table
 from mcore_ckpt.storage.base import RangeReader
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from mcore_ckpt.core.boxes import Box, bounding, intersect, strides_of
 
@@ -22,6 +22,23 @@ CHEAP_GAP_BYTES = 32 * 1024
 
 # Bytes thrown away for each byte wanted, when gaps are not cheap each by itself.
 MAX_WASTE = 0.25
+
+
+_T = TypeVar("_T")
+
+
+def batches(things: Iterable[_T], nbytes: Callable[[_T], int], most_bytes: int) -> Iterator[list[_T]]:
+    """Things in order, cut where they have more than `most_bytes` together; a larger one stands alone."""
+    batch: list[_T] = []
+    held_bytes = 0
+    for thing in things:
+        if batch and held_bytes + nbytes(thing) > most_bytes:
+            yield batch
+            batch, held_bytes = [], 0
+        batch.append(thing)
+        held_bytes += nbytes(thing)
+    if batch:
+        yield batch
 
 
 class Extent(NamedTuple):

@@ -7,7 +7,6 @@ have to hold all of it together. A `LoadPlan` holds each stored item once, with 
 from __future__ import annotations
 
 import bisect
-import difflib
 import itertools
 import math
 from collections import Counter
@@ -25,11 +24,11 @@ from mcore_ckpt.core.errors import (
     CorruptCheckpointError,
     KindMismatchError,
     LoadError,
-    MissingKeyError,
     ShapeMismatchError,
 )
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
+from mcore_ckpt.items.checks import missing_key
 from mcore_ckpt.layout.torch_classes import torch_dtype
 from mcore_ckpt.load._columns import Columns, UsualRequest
 from mcore_ckpt.load._placement import Want, address_of, narrow
@@ -57,14 +56,6 @@ class ReadRequest(NamedTuple):
     sizes: tuple[int, ...]
     global_shape: tuple[int, ...] | None = None
     allow_partial: bool = False
-
-
-def missing_key(fqn: str, where: str, keys: Iterable[str]) -> MissingKeyError:
-    """The error for a key that a checkpoint does not have; names the keys most like it."""
-    known = list(keys)
-    close = difflib.get_close_matches(fqn, known[:5000], n=3, cutoff=0.6)
-    hint = f"similar keys: {', '.join(close)}" if close else f"it has {len(known)} keys, none of them similar"
-    return MissingKeyError(f"{fqn}: {where} has no such key; {hint}")
 
 
 def tensor_entry(fqn: str, index: CheckpointIndex) -> TensorEntry:

@@ -30,21 +30,15 @@ from mcore_ckpt.core.paths import checkpoint_path, is_supported
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.safe_pickle import load_object
-from mcore_ckpt.items.checks import check_apart
+from mcore_ckpt.items.checks import check_apart, missing_key
 from mcore_ckpt.items.file_seals import FileSeals
 from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
+from mcore_ckpt.items.ranges import batches
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._tensor_reads import TensorReads
 from mcore_ckpt.load.dtype_conversions import DtypeConversions
 from mcore_ckpt.load.item_decoding import ItemDecoder
-from mcore_ckpt.load.read_requests import (
-    LoadPlan,
-    ReadRequest,
-    check_planned,
-    missing_key,
-    stored_dtype,
-    tensor_entry,
-)
+from mcore_ckpt.load.read_requests import LoadPlan, ReadRequest, check_planned, stored_dtype, tensor_entry
 from mcore_ckpt.storage.resolve import storage_at
 
 
@@ -321,20 +315,13 @@ class FileSystemReader(StorageReader):
         if batch_bytes is None:
             yield tensors
             return
-        placed = [(self._chunk_of(read_item), read_item) for read_item in tensors]
-        placed.sort(key=lambda pair: (pair[0].item.file, pair[0].item.offset))
-        batch: list[ReadItem] = []
-        total_bytes = 0
-        for _, read_item in placed:
-            entry = tensor_entry(read_item.storage_index.fqn, self.index)
-            item_bytes = math.prod(read_item.lengths) * stored_dtype(entry).itemsize
-            if batch and total_bytes + item_bytes > batch_bytes:
-                yield batch
-                batch, total_bytes = [], 0
-            batch.append(read_item)
-            total_bytes += item_bytes
-        if batch:
-            yield batch
+        placed = [(self._chunk_of(read_item).item, read_item) for read_item in tensors]
+        placed.sort(key=lambda pair: (pair[0].file, pair[0].offset))
+        yield from batches((read_item for _, read_item in placed), self._destination_bytes, batch_bytes)
+
+    def _destination_bytes(self, read_item: ReadItem) -> int:
+        entry = tensor_entry(read_item.storage_index.fqn, self.index)
+        return math.prod(read_item.lengths) * stored_dtype(entry).itemsize
 
     def _chunk_of(self, read_item: ReadItem) -> StoredChunk:
         fqn, offsets = read_item.storage_index.fqn, tuple(read_item.storage_index.offset or ())

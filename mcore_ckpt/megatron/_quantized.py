@@ -10,11 +10,12 @@ the wide elements. They are read into scratch memory of the wide dtype and copie
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from mcore_ckpt.items.ranges import batches
 from mcore_ckpt.megatron._versions import quantized_test
 
 # Scratch that is held at once, in bytes; more only where a single tensor is larger.
@@ -37,25 +38,11 @@ def read_quantized(read: Callable[[Sequence[Any]], None], shards: Sequence[Any])
     """Fill `ShardedTensor`s whose data are quantized, each at once; `read` fills plain ones. The running maxima of
     delayed scaling (`amax`) stay: what is loaded is not what was trained on.
     """
-    for batch in _batches(shards):
+    for batch in batches(shards, lambda shard: shard.data.numel() * shard.data.dtype.itemsize, _SCRATCH_BYTES):
         scratches = [_with_scratch(shard) for shard in batch]
         read(scratches)
         for shard, scratch in zip(batch, scratches, strict=True):
             _quantize(shard.data, scratch.data)
-
-
-def _batches(shards: Sequence[Any]) -> Iterator[list[Any]]:
-    batch: list[Any] = []
-    held_bytes = 0
-    for shard in shards:
-        nbytes = shard.data.numel() * shard.data.dtype.itemsize
-        if batch and held_bytes + nbytes > _SCRATCH_BYTES:
-            yield batch
-            batch, held_bytes = [], 0
-        batch.append(shard)
-        held_bytes += nbytes
-    if batch:
-        yield batch
 
 
 def _with_scratch(shard: Any) -> Any:

@@ -29,13 +29,7 @@ from mcore_ckpt.directory.publish import write_config
 from mcore_ckpt.directory.target import write_common
 from mcore_ckpt.format.index import object_key
 from mcore_ckpt.format.manifest import MetadataSeal, split_metadata
-from mcore_ckpt.format.metadata_read import (
-    COMMON_FILE,
-    CONFIG_FILE,
-    MAX_METADATA_BYTES,
-    METADATA_FILE,
-    read_small_file,
-)
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, MAX_METADATA_BYTES, METADATA_FILE, read_small_file
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._one_save import SaveIdentity, metadata_version, note_common

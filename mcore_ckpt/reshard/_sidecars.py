@@ -12,13 +12,7 @@ from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.directory.lock import is_lock_file
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.metadata_read import (
-    COMMON_FILE,
-    CONFIG_FILE,
-    MAX_CONFIG_BYTES,
-    METADATA_FILE,
-    read_small_file,
-)
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, MAX_CONFIG_BYTES, METADATA_FILE, read_small_file
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.verify import check_file
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Final, Literal, NamedTuple
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
@@ -146,9 +145,7 @@ class RangeReader(ABC):
     def __enter__(self) -> RangeReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

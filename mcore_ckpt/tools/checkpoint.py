@@ -12,12 +12,10 @@ tensor or object is asked for.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +27,7 @@ from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.items.checks import check_apart
+from mcore_ckpt.items.checks import check_apart, missing_key
 from mcore_ckpt.tools.dtype_cast import as_numbers, carrier
 from mcore_ckpt.tools.inspection import CheckpointSummary, FileRow, checkpoint_directory, file_rows, summarize
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
@@ -125,9 +123,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def missing(self, key: str) -> MissingKeyError:
         """The error for a key that is not there."""
-        close = difflib.get_close_matches(key, list(self), n=3, cutoff=0.6)
-        hint = f"similar keys: {', '.join(close)}" if close else f"it has {len(self)} keys, none of them similar"
-        return MissingKeyError(f"{key}: the checkpoint {self.path} has no such key; {hint}")
+        return missing_key(key, f"the checkpoint {self.path}", self)
 
     def close(self) -> None:
         """Close its files; what was read stays valid."""
@@ -136,9 +132,7 @@ class Checkpoint(Mapping[str, Any]):
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

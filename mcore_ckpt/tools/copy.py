@@ -19,13 +19,7 @@ from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.directory.in_force import common_file_in_force, index_files, is_pending, with_common_files
 from mcore_ckpt.directory.lock import DirectoryLock, is_lock_file
 from mcore_ckpt.format.file_names import data_file_of
-from mcore_ckpt.format.metadata_read import (
-    COMMON_FILE,
-    MAX_METADATA_BYTES,
-    METADATA_FILE,
-    parse_index,
-    read_small_file,
-)
+from mcore_ckpt.format.metadata_read import COMMON_FILE, MAX_METADATA_BYTES, METADATA_FILE, parse_index, read_small_file
 from mcore_ckpt.storage.base import RangeReader, RangeWriter, Storage, align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.resolve import storage_at

@@ -12,7 +12,6 @@ import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -171,9 +170,7 @@ class StoredPayloads:
     def __enter__(self) -> StoredPayloads:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

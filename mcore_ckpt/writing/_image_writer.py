@@ -32,7 +32,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Final
 
 from mcore_ckpt.core.crc import crc32
@@ -355,9 +354,7 @@ class ImageWriter:
     def __enter__(self) -> ImageWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self._crew.__exit__(kind, error, traceback)
         finally:

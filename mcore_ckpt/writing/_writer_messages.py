@@ -9,6 +9,7 @@ Pickles are safe here: both ends of the socket belong to this package, and no ot
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pickle
@@ -17,16 +18,21 @@ import struct
 from collections.abc import Iterator
 from typing import Any, Final
 
-# Trainer to writer.
-BUFFER: Final = 1  # (key, size in bytes), with the staging buffer's descriptor
-FORGET_BUFFER: Final = 2  # key
-JOB: Final = 3  # (number, WriterJob without images, images or None if as before, key of the buffer, directory, umask)
-WINDOW_READY: Final = 4  # (job number, window number)
-CANCEL: Final = 5  # job number
-STOP: Final = 6  # None
-# Writer to trainer.
-ENDED: Final = 7  # (job number, JobResult or FailureReport)
-WINDOW_FREE: Final = 8  # (job number, window number)
+
+class Kind(enum.IntEnum):
+    """What a message is; with what it holds."""
+
+    # Trainer to writer.
+    BUFFER = 1  # (key, size in bytes), with the staging buffer's descriptor
+    FORGET_BUFFER = 2  # key
+    JOB = 3  # (number, WriterJob without images, images or None if as before, key of the buffer, directory, umask)
+    WINDOW_READY = 4  # (job number, window number)
+    CANCEL = 5  # job number
+    STOP = 6  # None
+    # Writer to trainer.
+    ENDED = 7  # (job number, JobResult or FailureReport)
+    WINDOW_FREE = 8  # (job number, window number)
+
 
 _HEADER: Final = struct.Struct("<BBxxI")
 _IN_MEMFD: Final = 1
@@ -84,7 +90,7 @@ class Inbox:
             stop = _HEADER.size + (0 if in_memfd else length)
             if len(self._buffer) < stop:
                 return
-            fd = self._fds.pop(0) if kind == BUFFER else None
+            fd = self._fds.pop(0) if kind == Kind.BUFFER else None
             if in_memfd:
                 with io.FileIO(self._fds.pop(0)) as memfd:
                     memfd.seek(0)

@@ -21,18 +21,7 @@ from mcore_ckpt.core.process import die_with_parent, lower_priority, until_paren
 from mcore_ckpt.core.signals import leave_signals_to_parent
 from mcore_ckpt.layout.file_image import FileImage, Fill, Window
 from mcore_ckpt.writing._status_page import StatusPage
-from mcore_ckpt.writing._writer_messages import (
-    BUFFER,
-    CANCEL,
-    ENDED,
-    FORGET_BUFFER,
-    JOB,
-    STOP,
-    WINDOW_FREE,
-    WINDOW_READY,
-    Inbox,
-    pack,
-)
+from mcore_ckpt.writing._writer_messages import Inbox, Kind, pack
 from mcore_ckpt.writing.writer_job import JobResult, Ring, WriterJob, run_job, with_images
 
 
@@ -88,29 +77,29 @@ class _Writer:
         """Act on what has arrived on the socket; on the control thread. False if the trainer has closed it."""
         self.inbox.fill()
         for kind, content, fd in self.inbox.messages():
-            if kind == BUFFER:
+            if kind == Kind.BUFFER:
                 assert fd is not None
                 key, nbytes = content
                 try:
                     self._buffers[key] = mmap.mmap(fd, nbytes)
                 finally:
                     os.close(fd)
-            elif kind == FORGET_BUFFER:
+            elif kind == Kind.FORGET_BUFFER:
                 self._buffers.pop(content, None)
-            elif kind == JOB:
+            elif kind == Kind.JOB:
                 number, job, images, key, directory, umask = content
                 self._images = self._images if images is None else images
                 job = with_images(job, self._images)
                 running = self._known[number] = _RunningJob(number)
                 self._jobs.put((running, job, self._buffers.get(key), directory, umask))
-            elif kind == WINDOW_READY:
+            elif kind == Kind.WINDOW_READY:
                 number, window = content
                 if (running_now := self._known.get(number)) is not None:
                     running_now.window_ready(window)
-            elif kind == CANCEL:
+            elif kind == Kind.CANCEL:
                 if (running_now := self._known.get(content)) is not None:
                     running_now.cancel()
-            elif kind == STOP:
+            elif kind == Kind.STOP:
                 self._jobs.put(None)
         return not self.inbox.closed
 
@@ -132,7 +121,7 @@ class _Writer:
             self._known.pop(running.number, None)
             self._status.progress("idle")
             self._status.finished(running.number)
-            self.send(ENDED, (running.number, outcome))
+            self.send(Kind.ENDED, (running.number, outcome))
 
     def send(self, kind: int, content: Any) -> None:
         message, fds, to_close = pack(kind, content)
@@ -172,7 +161,7 @@ class _Writer:
             self._status.progress("writing")
             start = ring.offset + window_number % ring.slots * ring.slot_bytes
             view[:] = memory[start : start + window.stop - window.start]
-            self.send(WINDOW_FREE, (running.number, window_number))
+            self.send(Kind.WINDOW_FREE, (running.number, window_number))
             window_number += 1
 
         return fill

@@ -27,17 +27,7 @@ from mcore_ckpt.core.process import exit_text, kernel_can_watch
 from mcore_ckpt.core.signals import signals_held_back
 from mcore_ckpt.layout.file_image import FileImage
 from mcore_ckpt.writing._status_page import StatusPage
-from mcore_ckpt.writing._writer_messages import (
-    BUFFER,
-    CANCEL,
-    FORGET_BUFFER,
-    JOB,
-    STOP,
-    WINDOW_FREE,
-    WINDOW_READY,
-    Inbox,
-    pack,
-)
+from mcore_ckpt.writing._writer_messages import Inbox, Kind, pack
 from mcore_ckpt.writing.supervised_child import TRAINING_FIRST_NICE, Job, JobWatch, SupervisedChild
 from mcore_ckpt.writing.writer_job import Ring, WriterJob, without_images
 
@@ -229,7 +219,7 @@ class _WriterChild(SupervisedChild):
         while self._inbox.fill():
             pass
         for kind, (number, content), _ in self._inbox.messages():
-            if kind != WINDOW_FREE:
+            if kind != Kind.WINDOW_FREE:
                 self._job_ended(number, content)
             elif (job := self._jobs.get(number)) is not None:
                 job.steps = content + 1
@@ -266,7 +256,7 @@ class _WriterChild(SupervisedChild):
         job, images = without_images(writer_job)
         known = len(images) == len(self._images) and all(map(operator.is_, images, self._images))
         self._images = images
-        self.send(JOB, (number, job, None if known else images, key, _working_directory(), _umask()))
+        self.send(Kind.JOB, (number, job, None if known else images, key, _working_directory(), _umask()))
 
     def send_buffer(self, buffer_fd: int) -> tuple[int, int]:
         """Have the writer map a staging buffer, unless it has; it keeps the few that were used last."""
@@ -275,11 +265,11 @@ class _WriterChild(SupervisedChild):
         known = self._buffers.pop(key, None)
         self._buffers[key] = stat.st_size
         if known != stat.st_size:
-            self.send(BUFFER, (key, stat.st_size), buffer_fd)
+            self.send(Kind.BUFFER, (key, stat.st_size), buffer_fd)
         while len(self._buffers) > _KEPT_BUFFERS:
             oldest = next(iter(self._buffers))
             del self._buffers[oldest]
-            self.send(FORGET_BUFFER, oldest)
+            self.send(Kind.FORGET_BUFFER, oldest)
         return key
 
     def forget_buffer(self, buffer_fd: int) -> None:
@@ -287,7 +277,7 @@ class _WriterChild(SupervisedChild):
         stat = os.fstat(buffer_fd)
         key = (stat.st_dev, stat.st_ino)
         if self._buffers.pop(key, None) is not None:
-            self.send(FORGET_BUFFER, key)
+            self.send(Kind.FORGET_BUFFER, key)
 
     def watch(self, number: int) -> JobWatch:
         return JobWatch(self.pid, self._page.fd, number)
@@ -296,10 +286,10 @@ class _WriterChild(SupervisedChild):
         return 0 if self.dead else self._page.bytes_written
 
     def tell(self, job: Job, step: int) -> None:
-        self.send(WINDOW_READY, (job.number, step))
+        self.send(Kind.WINDOW_READY, (job.number, step))
 
     def cancel(self, job: Job) -> None:
-        self.send(CANCEL, job.number)
+        self.send(Kind.CANCEL, job.number)
         if not job.wait(_CANCEL_DEADLINE_S):
             self.kill("it did not stop when its job was aborted")
 
@@ -310,7 +300,7 @@ class _WriterChild(SupervisedChild):
     # --- end ----------------------------------------------------------------------------------------------------------
 
     def _ask_to_stop(self) -> None:
-        self.send(STOP, None)
+        self.send(Kind.STOP, None)
 
     def _at_end(self) -> None:
         size = os.fstat(self._output_fd).st_size

@@ -19,7 +19,7 @@ import torch
 
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointError, ChecksumError, CorruptCheckpointError
-from mcore_ckpt.format.item_layout import encode_tensor, tensor_template
+from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor, locate_tensor_in, verify_records
 from mcore_ckpt.format.tensor_pickle import (
     MalformedPickleError,
@@ -29,6 +29,7 @@ from mcore_ckpt.format.tensor_pickle import (
     tensor_pickle,
 )
 from mcore_ckpt.format.zip_records import NotRangeable
+from tests.support.encoded_items import encode_tensor
 from tests.support.stored_layouts import rewritten
 from tests.support.stored_layouts import stock_item as saved
 

@@ -11,8 +11,9 @@ from mcore_ckpt.format import item_layout as item_template
 from mcore_ckpt.format._constructors import ALLOWED_OBJECT_CLASSES
 from mcore_ckpt.format._index_classes import ALLOWED_GLOBALS
 from mcore_ckpt.format.dtypes import DTYPE_NAMES, DTYPES
-from mcore_ckpt.format.item_layout import LARGE_TENSOR_BYTES, encode_tensor, tensor_template
+from mcore_ckpt.format.item_layout import LARGE_TENSOR_BYTES, tensor_template
 from mcore_ckpt.format.zip_records import END, END64, END64_LOCATOR
+from tests.support.encoded_items import encode_tensor
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 

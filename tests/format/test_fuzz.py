@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from mcore_ckpt.core.errors import CheckpointError, ChecksumError
-from mcore_ckpt.format.item_layout import encode_tensor
 from mcore_ckpt.format.item_reading import locate_tensor_in
 from mcore_ckpt.format.metadata_read import encode_config, parse_index, read_config
 from mcore_ckpt.format.safe_pickle import load_object, read_plain
@@ -31,6 +30,7 @@ from mcore_ckpt.megatron.common_state import load_common
 from mcore_ckpt.models._safetensors_files import read_safetensors
 from mcore_ckpt.target._journal import Journal
 from mcore_ckpt.target.safetensors import safetensors_header
+from tests.support.encoded_items import encode_tensor
 from tests.support.stored_layouts import rewritten
 from tests.support.stored_layouts import stock_item as saved
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mcore_ckpt.format.item_layout import encode_tensor
 from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor_in
+from tests.support.encoded_items import encode_tensor
 from tests.support.stored_layouts import stock_item as stock
 
 

@@ -10,7 +10,6 @@ import random
 import shutil
 import subprocess
 import zipfile
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -26,14 +25,13 @@ from mcore_ckpt.format.item_layout import (
     LARGE_TENSOR_BYTES,
     PAGE_BYTES,
     element_bytes,
-    encode_object,
-    encode_tensor,
     place,
     tensor_template,
 )
 from mcore_ckpt.format.item_reading import LocatedTensor, RecordSpan, locate_tensor, locate_tensor_in, verify_records
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.layout.torch_classes import torch_dtype
+from tests.support.encoded_items import encode_tensor
 from tests.support.stored_layouts import rewritten
 
 OF_THIS_TORCH = [name for name in DTYPES if torch_dtype(name)]
@@ -154,24 +152,6 @@ def test_other_dtypes_are_refused_by_name(dtype: str) -> None:
 def test_impossible_shapes_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="expected sizes >= 0 and less than"):
         tensor_template("bfloat16", shape)
-
-
-def test_an_object_is_what_torch_would_save_of_it() -> None:
-    value = {"args": Namespace(layers=2, betas=(0.9, 0.95), name=None), "step": 2**40, "bias": True, "list": [1.5, "x"]}
-    item = encode_object(value)
-    assert torch.load(io.BytesIO(item), weights_only=False) == value
-    with zipfile.ZipFile(io.BytesIO(item)) as ours, zipfile.ZipFile(io.BytesIO(saved(value))) as torchs:
-        assert ours.testzip() is None
-        assert set(ours.namelist()) <= set(torchs.namelist())
-        for name in ours.namelist():
-            assert ours.read(name) == torchs.read(name)
-    with pytest.raises(TypeError, match=r"torch\.Tensor"):
-        encode_object({"step": torch.zeros(1)})
-
-
-def test_a_payload_of_the_wrong_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected 12 bytes, got 11"):
-        encode_tensor("bfloat16", (2, 3), b"x" * 11)
 
 
 @pytest.mark.parametrize("payload_bytes", [0, 1, 63, 64, 4096, LARGE_TENSOR_BYTES - 1, LARGE_TENSOR_BYTES, 3 * GIB])

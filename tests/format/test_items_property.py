@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.format.dtypes import DTYPES
-from mcore_ckpt.format.item_layout import encode_tensor
 from mcore_ckpt.format.item_reading import locate_tensor, locate_tensor_in
 from mcore_ckpt.format.tensor_pickle import (
     MalformedPickleError,
@@ -26,6 +25,7 @@ from mcore_ckpt.format.tensor_pickle import (
     tensor_pickle,
 )
 from mcore_ckpt.format.zip_records import NotRangeable
+from tests.support.encoded_items import encode_tensor
 
 # Sizes on both sides of where the pickle's ints become longer (256, 65536), never all of them large.
 SHAPES = st.one_of(

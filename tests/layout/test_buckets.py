@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 
 from mcore_ckpt.core.errors import PlanError
-from mcore_ckpt.format.item_layout import encode_tensor
 from mcore_ckpt.layout.buckets import (
     TensorSpec,
     balance,
@@ -25,6 +24,7 @@ from mcore_ckpt.layout.plan_check import check_plans
 from mcore_ckpt.layout.plans import LocalPlan, LocalPlanBuilder, index_tensors
 from mcore_ckpt.writing.staging import BucketSource
 from mcore_ckpt.writing.staging_buffers import StagingBuffer
+from tests.support.encoded_items import encode_tensor
 from tests.support.tensor_specs import specs_of
 
 

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.format.item_layout import encode_tensor
 from mcore_ckpt.items import ranges
 from mcore_ckpt.load import _extents as extents
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
+from tests.support.encoded_items import encode_tensor
 from tests.support.stored_layouts import StoredTensor, boxes_in, stock_item, tilings, write_checkpoint
 
 _DTYPES = [

@@ -14,9 +14,9 @@ import torch
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.format.item_layout import encode_tensor
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.diff import DiffReport, TensorDiff, diff_checkpoints
+from tests.support.encoded_items import encode_tensor
 from tests.support.model_like import model_tensors, write_model
 from tests.support.stored_layouts import StoredTensor, flip_byte, write_checkpoint
 
