@@ -16,6 +16,7 @@ from mcore_ckpt.core.options import LoadOptions, SaveOptions
 if TYPE_CHECKING:
     from mcore_ckpt.dcp.planners import MCoreLoadPlanner, MCoreSavePlanner
     from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+    from mcore_ckpt.directory.retention import PruneReport, prune_run
     from mcore_ckpt.load.reader import FileSystemReader
     from mcore_ckpt.megatron.install import install, uninstall
     from mcore_ckpt.megatron.optimizer_state import load_sharded_optimizer_state
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.tools.diff import DiffReport, diff_checkpoints
     from mcore_ckpt.tools.inspection import CheckpointSummary, summarize_checkpoint
     from mcore_ckpt.tools.repair import repair_checkpoint
-    from mcore_ckpt.tools.retention import PruneReport, RunReport, list_run, prune_run
+    from mcore_ckpt.tools.run_listing import RunReport, list_run
     from mcore_ckpt.tools.verify import VerifyReport, verify_checkpoint
 
 from mcore_ckpt.core.version import __version__
@@ -46,8 +47,8 @@ _HOME = {
     "LazyTensor": "tools.checkpoint",
     "MCoreLoadPlanner": "dcp.planners",
     "MCoreSavePlanner": "dcp.planners",
-    "PruneReport": "tools.retention",
-    "RunReport": "tools.retention",
+    "PruneReport": "directory.retention",
+    "RunReport": "tools.run_listing",
     "TorchDistLoadStrategy": "megatron.strategy",
     "TorchDistSaveStrategy": "megatron.strategy",
     "VerifyReport": "tools.verify",
@@ -57,10 +58,10 @@ _HOME = {
     "get_strategy": "megatron.registry",
     "import_checkpoint": "models.conversions",
     "install": "megatron.install",
-    "list_run": "tools.retention",
+    "list_run": "tools.run_listing",
     "load_sharded_optimizer_state": "megatron.optimizer_state",
     "open_checkpoint": "tools.checkpoint",
-    "prune_run": "tools.retention",
+    "prune_run": "directory.retention",
     "register_strategy": "megatron.registry",
     "repair_checkpoint": "tools.repair",
     "reshard_checkpoint": "models.conversions",

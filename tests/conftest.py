@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -80,6 +81,28 @@ def s3_directory(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return S3Directory(s3_server, BUCKET)
 
 
+@pytest.fixture
+def msc_profile(s3_directory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A profile of the multi-storage client that names the directory; returns its URL."""
+    pytest.importorskip("multistorageclient", reason="Megatron's client of object stores")
+    provider = {
+        "type": "s3",
+        "options": {
+            "base_path": f"{s3_directory.bucket}/{s3_directory.prefix}",
+            "endpoint_url": s3_directory.server,
+            "region_name": "us-east-1",
+        },
+    }
+    credentials = {"type": "S3Credentials", "options": {"access_key": "test-key", "secret_key": "test-secret"}}
+    config = {"profiles": {"store": {"storage_provider": provider, "credentials_provider": credentials}}}
+    path = tmp_path / "msc.json"
+    path.write_text(json.dumps(config))
+    monkeypatch.setenv("MSC_CONFIG", str(path))
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    return "msc://store"
+
+
 def _has_gpu() -> bool:
     import torch
 
@@ -121,6 +144,7 @@ NOT_QUICK = {
     "save/test_owner.py::test_ranks_that_write_to_disks_of_their_own_are_told_so",
     "save/test_owner.py::test_saves_that_threads_begin_at_once_do_not_share_their_memory",
     "save/test_report.py::test_every_rank_hears_and_leaves_a_trace",
+    "save/test_upkeep.py",
     "site/test_strict.py",
     "test_architecture.py::test_a_trainer_never_imports_models",
     "test_public_names.py::test_without_megatron_all_can_be_imported_but_what_needs_it_and_that_says_so",

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """List."""
-    from mcore_ckpt.tools.retention import list_run
+    from mcore_ckpt.tools.run_listing import list_run
 
     report = list_run(arguments.run)
     now_s = time.time()

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Decide, and remove if asked."""
-    from mcore_ckpt.tools.retention import prune_run
+    from mcore_ckpt.directory.retention import prune_run
 
     report = prune_run(
         arguments.run, keep_last=arguments.keep_last, keep_every=arguments.keep_every, remove=arguments.yes

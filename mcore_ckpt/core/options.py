@@ -56,6 +56,9 @@ class SaveOptions:
         on_failure: what a failed async save does when it is finalized: `"raise"` or `"warn"`. Its finalize callbacks
             are never run.
         write_deadline_s: seconds after which a write without any progress counts as stuck; None waits for ever.
+        keep_last: checkpoints of the run that stay, the newest complete ones; older ones are removed in the background
+            when a save has been published, as `prune_run` does. None removes nothing.
+        keep_every: with `keep_last`, iterations that are multiples of it stay, too.
         keep_local_plans: put `all_local_plans` into `.metadata`, so that stock Megatron can reuse the plan of a loaded
             checkpoint; costs about as much as the rest of `.metadata` again.
         trace_path: directory for Chrome trace files, one for each rank and save; None writes none.
@@ -77,6 +80,8 @@ class SaveOptions:
     when_busy: Literal["wait", "skip"] = "wait"
     on_failure: Literal["raise", "warn"] = "raise"
     write_deadline_s: float | None = None
+    keep_last: int | None = None
+    keep_every: int | None = None
     keep_local_plans: bool = False
     trace_path: str | None = None
     on_timings: Callable[[dict[str, Any]], None] | None = None
@@ -92,6 +97,10 @@ class SaveOptions:
         _at_least("thread_count", self.thread_count, 1)
         _at_least("io_threads", self.io_threads, 1)
         _at_least("max_in_flight", self.max_in_flight, 1)
+        _at_least("keep_last", self.keep_last, 1)
+        _at_least("keep_every", self.keep_every, 1)
+        if self.keep_every is not None and self.keep_last is None:
+            raise OptionError(f"keep_every={self.keep_every}: without keep_last nothing is removed; set keep_last, too")
         _at_least("staging_budget_bytes", self.staging_budget_bytes, _MIB)
         _at_least("write_deadline_s", self.write_deadline_s, 0.001)
         if self.write_deadline_s is not None and self.write_deadline_s > _LONGEST_DEADLINE_S:

@@ -58,6 +58,7 @@ from mcore_ckpt.layout.buckets import check_hint
 from mcore_ckpt.layout.dense_tensors import check_memory
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
 from mcore_ckpt.layout.torch_classes import WrittenSums, encoded_metadata, storage_meta
+from mcore_ckpt.save.upkeep import checkpoint_published
 from mcore_ckpt.storage.resolve import storage_at
 
 
@@ -437,6 +438,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             self._give_up()
             raise
         self._target = self._planned = self._thread = None
+        if self._alone is None:
+            checkpoint_published(self.path, self.options)
 
     # -- dcp.async_save ------------------------------------------------------------------------------------------
 

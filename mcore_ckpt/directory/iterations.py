@@ -112,6 +112,14 @@ def iteration_directories(run: str | os.PathLike[str]) -> list[Path]:
     return [checkpoint_path(run) / name for name in ([_RELEASE] if _RELEASE in names else []) + found]
 
 
+def directories_of_run(run: str | os.PathLike[str]) -> list[Path]:
+    """As `iteration_directories`. Raises `CheckpointNotFoundError` if there are none."""
+    found = iteration_directories(run)
+    if not found:
+        raise CheckpointNotFoundError(f"{run}: no checkpoints in it: expected directories such as iter_0000100")
+    return found
+
+
 def tracked_name(run: str | os.PathLike[str]) -> str | None:
     """The directory that the tracker file names; None without a tracker file. Raises `LoadError`."""
     storage = storage_at(run, follow_links=True)

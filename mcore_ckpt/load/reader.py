@@ -28,7 +28,7 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, Lo
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import checkpoint_path, is_supported
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
-from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.items.checks import check_apart, missing_key
 from mcore_ckpt.items.file_seals import FileSeals
@@ -258,6 +258,13 @@ class FileSystemReader(StorageReader):
                 dtype (`LoadOptions.on_dtype_mismatch`).
             CorruptCheckpointError, ChecksumError, UnsafePickleError: stored bytes cannot be right, or not be trusted.
         """
+        with self._storage.in_use(METADATA_FILE):
+            self._read_data(plan, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_data(self, plan: dcp.LoadPlan, planner: LoadPlanner) -> None:
         if _plans_as_dcp_does(planner):
             where = f"{self.path}" if self._rank is None else f"{self.path} of rank {self._rank}"
             check_planned(plan.items, planner.state_dict, self.index.tensors, where)
@@ -285,9 +292,6 @@ class FileSystemReader(StorageReader):
                 self.read(reads)
                 for read_item, tensor in pending:
                     planner.commit_tensor(read_item, tensor)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     def _hand_over_objects(self, objects: dict[str, list[ReadItem]], planner: LoadPlanner) -> None:
         for entry, content in self._object_contents(self._object_entry(fqn) for fqn in objects):

@@ -36,7 +36,7 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
 from mcore_ckpt.directory.iterations import is_megatrons, iteration_directories, iteration_of, look_at
-from mcore_ckpt.format.metadata_read import CONFIG_FILE, read_config, read_index
+from mcore_ckpt.format.metadata_read import CONFIG_FILE, METADATA_FILE, read_config, read_index
 from mcore_ckpt.megatron._errors import MegatronErrors, is_first_rank
 from mcore_ckpt.megatron._one_save import metadata_version, one_load
 from mcore_ckpt.megatron._versions import differences, patches
@@ -66,7 +66,7 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             if differences().all_ranks_load:
                 _check_all_agree(goes_back, coordination_group(kwargs.get("process_group")))
             if not goes_back:
-                with one_load():
+                with one_load(), storage_at(directory).in_use(METADATA_FILE):
                     return stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
             read = partial(_read_from, stock, sharded_state_dict, args, kwargs)
             return _load_whole(read, directory, options, kwargs.get("process_group"))
@@ -91,7 +91,7 @@ def _read_from(
 ) -> Any:
     settled = _is_settled.set(True)
     try:
-        with one_load():
+        with one_load(), storage_at(directory).in_use(METADATA_FILE):
             return stock(sharded_state_dict, str(directory), *args, **kwargs)
     finally:
         _is_settled.reset(settled)

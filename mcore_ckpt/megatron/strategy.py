@@ -27,6 +27,7 @@ from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import coordination_group, interrupts_wait_for_others
 from mcore_ckpt.directory.in_force import data_bytes_of_rank
 from mcore_ckpt.directory.remove import remove_tensors
+from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.items.open_files import ReadStats
 from mcore_ckpt.layout.buckets import TensorSpec, check_hint
 from mcore_ckpt.layout.shards import (
@@ -328,7 +329,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         _, version = self._read_version or (reader.path, ())
         read_before = reader.stats.bytes_read
         try:
-            with reader.conversions.of_one_load():
+            with reader.conversions.of_one_load(), storage_at(reader.path).in_use(METADATA_FILE):
                 filled = self._load(reader, sharded_state_dict)
         except LoadError as error:
             if metadata_version(reader.path) != version:

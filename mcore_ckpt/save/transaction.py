@@ -43,6 +43,7 @@ from mcore_ckpt.save._planning import Structure as Structure
 from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.save.rank_state import RankState, collect
+from mcore_ckpt.save.upkeep import checkpoint_published
 from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.snapshot import log_choice, start_writing
@@ -411,6 +412,7 @@ class SaveTransaction(SaveCall):
             _logger.exception("%s: the save was well done, but not all could be told of it", path)
         if self._group.is_coordinator:
             _logger.log(report.log_level, "%s", report)
+            checkpoint_published(path, self._options)
 
 
 # Saves in progress; and of these, those that cannot be committed any more.

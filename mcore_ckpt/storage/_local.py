@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
@@ -89,6 +90,37 @@ class LocalStorage(Storage):
 
     def open_descriptor(self, name: str) -> int | None:
         return open_regular(self.root, name, follow_links=self._follow_links)
+
+    @contextlib.contextmanager
+    def in_use(self, name: str) -> Iterator[None]:
+        fd = None
+        with contextlib.suppress(OSError, LoadError):
+            fd = self.open_descriptor(name)
+        try:
+            if fd is not None:
+                with contextlib.suppress(OSError):  # a file system without locks, or the file is being removed
+                    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            yield
+        finally:
+            if fd is not None:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor, too
+                os.close(fd)
+
+    def is_in_use(self, name: str) -> bool:
+        try:
+            fd = open_regular(self.root, name, os.O_RDWR)  # NFS asks for that
+        except (OSError, LoadError):
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        return False
 
     def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
         try:

@@ -292,6 +292,15 @@ class Storage(ABC):
         """
         return None
 
+    @contextmanager
+    def in_use(self, name: str) -> Iterator[None]:
+        """Within the block `is_in_use` is true of that file, on whatever host asks, where the back-end can tell."""
+        yield
+
+    def is_in_use(self, name: str) -> bool:
+        """Whether some process is known to be within `in_use` of a file; False where that cannot be told."""
+        return False
+
     # Data files
 
     @abstractmethod

@@ -25,6 +25,7 @@ SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
     "when_busy": ("skip", "skip"),
     "on_failure": ("warn", "warn"),
     "write_deadline_s": ("12.5", 12.5),
+    "keep_last": ("4", 4),
     "keep_local_plans": ("1", True),
     "trace_path": ("/tmp/traces", "/tmp/traces"),
     "progress": ("off", False),
@@ -44,11 +45,18 @@ LOAD_VARIABLES: dict[str, tuple[str, Any]] = {
     "run_code_from_checkpoint": ("1", True),
 }
 FUNCTIONS = {"on_timings"}
+# What cannot be without another field is tried in a test of its own.
+TOGETHER = {"keep_every"}
 
 
 def test_every_field_has_a_variable() -> None:
-    assert {f.name for f in fields(SaveOptions)} == {*SAVE_VARIABLES, *FUNCTIONS}
+    assert {f.name for f in fields(SaveOptions)} == {*SAVE_VARIABLES, *FUNCTIONS, *TOGETHER}
     assert {f.name for f in fields(LoadOptions)} == {*LOAD_VARIABLES}
+
+
+def test_what_is_kept_is_said_by_two_variables() -> None:
+    options = SaveOptions.from_environment({"MCORE_CKPT_KEEP_LAST": "3", "MCORE_CKPT_KEEP_EVERY": "1000"})
+    assert (options.keep_last, options.keep_every) == (3, 1000)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +117,8 @@ def test_a_bad_variable_is_named(variable: str, text: str, message: str) -> None
         (SaveOptions, {"write_deadline_s": 0.0}, "write_deadline_s=0.0"),
         (SaveOptions, {"write_deadline_s": math.nan}, "write_deadline_s=nan: expected at least"),
         (SaveOptions, {"write_deadline_s": math.inf}, "write_deadline_s=inf: expected at most .* None waits for ever"),
+        (SaveOptions, {"keep_last": 0}, "keep_last=0: expected at least 1"),
+        (SaveOptions, {"keep_every": 5}, "keep_every=5: without keep_last nothing is removed"),
         (SaveOptions, {"window_bytes": 100_000}, "window_bytes=100000: expected a multiple of 4096"),
         (LoadOptions, {"page_cache": "yes"}, "page_cache='yes': expected one of 'auto', 'on', 'off'"),
         (LoadOptions, {"buffer_bytes": 4096}, "buffer_bytes=4096: expected at least 8388608"),

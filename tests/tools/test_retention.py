@@ -15,16 +15,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.lock import DirectoryLock, is_lock_file
+from mcore_ckpt.directory.retention import PruneReport, prune_run
 from mcore_ckpt.directory.target import open_target
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.storage._local import LocalStorage
-from mcore_ckpt.tools.retention import PruneReport, list_run, prune_run
+from mcore_ckpt.tools.run_listing import list_run
 from tests.support.model_like import write_model
 
 ITERATIONS = (100, 200, 300, 400, 500)
@@ -327,7 +332,7 @@ def test_a_removal_that_was_killed_is_finished(run: Path, after: int) -> None:
     killed = f"""
 import os
 from mcore_ckpt.storage._local import LocalStorage
-from mcore_ckpt.tools.retention import prune_run
+from mcore_ckpt.directory.retention import prune_run
 delete, count = LocalStorage.delete, 0
 def dying(self, name, missing_ok=True):
     global count
@@ -411,3 +416,23 @@ def test_what_is_no_run(tmp_path: Path, command: list[str], capsys: pytest.Captu
     for name in ("gone", "empty"):
         assert main([command[0], str(tmp_path / name), *command[1:]]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_a_load_reads_stays(tmp_path: Path) -> None:
+    """As long as it does, by DCP here; each strategy's load does the same."""
+    for iteration in (1, 2):
+        dcp.save(
+            {"w": torch.ones(10)}, storage_writer=FileSystemWriterAsync(tmp_path / name_of(iteration)), no_dist=True
+        )
+    found: list[str] = []
+
+    class Planner(DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            found.append(why(prune_run(tmp_path, keep_last=1, remove=True), 1))
+            return super().resolve_tensor(read_item)
+
+    loaded = {"w": torch.zeros(10)}
+    dcp.load(loaded, storage_reader=FileSystemReader(tmp_path / name_of(1)), planner=Planner(), no_dist=True)
+    assert found == ["a load is reading it"]
+    assert loaded["w"].tolist() == [1.0] * 10
+    assert going(prune_run(tmp_path, keep_last=1, remove=True)) == [1]

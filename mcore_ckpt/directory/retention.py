@@ -1,4 +1,4 @@
-"""A run at a glance, and removing its old checkpoints.
+"""Removing a run's old checkpoints: by a person (`mcore-ckpt prune`), or by the run itself (`SaveOptions.keep_last`).
 
 What is removed is only ever what the index of a checkpoint names, with the files that every checkpoint has; whatever
 else lies in its directory stays. `.metadata` goes first, under another name: so nothing half removed passes for a
@@ -14,18 +14,16 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, OptionError, SaveError
+from mcore_ckpt.core.errors import LoadError, OptionError, SaveError
 from mcore_ckpt.directory.in_force import index_files, is_pending
-from mcore_ckpt.directory.iterations import RunCheckpoint, iteration_directories, look_at, tracked_name
+from mcore_ckpt.directory.iterations import RunCheckpoint, directories_of_run, look_at, tracked_name
 from mcore_ckpt.directory.lock import DirectoryLock, contenders, is_lock_file
 from mcore_ckpt.format.file_names import DATA_SUFFIX
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, MAX_METADATA_BYTES, METADATA_FILE, parse_index
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.tools.parallel_layout import ParallelLayout, layout_of_chunks
 
 # What `.metadata` is called while what it names is being removed.
 _REMOVED_INDEX = METADATA_FILE + ".removed"
@@ -36,31 +34,6 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SIDECARS = (CONFIG_FILE, COMMON_FILE, "integrity.json")
 # Stock Megatron-Core and DCP mark no directory that they write to: files newer than the index tell, for so long.
 _RECENT_NS = 3600 * 10**9
-
-
-@dataclass(frozen=True, slots=True)
-class ListedCheckpoint:
-    """One of a run's checkpoints, and the parallel layout that its chunks show; None where the index cannot be read."""
-
-    checkpoint: RunCheckpoint
-    layout: ParallelLayout | None
-
-
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """What a run has.
-
-    Attributes:
-        path: its directory.
-        tracked: name of the checkpoint that the tracker file names; None without one.
-        tracker_problem: why the tracker file names nothing, or nothing that can be loaded.
-        checkpoints: `release` first, then by iteration.
-    """
-
-    path: str
-    tracked: str | None
-    tracker_problem: str | None
-    checkpoints: tuple[ListedCheckpoint, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,45 +67,16 @@ class PruneReport:
         return sum(decision.checkpoint.size_bytes for decision in self.decisions if not decision.keep)
 
 
-def list_run(run: str | os.PathLike[str]) -> RunReport:
-    """The checkpoints of a run: whether they are whole (by their structure), how large, how old, in which layout.
-
-    Args:
-        run: the directory that holds `iter_0000100` and the like.
-
-    Raises:
-        CheckpointNotFoundError: there is no such directory, or no checkpoint of any kind in it.
-        LoadError: it cannot be listed.
-    """
-    tracked: str | None = None
-    problem: str | None = None
-    try:
-        tracked = tracked_name(run)
-    except LoadError as error:
-        problem = str(error)
-    found = []
-    for directory in _directories(run):
-        checkpoint, index = look_at(directory, tracked=tracked)
-        found.append(ListedCheckpoint(checkpoint, None if index is None else layout_of_chunks(index)))
-    named = next((listed.checkpoint for listed in found if listed.checkpoint.tracked), None)
-    if tracked is not None and named is None:
-        problem = f"it names {tracked}, which is not there"
-    elif named is not None and named.newer:
-        problem = f"it names {tracked}, which this version cannot read: {named.newer}"
-    elif named is not None and not named.whole:
-        problem = f"it names {tracked}, which is incomplete: {named.problems[0]}"
-    return RunReport(str(run), tracked, problem, tuple(found))
-
-
 def prune_run(
     run: str | os.PathLike[str], *, keep_last: int, keep_every: int | None = None, remove: bool = False
 ) -> PruneReport:
     """Decide which checkpoints of a run can go, and with `remove` remove them.
 
     Never goes: `release`; what the tracker file names; the newest `keep_last` that are whole, and whatever is newer
-    than the oldest of these; a directory that a save has marked, or in which files have just been written; a link, and
-    what a link in the run's directory leads to; what has no index that can be read, since nothing says which files are
-    the checkpoint's. A link is not counted as one of the newest.
+    than the oldest of these; a directory that a save has marked, or in which files have just been written; what a load
+    of this package is reading, as far as the file system tells; a link, and what a link in the run's directory leads
+    to; what has no index that can be read, since nothing says which files are the checkpoint's. A link is not counted
+    as one of the newest.
 
     Args:
         run: the directory that holds `iter_0000100` and the like.
@@ -150,7 +94,7 @@ def prune_run(
         if value is not None and value < 1:
             raise OptionError(f"{name}={value}: expected at least 1; the newest whole checkpoint always stays")
     tracked = tracked_name(run)
-    directories = _directories(run)
+    directories = directories_of_run(run)
     checkpoints = [look_at(directory, tracked=tracked)[0] for directory in directories]
     whole = [
         checkpoint
@@ -179,13 +123,6 @@ def prune_run(
                 )
             )
     return PruneReport(str(run), remove, tuple(decisions))
-
-
-def _directories(run: str | os.PathLike[str]) -> list[Path]:
-    found = iteration_directories(run)
-    if not found:
-        raise CheckpointNotFoundError(f"{run}: no checkpoints in it: expected directories such as iter_0000100")
-    return found
 
 
 def _linked(checkpoint: RunCheckpoint, links: Mapping[str, str]) -> str | None:
@@ -236,6 +173,8 @@ def _reason_to_wait(checkpoint: RunCheckpoint) -> str | None:
         limit_ns = 0 if of_index is None else of_index.modified_ns
         if name == METADATA_FILE:
             limit_ns = max(limit_ns, time.time_ns() - _RECENT_NS)
+        if storage.is_in_use(name):
+            return "a load is reading it"
     except LoadError as error:
         return f"its files cannot be looked at: {error}"
     return "its files are newer than its index: a save may be at work" if newest_ns > limit_ns else None

@@ -1,0 +1,157 @@
+"""A run removes its own old checkpoints: Megatron's async saves on two ranks, and the process that tidies up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
+
+from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.core.paths import checkpoint_path, is_local
+from mcore_ckpt.directory.iterations import iteration_directories
+from mcore_ckpt.format.metadata_read import METADATA_FILE, TRACKER_FILE
+from mcore_ckpt.save import upkeep
+from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.tools.run_listing import list_run
+from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
+from tests.support.object_server import S3Directory
+
+_WITHIN_S = 60.0
+
+
+def there(run: str) -> list[str]:
+    return [path.name for path in iteration_directories(run)]
+
+
+def until(holds: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + _WITHIN_S
+    while not holds():
+        assert time.monotonic() < until_s, "it has not happened"
+        time.sleep(0.05)
+
+
+class Training:
+    """One rank of a job that saves as Megatron's training does: the tracker file follows each save."""
+
+    def __init__(self, rank: int, run: str, options: SaveOptions) -> None:
+        import mcore_ckpt
+
+        mcore_ckpt.install()
+        self.rank, self.run = rank, run
+        self.queue = mcore_ckpt.AsyncCallsQueue(options=options)
+        self.strategy = mcore_ckpt.TorchDistSaveStrategy(options=options)
+
+    def save(self, iteration: int, *, is_async: bool = True) -> None:
+        import torch
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing import ShardedTensor
+
+        directory = checkpoint_path(self.run) / f"iter_{iteration:07d}"
+        if self.rank == 0:
+            storage_at(directory).ensure()
+        torch.distributed.barrier()
+        state = {
+            "w": ShardedTensor.from_rank_offsets("w", torch.full((1000,), float(iteration)), (0, self.rank, 2)),
+            "iteration": iteration,
+        }
+        if is_local(directory):
+            request = dist_checkpointing.save(state, str(directory), self.strategy, async_sharded_save=is_async)
+        else:  # Megatron-Core's own part needs a client of the store
+            state.pop("iteration")
+            request = self.strategy.async_save(state, str(directory))
+        if is_async:
+            request.add_finalize_fn(lambda: self._track(iteration))
+            self.queue.schedule_async_request(request)
+            self.queue.maybe_finalize_async_calls(blocking=True)
+        else:
+            self._track(iteration)
+        torch.distributed.barrier()
+
+    def _track(self, iteration: int) -> None:
+        if self.rank == 0:
+            storage_at(self.run).publish(TRACKER_FILE, str(iteration).encode())
+
+
+def _train(rank: int, run: str, iterations: int, options: SaveOptions) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mcore_ckpt").addHandler(handler)
+    logging.getLogger("mcore_ckpt").setLevel(logging.INFO)
+    training = Training(rank, run, options)
+    for iteration in range(1, iterations + 1):
+        training.save(iteration, is_async=iteration % 3 != 0)
+    upkeep._finish()  # as at the end of a trainer
+    training.queue.close()
+    return [text for text in said if "removed" in text]
+
+
+OPTIONS = SaveOptions(progress=False, keep_last=2, keep_every=4)
+
+
+def test_a_run_keeps_its_newest_checkpoints_and_every_fourth(tmp_path: Path) -> None:
+    said, of_others = run_ranks(_train, 2, str(tmp_path), 7, OPTIONS)
+    assert there(str(tmp_path)) == ["iter_0000004", "iter_0000006", "iter_0000007"]
+    assert all(listed.checkpoint.whole for listed in list_run(tmp_path).checkpoints)
+    assert "iter_0000005" in " ".join(said)
+    assert of_others == []
+
+
+def test_a_run_in_an_object_store_does_so(s3_directory: S3Directory) -> None:
+    run_ranks(_train, 2, f"{s3_directory.url}/run", 2, SaveOptions(progress=False, keep_last=1))
+    assert there(f"{s3_directory.url}/run") == ["iter_0000002"]
+    assert {name.split("/")[1] for name in s3_directory.names()} == {TRACKER_FILE, "iter_0000002"}
+
+
+def _train_beside_a_load(rank: int, run: str) -> list[str]:
+    training = Training(rank, run, SaveOptions(progress=False, keep_last=1))
+    training.save(1)
+    with storage_at(Path(run) / "iter_0000001").in_use(METADATA_FILE):  # as a load of another job
+        for iteration in (2, 3):
+            training.save(iteration)
+        if rank == 0:
+            until(lambda: "iter_0000002" not in there(run))
+        found = there(run)
+    training.save(4)
+    upkeep._finish()
+    return found
+
+
+def test_what_a_load_reads_stays_as_long_as_it_does(tmp_path: Path) -> None:
+    found, _ = run_ranks(_train_beside_a_load, 2, str(tmp_path))
+    assert found == ["iter_0000001", "iter_0000003"]
+    assert there(str(tmp_path)) == ["iter_0000004"]
+
+
+def _train_with_failures(rank: int, run: str) -> tuple[list[str], list[str]]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mcore_ckpt").addHandler(handler)
+    training = Training(rank, run, SaveOptions(progress=False, keep_last=1))
+    training.save(1)
+    if rank == 0:
+        (process,) = upkeep._started
+        os.kill(process.pid, signal.SIGKILL)
+        until(lambda: any("was killed by SIGKILL" in text for text in said))
+    training.save(2)
+    if rank == 0:
+        until(lambda: there(run) == ["iter_0000002"])
+        (Path(run) / TRACKER_FILE).write_text("half of 1")
+        upkeep.checkpoint_published(Path(run) / "iter_0000002", training.strategy.options)
+    upkeep._finish()
+    return said, there(run)
+
+
+def test_what_fails_is_a_line_in_the_log_and_no_failed_save(tmp_path: Path) -> None:
+    (said, found), _ = run_ranks(_train_with_failures, 2, str(tmp_path))
+    assert found == ["iter_0000002"]
+    assert "the next save starts another" in said[0]
+    assert any("could not be removed after iter_0000002" in text and "half of 1" in text for text in said)
