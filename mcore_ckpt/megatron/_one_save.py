@@ -53,10 +53,10 @@ class SaveIdentity:
 def metadata_version(directory: Path) -> tuple[int, ...]:
     """Changes when the checkpoint in that directory is replaced; empty if there is none."""
     try:
-        status = (directory / METADATA_FILE).stat()
-    except OSError:
+        found = storage_at(directory).version(METADATA_FILE)
+    except LoadError:
         return ()
-    return (status.st_ino, status.st_size, status.st_mtime_ns)
+    return () if found is None else tuple(found)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.launch.pretrain import Launched, Side, launch, megatron_lm
 
@@ -29,6 +30,7 @@ class Variant:
         interval: iterations from save to save.
         options: `MCORE_CKPT_*` variables.
         exchanged: stock goes on from what ours saved, and ours from what stock saved, too.
+        store: URL below which all launches save; None for directories of their own.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Variant:
     interval: int = 3
     options: dict[str, str] = field(default_factory=dict, hash=False)
     exchanged: bool = True
+    store: str | None = None
 
     @property
     def is_async(self) -> bool:
@@ -60,6 +63,11 @@ def command_line(side: Side, variant: Variant) -> list[str]:
     return [*variant.arguments, *(("--async-strategy", "mcore") if other_strategy else ())]
 
 
+def _checkpoints(variant: Variant, place: Path) -> Path:
+    """Where the launch of that place saves."""
+    return place / "checkpoints" if variant.store is None else checkpoint_path(f"{variant.store}/{place.name}")
+
+
 def environment(side: Side, variant: Variant, place: Path) -> dict[str, str]:
     """The variant's options; the traces of its saves go to `place / "traces"`."""
     return {**variant.options, "MCORE_CKPT_TRACE_PATH": str(place / "traces")} if side == "ours" else {}
@@ -73,9 +81,10 @@ def trained(side: Side, variant: Variant, folder: Path) -> tuple[Launched, Path]
     if side == "stock":
         # Its async saves copy no CPU tensor: what they store of a state that training goes on to change is luck.
         arguments = [argument for argument in arguments if argument not in ASYNC]
-    saving = ["--save", str(place / "checkpoints"), "--save-interval", str(variant.interval)]
+    checkpoints = _checkpoints(variant, place)
+    saving = ["--save", str(checkpoints), "--save-interval", str(variant.interval)]
     run = launch(side, 2, [*arguments, *saving], place / "run", environment(side, variant, place))
-    return run, place / "checkpoints"
+    return run, checkpoints
 
 
 def resumed(
@@ -90,7 +99,7 @@ def resumed(
     if side == "stock" and _has_async_strategies():
         # It needs nvidia-resiliency-ext: the launch does not hand `--async-strategy mcore` on to the load.
         arguments = [argument for argument in arguments if argument != _KEEPS_STRUCTURE]
-    arguments += ["--save", str(place / "checkpoints"), "--save-interval", str(variant.interval)]
+    arguments += ["--save", str(_checkpoints(variant, place)), "--save-interval", str(variant.interval)]
     return launch(side, ranks, arguments, place / "run", environment(side, variant, place))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,28 +11,6 @@ from mcore_ckpt import SaveOptions, verify_checkpoint
 from tests.megatron.test_strategy import check, load_on_rank, megatron, save_on_rank, state
 from tests.support.gloo_ranks import run_ranks
 from tests.support.object_server import S3Directory
-
-
-@pytest.fixture
-def profile(s3_directory: S3Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A profile of the multi-storage client that names the directory; returns its URL."""
-    pytest.importorskip("multistorageclient", reason="Megatron's client of object stores")
-    provider = {
-        "type": "s3",
-        "options": {
-            "base_path": f"{s3_directory.bucket}/{s3_directory.prefix}",
-            "endpoint_url": s3_directory.server,
-            "region_name": "us-east-1",
-        },
-    }
-    credentials = {"type": "S3Credentials", "options": {"access_key": "test-key", "secret_key": "test-secret"}}
-    config = {"profiles": {"store": {"storage_provider": provider, "credentials_provider": credentials}}}
-    path = tmp_path / "msc.json"
-    path.write_text(json.dumps(config))
-    monkeypatch.setenv("MSC_CONFIG", str(path))
-    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    return "msc://store"
 
 
 def through_client(rank: int, function: Any, *arguments: Any) -> Any:
@@ -48,9 +24,9 @@ def through_client(rank: int, function: Any, *arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize(("saver", "loader"), [(True, False), (False, True)])
-def test_what_one_writes_the_other_reads_through_the_client(profile: str, saver: bool, loader: bool) -> None:
+def test_what_one_writes_the_other_reads_through_the_client(msc_profile: str, saver: bool, loader: bool) -> None:
     """True: mcore_ckpt; False: Megatron-Core."""
-    url = f"{profile}/iter_0000001"
+    url = f"{msc_profile}/iter_0000001"
     run_ranks(through_client, 2, save_on_rank, url, 2, 7, saver, {"progress": False} if saver else {})
     assert verify_checkpoint(url).whole
     run_ranks(through_client, 2, load_on_rank, url, 2, 7, 2, loader)
@@ -80,8 +56,8 @@ def save_async(rank: int, run: str, world: int) -> None:
         check(loaded, rank, world, step, world)
 
 
-def test_async_saves_go_to_the_store_from_the_writer_process(profile: str, s3_directory: S3Directory) -> None:
-    run_ranks(through_client, 2, save_async, f"{profile}/run", 2)
+def test_async_saves_go_to_the_store_from_the_writer_process(msc_profile: str, s3_directory: S3Directory) -> None:
+    run_ranks(through_client, 2, save_async, f"{msc_profile}/run", 2)
     names = s3_directory.names()
     assert {name.split("/")[1] for name in names} == {"iter_0000001", "iter_0000002"}
     for step in (1, 2):
