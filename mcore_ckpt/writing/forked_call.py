@@ -119,7 +119,7 @@ class _ForkedChild(SupervisedChild):
                     with theirs, signals_held_back():
                         _fork(process, what)
                     if expendable:
-                        _expendable.add(process)
+                        _end_with_this_process(process)
                     if _is_there(connection, deadline_s):
                         child = cls(process, connection, result_fd, status)
                         on_giving_up.pop_all()
@@ -192,16 +192,23 @@ def _fork(process: BaseProcess, what: str) -> None:
 
 
 _expendable: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+_expendable_of_pid = 0  # of a fork of this process they are no children
+
+
+def _end_with_this_process(process: BaseProcess) -> None:
+    """Kill it before multiprocessing, at the exit, asks it by SIGTERM to end, which it ignores, and waits for it."""
+    global _expendable_of_pid
+    if _expendable_of_pid != os.getpid():
+        _expendable_of_pid = os.getpid()
+        _expendable.clear()
+        mp_util.Finalize(None, _kill_expendable, exitpriority=10)
+    _expendable.add(process)
 
 
 def _kill_expendable() -> None:
     for process in list(_expendable):
         with contextlib.suppress(ValueError):  # (one that was closed when it had ended)
             process.kill()
-
-
-# multiprocessing asks daemons by SIGTERM to end when this process exits, which ours do not hear; this comes before.
-mp_util.Finalize(None, _kill_expendable, exitpriority=10)
 
 
 def _kill(process: BaseProcess) -> None:
