@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from pathlib import Path
 
 from mcore_ckpt.commands._conversions import add_options, given_options, plan_outcome
 from mcore_ckpt.commands._shell import Outcome
 from mcore_ckpt.core.console import human_bytes
-from mcore_ckpt.core.paths import local_path
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE, ReshardOptions
 
 
@@ -26,8 +25,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.models.conversions import reshard_checkpoint
     from mcore_ckpt.tools.inspection import checkpoint_directory
 
-    source, target = checkpoint_directory(arguments.source), local_path(arguments.target)
-    if source != Path(arguments.source):  # a directory of iterations, or NeMo's: its layout is kept
+    given = checkpoint_path(arguments.source)
+    source, target = checkpoint_directory(given), checkpoint_path(arguments.target)
+    if source != given:  # a directory of iterations, or NeMo's: its layout is kept
         target = target / source.name
     report = reshard_checkpoint(
         source,
@@ -36,8 +36,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
     )
     if arguments.dry_run:
         return plan_outcome(report)
-    if source != Path(arguments.source):
-        _carry_surroundings(Path(arguments.source), source, target)
+    if source != given:
+        _carry_surroundings(given, source, target)
     guesses = f", {report.guesses} of them by a guess (see --dry-run)" if report.guesses else ""
     text = (
         f"{report.target}: {report.target_layout}, {report.tensors} tensors{guesses} in {report.chunks} chunks, "
@@ -57,11 +57,11 @@ def _carry_surroundings(given: Path, source: Path, target: Path) -> None:
         TRACKER_FILE,
         read_small_file,
     )
+    from mcore_ckpt.reshard.sidecars import carry_folder
     from mcore_ckpt.storage.resolve import storage_at
 
-    if (given / TRACKER_FILE).is_file() and not (target.parent / TRACKER_FILE).exists():
-        content = read_small_file(given, TRACKER_FILE, MAX_TRACKER_BYTES, follow_links=True)
-        storage_at(target.parent).publish(TRACKER_FILE, content)
-    context = given / NEMO_CONTEXT
-    if source.name == NEMO_WEIGHTS and context.is_dir() and not (target.parent / NEMO_CONTEXT).exists():
-        shutil.copytree(context, target.parent / NEMO_CONTEXT, symlinks=True)
+    reads, writes = storage_at(given, follow_links=True), storage_at(target.parent)
+    if reads.exists(TRACKER_FILE) and not writes.exists(TRACKER_FILE):
+        writes.publish(TRACKER_FILE, read_small_file(given, TRACKER_FILE, MAX_TRACKER_BYTES, follow_links=True))
+    if source.name == NEMO_WEIGHTS and NEMO_CONTEXT in reads.folders() and NEMO_CONTEXT not in writes.folders():
+        carry_folder(given / NEMO_CONTEXT, target.parent / NEMO_CONTEXT)

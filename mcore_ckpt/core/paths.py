@@ -35,6 +35,11 @@ class StorePath(PosixPath):
     def __fspath__(self) -> str:
         return str(self)
 
+    @property
+    def parent(self) -> StorePath:
+        """Of a bucket, that itself."""
+        return StorePath(super().parent) if len(self.parts) > 2 else self
+
     def absolute(self) -> StorePath:
         return self
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, object_key
 from mcore_ckpt.format.metadata_read import read_small_file
 from mcore_ckpt.models._foreign import (
@@ -138,7 +139,7 @@ def _export_conversion(index: CheckpointIndex, options: ExportOptions) -> _Conve
     arguments = arguments_of(read_plain_state(index))
     notes: list[str] = []
     try:
-        arguments = arguments or nemo_arguments(Path(index.path))
+        arguments = arguments or nemo_arguments(checkpoint_path(index.path))
     except OptionError as error:
         if options.hf_config is None:
             raise
@@ -254,7 +255,7 @@ def _compare_tensors(
 
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / _MODEL_CONFIG
-    if not path.is_file():
+    if not storage_at(directory, follow_links=True).exists(_MODEL_CONFIG):
         raise CheckpointNotFoundError(f"{path}: no such file; expected the configuration of a Hugging Face model")
     content = read_small_file(directory, _MODEL_CONFIG, _MAX_CONFIG_BYTES, follow_links=True)
     document = parse_json(content, str(path))
@@ -277,8 +278,9 @@ def _write_model_files(folder: Path, conversion: _Converted, tensors: list[Expor
     carried = set()
     if options.hf_config is not None:
         directory = Path(options.hf_config)
+        there = storage_at(directory, follow_links=True).sizes()
         for name in _MODEL_FILES:
-            if name != _MODEL_CONFIG and (directory / name).is_file():
+            if name != _MODEL_CONFIG and name in there:
                 storage.publish(name, read_small_file(directory, name, _MAX_MODEL_FILE_BYTES, follow_links=True))
                 carried.add(name)
     if _GENERATION_CONFIG not in carried:

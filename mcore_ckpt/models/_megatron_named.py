@@ -56,6 +56,7 @@ from mcore_ckpt.reshard.names import (
 )
 from mcore_ckpt.reshard.partition import shard_slices
 from mcore_ckpt.reshard.plan import padded_vocabulary, target_dtype
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.target.state_pickle import encode_state
 from mcore_ckpt.tools.plain_state import read_object, read_plain_object
 from mcore_ckpt.view.slices import Part, TensorView
@@ -214,7 +215,7 @@ def _of_pipeline(names: Mapping[str, str]) -> dict[str, str]:
 
 def _launch(directory: Path) -> tuple[dict[str, Any], Training, list[str], list[str]]:
     """Megatron's arguments; how far the job was; the objects that say so; arguments of no class known here."""
-    if not (directory / METADATA_FILE).exists():
+    if not storage_at(directory).exists(METADATA_FILE):
         state, unknown = rank_state(directory)
         return *plain_launch(state), [], unknown
     index = read_index(directory)

@@ -12,6 +12,7 @@ from typing import Any
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.metadata_read import NEMO_CONTEXT, NEMO_WEIGHTS, read_small_file
+from mcore_ckpt.storage.resolve import storage_at
 
 _MAX_YAML_BYTES = 16 * 1024**2
 # NeMo's and Megatron-Core's name of what a job calls otherwise.
@@ -33,7 +34,7 @@ def nemo_arguments(checkpoint: Path) -> dict[str, Any]:
     `context/model.yaml`. Raises `OptionError` for what no job has arguments for, or `CorruptCheckpointError`.
     """
     path = checkpoint.parent / NEMO_CONTEXT / "model.yaml"
-    if checkpoint.name != NEMO_WEIGHTS or not path.is_file():
+    if checkpoint.name != NEMO_WEIGHTS or not storage_at(path.parent, follow_links=True).exists(path.name):
         return {}
     document = _parse(read_small_file(path.parent, path.name, _MAX_YAML_BYTES, follow_links=True), path)
     config = document.get("config") if isinstance(document, dict) else None

@@ -72,11 +72,21 @@ def no_tensor(key: str) -> str:
     return f"{key} (no tensor)"
 
 
+def refuse_models_in_stores(source: Path) -> None:
+    """Raise `OptionError` for what is in an object store, and is no checkpoint with `.metadata`."""
+    storage = storage_at(source)
+    if not storage.in_file_system and not storage.exists(METADATA_FILE):
+        raise OptionError(
+            f"{source}: there is no {METADATA_FILE}, and files of other formats are read in a file system only; fetch "
+            "them into a directory with the store's own tools, and import that"
+        )
+
+
 def open_source(source: Path, rename: Sequence[RenameRule]) -> tuple[ImportFormat, StoredPayloads, list[str]]:
     """What is there, its tensors under their new keys, and the keys of what is no tensor. Raises
     `CheckpointNotFoundError` and `OptionError` where there is nothing, or nothing is left of it.
     """
-    if source.is_dir() and (source / METADATA_FILE).exists():
+    if storage_at(source).exists(METADATA_FILE):
         index = read_index(source).without_shadow_copies()
         names = _new_names(index.tensors, rename, source)
         check_tiled(index, names)

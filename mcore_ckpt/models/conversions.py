@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.core.paths import local_path
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, parse_object_key
 from mcore_ckpt.format.metadata_read import TRACKER_FILE, read_index
 from mcore_ckpt.models._flat_buckets import parameter_orders
@@ -24,7 +24,7 @@ from mcore_ckpt.models._imports import import_conversion, layout_of
 from mcore_ckpt.models._legacy_export import legacy_export
 from mcore_ckpt.models._legacy_import import legacy_import
 from mcore_ckpt.models._megatron_named import import_named
-from mcore_ckpt.models._sources import open_model, open_source, universal_directory
+from mcore_ckpt.models._sources import open_model, open_source, refuse_models_in_stores, universal_directory
 from mcore_ckpt.models.options import ExportOptions, ImportOptions
 from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, in_dtype, run_conversion, shadow_note
 from mcore_ckpt.reshard.options import ConversionOptions, ReshardOptions, made_options, option_table
@@ -63,7 +63,7 @@ def reshard_checkpoint(
 
     Args:
         source: directory of the checkpoint, or one with a tracker file; never written to.
-        target: directory to make; it must not exist, or be empty. It appears when it is complete.
+        target: directory to make, a path or a URL; it must not exist, or be empty. It appears when it is complete.
         dry_run: write nothing; the report has a row for each tensor.
         progress: show bars; None: if standard error is a terminal.
         options: by name:
@@ -75,11 +75,11 @@ def reshard_checkpoint(
         CheckpointExistsError: there is something at `target`.
         CheckpointNotFoundError, CorruptCheckpointError: `source` is no readable checkpoint.
         ChecksumError: a damaged source, or a target that is not what was written; `target` does not appear.
-        SaveError: the target cannot be written; what is done is kept for the next run.
+        SaveError: the target cannot be written; in a file system what is done is kept for the next run.
         LoadError: a save has replaced the checkpoint in `source` meanwhile; `target` does not appear.
     """
     chosen = made_options(ReshardOptions, options)
-    directory, made = Path(checkpoint_directory(source)), local_path(target)
+    directory, made = checkpoint_directory(source), checkpoint_path(target)
     if not dry_run:
         refuse_target(directory, made)
     conversion, _ = plan_reshard(directory, made, chosen, parameter_orders)
@@ -101,7 +101,8 @@ def export_checkpoint(
 
     Args:
         source: directory of the checkpoint, or one with a tracker file.
-        target: directory to make; it must not exist, or be empty. It appears when it is complete.
+        target: directory to make; it must not exist, or be empty. It appears when it is complete. With `"dcp"` it may
+            be a URL.
         to: `"safetensors"`, `"torch"` (files of `torch.save`) and `"dcp"` (one rank's plain DCP checkpoint): all
             tensors under their keys. `"hf"`: the model, as `AutoModelForCausalLM.from_pretrained` loads it.
             `"megatron-legacy"`: the model, as a job with `--ckpt-format torch` loads it.
@@ -118,10 +119,10 @@ def export_checkpoint(
         SaveError: it cannot be written; what is done is kept for the next run.
     """
     chosen = _checked(ExportOptions, options, to, TargetKind, "--to")
-    stored, made = read_index(checkpoint_directory(source)), local_path(target)
+    stored, made = read_index(checkpoint_directory(source)), checkpoint_path(target)
     index = stored.without_shadow_copies()
     if not dry_run:
-        refuse_target(Path(index.path), made)
+        refuse_target(checkpoint_path(index.path), made)
     if to == "hf":
         conversion = export_model(index, chosen)
     elif to == "megatron-legacy":
@@ -147,8 +148,9 @@ def import_checkpoint(
 
     Args:
         source: directory of a model or of a checkpoint, one file, or a directory with a tracker file.
-        target: directory to make; it must not exist, or be empty. It appears when it is complete. For kinds that know
-            the model, one called `release` or `iter_0001000` gets a tracker file next to it, if there is none.
+        target: directory to make, a path or a URL; it must not exist, or be empty. It appears when it is complete. For
+            kinds that know the model, one called `release` or `iter_0001000` gets a tracker file next to it, if there
+            is none.
         kind: `"files"`: tensors of safetensors, torch files or a DCP checkpoint under their own keys. `"hf"`: a Hugging
             Face model. `"dcp"`, `"ucp"`: a checkpoint of FSDP2, Megatron-FSDP, DeepSpeed or Megatron-DeepSpeed, with
             Hugging Face's names where `hf_config` is given, otherwise with Megatron's. `"megatron-legacy"`: what a
@@ -167,7 +169,8 @@ def import_checkpoint(
         CheckpointExistsError, SaveError: as for `reshard_checkpoint`.
     """
     chosen = _checked(ImportOptions, options, kind, SourceKind, "--from")
-    directory, made = Path(checkpoint_directory(source)), local_path(target)
+    directory, made = checkpoint_directory(source), checkpoint_path(target)
+    refuse_models_in_stores(directory)
     if kind in ("hf", "dcp", "ucp"):
         directory = universal_directory(directory)
     if not dry_run:
@@ -231,8 +234,9 @@ def _write_tracker(target: Path) -> None:
     """The tracker file next to a checkpoint that is named as a job names them, if there is none."""
     found = _ITERATION.fullmatch(target.name)
     text = "release" if target.name == "release" else str(int(found.group(1))) if found else None
-    if text is not None and not (target.parent / TRACKER_FILE).exists():
-        storage_at(target.parent).publish(TRACKER_FILE, text.encode())
+    storage = storage_at(target.parent)
+    if text is not None and not storage.exists(TRACKER_FILE):
+        storage.publish(TRACKER_FILE, text.encode())
 
 
 # --- tensors under their keys

@@ -15,12 +15,12 @@ from mcore_ckpt.core.errors import LoadError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, object_key
 from mcore_ckpt.format.metadata_read import MAX_TRACKER_BYTES, TRACKER_FILE, read_index, read_small_file
 from mcore_ckpt.reshard._optimizer_layout import convert_optimizer
-from mcore_ckpt.reshard._sidecars import carry_sidecars, sidecar_files
 from mcore_ckpt.reshard.buckets import ParameterOrders
 from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, arguments_of, in_dtype, shadow_note
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE, ReshardOptions
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import Decision, ReshardPlan, TargetLayout, make_plan
+from mcore_ckpt.reshard.sidecars import carry_sidecars, sidecar_files
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory, index_version
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
@@ -222,9 +222,9 @@ def _same_model_parallel(saved: ParallelLayout, layout: TargetLayout) -> bool:
 
 def _carry_tracker(source: Path, target: Path) -> None:
     """The tracker file next to an iteration, if the target is the iteration that it names and has none."""
-    tracker, wanted = source.parent / TRACKER_FILE, target.parent / TRACKER_FILE
-    if tracker.is_file() and not wanted.exists():
+    given, taken = storage_at(source.parent, follow_links=True), storage_at(target.parent)
+    if given.exists(TRACKER_FILE) and not taken.exists(TRACKER_FILE):
         content = read_small_file(source.parent, TRACKER_FILE, MAX_TRACKER_BYTES, follow_links=True)
         text = content.decode(errors="replace").strip()
         if text.isascii() and text.isdigit() and len(text) < 20 and target.name == f"iter_{int(text):07d}":
-            storage_at(target.parent).publish(TRACKER_FILE, text.encode())
+            taken.publish(TRACKER_FILE, text.encode())

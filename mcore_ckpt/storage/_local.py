@@ -29,6 +29,8 @@ class LocalStorage(Storage):
             others keep as links (the cache of Hugging Face), in a directory that a person has named.
     """
 
+    in_file_system = True
+
     def __init__(self, root: str | os.PathLike[str], *, follow_links: bool = False) -> None:
         self.root = local_path(root)
         self._follow_links = follow_links

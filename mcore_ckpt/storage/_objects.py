@@ -33,7 +33,9 @@ _logger = logging.getLogger(__name__)
 
 # Of an object that is opened, this much comes with its length: small ones cost one request.
 _HEAD_BYTES: Final = 64 * 1024
-_MAX_SMALL_BYTES: Final = 8 * 1024**3
+# Of an object that is changed, or given another name; it is held in memory, and put in one request.
+_MAX_SMALL_BYTES: Final = 1024**3
+_PIECE_BYTES: Final = 8 * 1024**2
 _CLOSED: Final = b"closed"
 _INTENT: Final = b"publish "
 _ATTEMPTS: Final = 100
@@ -156,7 +158,7 @@ class ObjectStorage(Storage):
     def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
         with self._saving("writing it", name) as key:
             try:
-                state, old = self._client.get(key, _MAX_SMALL_BYTES)
+                state, old = self._content(key)
             except OSError as error:
                 if error.errno == errno.ENOENT:
                     return False
@@ -207,7 +209,7 @@ class ObjectStorage(Storage):
         with self._saving("taking it away", name) as key:
             for _ in range(_ATTEMPTS):
                 try:
-                    state, said = self._client.get(key, _MAX_SMALL_BYTES)
+                    state, said = self._content(key)
                 except OSError as error:
                     if error.errno == errno.ENOENT:
                         return
@@ -263,15 +265,27 @@ class ObjectStorage(Storage):
 
     def lock(self, name: str, lease: str) -> bool:
         with self._saving(f"giving {lease} this name", name) as key:
-            return self._put_new(key, self._small(lease)[1])
+            return self._put_new(key, self._content(self._key(lease))[1])
 
-    def _small(self, name: str) -> tuple[ObjectState, bytes]:
-        return self._client.get(self._key(name), _MAX_SMALL_BYTES)
+    def _content(self, key: str) -> tuple[ObjectState, bytes]:
+        """A version, and all of its bytes."""
+        state, head = self._client.get(key, _HEAD_BYTES)
+        if state.size_bytes == len(head):
+            return state, head
+        if state.size_bytes > _MAX_SMALL_BYTES:
+            text = f"has {state.size_bytes} bytes, and is changed up to {_MAX_SMALL_BYTES}; copy the checkpoint into a "
+            raise OSError(errno.EFBIG, f"{text}directory (mcore-ckpt copy), and change it there")
+        content = bytearray(state.size_bytes)
+        content[: len(head)] = head
+        view = memoryview(content)
+        for at in range(len(head), len(content), _PIECE_BYTES):
+            self._client.get_into(key, at, view[at : at + _PIECE_BYTES], state.e_tag)
+        return state, bytes(content)
 
     def renew(self, name: str) -> bool:
         with self._saving("renewing its time", name) as key:
             try:
-                state, content = self._small(name)
+                state, content = self._content(key)
                 self._client.put(key, content, state.e_tag)
             except OSError as error:
                 if error.errno in (errno.ENOENT, errno.EEXIST):
@@ -281,12 +295,12 @@ class ObjectStorage(Storage):
 
     def move(self, source: str, name: str) -> None:
         with self._saving(f"renaming it to {name}", source) as key:
-            self._client.put(self._key(name), self._small(source)[1])
+            self._client.put(self._key(name), self._content(key)[1])
             self._client.delete(key)
 
     def move_new(self, source: str, name: str) -> bool:
         with self._saving(f"giving {source} this name", name) as key:
-            if not self._put_new(key, self._small(source)[1]):
+            if not self._put_new(key, self._content(self._key(source))[1]):
                 return False
             self._client.delete(self._key(source))
             return True

@@ -197,9 +197,12 @@ class Storage(ABC):
     Attributes:
         request_bytes: what is delivered in the time that one more read costs, where that is more than a disk's; a
             shorter gap between two ranges is read, too.
+        in_file_system: files have descriptors, an unfinished file can be opened again and written on, and a directory
+            can be renamed.
     """
 
     request_bytes: int = 0
+    in_file_system: bool = False
 
     @property
     @abstractmethod

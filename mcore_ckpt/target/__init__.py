@@ -5,5 +5,5 @@ Out: a directory under its name, complete, checked, and written on from where an
 Must not know: models, partition rules, where the payloads come from.
 
 Modules: build, directory, safetensors, slots, state_pickle, torch_dist, torch_files, _file_stream, _journal, _proof,
-_read_ahead, _writer.
+_read_ahead, _target_files, _writer.
 """

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import errno
 import os
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from mcore_ckpt.core.errors import SaveError
@@ -31,9 +31,27 @@ def _write_error(path: str, what: str, error: OSError) -> SaveError:
     return SaveError(f"{path}: {what} failed: {error.strerror or error} ({code}); {advice}, and run the command again")
 
 
-class TargetFile:
-    """A file that is written at any offset by any number of threads, and may have been begun by an earlier run. Its
-    `size_bytes` are reserved at once. `direct`: with O_DIRECT where possible.
+class TargetFile(ABC):
+    """A file that is written at any offset by any number of threads; `path` is its name for messages."""
+
+    path: str
+
+    @abstractmethod
+    def write(self, offset: int, view: memoryview) -> None:
+        """Write all of `view`; raises `SaveError`."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Make what was written durable, where a later run could use it; raises `SaveError`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close; twice is harmless."""
+
+
+class LocalFile(TargetFile):
+    """A file of a file system, which may have been begun by an earlier run. Its `size_bytes` are reserved at once.
+    `direct`: with O_DIRECT where possible.
     """
 
     def __init__(self, path: str, size_bytes: int, *, direct: bool = True) -> None:
@@ -61,7 +79,6 @@ class TargetFile:
             raise
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Write all of `view`; raises `SaveError`."""
         try:
             aligned = offset % ALIGNMENT_BYTES == 0 and len(view) % ALIGNMENT_BYTES == 0
             if self._direct_fd is not None and aligned:
@@ -80,28 +97,16 @@ class TargetFile:
             raise _write_error(self.path, f"writing bytes [{offset}, {offset + len(view)})", error) from error
 
     def sync(self) -> None:
-        """Make what was written durable."""
         try:
             os.fsync(self.fd)
         except OSError as error:
             raise _write_error(self.path, "fsync", error) from error
 
     def close(self) -> None:
-        """Close; twice is harmless."""
         fds = [fd for fd in (self.fd, self._direct_fd) if fd is not None and fd >= 0]
         self.fd, self._direct_fd = -1, None
         for fd in fds:
             os.close(fd)
-
-
-def write_end(path: Path, size_bytes: int, end: bytes) -> None:
-    """Write the last bytes of a file of this length, and make it durable."""
-    file = TargetFile(str(path), size_bytes, direct=False)
-    try:
-        file.write(size_bytes - len(end), memoryview(end))
-        file.sync()
-    finally:
-        file.close()
 
 
 class Streams:

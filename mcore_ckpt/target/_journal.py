@@ -1,4 +1,7 @@
-"""How far an unfinished target has come: a file next to its folder, locked while a run is at work there."""
+"""How far an unfinished target has come: a file next to its folder, locked while a run is at work there.
+
+In an object store nothing is resumed, and the journal is kept in memory only.
+"""
 
 from __future__ import annotations
 
@@ -33,26 +36,37 @@ class InUseError(SaveError):
 
 
 class Journal:
+    """What is known of the target so far."""
+
+    def __init__(self) -> None:
+        self.done: dict[int, int] = {}  # for each worker, how many of its tensors are durable
+        # CRC-32s of source chunks that are stored nowhere else: key in the source -> by position.
+        self.crcs: dict[str, list[int]] = {}
+        self.sums: dict[str, list[Sums]] = {}  # of the target's slots: key at the target -> by position
+        self.unverified = False  # the kernel has copied payloads, which are compared only when the target is read back
+
+    def record(self, worker: int, done: int, crcs: dict[str, list[int]], sums: dict[str, list[Sums]]) -> None:
+        """The first `done` tensors of a worker are durable."""
+        self.done[worker] = done
+        self.crcs.update(crcs)
+        self.sums.update(sums)
+
+    def forget(self) -> None:
+        """Nothing is done: the next run writes everything again."""
+        self.done, self.crcs, self.sums, self.unverified = {}, {}, {}, False
+
+
+class FileJournal(Journal):
     """One line for each stretch of a worker's tensors that is durable; a context manager.
 
     The first line names the plan by its fingerprint, so that a later run resumes only the same work. A torn last line
     is ignored. The lock (flock) on the file is the sign of life of a run.
-
-    Attributes:
-        fingerprint: of the plan; empty in a new journal, None in one that cannot be read.
-        done: for each worker, how many of its tensors are durable.
-        crcs: CRC-32s of source chunks that are stored nowhere else: key in the source -> by position.
-        sums: of the target's slots: key at the target -> by position.
-        unverified: the kernel has copied some payloads, which are compared only when the target is read back.
     """
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self._path, self._lock = path, threading.Lock()
-        self.fingerprint: str | None = ""
-        self.done: dict[int, int] = {}
-        self.crcs: dict[str, list[int]] = {}
-        self.sums: dict[str, list[Sums]] = {}
-        self.unverified = False
+        self.fingerprint: str | None = ""  # of the plan; empty in a new journal, None in one that cannot be read
         is_new = not path.exists()
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -116,15 +130,11 @@ class Journal:
         self._append({"version": _VERSION, "fingerprint": fingerprint})
 
     def record(self, worker: int, done: int, crcs: dict[str, list[int]], sums: dict[str, list[Sums]]) -> None:
-        """The first `done` tensors of a worker are durable."""
-        self.done[worker] = done
-        self.crcs.update(crcs)
-        self.sums.update(sums)
+        super().record(worker, done, crcs, sums)
         self._append({"worker": worker, "done": done, "crcs": crcs, "sums": sums, "unverified": self.unverified})
 
     def forget(self) -> None:
-        """Nothing is done: the next run writes everything again."""
-        self.done, self.crcs, self.sums, self.unverified = {}, {}, {}, False
+        super().forget()
         with self._lock:
             first = os.pread(self._fd, 1 << 16, 0)
             os.ftruncate(self._fd, first.index(b"\n") + 1)
@@ -144,7 +154,7 @@ class Journal:
         """Give the lock up."""
         os.close(self._fd)
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> FileJournal:
         return self
 
     def __exit__(self, *_: object) -> None:

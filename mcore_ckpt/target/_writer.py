@@ -12,7 +12,6 @@ import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from mcore_ckpt.core.boxes import Box
@@ -20,9 +19,10 @@ from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.threads import Crew
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.storage.base import Storage
-from mcore_ckpt.target._file_stream import FileStream, Streams, StreamSink, TargetFile
+from mcore_ckpt.target._file_stream import FileStream, LocalFile, Streams, StreamSink, TargetFile
 from mcore_ckpt.target._journal import Journal, Sums
 from mcore_ckpt.target._read_ahead import AheadSource, ReadAhead
+from mcore_ckpt.target._target_files import TargetFiles
 from mcore_ckpt.target.slots import TargetPlan, TensorMove
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 from mcore_ckpt.tools.regrid import Sink, Walk, reads_of
@@ -51,7 +51,7 @@ class _Run:
 
     plan: TargetPlan
     payloads: StoredPayloads
-    folder: Path
+    files: TargetFiles
     journal: Journal
     memory_bytes: int
     advance: Callable[[int], None]
@@ -62,7 +62,7 @@ class _Run:
 def write_all(
     plan: TargetPlan,
     payloads: StoredPayloads,
-    folder: Path,
+    files: TargetFiles,
     journal: Journal,
     *,
     memory_bytes: int,
@@ -72,12 +72,13 @@ def write_all(
     """Write all slots and blobs that the journal does not have as done; `advance` is called with payload bytes that
     were written. `memory_bytes`: of all buffers; `move_files`: let the kernel copy payloads that stay as they are.
     """
+    move_files = move_files and payloads.storage.in_file_system and files.storage.in_file_system
     journal.unverified = journal.unverified or move_files
     workers = [w for w in range(len(plan.work)) if plan.work[w] or (plan.blobs and not w)]
     _allow_open_files(2 * len(plan.sizes) + _OTHER_FILES)
     memory_bytes //= max(1, len(workers))
     with Crew(max(1, len(workers)), "mcore_ckpt-target") as crew:
-        run = _Run(plan, payloads, folder, journal, memory_bytes, advance, move_files, crew)
+        run = _Run(plan, payloads, files, journal, memory_bytes, advance, move_files, crew)
         for number in workers:
             crew.submit(_Worker(run, number).work)
 
@@ -162,7 +163,7 @@ class _Worker:
 
     def _file(self, name: str) -> TargetFile:
         if name not in self._files:
-            self._files[name] = TargetFile(str(self._run.folder / name), self._run.plan.sizes[name])
+            self._files[name] = self._run.files.open(name, self._run.plan.sizes[name])
         return self._files[name]
 
     def _write_blobs(self, streams: Streams) -> None:
@@ -293,6 +294,7 @@ class _Worker:
         at = stream.position
         stream.seek(at + payload.nbytes)
         source, file = self._run.payloads.storage, stream.file
+        assert isinstance(file, LocalFile)
         streams.crew.submit(lambda: copy_file_bytes(source, payload.file, payload.offset, file, at, payload.nbytes))
         stream.write(frame.tail_with(payload.crc32 or 0))
 
@@ -304,10 +306,10 @@ def _buffers(memory_bytes: int, streams: int) -> tuple[int, int]:
     return size, max(4, min(wanted, memory_bytes // size))
 
 
-def copy_file_bytes(source: Storage, name: str, start: int, target: TargetFile, at: int, nbytes: int) -> None:
+def copy_file_bytes(source: Storage, name: str, start: int, target: LocalFile, at: int, nbytes: int) -> None:
     """Let the kernel copy bytes from file to file, or read and write where it cannot; raises `SaveError`."""
     fd = source.open_descriptor(name)
-    assert fd is not None  # a conversion reads local files only
+    assert fd is not None  # else nothing is moved
     try:
         done = 0
         while done < nbytes:

@@ -6,18 +6,15 @@ everything is durable and compared. So nothing ever looks like a checkpoint and 
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.core.console import Progress
-from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.directory.common_file import bind_common_file
-from mcore_ckpt.format.metadata_read import METADATA_FILE, parse_index
-from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.format.metadata_read import parse_index
 from mcore_ckpt.target._proof import check_all
 from mcore_ckpt.target._writer import write_all
 from mcore_ckpt.target.directory import target_folder
@@ -74,20 +71,17 @@ def build_target(
         LoadError: the source cannot be read, or another program has changed its files meanwhile.
     """
     fingerprint = plan.fingerprint(payloads, source.states)
-    with target_folder(target, fingerprint, restart=restart) as (folder, journal):
+    with target_folder(target, fingerprint, restart=restart, has_index=plan.index is not None) as made:
+        files, folder, journal = made.files, made.files.folder, made.journal
         resumed = bool(journal.done)
-        if not resumed:
-            _check_space(folder, plan.sizes)
-        folders = {(folder / name).parent for name in plan.sizes} - {folder}
-        for inner in folders:
-            inner.mkdir(parents=True, exist_ok=True)
+        files.begin(plan.sizes, resumed=resumed)
         started, total = time.monotonic(), plan.payload_bytes
         try:
             with Progress("copy", total, shown=progress) as bar:
                 write_all(
                     plan,
                     payloads,
-                    folder,
+                    files,
                     journal,
                     memory_bytes=max(_MIN_BUFFER_BYTES, (memory_bytes - _BASE_BYTES) // 2),
                     advance=bar.advance,
@@ -98,7 +92,8 @@ def build_target(
         except LoadError:
             source.refuse_changes()  # what looks damaged may be of two saves
             raise
-        content = plan.finish(folder, journal, payloads)
+        content = plan.finish(files, journal, payloads)
+        files.finish()
         copied = time.monotonic()
         verified = content is not None and (verify or journal.unverified)
         if verified and content is not None:
@@ -112,25 +107,8 @@ def build_target(
         checked = time.monotonic()
         carry(folder)
         source.refuse_changes()
-        for inner in folders:
-            storage_at(inner).sync()
+        files.sync()
         if content is not None:
-            storage = storage_at(folder)
-            storage.sync()
-            storage.publish(METADATA_FILE, bind_common_file(content, folder))
+            made.publish_index(bind_common_file(content, folder))
     file_bytes = sum(plan.sizes.values())
     return Built(tuple(sorted(plan.sizes)), file_bytes, resumed, verified, copied - started, checked - copied)
-
-
-def _check_space(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Raise `SaveError` unless the files fit; what an earlier run has reserved for them already counts for them."""
-    needed_bytes = sum(sizes.values())
-    for name, size in sizes.items():
-        with contextlib.suppress(FileNotFoundError):
-            needed_bytes -= min(size, (folder / name).stat().st_blocks * 512)
-    stat = os.statvfs(folder)
-    free = stat.f_bavail * stat.f_frsize
-    if free < needed_bytes:
-        raise SaveError(
-            f"{folder}: {needed_bytes} bytes are needed, {free} are free: free space, or choose another disk"
-        )

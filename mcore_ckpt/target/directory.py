@@ -8,6 +8,10 @@ A run locks its journal before it makes its folder, and removes the journal afte
 is missing or not locked belongs to a run that has ended. The next run resumes it, if it is the same work, or removes
 it. A folder is renamed before it is removed: if its run is at work after all (another host, no locks), that run finds
 nothing to give the target's name to.
+
+In an object store, where nothing can be renamed, the files are written at their place, under the lock of the directory.
+`.metadata` is put last: so formats that have none are refused there. What a run that was killed has left is removed by
+the next one, which begins again.
 """
 
 from __future__ import annotations
@@ -19,16 +23,39 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from mcore_ckpt.core.errors import CheckpointError, CheckpointExistsError, OptionError, SaveError
+from mcore_ckpt.core.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    OptionError,
+    SaveError,
+)
+from mcore_ckpt.directory.lock import DirectoryLock, Owner, holders, is_lock_file
+from mcore_ckpt.format.metadata_read import METADATA_FILE
+from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.target._journal import InUseError, Journal
+from mcore_ckpt.target._journal import FileJournal, InUseError, Journal
+from mcore_ckpt.target._target_files import LocalFiles, StoreFiles, TargetFiles
 
 _ENTRY = re.compile(r"(?P<id>[0-9a-f]{16})(?P<kind>\.journal|\.gone)?")
+# In the lease of a directory in a store: all that lies in it is of this target, since it was empty before.
+_NOTED: Final = "target"
 _EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A target that is being written."""
+
+    files: TargetFiles
+    journal: Journal  # how far the files are
+    publish_index: Callable[[bytes], None]  # puts `.metadata`, after everything else; raises `SaveError`
 
 
 def partial_directory(target: Path) -> Path:
@@ -39,13 +66,17 @@ def partial_directory(target: Path) -> Path:
 def refuse_target(source: Path, target: Path) -> None:
     """Raise unless `target` is free, and not inside the source."""
     _refuse_existing(target)
-    here, there = source.resolve(), target.resolve()
-    if here == there or here in there.parents:
+    here, there = (f"{storage_at(place).location.rstrip('/')}/" for place in (source, target))
+    if there.startswith(here):
         raise OptionError(f"{target}: lies inside the source {source}, which is never written to")
 
 
 def _refuse_existing(target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    storage = storage_at(target)
+    if not storage.in_file_system:
+        if storage.exists(METADATA_FILE):
+            raise _exists(target)
+    elif target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise _exists(target)
 
 
@@ -56,22 +87,38 @@ def _exists(target: Path) -> CheckpointExistsError:
 
 
 @contextmanager
-def target_folder(target: Path, fingerprint: str, *, restart: bool = False) -> Iterator[tuple[Path, Journal]]:
-    """A folder to write into, which becomes `target` at the end of the block.
+def target_folder(target: Path, fingerprint: str, *, restart: bool = False, has_index: bool = True) -> Iterator[Target]:
+    """Files to write, which become `target` at the end of the block.
 
-    What was done stays for a later run if this one is interrupted, or cannot write. Any other error is one of the
-    source or of the options: the folder is removed.
+    In a file system, what was done stays for a later run if this one is interrupted, or cannot write. Any other error
+    is one of the source or of the options: the folder is removed.
 
     Raises:
-        OptionError: an earlier run has left other work and `restart` is not set, or the directory holds other files.
+        OptionError: an earlier run has left other work and `restart` is not set, or the directory holds other files; or
+            a format without `.metadata` (`has_index`) is to be written into an object store.
         CheckpointExistsError: there is something at `target`.
         SaveError: another run is making `target`; or it cannot be written.
     """
+    if not storage_at(target).in_file_system:
+        if not has_index:
+            raise OptionError(
+                f"{target}: files of this format would appear in the store one by one, and half of them look like all. "
+                "Give a directory of a file system, and upload what is in it with the store's own tools"
+            )
+        with _in_store(target) as made:
+            yield made
+        return
     folder, journal = _open(target, fingerprint, restart=restart)
+
+    def publish_index(content: bytes) -> None:
+        storage = storage_at(folder)
+        storage.sync()
+        storage.publish(METADATA_FILE, content)
+
     with journal:
         kept = False
         try:
-            yield folder, journal
+            yield Target(LocalFiles(folder), journal, publish_index)
             storage_at(folder).sync()
             _appear(folder, target)
         except CheckpointError as error:
@@ -88,7 +135,64 @@ def target_folder(target: Path, fingerprint: str, *, restart: bool = False) -> I
                     folder.parent.rmdir()
 
 
-def _open(target: Path, fingerprint: str, *, restart: bool) -> tuple[Path, Journal]:
+@contextmanager
+def _in_store(target: Path) -> Iterator[Target]:
+    storage = storage_at(target)
+    storage.ensure()
+    if not _is_left(holders(storage)):
+        _refuse_others(target, storage)
+    with DirectoryLock.take(storage, {_NOTED: True}) as lock:
+        _refuse_existing(target)
+        if _is_left(lock.after):
+            _remove_files(target)
+        _refuse_others(target, storage)
+        files = StoreFiles(target)
+
+        def publish_index(content: bytes) -> None:
+            lock.publish(METADATA_FILE, content)
+
+        try:
+            yield Target(files, Journal(), publish_index)
+        except BaseException:
+            files.abort()
+            try:
+                lock.check()
+                _remove_files(target)
+            except CheckpointError:
+                lock.release(remove_marker=False)  # the next run removes what is left
+            raise
+
+
+def _is_left(owners: Iterable[Owner]) -> bool:
+    """Whether what lies in a directory is of targets that were not finished."""
+    return any((owner.noted or {}).get(_NOTED) is True for owner in owners)
+
+
+def _folders(storage: Storage) -> Sequence[str]:
+    try:
+        return storage.folders()
+    except CheckpointNotFoundError:
+        return ()
+
+
+def _refuse_others(target: Path, storage: Storage) -> None:
+    if _folders(storage) or not all(map(is_lock_file, storage.list())):
+        raise _exists(target)
+
+
+def _remove_files(folder: Path, *, of_lock: bool = False) -> None:
+    """Remove all that lies in a directory, and unfinished uploads, but not the files of its lock."""
+    storage = storage_at(folder)
+    for name in storage.unfinished():
+        storage.discard_unfinished(name)
+    for name in storage.list():
+        if of_lock or not is_lock_file(name):
+            storage.delete(name)
+    for name in _folders(storage):
+        _remove_files(folder / name, of_lock=True)
+
+
+def _open(target: Path, fingerprint: str, *, restart: bool) -> tuple[Path, FileJournal]:
     """The folder and the journal of this run; of two runs that begin at once, the second sees the first."""
     partial = partial_directory(target)
     try:
@@ -97,7 +201,7 @@ def _open(target: Path, fingerprint: str, *, restart: bool) -> tuple[Path, Journ
             found = _left(partial, fingerprint, restart=restart)
             if found is None:
                 folder = partial / secrets.token_hex(8)
-                found = folder, Journal(folder.with_suffix(".journal"))
+                found = folder, FileJournal(folder.with_suffix(".journal"))
             folder, journal = found
             try:
                 if not journal.fingerprint:
@@ -136,7 +240,7 @@ def _alone_in(partial: Path) -> Iterator[None]:
             os.close(fd)
 
 
-def _left(partial: Path, fingerprint: str, *, restart: bool) -> tuple[Path, Journal] | None:
+def _left(partial: Path, fingerprint: str, *, restart: bool) -> tuple[Path, FileJournal] | None:
     """The folder of an earlier run that is resumed; what other runs have left is removed, or refused."""
     names = sorted(path.name for path in partial.iterdir())
     foreign = [name for name in names if not _ENTRY.fullmatch(name)]
@@ -145,7 +249,7 @@ def _left(partial: Path, fingerprint: str, *, restart: bool) -> tuple[Path, Jour
             f"{partial}: holds {foreign[0]}, which no command of mcore-ckpt has left there; remove that, or choose "
             "another name for the target"
         )
-    resumed: tuple[Path, Journal] | None = None
+    resumed: tuple[Path, FileJournal] | None = None
     try:
         for name in sorted({name[:16] for name in names}):
             folder = partial / name
@@ -172,10 +276,10 @@ def _left(partial: Path, fingerprint: str, *, restart: bool) -> tuple[Path, Jour
     return resumed
 
 
-def _journal_of(folder: Path, partial: Path, *, restart: bool) -> Journal | None:
+def _journal_of(folder: Path, partial: Path, *, restart: bool) -> FileJournal | None:
     """The journal of a run that has ended; None if it may be at work, and is to be left alone."""
     try:
-        return Journal(folder.with_suffix(".journal"))
+        return FileJournal(folder.with_suffix(".journal"))
     except InUseError as error:
         if restart and not error.is_certain:
             return None

@@ -13,15 +13,14 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.dtypes import DTYPES
 from mcore_ckpt.format.index import TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.target._journal import Journal
+from mcore_ckpt.target._target_files import TargetFiles
 from mcore_ckpt.target.slots import Blob, TargetPlan, TensorMove, all_in_one, in_shares
 from mcore_ckpt.tools.payloads import StoredPayloads
 
@@ -106,9 +105,9 @@ def weight_map(shards: Mapping[str, Sequence[Exported]]) -> bytes:
 class _SafetensorsPlan(TargetPlan):
     index_file: bytes | None
 
-    def finish(self, folder: Path, journal: Journal, payloads: StoredPayloads) -> None:
+    def finish(self, files: TargetFiles, journal: Journal, payloads: StoredPayloads) -> None:
         if self.index_file is not None:
-            storage_at(folder).publish("model.safetensors.index.json", self.index_file)
+            files.storage.publish("model.safetensors.index.json", self.index_file)
 
 
 def plan_safetensors(tensors: Sequence[Exported], most_bytes: int, workers: int) -> TargetPlan:

@@ -13,13 +13,13 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.target._journal import Journal
+from mcore_ckpt.target._target_files import TargetFiles
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.tilings import Block, blocks
 
@@ -118,7 +118,7 @@ class TargetPlan:
         """What is around the elements of one of a tensor's slots."""
         return BARE
 
-    def finish(self, folder: Path, journal: Journal, payloads: StoredPayloads) -> bytes | None:
+    def finish(self, files: TargetFiles, journal: Journal, payloads: StoredPayloads) -> bytes | None:
         """Write durably what depends on checksums; returns the content of `.metadata`, if the format has one."""
         return None
 
@@ -134,7 +134,7 @@ class TargetPlan:
 
     def fingerprint(self, payloads: StoredPayloads, source_states: Mapping[str, Sequence[int]]) -> str:
         """Of everything that the target's bytes depend on; `source_states` as in `SourceFiles`."""
-        found = hashlib.sha256(str(Path(payloads.index.path).resolve()).encode())
+        found = hashlib.sha256(payloads.storage.location.encode())
         found.update(json.dumps([source_states, dict(self.sizes)], sort_keys=True).encode())
         for worker in self.work:
             found.update(b"worker")

@@ -13,7 +13,6 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 from typing import NamedTuple
 
 from mcore_ckpt.core.boxes import Box
@@ -25,8 +24,8 @@ from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.format.seal import SAVE_ID_BYTES, FileSealPlan, SealedFile, shown_id
 from mcore_ckpt.layout.buckets import TensorSpec, seal_plan
 from mcore_ckpt.storage.base import align_up
-from mcore_ckpt.target._file_stream import write_end
 from mcore_ckpt.target._journal import Journal
+from mcore_ckpt.target._target_files import TargetFiles
 from mcore_ckpt.target.slots import Blob, Slot, TargetPlan, TensorMove
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.tilings import blocks
@@ -52,17 +51,17 @@ class _TorchDistPlan(TargetPlan):
     def frame(self, move: TensorMove, number: int) -> TensorTemplate:
         return tensor_template(move.entry.dtype, move.slots[number].slice.sizes)
 
-    def finish(self, folder: Path, journal: Journal, payloads: StoredPayloads) -> bytes:
+    def finish(self, files: TargetFiles, journal: Journal, payloads: StoredPayloads) -> bytes:
         """As `TargetPlan.finish`: the seals of the data files, and `.metadata` with its own."""
         save_id = secrets.token_bytes(SAVE_ID_BYTES)
         objects: dict[str, list[tuple[int, int]]] = {file: [] for file in self.sizes}
         for stored in self.index.objects.values():
             objects[stored.item.file].append((stored.item.offset, stored.item.length))
-        files = {}
+        sealed = {}
         for name, size_bytes in sorted(self.sizes.items()):
             end, table_crc = self.seals[name].fill(save_id, size_bytes, sorted(objects[name]))
-            write_end(folder / name, size_bytes, end)
-            files[name] = SealedFile(size_bytes, table_crc, save_id)
+            files.write_end(name, size_bytes, end)
+            sealed[name] = SealedFile(size_bytes, table_crc, save_id)
         sums = [known for key in self.index.tensors for known in journal.sums[key]]
         crcs = array("I", [crc for crc, _ in sums])
         for key in self.index.objects:
@@ -72,7 +71,7 @@ class _TorchDistPlan(TargetPlan):
         running = [(number, sums_of) for number, (_, sums_of) in enumerate(sums) if sums_of]
         seal = MetadataSeal(
             save_id,
-            files,
+            sealed,
             crcs,
             array("Q", [number for number, _ in running]),
             array("I", [len(sums_of) for _, sums_of in running]),

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.item_layout import ArchiveLayout
-from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.target._file_stream import write_end
 from mcore_ckpt.target._journal import Journal
+from mcore_ckpt.target._target_files import TargetFiles
 from mcore_ckpt.target.safetensors import Exported, shard_names, weight_map
 from mcore_ckpt.target.slots import Blob, Frame, TargetPlan, TensorMove, all_in_one, in_shares
 from mcore_ckpt.target.state_pickle import SavedTensor, pickle_state
@@ -39,12 +37,12 @@ class _TorchPlan(TargetPlan):
     def frame(self, move: TensorMove, number: int) -> Frame:
         return self.archives[move.slots[number].file].layout.frame(int(move.key.rpartition(" ")[2]))
 
-    def finish(self, folder: Path, journal: Journal, payloads: StoredPayloads) -> None:
+    def finish(self, files: TargetFiles, journal: Journal, payloads: StoredPayloads) -> None:
         for name, archive in self.archives.items():
             crcs = [known if isinstance(known, int) else journal.sums[known][0][0] for known in archive.sums]
-            write_end(folder / name, self.sizes[name], archive.layout.end(crcs))
+            files.write_end(name, self.sizes[name], archive.layout.end(crcs))
         if self.index_file is not None:
-            storage_at(folder).publish("pytorch_model.bin.index.json", self.index_file)
+            files.storage.publish("pytorch_model.bin.index.json", self.index_file)
 
 
 def plan_state_files(

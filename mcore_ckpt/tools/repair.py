@@ -16,6 +16,7 @@ from pathlib import Path
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.lock import DirectoryLock
@@ -62,7 +63,7 @@ def repair_checkpoint(
         SaveError: a save, or another repair, holds the damaged checkpoint's directory, or it cannot be written.
     """
     with DirectoryLock.take(storage_at(report.path), common_ahead=True) as lock:
-        return _repair(report, _Damaged(Path(report.path), lock), checkpoint_directory(other), progress)
+        return _repair(report, _Damaged(checkpoint_path(report.path), lock), checkpoint_directory(other), progress)
 
 
 class _Damaged:
@@ -251,7 +252,7 @@ def _replace_files(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path,
                 repaired.append(problem.file)
             continue
         sealed = index.seal is not None and problem.file in index.seal.files
-        if os.path.lexists(damaged.path / problem.file) or (sealed and not _end_of_file(problem.file, copy, index)):
+        if damaged.storage.exists(problem.file) or (sealed and not _end_of_file(problem.file, copy, index)):
             continue
         try:
             source = storage_at(copy).open_reader(problem.file, direct="off")
@@ -285,7 +286,10 @@ def _is_same_save(
         item = _item_in_copy(check, payloads.index)
         if check.chunk is None or item is None:
             continue
-        mine, other = _sums(directory, check.item, check.where), _sums(Path(payloads.index.path), item, check.where)
+        mine, other = (
+            _sums(directory, check.item, check.where),
+            _sums(checkpoint_path(payloads.index.path), item, check.where),
+        )
         if mine and other:
             equal, different = equal + (mine == other), different + (mine != other)
         if equal + different == _COMPARED_ITEMS:
@@ -347,7 +351,7 @@ def _carries_sums_of(check: ItemCheck, directory: Path, payloads: StoredPayloads
     if item is None:
         return False
     mine = _sums(directory, check.item, check.where)
-    return bool(mine) and mine == _sums(Path(payloads.index.path), item, check.where)
+    return bool(mine) and mine == _sums(checkpoint_path(payloads.index.path), item, check.where)
 
 
 def _same_item(check: ItemCheck, payloads: StoredPayloads) -> bytes | None:

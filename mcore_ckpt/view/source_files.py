@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError
-from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.payloads import MADE_HERE
 
 
 class SourceFiles:
     """The files of the tensors with these keys (default: all, and all objects), as they are now.
 
-    `states`: length and time of change, in nanoseconds, by name. Raises `CheckpointNotFoundError` if one is missing.
+    `states`: length, time of change in nanoseconds, and what tells versions apart, by name. Raises
+    `CheckpointNotFoundError` if one is missing.
     """
 
     def __init__(self, index: CheckpointIndex, keys: Collection[str] | None = None) -> None:
@@ -26,16 +27,15 @@ class SourceFiles:
         files = {chunk.item.file for entry in entries for chunk in entry.chunks}
         if keys is None:
             files |= {entry.item.file for entry in index.objects.values()}
-        found, directory = {}, checkpoint_path(index.path)
+        found, storage = {}, storage_at(index.path, follow_links=True)
         for file in sorted(files - {MADE_HERE}):
-            try:
-                stat = (directory / file).stat()
-            except OSError as error:
+            version = storage.version(file)
+            if version is None:
                 raise CheckpointNotFoundError(
-                    f"{directory / file}: the index names this file, but it cannot be found ({error.strerror}); the "
-                    f"checkpoint is incomplete, `mcore-ckpt verify {directory}` lists what is missing"
-                ) from error
-            found[file] = [stat.st_size, stat.st_mtime_ns]
+                    f"{storage.path(file)}: the index names this file, but it cannot be found; the checkpoint is "
+                    f"incomplete, `mcore-ckpt verify {index.path}` lists what is missing"
+                )
+            found[file] = [version.size_bytes, version.modified_ns, version.number]
         return found
 
     def refuse_changes(self) -> None:

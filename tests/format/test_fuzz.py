@@ -28,7 +28,7 @@ from mcore_ckpt.format.safe_pickle import load_object, read_plain
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.megatron.common_state import load_common
 from mcore_ckpt.models._safetensors_files import read_safetensors
-from mcore_ckpt.target._journal import Journal
+from mcore_ckpt.target._journal import FileJournal
 from mcore_ckpt.target.safetensors import safetensors_header
 from tests.support.encoded_items import encode_tensor
 from tests.support.stored_layouts import rewritten
@@ -97,7 +97,7 @@ def _try_safetensors(content: bytes, directory: Path) -> None:
 
 def _try_journal(content: bytes, directory: Path) -> None:
     (directory / "1.journal").write_bytes(content)
-    with Journal(directory / "1.journal"):
+    with FileJournal(directory / "1.journal"):
         pass
 
 

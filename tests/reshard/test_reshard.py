@@ -464,11 +464,11 @@ def test_a_target_that_is_not_what_was_written_does_not_appear(
     """A disk that loses a write: nobody notices but the verification."""
     original = build.write_all
 
-    def write_and_damage(plan: Any, payloads: object, directory: Path, *rest: object, **named: object) -> None:
-        original(plan, payloads, directory, *rest, **named)  # type: ignore[arg-type]
+    def write_and_damage(plan: Any, payloads: object, files: Any, *rest: object, **named: object) -> None:
+        original(plan, payloads, files, *rest, **named)  # type: ignore[arg-type]
         items = [chunk.item for entry in plan.index.tensors.values() for chunk in entry.chunks]
         largest = max(items, key=lambda item: item.length)
-        path = directory / largest.file
+        path = files.folder / largest.file
         content = bytearray(path.read_bytes())
         content[largest.offset + largest.length // 2] ^= 4
         path.write_bytes(content)

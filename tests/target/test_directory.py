@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mcore_ckpt.core.errors import CheckpointExistsError, CorruptCheckpointError, OptionError, SaveError
-from mcore_ckpt.target._journal import Journal
+from mcore_ckpt.target._journal import FileJournal
 from mcore_ckpt.target.directory import target_folder
 
 WORK = "the fingerprint of some work"
@@ -24,7 +24,7 @@ def left_by(target: Path, work: str, done: int = 1, name: str = "0123456789abcde
     folder = target.with_name(target.name + ".partial") / name
     folder.mkdir(parents=True)
     (folder / "half").write_bytes(b"half of it")
-    with Journal(folder.with_suffix(".journal")) as journal:
+    with FileJournal(folder.with_suffix(".journal")) as journal:
         journal.begin(work)
         if done:
             journal.record(0, done, {}, {"key": [(7, [])]})
@@ -37,10 +37,10 @@ def names(directory: Path) -> list[str]:
 
 def make(target: Path, work: str = WORK, *, restart: bool = False) -> list[str]:
     """Make a target; returns what was in its folder at first."""
-    with target_folder(target, work, restart=restart) as (folder, journal):
-        found = names(folder)
-        assert bool(found) is bool(journal.done)
-        (folder / "all").write_bytes(b"all of it")
+    with target_folder(target, work, restart=restart) as made:
+        found = names(made.files.folder)
+        assert bool(found) is bool(made.journal.done)
+        (made.files.folder / "all").write_bytes(b"all of it")
     assert names(target.parent) == sorted({target.name} | set(names(target.parent)) - {f"{target.name}.partial"})
     assert "all" in names(target)
     return found
@@ -56,9 +56,9 @@ def test_the_same_work_is_resumed(tmp_path: Path) -> None:
     folder = left_by(tmp_path / "t", WORK)
     with folder.with_suffix(".journal").open("ab") as file:
         file.write(b'{"worker": 1, "done"')  # torn
-    with target_folder(tmp_path / "t", WORK) as (found, journal):
-        assert found == folder
-        assert (journal.done, journal.sums) == ({0: 1}, {"key": [(7, [])]})
+    with target_folder(tmp_path / "t", WORK) as made:
+        assert made.files.folder == folder
+        assert (made.journal.done, made.journal.sums) == ({0: 1}, {"key": [(7, [])]})
     assert names(tmp_path / "t") == ["half"]
 
 
@@ -98,8 +98,8 @@ def test_what_no_command_has_left_is_left_alone(tmp_path: Path, name: str) -> No
 
 
 def test_the_second_run_is_refused_while_the_first_is_at_work(tmp_path: Path) -> None:
-    with target_folder(tmp_path / "t", WORK) as (_, journal):
-        journal.record(0, 1, {}, {})
+    with target_folder(tmp_path / "t", WORK) as made:
+        made.journal.record(0, 1, {}, {})
         for restart in (False, True):
             with pytest.raises(SaveError, match="another command is making this target"):
                 make(tmp_path / "t", restart=restart)
@@ -111,9 +111,9 @@ def test_the_second_run_is_refused_while_the_first_is_at_work(tmp_path: Path) ->
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SaveError("the disk is full"), CorruptCheckpointError("bad")])
 def test_what_is_done_stays_if_it_can_be_resumed(tmp_path: Path, error: BaseException) -> None:
     def end_early() -> None:
-        with target_folder(tmp_path / "t", WORK) as (folder, journal):
-            (folder / "half").write_bytes(b"half")
-            journal.record(0, 1, {}, {})
+        with target_folder(tmp_path / "t", WORK) as made:
+            (made.files.folder / "half").write_bytes(b"half")
+            made.journal.record(0, 1, {}, {})
             raise error
 
     with pytest.raises(type(error)):
@@ -151,8 +151,8 @@ def test_a_folder_that_cannot_be_made_leaves_no_lock(
 @pytest.mark.parametrize("kind", ["directory", "file"])
 def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path, kind: str) -> None:
     def be_overtaken() -> None:
-        with target_folder(tmp_path / "t", WORK) as (_, journal):
-            journal.record(0, 1, {}, {})
+        with target_folder(tmp_path / "t", WORK) as made:
+            made.journal.record(0, 1, {}, {})
             if kind == "file":
                 (tmp_path / "t").write_text("somebody's")
             else:
@@ -173,10 +173,10 @@ def test_a_run_that_was_taken_for_gone_harms_nothing(
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
 
     def be_overtaken() -> None:
-        with target_folder(tmp_path / "t", WORK) as (folder, journal):
-            (folder / "first").write_text("")
+        with target_folder(tmp_path / "t", WORK) as made:
+            (made.files.folder / "first").write_text("")
             if done:
-                journal.record(0, done, {}, {})
+                made.journal.record(0, done, {}, {})
             make(tmp_path / "t")
 
     with pytest.raises(SaveError):
@@ -194,8 +194,8 @@ def test_without_locks_only_what_is_old_is_touched(tmp_path: Path, monkeypatch: 
     with pytest.raises(SaveError, match="this file system has no locks"):
         make(tmp_path / "t")
     # Somebody may be at work there: it is not removed even if it is not wanted.
-    with target_folder(tmp_path / "t", WORK, restart=True) as (own, _):
-        assert own != folder
+    with target_folder(tmp_path / "t", WORK, restart=True) as made:
+        assert made.files.folder != folder
     assert names(tmp_path / "t.partial") == [folder.name, f"{folder.name}.journal"]
     (tmp_path / "t").rmdir()
     day_ago = time.time() - 25 * 3600

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
+from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.directory.lock import is_lock_file
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, MAX_CONFIG_BYTES, METADATA_FILE, read_small_file
+from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.verify import check_file
 
@@ -30,27 +30,33 @@ def sidecar_files(index: CheckpointIndex) -> list[str]:
     data_files |= {entry.item.file for entry in index.objects.values()}
     # integrity.json lists hashes of the source's files; the others are not parts of a finished checkpoint.
     left_out = {METADATA_FILE, CONFIG_FILE, COMMON_FILE, "integrity.json", *data_files}
-    found: list[str] = []
+
+    def is_left_out(name: str) -> bool:
+        return name in left_out or is_lock_file(name) or name.endswith((".pending", ".tmp", ".distcp"))
+
+    return sorted(_files_below(source, is_left_out))
+
+
+def _files_below(
+    source: Path, is_left_out: Callable[[str], bool] = lambda _: False, *, follow_links: bool = False
+) -> Iterator[str]:
+    """Names of all files in a directory and those in it; `is_left_out` is asked about its own entries."""
     folders = [""]
-    try:
-        while folders:
-            folder = folders.pop()
-            with os.scandir(source / folder) as entries:
-                for entry in entries:
-                    name = f"{folder}/{entry.name}" if folder else entry.name
-                    if not folder and (
-                        name in left_out or is_lock_file(name) or name.endswith((".pending", ".tmp", ".distcp"))
-                    ):
-                        continue
-                    if entry.is_file(follow_symlinks=False):
-                        found.append(name)
-                    elif entry.is_dir(follow_symlinks=False) and name.count("/") < _MAX_FOLDERS:
-                        folders.append(name)
-                    else:
-                        raise _not_carried(source / name, entry.is_symlink(), entry.is_dir(follow_symlinks=False))
-    except OSError as error:
-        raise LoadError(f"{source}: what lies in it cannot be listed: {error}") from error
-    return sorted(found)
+    while folders:
+        folder = folders.pop()
+        storage = storage_at(source / folder)
+        links = {} if follow_links else storage.links()
+        files, inner = storage.sizes(), storage.folders()
+        for own_name in sorted({*storage.list(), *links, *inner}):
+            name = f"{folder}/{own_name}" if folder else own_name
+            if not folder and is_left_out(name):
+                continue
+            if own_name in files and own_name not in links:
+                yield name
+            elif own_name in inner and own_name not in links and name.count("/") < _MAX_FOLDERS:
+                folders.append(name)
+            else:
+                raise _not_carried(source / name, own_name in links, own_name in inner)
 
 
 def _not_carried(path: Path, is_link: bool, is_folder: bool) -> CorruptCheckpointError:
@@ -70,27 +76,36 @@ def carry_sidecars(
     """Copy what lies next to the data and stays valid: common state, `metadata.json`, and `sidecar_files`.
     `common_content` replaces the content of `common.pt`.
     """
-    source, storage = checkpoint_path(index.path), storage_at(partial)
-    names = [path.name for path in source.iterdir()]
-    common = common_file_in_force(with_common_files(storage_at(source), names, index), index)
+    path = checkpoint_path(index.path)
+    source, storage = storage_at(path), storage_at(partial)
+    common = common_file_in_force(with_common_files(source, source.list(), index), index)
     for name in sidecars:
-        _carry_file(source, name, partial / name)
+        _carry_file(source, name, storage)
     if common is not None:
-        content = read_common_file(storage_at(source), common, index.seal)
-        check_file(storage_at(source), common)
+        content = read_common_file(source, common, index.seal)
+        check_file(source, common)
         storage.publish(COMMON_FILE, content if common_content is None else common_content)
-    if (source / CONFIG_FILE).exists():
-        storage.publish(CONFIG_FILE, read_small_file(source, CONFIG_FILE, MAX_CONFIG_BYTES))
+    if source.exists(CONFIG_FILE):
+        storage.publish(CONFIG_FILE, read_small_file(path, CONFIG_FILE, MAX_CONFIG_BYTES))
 
 
-def _carry_file(source: Path, name: str, target: Path) -> None:
+def carry_folder(source: Path, target: Path) -> None:
+    """Copy a directory that is no checkpoint, and what links in it lead to; raises `LoadError` and `SaveError`."""
+    reads, writes = storage_at(source, follow_links=True), storage_at(target)
+    names = sorted(_files_below(source, follow_links=True))
+    writes.ensure()
+    for name in names:
+        _carry_file(reads, name, writes)
+
+
+def _carry_file(source: Storage, name: str, target: Storage) -> None:
     """Copy a file of any size, durably; nothing else appears under that name before `.metadata` does."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with storage_at(source).open_reader(name, direct="off") as given, target.open("wb") as taken:
+    with source.open_reader(name, direct="off") as given:
+        writer = target.open_writer(name, size_bytes=given.size_bytes, direct="off")
+        try:
             for at in range(0, given.size_bytes, _COPY_BYTES):
-                taken.write(given.read(at, min(_COPY_BYTES, given.size_bytes - at)))
-            taken.flush()
-            os.fsync(taken.fileno())
-    except OSError as error:
-        raise SaveError(f"{source / name}: cannot be copied to {target}: {error.strerror or error}") from error
+                writer.write(at, memoryview(given.read(at, min(_COPY_BYTES, given.size_bytes - at))))
+            writer.finish(given.size_bytes)
+        except BaseException:
+            writer.abort()
+            raise

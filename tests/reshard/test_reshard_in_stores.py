@@ -1,0 +1,155 @@
+"""Conversions whose source or target is in an object store: complete or not there, and nothing left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt import copy_checkpoint, verify_checkpoint
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, reshard_checkpoint
+from mcore_ckpt.reshard import reshard
+from mcore_ckpt.tools.repair import repair_checkpoint
+from tests.support.model_like import assert_same, model_tensors, read_all, write_model
+from tests.support.object_server import Fault, Proxy, Request, S3Directory
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("source") / "iter_0000007"
+    write_model(directory, tp=2)
+    (directory / "modelopt").mkdir()
+    (directory / "modelopt" / "state.bin").write_bytes(bytes(100))
+    (directory.parent / "latest_checkpointed_iteration.txt").write_text("7")
+    return directory
+
+
+@pytest.fixture
+def proxied(s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    with Proxy(s3_directory.server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        yield proxy
+
+
+def fetched(url: str, directory: Path) -> dict[str, torch.Tensor]:
+    copy_checkpoint(url, directory)
+    return read_all(directory)
+
+
+def left(store: S3Directory, name: str) -> list[str]:
+    return [each.partition("/")[2] for each in store.names() if each.startswith(f"{name}/")]
+
+
+def test_a_checkpoint_in_a_store_is_resharded_into_a_store(
+    source: Path, s3_directory: S3Directory, tmp_path: Path
+) -> None:
+    given, taken = f"{s3_directory.url}/given/iter_0000007", f"{s3_directory.url}/taken/iter_0000007"
+    copy_checkpoint(source, given)
+    s3_directory.put("given/iter_0000007/modelopt/state.bin", bytes(100))
+    s3_directory.put("given/latest_checkpointed_iteration.txt", b"7")
+    report = reshard_checkpoint(given, taken, tp=4, pp=1)
+    assert (report.target, report.verified, report.resumed) == (taken, True, False)
+    assert verify_checkpoint(taken).whole
+    assert_same(fetched(taken, tmp_path / "fetched"), model_tensors())
+    reshard_checkpoint(source, tmp_path / "local", tp=4, pp=1)
+    names = [path.relative_to(tmp_path / "local") for path in (tmp_path / "local").rglob("*") if path.is_file()]
+    assert left(s3_directory, "taken") == sorted(
+        ["latest_checkpointed_iteration.txt", *(f"iter_0000007/{name}" for name in names)]
+    )
+    assert s3_directory.uploads() == []
+    with pytest.raises(CheckpointExistsError):
+        reshard_checkpoint(source, taken, tp=1, pp=1)
+    with pytest.raises(OptionError, match="lies inside the source"):
+        reshard_checkpoint(given, f"{given}/inside", tp=1, pp=1)
+
+
+def test_the_command_takes_runs_in_stores(source: Path, s3_directory: S3Directory, tmp_path: Path) -> None:
+    assert main(["reshard", str(source.parent), f"{s3_directory.url}/run", "--tp", "1", "--pp", "1"]) == 0
+    assert s3_directory.get("run/latest_checkpointed_iteration.txt") == b"7"
+    assert main(["reshard", f"{s3_directory.url}/run", str(tmp_path / "back"), "--tp", "2", "--pp", "1"]) == 0
+    assert_same(read_all(tmp_path / "back" / "iter_0000007"), model_tensors())
+
+
+def test_plain_checkpoints_go_out_and_come_back(source: Path, s3_directory: S3Directory, tmp_path: Path) -> None:
+    export_checkpoint(source, f"{s3_directory.url}/plain", to="dcp")
+    import_checkpoint(f"{s3_directory.url}/plain", f"{s3_directory.url}/again", kind="files")
+    assert_same(fetched(f"{s3_directory.url}/again", tmp_path / "again"), model_tensors())
+    export_checkpoint(f"{s3_directory.url}/again", tmp_path / "tensors", to="safetensors")
+    import_checkpoint(tmp_path / "tensors", tmp_path / "last", kind="files")
+    assert_same(read_all(tmp_path / "last"), model_tensors())
+    for form in ("safetensors", "torch"):
+        with pytest.raises(OptionError, match="upload what is in it with the store's own tools"):
+            export_checkpoint(source, f"{s3_directory.url}/{form}", to=form)  # type: ignore[arg-type]
+    s3_directory.put("tensors/model.safetensors", (tmp_path / "tensors" / "model.safetensors").read_bytes())
+    with pytest.raises(OptionError, match="fetch them into a directory"):
+        import_checkpoint(f"{s3_directory.url}/tensors", tmp_path / "none")
+    assert left(s3_directory, "safetensors") == left(s3_directory, "torch") == []
+
+
+def test_what_cannot_be_written_leaves_nothing(source: Path, proxied: Proxy, s3_directory: S3Directory) -> None:
+    def rule(request: Request) -> Fault | None:
+        return Fault("status", status=403) if request.method == "PUT" and "__1_" in request.path else None
+
+    proxied.rule = rule
+    with pytest.raises(SaveError, match="403"):
+        reshard_checkpoint(source, s3_directory.url, tp=2, pp=1)
+    assert s3_directory.names() == s3_directory.uploads() == []
+    proxied.rule = lambda _: None
+    reshard_checkpoint(source, s3_directory.url, tp=2, pp=1)
+    assert verify_checkpoint(s3_directory.url).whole
+
+
+@pytest.mark.crash
+def test_what_a_killed_run_has_left_is_removed_by_the_next(source: Path, s3_directory: S3Directory) -> None:
+    pid = os.fork()
+    if pid == 0:
+        publish = reshard.carry_sidecars
+
+        def carry(*given: Any) -> None:
+            publish(*given)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        reshard.carry_sidecars = carry
+        try:
+            reshard_checkpoint(source, s3_directory.url, tp=2, pp=1)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    names = s3_directory.names()
+    assert "modelopt/state.bin" in names
+    assert ".metadata" not in names
+    report = reshard_checkpoint(source, s3_directory.url, tp=1, pp=1)
+    assert verify_checkpoint(s3_directory.url).whole
+    assert {name for name in s3_directory.names() if name.startswith("__")} == set(report.files)
+    assert not [name for name in s3_directory.names() if "incomplete" in name]
+
+
+def test_files_of_others_are_neither_replaced_nor_removed(source: Path, s3_directory: S3Directory) -> None:
+    s3_directory.put("folder/file", b"hours of work")
+    for restart in (False, True):
+        with pytest.raises(CheckpointExistsError):
+            reshard_checkpoint(source, s3_directory.url, tp=2, pp=1, restart=restart)
+    assert s3_directory.names() == ["folder/file"]
+
+
+def test_a_damaged_checkpoint_in_a_store_is_repaired(source: Path, s3_directory: S3Directory, tmp_path: Path) -> None:
+    reshard_checkpoint(source, tmp_path / "local", tp=2, pp=1)
+    copy_checkpoint(tmp_path / "local", f"{s3_directory.url}/copy")
+    names = sorted(path.name for path in (tmp_path / "local").glob("*.distcp"))
+    content = bytearray(s3_directory.get(f"copy/{names[0]}"))
+    content[len(content) // 2] ^= 0x40
+    s3_directory.put(f"copy/{names[0]}", bytes(content))
+    s3_directory.delete(f"copy/{names[1]}")
+    report = verify_checkpoint(f"{s3_directory.url}/copy")
+    assert not report.whole
+    assert repair_checkpoint(report, tmp_path / "local").whole
+    for name in names:
+        assert s3_directory.get(f"copy/{name}") == (tmp_path / "local" / name).read_bytes()
+    assert s3_directory.uploads() == []
