@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from mcore_ckpt.format.seal import NO_SAVE_ID
+from mcore_ckpt.format.footer import NO_SAVE_ID
 from mcore_ckpt.layout.buckets import TensorSpec, frame_file, lay_out_file
 from mcore_ckpt.writing.staging import BucketSource
 from mcore_ckpt.writing.staging_buffers import StagingBuffer

@@ -39,6 +39,7 @@ WORDS = {
     r"peers?": "baselines",
     r"other way round": "vice versa",
     r"rooms": "layers, packages",
+    r"\w*seal(s|ed|ing)?": "integrity footer of a data file, manifest of .metadata",
     r"class _?(Piece|Place|Source|Draft|Made|Fate|Look)": "one name for each thing, see docs/glossary.md",
 }
 

@@ -170,7 +170,7 @@ def _summary(index: CheckpointIndex, *, arguments_only: bool) -> Outcome:
         ("checkpoint", summary.path),
         ("written by", "Megatron-Core" if summary.written_by == "megatron" else "torch.distributed.checkpoint"),
         ("iteration", "-" if summary.iteration is None else summary.iteration),
-        ("save", "not sealed" if summary.save_id is None else summary.save_id),
+        ("save", "no manifest" if summary.save_id is None else summary.save_id),
         (
             "size",
             f"{human_bytes(summary.file_bytes)} in {summary.files} files of {summary.ranks} ranks"

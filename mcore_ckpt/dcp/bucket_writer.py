@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.format.file_names import DATA_SUFFIX, with_id
-from mcore_ckpt.format.seal import NO_SAVE_ID, SealedFile
+from mcore_ckpt.format.footer import NO_SAVE_ID, ManifestFile
 from mcore_ckpt.layout.buckets import TensorSpec, frame_file, lay_out_file, split_buckets
 from mcore_ckpt.layout.dense_tensors import check_memory
 from mcore_ckpt.layout.file_image import WrittenFile
@@ -121,7 +121,7 @@ class ItemSums(NamedTuple):
     each block boundary inside a long payload.
     """
 
-    file: SealedFile
+    file: ManifestFile
     crc32: int
     blocks: array[int]
 
@@ -244,7 +244,7 @@ def write_buckets(
 
 
 def _with_sums(results: Sequence[WriteResult], save_id: bytes, written: WrittenFile) -> list[WriteResult]:
-    file = SealedFile(written.size_bytes, written.table_crc32, save_id)
+    file = ManifestFile(written.size_bytes, written.table_crc32, save_id)
     counts = dict(zip(written.long_payloads, written.inner_blocks, strict=True))
     ends = list(accumulate((counts.get(n, 0) for n in range(len(written.crcs))), initial=0))
     blocks = [written.blocks[a:b] for a, b in pairwise(ends)] if counts else [array("I")] * len(written.crcs)

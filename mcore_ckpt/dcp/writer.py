@@ -52,8 +52,8 @@ from mcore_ckpt.dcp.bucket_writer import (
 from mcore_ckpt.directory.in_force import index_name
 from mcore_ckpt.directory.publish import check_files, publish
 from mcore_ckpt.directory.target import Target, abandon, lock_late, open_target
+from mcore_ckpt.format.footer import SAVE_ID_BYTES, ManifestFile, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE
-from mcore_ckpt.format.seal import SAVE_ID_BYTES, SealedFile, shown_id
 from mcore_ckpt.layout.buckets import check_hint
 from mcore_ckpt.layout.dense_tensors import check_memory
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
@@ -473,12 +473,12 @@ def replaced_write_function() -> Callable[..., Any] | None:
 
 def _files_and_sums(
     written: Sequence[WriteResult], target: Target | None
-) -> tuple[dict[str, SealedFile], list[WrittenSums]]:
+) -> tuple[dict[str, ManifestFile], list[WrittenSums]]:
     """The files of a save, and the checksums of the items that this package wrote."""
     known = [(result.storage_data, sums) for result in written if (sums := sums_of(result)) is not None]
     files = dict(sorted({info.relative_path: sums.file for info, sums in known}.items()))
     if target is not None and target.common_sum is not None:  # the common state that was written ahead of the save
-        files[COMMON_FILE] = SealedFile(*target.common_sum, target.save_id)
+        files[COMMON_FILE] = ManifestFile(*target.common_sum, target.save_id)
     return files, [WrittenSums((info.relative_path, info.offset), sums.crc32, sums.blocks) for info, sums in known]
 
 

@@ -1,9 +1,9 @@
 """Is the common state in `common.pt` the one that was saved with the checkpoint?
 
-To megatron-core 0.18 the common state is a file of its own. The seal of `.metadata` names it next to the data files, by
-its length and the CRC-32 of all its bytes, also where stock has written it: so that the file of another save, a damaged
-one, and one that a save of stock had replaced before it was killed are told from the one that was saved. A file that a
-user has changed on purpose cannot be told from those; it is refused until it is accepted (`accept_common_file`).
+To megatron-core 0.18 the common state is a file of its own. The manifest names it next to the data files, by its length
+and the CRC-32 of all its bytes, also where stock has written it: so that the file of another save, a damaged one, and
+one that a save of stock had replaced before it was killed are told from the one that was saved. A file that a user has
+changed on purpose cannot be told from those; it is refused until it is accepted (`accept_common_file`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointErr
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.directory.target import Target
-from mcore_ckpt.format.manifest import MetadataSeal, seal_metadata, split_metadata
+from mcore_ckpt.format.footer import ManifestFile, shown_id
+from mcore_ckpt.format.manifest import Manifest, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE, MAX_METADATA_BYTES, METADATA_FILE, parse_index, read_small_file
-from mcore_ckpt.format.seal import SealedFile, shown_id
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
@@ -29,29 +29,29 @@ MAX_COMMON_BYTES: Final = 4 * 1024**3
 _PIECE_BYTES = 16 * 1024 * 1024
 
 
-def common_file_of_save(storage: Storage, target: Target, *, has_common_state: bool) -> SealedFile | None:
-    """The entry of the common state in a new seal; None if no file holds it."""
+def common_file_of_save(storage: Storage, target: Target, *, has_common_state: bool) -> ManifestFile | None:
+    """The entry of the common state in a new manifest; None if no file holds it."""
     if has_common_state:
         return None
     if target.common_sum is not None:
         size_bytes, crc = target.common_sum
-        return SealedFile(size_bytes, crc, target.save_id)
+        return ManifestFile(size_bytes, crc, target.save_id)
     return _sum_of_file(storage, target.save_id)
 
 
-def _sum_of_file(storage: Storage, save_id: bytes, name: str = COMMON_FILE) -> SealedFile | None:
+def _sum_of_file(storage: Storage, save_id: bytes, name: str = COMMON_FILE) -> ManifestFile | None:
     if not storage.exists(name):
         return None
     with storage.open_reader(name, direct="off") as reader:
         value = 0
         for at in range(0, reader.size_bytes, _PIECE_BYTES):
             value = crc32(reader.read(at, min(_PIECE_BYTES, reader.size_bytes - at)), value)
-        return SealedFile(reader.size_bytes, value, save_id)
+        return ManifestFile(reader.size_bytes, value, save_id)
 
 
-def read_common_file(storage: Storage, name: str, seal: MetadataSeal | None) -> bytes:
-    """All bytes of the common state's file, compared with the seal. Raises `LoadError`."""
-    expected = None if seal is None else seal.files.get(COMMON_FILE)
+def read_common_file(storage: Storage, name: str, manifest: Manifest | None) -> bytes:
+    """All bytes of the common state's file, compared with the manifest. Raises `LoadError`."""
+    expected = None if manifest is None else manifest.files.get(COMMON_FILE)
     with storage.open_reader(name, direct="off") as reader:
         if expected is not None and reader.size_bytes != expected.size_bytes:
             raise _other_file(storage, name, expected, f"{reader.size_bytes} bytes")
@@ -65,7 +65,7 @@ def read_common_file(storage: Storage, name: str, seal: MetadataSeal | None) -> 
     return content
 
 
-def _other_file(storage: Storage, name: str, expected: SealedFile, got: str) -> CorruptCheckpointError:
+def _other_file(storage: Storage, name: str, expected: ManifestFile, got: str) -> CorruptCheckpointError:
     directory = storage.location
     return CorruptCheckpointError(
         f"{directory}/{name}: expected the common state of save {shown_id(expected.save_id)} ({expected.size_bytes} "
@@ -76,32 +76,34 @@ def _other_file(storage: Storage, name: str, expected: SealedFile, got: str) -> 
 
 
 def bind_common_file(content: bytes, directory: Path) -> bytes:
-    """The content of a sealed `.metadata`, whose seal names the `common.pt` in `directory`, too, if there is one."""
-    pickled, seal = split_metadata(content, str(directory))
-    found = None if seal is None else _sum_of_file(storage_at(directory), seal.save_id)
-    if seal is None or found is None:
+    """The content of `.metadata`; its manifest, if any, names the `common.pt` in `directory`, too, if there is one."""
+    pickled, manifest = split_metadata(content, str(directory))
+    found = None if manifest is None else _sum_of_file(storage_at(directory), manifest.save_id)
+    if manifest is None or found is None:
         return content
-    return seal_metadata(pickled, replace(seal, files={**seal.files, COMMON_FILE: found}))
+    return with_manifest(pickled, replace(manifest, files={**manifest.files, COMMON_FILE: found}))
 
 
 def accept_common_file(path: Path) -> str | None:
-    """Accept the common state as it is now, however it was changed: write a new seal of `.metadata`. Returns the name
-    of its file; None if the seal says the same of it already. Raises `CheckpointError`.
+    """Accept the common state as it is now, however it was changed: write a new manifest. Returns the name of its file;
+    None if the manifest says the same of it already. Raises `CheckpointError`.
     """
     storage = storage_at(path)
     with DirectoryLock.take(storage) as lock:
         content = read_small_file(path, METADATA_FILE, MAX_METADATA_BYTES)
-        pickled, seal = split_metadata(content, f"{path}/{METADATA_FILE}")
-        if seal is None:
+        pickled, manifest = split_metadata(content, f"{path}/{METADATA_FILE}")
+        if manifest is None:
             raise CorruptCheckpointError(
-                f"{path}/{METADATA_FILE}: has no seal that could say which common state is its own; any is loaded"
+                f"{path}/{METADATA_FILE}: has no manifest that could say which common state is its own; any is loaded"
             )
         index = parse_index(content, str(path))
         name = common_file_in_force(with_common_files(storage, storage.list(), index), index)
-        found = None if name is None else _sum_of_file(storage, seal.save_id, name)
+        found = None if name is None else _sum_of_file(storage, manifest.save_id, name)
         if name is None or found is None:
             raise CheckpointNotFoundError(f"{path}: holds no file of a common state ({COMMON_FILE}) to accept")
-        if seal.files.get(COMMON_FILE) == found:
+        if manifest.files.get(COMMON_FILE) == found:
             return None
-        lock.publish(METADATA_FILE, seal_metadata(pickled, replace(seal, files={**seal.files, COMMON_FILE: found})))
+        lock.publish(
+            METADATA_FILE, with_manifest(pickled, replace(manifest, files={**manifest.files, COMMON_FILE: found}))
+        )
         return name

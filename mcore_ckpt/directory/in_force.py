@@ -128,11 +128,11 @@ def is_pending(name: str) -> bool:
 
 
 def saves_of(index: CheckpointIndex) -> set[str]:
-    """Ids, as names show them, of the save that has made a checkpoint: of its seal, and of its files."""
+    """Ids, as names show them, of the save that has made a checkpoint: of its manifest, and of its files."""
     items = (chunk.item for entry in index.tensors.values() for chunk in entry.chunks)
     first = next(items, None) or next((entry.item for entry in index.objects.values()), None)
     named = None if first is None else data_file_of(first.file)
-    saves = {id_in_names(index.seal.save_id)} if index.seal is not None else set()
+    saves = {id_in_names(index.manifest.save_id)} if index.manifest is not None else set()
     return saves | ({named.save} if named is not None and named.save is not None else set())
 
 

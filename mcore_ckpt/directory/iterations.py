@@ -207,9 +207,9 @@ def _problems(directory: Path, index: CheckpointIndex, sizes: Mapping[str, int])
 
 
 def _common_size_flaw(storage: Storage, index: CheckpointIndex, names: Iterable[str]) -> str | None:
-    """Whether the common state is not the one that the seal names, as far as its length tells."""
+    """Whether the common state is not the one that the manifest names, as far as its length tells."""
     name = common_file_in_force(names, index)
-    expected = None if index.seal is None else index.seal.files.get(COMMON_FILE)
+    expected = None if index.manifest is None else index.manifest.files.get(COMMON_FILE)
     if name is None or expected is None:
         return None
     size_bytes = storage.size(name)
@@ -268,8 +268,8 @@ def is_megatrons(directory: Path, index: CheckpointIndex, names: Iterable[str]) 
 
 def _has_common_state(index: CheckpointIndex, names: Iterable[str]) -> bool:
     """Whether there is, or has been, a common state, which only Megatron-Core writes."""
-    sealed = index.seal is not None and COMMON_FILE in index.seal.files
-    return sealed or common_file_in_force(names, index) is not None or _is_among_objects(index)
+    listed = index.manifest is not None and COMMON_FILE in index.manifest.files
+    return listed or common_file_in_force(names, index) is not None or _is_among_objects(index)
 
 
 def _is_among_objects(index: CheckpointIndex) -> bool:

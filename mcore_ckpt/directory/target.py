@@ -35,8 +35,8 @@ from mcore_ckpt.directory._leftovers import finish_earlier
 from mcore_ckpt.directory.in_force import look, pending_name
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.format.file_names import data_file_of
+from mcore_ckpt.format.footer import SAVE_ID_BYTES
 from mcore_ckpt.format.metadata_read import COMMON_FILE
-from mcore_ckpt.format.seal import SAVE_ID_BYTES
 from mcore_ckpt.storage.base import FileVersion, Storage
 
 _logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Target:
 
     @property
     def save_id(self) -> bytes:
-        """Of what is saved, for its seals and, its first half, the names of its files; 16 bytes.
+        """Of what is saved, for its manifest and, its first half, the names of its files; 16 bytes.
 
         It begins with the lock's id. Locks meet in one directory only, saves anywhere: hence eight random bytes more.
         """

@@ -14,7 +14,7 @@ from mcore_ckpt.format._pickle_machine import MAX_AXES, NotUnderstoodError
 from mcore_ckpt.format.dtypes import DTYPE_NAMES
 
 
-class _Sealed(type):
+class _ReadOnly(type):
     """Metaclass whose classes cannot be changed: a pickle's BUILD can set attributes on any object it can name."""
 
     def __setattr__(cls, name: str, value: object) -> None:
@@ -24,7 +24,7 @@ class _Sealed(type):
         raise TypeError(f"{cls.__name__} is read-only")
 
 
-class MetadataState(metaclass=_Sealed):
+class MetadataState(metaclass=_ReadOnly):
     """`Metadata`; Megatron's `MCoreMetadata`."""
 
     state_dict_metadata: Any = None
@@ -35,7 +35,7 @@ class MetadataState(metaclass=_Sealed):
     mcore_data: Any = None
 
 
-class IndexState(metaclass=_Sealed):
+class IndexState(metaclass=_ReadOnly):
     """`MetadataIndex`. Hashed by identity: cheaper than by value, and a hostile value cannot make it slow."""
 
     fqn: Any = None
@@ -43,7 +43,7 @@ class IndexState(metaclass=_Sealed):
     index: Any = None
 
 
-class TensorEntryState(metaclass=_Sealed):
+class TensorEntryState(metaclass=_ReadOnly):
     """`TensorStorageMetadata`."""
 
     properties: Any = None
@@ -51,18 +51,18 @@ class TensorEntryState(metaclass=_Sealed):
     chunks: Any = None
 
 
-class BytesEntryState(metaclass=_Sealed):
+class BytesEntryState(metaclass=_ReadOnly):
     """`BytesStorageMetadata`."""
 
 
-class ChunkState(metaclass=_Sealed):
+class ChunkState(metaclass=_ReadOnly):
     """`ChunkStorageMetadata`."""
 
     offsets: Any = None
     sizes: Any = None
 
 
-class StorageInfoState(metaclass=_Sealed):
+class StorageInfoState(metaclass=_ReadOnly):
     """`_StorageInfo`; `transform_descriptors` came with torch 2.7, and None is left out of the state since."""
 
     relative_path: Any = None
@@ -71,7 +71,7 @@ class StorageInfoState(metaclass=_Sealed):
     transform_descriptors: Any = None
 
 
-class StorageMetaState(metaclass=_Sealed):
+class StorageMetaState(metaclass=_ReadOnly):
     """`StorageMeta`."""
 
     checkpoint_id: Any = None
@@ -80,7 +80,7 @@ class StorageMetaState(metaclass=_Sealed):
     modules: Any = None
 
 
-class PropertiesState(metaclass=_Sealed):
+class PropertiesState(metaclass=_ReadOnly):
     """`TensorProperties`: pickled as (dtype, layout, requires_grad, memory format, pin_memory), and since torch 2.15
     its strides (a tuple, or None). What a later torch appends is read over if it is plain.
     """
@@ -108,14 +108,14 @@ class PropertiesState(metaclass=_Sealed):
                     )
 
 
-class PathState(metaclass=_Sealed):
+class PathState(metaclass=_ReadOnly):
     """`pathlib` paths, as the checkpoint id in `StorageMeta`."""
 
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
 
 
-class OtherPathState(metaclass=_Sealed):
+class OtherPathState(metaclass=_ReadOnly):
     """The path of a multi-storage client, which is pickled as its attributes: its text, and a path in the storage."""
 
     text = ""
@@ -133,7 +133,7 @@ class DtypeName(str):
     __slots__ = ()
 
 
-class _Inert(metaclass=_Sealed):
+class _Inert(metaclass=_ReadOnly):
     """What is allowed to be there but is not used: takes any arguments and any state."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -143,7 +143,7 @@ class _Inert(metaclass=_Sealed):
         _refuse_nested(state)
 
 
-class _Slice(metaclass=_Sealed):
+class _Slice(metaclass=_ReadOnly):
     """`slice`, of ints only: whatever else it held could be hashed without end."""
 
     def __new__(cls, *bounds: Any) -> Any:

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import accumulate, chain, islice, repeat
 from typing import Any, NamedTuple
 
-from mcore_ckpt.format.manifest import MetadataSeal
+from mcore_ckpt.format.manifest import Manifest
 
 
 # These three are named tuples, not dataclasses: there is one of each for every tensor or chunk, and a tuple is made in
@@ -195,7 +195,7 @@ class CheckpointIndex:
     has_local_plans: bool = False  # `.metadata` holds `all_local_plans` (which is not read)
     # With `strict=False`, what the index names but cannot be there; such chunks and objects are left out.
     problems: tuple[str, ...] = ()
-    seal: MetadataSeal | None = None  # what `.metadata` says of its files and their bytes, if this package wrote it
+    manifest: Manifest | None = None  # what `.metadata` says of its files and their bytes, if this package wrote it
     # By file and offset of the item, the cumulative CRCs that the manifest keeps of a payload.
     blocks: dict[tuple[str, int], array[int]] = field(default_factory=dict)
 

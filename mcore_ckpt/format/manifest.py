@@ -20,7 +20,7 @@ from typing import Final
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.format._columns import Columns, column_bytes, text_bytes
-from mcore_ckpt.format.seal import SAVE_ID_BYTES, SealedFile, newer_error
+from mcore_ckpt.format.footer import SAVE_ID_BYTES, ManifestFile, newer_error
 
 _VERSION: Final = 2
 _WITHOUT_COLUMNS: Final = 1
@@ -40,7 +40,7 @@ _NONE: Final = (b"", 0)
 
 
 @dataclass(frozen=True, slots=True)
-class MetadataSeal:
+class Manifest:
     """What `.metadata` says of its save, its files and their bytes.
 
     Items are numbered as `storage_data` lists them, from 0.
@@ -49,7 +49,7 @@ class MetadataSeal:
     save_id: bytes  # 16 bytes
     # Each data file, by name; and the file of the common state, if the save has one (of that, the CRC-32 is of all its
     # bytes). The columns of the index number them in this order.
-    files: Mapping[str, SealedFile]
+    files: Mapping[str, ManifestFile]
     # CRC-32 of each item's payload; of the whole item for objects and for what is stored through a transform.
     crcs: array[int]
     # Numbers of the items of which cumulative CRCs are kept, ascending.
@@ -68,18 +68,18 @@ class MetadataSeal:
             at += count
 
 
-def seal_metadata(content: bytes, seal: MetadataSeal) -> bytes:
+def with_manifest(content: bytes, manifest: Manifest) -> bytes:
     """`content`, a pickle, which announces its manifest, followed by that."""
     if content[:1] == b"\x80":
         content = b"".join((content[:_PROTO_BYTES], _ANNOUNCED, memoryview(content)[_PROTO_BYTES:]))
-    names = [text_bytes(name) for name in seal.files]
-    files = seal.files.values()
-    of_tensors, of_objects = seal.columns or (_NONE, _NONE)
+    names = [text_bytes(name) for name in manifest.files]
+    files = manifest.files.values()
+    of_tensors, of_objects = manifest.columns or (_NONE, _NONE)
     body = b"".join(
         (
             _HEAD.pack(
-                *(_MAGIC, _VERSION, len(names), seal.save_id),
-                *(len(seal.crcs), len(seal.block_items), len(seal.blocks), sum(map(len, names))),
+                *(_MAGIC, _VERSION, len(names), manifest.save_id),
+                *(len(manifest.crcs), len(manifest.block_items), len(manifest.blocks), sum(map(len, names))),
             ),
             _SECTIONS.pack(len(of_tensors[0]), of_tensors[1], len(of_objects[0]), of_objects[1]),
             column_bytes(array("Q", [file.size_bytes for file in files])),
@@ -87,10 +87,10 @@ def seal_metadata(content: bytes, seal: MetadataSeal) -> bytes:
             b"".join(file.save_id for file in files),
             column_bytes(array("I", map(len, names))),
             *names,
-            column_bytes(seal.crcs),
-            column_bytes(seal.block_items),
-            column_bytes(seal.block_counts),
-            column_bytes(seal.blocks),
+            column_bytes(manifest.crcs),
+            column_bytes(manifest.block_items),
+            column_bytes(manifest.block_counts),
+            column_bytes(manifest.blocks),
             of_tensors[0],
             of_objects[0],
         )
@@ -99,7 +99,7 @@ def seal_metadata(content: bytes, seal: MetadataSeal) -> bytes:
     return b"".join((content, body, struct.pack("<I8s", crc32(body, crc32(content)), _END)))
 
 
-def split_metadata(data: bytes, where: str) -> tuple[bytes, MetadataSeal | None]:
+def split_metadata(data: bytes, where: str) -> tuple[bytes, Manifest | None]:
     """The pickle in a `.metadata`, and its manifest, whose CRC-32 of the whole has been compared; None if it has none.
 
     Raises `CorruptCheckpointError` for damage, `NewerFormatError` for a version that is not known.
@@ -117,13 +117,13 @@ def split_metadata(data: bytes, where: str) -> tuple[bytes, MetadataSeal | None]
     if not _HEAD.size + _TRAILER.size <= length <= len(data):
         raise _damaged(where, f"its manifest is said to have {length} bytes")
     start = len(data) - length
-    seal = _decode(memoryview(data)[start : len(data) - _TRAILER.size], where)
+    manifest = _decode(memoryview(data)[start : len(data) - _TRAILER.size], where)
     if not data.startswith(_ANNOUNCED, _PROTO_BYTES):
-        return data[:start], seal
-    return b"".join((data[:_PROTO_BYTES], memoryview(data)[_PROTO_BYTES + len(_ANNOUNCED) : start])), seal
+        return data[:start], manifest
+    return b"".join((data[:_PROTO_BYTES], memoryview(data)[_PROTO_BYTES + len(_ANNOUNCED) : start])), manifest
 
 
-def _decode(data: memoryview, where: str) -> MetadataSeal:
+def _decode(data: memoryview, where: str) -> Manifest:
     columns = Columns(data, f"{where}: its manifest")
     magic, version, file_count, save_id, items, block_items, blocks, name_bytes = _HEAD.unpack(
         columns.bytes(_HEAD.size)
@@ -141,10 +141,10 @@ def _decode(data: memoryview, where: str) -> MetadataSeal:
     if sum(name_lengths) != name_bytes:
         raise columns.wrong("the names of its files have not the length that they should")
     files = {
-        name: SealedFile(size, crc, ids[SAVE_ID_BYTES * n : SAVE_ID_BYTES * (n + 1)])
+        name: ManifestFile(size, crc, ids[SAVE_ID_BYTES * n : SAVE_ID_BYTES * (n + 1)])
         for n, (name, size, crc) in enumerate(zip(columns.texts(name_lengths), sizes, table_crcs, strict=True))
     }
-    seal = MetadataSeal(
+    manifest = Manifest(
         save_id,
         files,
         columns.column("I", items),
@@ -156,11 +156,11 @@ def _decode(data: memoryview, where: str) -> MetadataSeal:
         else None,
     )
     columns.finish()
-    if len(files) != file_count or sum(seal.block_counts) != blocks:
+    if len(files) != file_count or sum(manifest.block_counts) != blocks:
         raise columns.wrong("its columns contradict each other")
-    if any(number >= items for number in seal.block_items):
+    if any(number >= items for number in manifest.block_items):
         raise columns.wrong("it holds sums of an item that is not there")
-    return seal
+    return manifest
 
 
 def _damaged(where: str, what: str) -> CorruptCheckpointError:

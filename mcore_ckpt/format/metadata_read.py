@@ -42,7 +42,7 @@ from mcore_ckpt.format._index_columns import IndexColumns, read_columns
 from mcore_ckpt.format._pickle_machine import MAX_AXES
 from mcore_ckpt.format.dtypes import DTYPE_NAMES
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.format.manifest import MetadataSeal, split_metadata
+from mcore_ckpt.format.manifest import Manifest, split_metadata
 from mcore_ckpt.format.safe_pickle import loads
 from mcore_ckpt.storage.resolve import storage_at
 
@@ -83,12 +83,12 @@ def parse_index(data: bytes, where: str, *, strict: bool = True, name: str = MET
     """The index in `data`, the content of the file `name` of the checkpoint `where`. Raises as `read_index`."""
     file = f"{where}/{name}"
     with collector_paused():
-        pickled, seal = split_metadata(data, file)  # compares the checksum, before anything is unpickled
-        builder = _IndexBuilder(where, file, strict, seal, len(pickled))
-        if seal is None or seal.columns is None:
+        pickled, manifest = split_metadata(data, file)  # compares the checksum, before anything is unpickled
+        builder = _IndexBuilder(where, file, strict, manifest, len(pickled))
+        if manifest is None or manifest.columns is None:
             return builder.build(_unpickle(pickled, file), _PLANS_NAME in pickled)
         what = f"{file}: the index in its manifest"
-        return builder.build_of(read_columns(seal.columns, list(seal.files), seal.crcs, DTYPE_NAMES, what))
+        return builder.build_of(read_columns(manifest.columns, list(manifest.files), manifest.crcs, DTYPE_NAMES, what))
 
 
 def pickle_differs(path: str | Path) -> str | None:
@@ -98,8 +98,8 @@ def pickle_differs(path: str | Path) -> str | None:
     """
     directory = checkpoint_path(path)
     data = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
-    pickled, seal = split_metadata(data, str(directory / METADATA_FILE))
-    if seal is None or seal.columns is None:
+    pickled, manifest = split_metadata(data, str(directory / METADATA_FILE))
+    if manifest is None or manifest.columns is None:
         return None
     ours, others = parse_index(data, str(directory)), parse_index(pickled, str(directory))
     for kind, own, other in (
@@ -254,8 +254,8 @@ def _unpickle(data: bytes, file: str) -> MetadataState:
 class _IndexBuilder:
     """Checks the stand-ins of one `.metadata` and makes the index of them."""
 
-    def __init__(self, path: str, file: str, strict: bool, seal: MetadataSeal | None, of_bytes: int) -> None:
-        self._seal = seal
+    def __init__(self, path: str, file: str, strict: bool, manifest: Manifest | None, of_bytes: int) -> None:
+        self._manifest = manifest
         self._chunks_left = of_bytes
         self._blocks: dict[tuple[str, int], array[int]] = {}
         self._path = path
@@ -277,24 +277,26 @@ class _IndexBuilder:
             version=state.version if type(state.version) is str else None,
             has_local_plans=has_local_plans,
             problems=tuple(self._problems),
-            seal=self._seal,
+            manifest=self._manifest,
             blocks=self._blocks,
         )
 
     def build_of(self, columns: IndexColumns) -> CheckpointIndex:
         """The index that columns describe."""
-        seal = self._seal
-        assert seal is not None
+        manifest = self._manifest
+        assert manifest is not None
         places, objects = columns.tensors.places, [entry.item for entry in columns.objects.values()]
         for file in {*map(places.files.__getitem__, set(places.file_numbers)), *(item.file for item in objects)}:
             self._check_file_name("a file", file)
         chunks = len(places.crcs)
-        self._check_seal(
-            seal,
+        self._check_manifest(
+            manifest,
             chunks + len(objects),
             lambda number: places.item(number) if number < chunks else objects[number - chunks],
         )
-        return CheckpointIndex(self._path, *columns, problems=tuple(self._problems), seal=seal, blocks=self._blocks)
+        return CheckpointIndex(
+            self._path, *columns, problems=tuple(self._problems), manifest=manifest, blocks=self._blocks
+        )
 
     def _entries(self, state: MetadataState) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
         items = self._items(state.storage_data)
@@ -324,10 +326,10 @@ class _IndexBuilder:
         items: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
         by_hash: dict[int, list[tuple[int, ...]]] = {}
         safe_names = self._safe_names
-        seal = self._seal
-        if seal is not None and len(seal.crcs) != len(storage_data):
-            raise self._wrong("the manifest's number of items", str(len(storage_data)), len(seal.crcs))
-        sums: Iterable[int | None] = repeat(None) if seal is None else seal.crcs
+        manifest = self._manifest
+        if manifest is not None and len(manifest.crcs) != len(storage_data):
+            raise self._wrong("the manifest's number of items", str(len(storage_data)), len(manifest.crcs))
+        sums: Iterable[int | None] = repeat(None) if manifest is None else manifest.crcs
         for (key, info), crc in zip(storage_data.items(), sums, strict=False):
             if type(key) is not IndexState or type(key.fqn) is not str:
                 raise self._wrong("a key of storage_data", "a MetadataIndex with a str fqn", key)
@@ -356,18 +358,20 @@ class _IndexBuilder:
                 if transforms is None
                 else StoredItem(name, offset, length, self._transforms(fqn, transforms), crc)
             )
-        if seal is not None:
-            self._check_seal(seal, len(items), list(items.values()).__getitem__)
+        if manifest is not None:
+            self._check_manifest(manifest, len(items), list(items.values()).__getitem__)
         return items
 
-    def _check_seal(self, seal: MetadataSeal, count: int, item_at: Callable[[int], StoredItem]) -> None:
+    def _check_manifest(self, manifest: Manifest, count: int, item_at: Callable[[int], StoredItem]) -> None:
         """Compare the manifest with the places, and keep its cumulative CRCs by place; `item_at`: an item by number."""
-        if count != len(seal.crcs):
+        if count != len(manifest.crcs):
             raise self._wrong("storage_data", "each key and offset once", count)
-        unsealed = self._safe_names - seal.files.keys()
-        if unsealed:
-            raise self._wrong("the manifest", f"an entry for each file, {min(unsealed)!r} among them", len(seal.files))
-        for number, sums in seal.running():
+        unlisted = self._safe_names - manifest.files.keys()
+        if unlisted:
+            raise self._wrong(
+                "the manifest", f"an entry for each file, {min(unlisted)!r} among them", len(manifest.files)
+            )
+        for number, sums in manifest.running():
             item = item_at(number)
             self._blocks[item.file, item.offset] = sums
 

@@ -29,10 +29,10 @@ from struct import Struct
 from typing import Any
 
 from mcore_ckpt.format._index_columns import ObjectSection, TensorSection
+from mcore_ckpt.format.footer import ManifestFile
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredItem, TensorEntry
-from mcore_ckpt.format.manifest import MetadataSeal, seal_metadata
+from mcore_ckpt.format.manifest import Manifest, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE
-from mcore_ckpt.format.seal import SealedFile
 
 # What torch 2.8 and later write into `Metadata.version`; earlier ones ignore it.
 FORMAT_VERSION = "1.0.0"
@@ -165,12 +165,12 @@ class MetadataEncoder:
         storage_meta: Mapping[str, Any] | None = None,
         local_plans: Sequence[Any] | None = None,
         dispatch_table: Mapping[type, Any] | None = None,
-        seal: MetadataSeal | None = None,
+        manifest: Manifest | None = None,
     ) -> bytes:
         """The content of `.metadata`. `files` has new names for files of the tensors; names that are not in it stay.
 
         `local_plans` are every rank's `SavePlan`, for stock Megatron's reuse of a loaded checkpoint's plan, pickled by
-        `dispatch_table`. The items of `seal` are the tensors' chunks, then the objects; the index is put into it in
+        `dispatch_table`. The items of `manifest` are the tensors' chunks, then the objects; the index is put into it in
         columns.
         """
         memo = _Memo()
@@ -204,30 +204,30 @@ class MetadataEncoder:
         parts.append(b"ub.")
         body = b"".join(parts)
         content = b"\x80\x04" + _PACK_FRAME(b"\x95", len(body)) + body
-        if seal is None:
+        if manifest is None:
             return content
         details = {"storage_meta": meta, "version": self._version, "has_local_plans": local_plans is not None}
-        return seal_metadata(content, self._with_columns(seal, objects, rename, details))
+        return with_manifest(content, self._with_columns(manifest, objects, rename, details))
 
     def _with_columns(
         self,
-        seal: MetadataSeal,
+        manifest: Manifest,
         objects: Mapping[str, ObjectEntry],
         rename: Callable[[str], str],
         details: dict[str, Any],
-    ) -> MetadataSeal:
+    ) -> Manifest:
         """The manifest with the index in columns, if they can say all of it."""
         of_tensors = self._columns
         own = [] if of_tensors is None else [rename(name) for name in of_tensors.files]
         named = {*own, *(entry.item.file for entry in objects.values())}
-        if of_tensors is None or not named <= seal.files.keys():
-            return seal
-        files = {name: seal.files[name] for name in own} | dict(seal.files)  # as the columns number them
+        if of_tensors is None or not named <= manifest.files.keys():
+            return manifest
+        files = {name: manifest.files[name] for name in own} | dict(manifest.files)  # as the columns number them
         numbers = dict(zip(files, range(len(files)), strict=True))
         of_objects = ObjectSection.of(objects, numbers, self._keys, self._planner_data, details)
         if of_objects is None:
-            return seal
-        return replace(seal, files=files, columns=(of_tensors[:2], of_objects))
+            return manifest
+        return replace(manifest, files=files, columns=(of_tensors[:2], of_objects))
 
     def _emit_names(self, memo: _Memo, tensors: Iterable[TensorEntry]) -> bytes:
         """Memoize (and pop) everything that has a name and is used again and again."""
@@ -335,20 +335,20 @@ def _plain_meta(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encode_metadata(
-    index: CheckpointIndex, *, storage_meta: Mapping[str, Any] | None = None, seal: MetadataSeal | None = None
+    index: CheckpointIndex, *, storage_meta: Mapping[str, Any] | None = None, manifest: Manifest | None = None
 ) -> bytes:
     """The content of `.metadata` for `index`, in one go; `storage_meta` replaces the index's own.
 
-    What is written names classes of torch only, so that it can be read where this package is not installed. The
-    manifest is `seal`, or what is left of the one that `index` was read with, if the checksums of all items are known.
+    What is written names classes of torch only, so that it can be read where this package is not installed. Without
+    `manifest` it gets what is left of the one of `index`, if the checksums of all items are known.
     """
     meta = index.storage_meta if storage_meta is None else storage_meta
-    if seal is None and index.seal is not None:
-        seal = manifest_of(index, index.seal.save_id, index.seal.files)
-    return MetadataEncoder(index).encode(index.objects, storage_meta=meta, seal=seal)
+    if manifest is None and index.manifest is not None:
+        manifest = manifest_of(index, index.manifest.save_id, index.manifest.files)
+    return MetadataEncoder(index).encode(index.objects, storage_meta=meta, manifest=manifest)
 
 
-def manifest_of(index: CheckpointIndex, save_id: bytes, files: Mapping[str, SealedFile]) -> MetadataSeal | None:
+def manifest_of(index: CheckpointIndex, save_id: bytes, files: Mapping[str, ManifestFile]) -> Manifest | None:
     """The manifest of what is in `index`, in the order in which that is encoded; None if a checksum is not known.
 
     Of `files`, those of which nothing is left are not named.
@@ -360,7 +360,7 @@ def manifest_of(index: CheckpointIndex, save_id: bytes, files: Mapping[str, Seal
     if len(crcs) != len(items) or not named <= files.keys():
         return None
     running = [(n, sums) for n, item in enumerate(items) if (sums := index.blocks.get((item.file, item.offset)))]
-    return MetadataSeal(
+    return Manifest(
         save_id,
         {name: file for name, file in files.items() if name in named or name == COMMON_FILE},
         array("I", crcs),

@@ -15,8 +15,8 @@ from typing import Protocol
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import ChecksumError
+from mcore_ckpt.format.footer import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.format.item_reading import verify_records
-from mcore_ckpt.format.seal import BLOCK_BYTES, inner_blocks
 
 
 def contiguous_around(sizes: Sequence[int], box: Box) -> Box:

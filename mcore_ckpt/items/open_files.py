@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.options import LoadOptions, PageCache
-from mcore_ckpt.items.file_seals import FileSeals
+from mcore_ckpt.items.file_footers import FileFooters
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, Storage, align_up
 
 # Threads work in neighbouring files, so few are in use at once; a reader of 1,000 ranks' files must not need 1,000 fds.
@@ -54,11 +54,11 @@ class ReadStats:
 class OpenFiles:
     """Readers of a checkpoint's files, opened on first use and closed when they are no longer in use.
 
-    `seals` checks each file when it is opened; None: what is read of them is checked elsewhere.
+    `footers` checks each file when it is opened; None: what is read of them is checked elsewhere.
     """
 
-    def __init__(self, storage: Storage, page_cache: PageCache, seals: FileSeals | None) -> None:
-        self._seals = seals
+    def __init__(self, storage: Storage, page_cache: PageCache, footers: FileFooters | None) -> None:
+        self._footers = footers
         self._storage = storage
         self._direct = _DIRECT[page_cache]
         self._lock = threading.Lock()
@@ -91,8 +91,8 @@ class OpenFiles:
     def _opened(self, name: str) -> RangeReader:
         reader = self._storage.open_reader(name, direct=self._direct)
         try:
-            if self._seals is not None:
-                self._seals.check(name, reader)
+            if self._footers is not None:
+                self._footers.check(name, reader)
         except BaseException:
             reader.close()
             raise

@@ -23,10 +23,10 @@ from typing import NamedTuple
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.file_names import data_file_name, with_id
+from mcore_ckpt.format.footer import FooterPlan, TableColumns
 from mcore_ckpt.format.index import ObjectEntry, StoredItem
 from mcore_ckpt.format.item_layout import TensorTemplate, place, tensor_template
 from mcore_ckpt.format.metadata_read import file_name_problem
-from mcore_ckpt.format.seal import FileSealPlan, TableColumns
 from mcore_ckpt.layout.file_image import FileImage, PlannedFile
 from mcore_ckpt.layout.plans import LocalPlan, LocalPlanBuilder
 
@@ -60,12 +60,12 @@ class BucketLayout:
     templates: tuple[TensorTemplate, ...]  # for each tensor, its item without the payload
     item_offsets: array[int]  # for each tensor, where its item starts
     image: FileImage  # what a writer needs: the file's size, the payloads and the places of their checksums
-    seal: FileSealPlan  # the integrity footer, as far as the structure tells
+    footer: FooterPlan  # the integrity footer, as far as the structure tells
 
     @property
-    def seal_offset(self) -> int:
+    def footer_offset(self) -> int:
         """Where the integrity footer begins, which is where the last item ends."""
-        return self.image.size_bytes - self.seal.size_bytes
+        return self.image.size_bytes - self.footer.size_bytes
 
 
 def balance(sizes_bytes: Sequence[int], buckets: int) -> list[list[int]]:
@@ -163,29 +163,29 @@ def lay_out_file(
         for crc_position in template.crc_positions:
             crc_positions.append(tail + crc_position)
         position = tail + len(template.tail)
-    seal = seal_plan(specs, item_offsets, [template.item_bytes for template in templates], object_keys)
+    footer = footer_plan(specs, item_offsets, [template.item_bytes for template in templates], object_keys)
     image = FileImage(
-        size_bytes=position + seal.size_bytes,
+        size_bytes=position + footer.size_bytes,
         payload_offsets=payload_offsets,
         payload_lengths=payload_lengths,
         crc_positions=crc_positions,
     )
     return BucketLayout(
-        file_name, tuple(specs), tuple(object_keys), bytes_region, tuple(templates), item_offsets, image, seal
+        file_name, tuple(specs), tuple(object_keys), bytes_region, tuple(templates), item_offsets, image, footer
     )
 
 
-def seal_plan(
+def footer_plan(
     specs: Sequence[TensorSpec],
     item_offsets: Iterable[int],
     item_bytes: Iterable[int],
     object_keys: Sequence[str],
-) -> FileSealPlan:
+) -> FooterPlan:
     """The integrity footer of a file that holds these tensors, in its order, and objects of these keys."""
     dtypes = {dtype: code for code, dtype in enumerate(dict.fromkeys(spec.dtype for spec in specs))}
     boxes = chain.from_iterable((*spec.shape, *spec.offsets, *spec.sizes) for spec in specs)
     places = chain.from_iterable(zip(item_offsets, item_bytes, strict=True))
-    return FileSealPlan.of(
+    return FooterPlan.of(
         TableColumns(
             tuple(dtypes),
             [spec.key for spec in specs],
@@ -205,16 +205,16 @@ class FileFrame(NamedTuple):
     file: PlannedFile  # the same for its writer
     objects: tuple[memoryview, ...]  # the serialized objects
     offsets: tuple[int, ...]  # where each of them lies in the file, in bytes
-    seal: bytes  # the integrity footer
+    footer: bytes  # the integrity footer
 
 
 def frame_file(layout: BucketLayout, name: str, objects: Sequence[memoryview], save_id: bytes) -> FileFrame:
     """Put the serialized objects of one save into a file, and close it with its integrity footer."""
     lengths = [len(data) for data in objects]
     offsets = place_objects(lengths)
-    seal, table_crc32 = layout.seal.fill(save_id, layout.image.size_bytes, zip(offsets, lengths, strict=True))
+    footer, table_crc32 = layout.footer.fill(save_id, layout.image.size_bytes, zip(offsets, lengths, strict=True))
     file = PlannedFile(name, layout.image, table_crc32, array("I", map(crc32, objects)))
-    return FileFrame(layout, file, tuple(objects), tuple(offsets), seal)
+    return FileFrame(layout, file, tuple(objects), tuple(offsets), footer)
 
 
 @dataclass(frozen=True, slots=True)

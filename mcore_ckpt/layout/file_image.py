@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mcore_ckpt.core.errors import SaveError
-from mcore_ckpt.format.seal import BLOCK_BYTES, inner_blocks
+from mcore_ckpt.format.footer import BLOCK_BYTES, inner_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class WrittenFile:
     fsync_s: float = 0.0  # seconds of finishing the file (truncate, fsync, close)
     # The checksums are known, and the file ends with its integrity footer; not so of a file that a third-party callback
     # has written.
-    sealed: bool = True
+    has_footer: bool = True
 
 
 class Window(NamedTuple):
@@ -92,7 +92,7 @@ def check_results(planned: Sequence[PlannedFile], written: Sequence[WrittenFile]
     """Raise `SaveError` unless every planned file was written, of its planned length, every payload summed."""
     got = [(file.name, file.size_bytes, len(file.crcs)) for file in written]
     expected = [
-        (file.name, file.image.size_bytes, len(file.image.payload_offsets if result.sealed else ()))
+        (file.name, file.image.size_bytes, len(file.image.payload_offsets if result.has_footer else ()))
         for file, result in zip(planned, written, strict=False)
     ]
     if expected != got or len(planned) != len(written):

@@ -13,11 +13,11 @@ from typing import Any
 
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.format.file_names import with_id
+from mcore_ckpt.format.footer import ManifestFile
 from mcore_ckpt.format.index import ObjectEntry
-from mcore_ckpt.format.manifest import MetadataSeal
+from mcore_ckpt.format.manifest import Manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.format.seal import SealedFile
 from mcore_ckpt.layout.file_image import WrittenFile
 from mcore_ckpt.layout.plans import GlobalPlan
 from mcore_ckpt.layout.torch_classes import dcp_dispatch_table, local_plans_as_dcp
@@ -31,7 +31,7 @@ def metadata_of_save(
     *,
     save_id: bytes,
     storage_meta: dict[str, Any],
-    common: SealedFile | None = None,
+    common: ManifestFile | None = None,
     keep_local_plans: bool = False,
 ) -> bytes:
     """The content of `.metadata`. Raises `PlanError` if two ranks have written objects of the same key.
@@ -55,13 +55,13 @@ def metadata_of_save(
         storage_meta=storage_meta,
         local_plans=local_plans,
         dispatch_table=dcp_dispatch_table() if keep_local_plans else None,
-        seal=_seal(save_id, written, encoder.order, common) if all(file.sealed for file in written) else None,
+        manifest=_manifest(save_id, written, encoder.order, common) if all(f.has_footer for f in written) else None,
     )
 
 
-def _seal(
-    save_id: bytes, files: Sequence[WrittenFile], order: Sequence[int], common: SealedFile | None
-) -> MetadataSeal:
+def _manifest(
+    save_id: bytes, files: Sequence[WrittenFile], order: Sequence[int], common: ManifestFile | None
+) -> Manifest:
     """The manifest of a save; `order` has the number of each tensor item among those of all files."""
     crcs = list(chain.from_iterable(file.crcs for file in files))
     firsts = accumulate((len(file.crcs) for file in files), initial=0)
@@ -72,14 +72,14 @@ def _seal(
             cumulative[first + number] = file.blocks[at : at + count]
             at += count
     summed = [(n, cumulative[number]) for n, number in enumerate(order) if number in cumulative] if cumulative else []
-    sealed = {file.name: SealedFile(file.size_bytes, file.table_crc32, save_id) for file in files}
+    listed = {file.name: ManifestFile(file.size_bytes, file.table_crc32, save_id) for file in files}
     if common is not None:
-        sealed[COMMON_FILE] = common
+        listed[COMMON_FILE] = common
     ordered = array("I", [crcs[number] for number in order])
     ordered.extend(chain.from_iterable(file.object_crcs for file in files))
-    return MetadataSeal(
+    return Manifest(
         save_id,
-        dict(sorted(sealed.items())),
+        dict(sorted(listed.items())),
         ordered,
         array("Q", [n for n, _ in summed]),
         array("I", [len(sums) for _, sums in summed]),

@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.file_names import data_file_of
+from mcore_ckpt.format.footer import ManifestFile
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.format.manifest import MetadataSeal, seal_metadata, split_metadata
+from mcore_ckpt.format.manifest import Manifest, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_write import MetadataEncoder, manifest_of
-from mcore_ckpt.format.seal import SealedFile
 from mcore_ckpt.layout.plans import LocalPlan, of_different_offsets
 
 if TYPE_CHECKING:
@@ -115,8 +115,8 @@ def to_dcp_metadata(index: CheckpointIndex) -> Metadata:
     metadata.version = index.version
     if index.mcore_data:
         metadata.mcore_data = index.mcore_data  # type: ignore[attr-defined]
-    if index.seal is not None:
-        setattr(metadata, _SUMS, _plain_sums(index.seal, index))
+    if index.manifest is not None:
+        setattr(metadata, _SUMS, _plain_sums(index.manifest, index))
     return metadata
 
 
@@ -125,11 +125,11 @@ def to_dcp_metadata(index: CheckpointIndex) -> Metadata:
 _SUMS = "mcore_ckpt_sums"
 
 
-def _plain_sums(seal: MetadataSeal, index: CheckpointIndex) -> dict[str, Any]:
+def _plain_sums(manifest: Manifest, index: CheckpointIndex) -> dict[str, Any]:
     items = [chunk.item for entry in index.tensors.values() for chunk in entry.chunks]
     items += [stored.item for stored in index.objects.values()]
     return {
-        "seal": seal_metadata(b"", replace(seal, columns=None)),
+        "manifest": with_manifest(b"", replace(manifest, columns=None)),
         "crcs": {(item.file, item.offset): item.crc32 for item in items},
         "blocks": {place: sums.tolist() for place, sums in index.blocks.items()},
     }
@@ -141,15 +141,15 @@ def from_dcp_metadata(metadata: Metadata, path: str | Path) -> CheckpointIndex:
 
     Raises `CorruptCheckpointError` if a chunk or object has no place in `storage_data`.
     """
-    sums = getattr(metadata, _SUMS, None) or {"seal": b"", "crcs": {}, "blocks": {}}
-    seal = split_metadata(sums["seal"], str(path))[1]
+    sums = getattr(metadata, _SUMS, None) or {"manifest": b"", "crcs": {}, "blocks": {}}
+    manifest = split_metadata(sums["manifest"], str(path))[1]
     blocks = {place: array("I", running) for place, running in sums["blocks"].items()}
-    return replace(_index_of(metadata, path, sums["crcs"]), seal=seal, blocks=blocks)
+    return replace(_index_of(metadata, path, sums["crcs"]), manifest=manifest, blocks=blocks)
 
 
 @collector_paused()
 def encoded_metadata(
-    metadata: Metadata, path: str | Path, save_id: bytes, files: Mapping[str, SealedFile], sums: Sequence[WrittenSums]
+    metadata: Metadata, path: str | Path, save_id: bytes, files: Mapping[str, ManifestFile], sums: Sequence[WrittenSums]
 ) -> bytes:
     """The content of `.metadata` for what DCP has planned and this package has written.
 
@@ -168,7 +168,7 @@ def encoded_metadata(
         storage_meta=index.storage_meta,
         local_plans=getattr(metadata, "all_local_plans", None),
         dispatch_table=dcp_dispatch_table(),
-        seal=manifest_of(index, save_id, files),
+        manifest=manifest_of(index, save_id, files),
     )
 
 

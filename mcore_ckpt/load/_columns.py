@@ -77,8 +77,8 @@ _UNKNOWN: Final = _ChunkOfForm(-1, -1, torch.uint8, -1)
 
 
 class Columns:
-    """Collects items all of which is requested, up to `max_bytes` each; of sealed checkpoints, whose items have a
-    checksum. Keeps the destinations alive. `numbers` are those of the index, `kind_numbers` which of `kinds`.
+    """Collects items all of which is requested, up to `max_bytes` each; where there is a manifest, with a checksum
+    for each. Keeps the destinations alive. `numbers` are those of the index, `kind_numbers` which of `kinds`.
     """
 
     def __init__(self, index: CheckpointIndex, max_bytes: int) -> None:
@@ -88,7 +88,7 @@ class Columns:
         self.kind_numbers: list[int] = []
         self.kinds: list[_Kind] = []
         tensors = index.tensors
-        if not isinstance(tensors, PackedTensors) and index.seal is not None:
+        if not isinstance(tensors, PackedTensors) and index.manifest is not None:
             tensors = PackedTensors.of(tensors) or tensors
         self._packed = tensors if isinstance(tensors, PackedTensors) else None
         self._max_bytes = min(max_bytes, MAX_COLUMN_BYTES)

@@ -21,8 +21,8 @@ from typing import NamedTuple
 from mcore_ckpt.core.boxes import Box, intersect, relative, runs
 from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.format.footer import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.format.item_layout import tensor_template
-from mcore_ckpt.format.seal import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.items.checksums import BlockSums, RecordSum, checksum_error, contiguous_around, whole_blocks
 from mcore_ckpt.items.ranges import CHEAP_GAP_BYTES, MAX_WASTE, ChunkPart, Extent, cluster_boxes, split_box
 from mcore_ckpt.layout.torch_classes import dtype_name
@@ -74,7 +74,7 @@ class Ends(NamedTuple):
 
 def own_place(wanted: WantedItem) -> PayloadPlace | None:
     """Where the payload lies if this package wrote the item; None if the index does not tell. It tells the CRC-32 of
-    each payload in a sealed checkpoint, whose files are compared with it, too.
+    each payload in a checkpoint with a manifest, with which its files are compared.
     """
     item = wanted.item
     if item.crc32 is None:

@@ -22,7 +22,7 @@ from mcore_ckpt.format.index import ObjectEntry, StoredChunk, StoredItem
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.items.checks import check_proportion, chunk_name, item_name
 from mcore_ckpt.items.checksums import check_records, checksum_error
-from mcore_ckpt.items.file_seals import FileSeals
+from mcore_ckpt.items.file_footers import FileFooters
 from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
 from mcore_ckpt.items.ranges import Extent, coalesce
 from mcore_ckpt.storage.base import Storage
@@ -38,11 +38,11 @@ class ItemDecoder:
         storage: Storage,
         options: LoadOptions,
         stats: ReadStats,
-        seals: FileSeals | None,
+        footers: FileFooters | None,
         extension_registry: Any = None,
     ) -> None:
         self._extension_registry = extension_registry
-        self._seals = seals
+        self._footers = footers
         self._storage = storage
         self._options = options
         self._stats = stats
@@ -55,7 +55,7 @@ class ItemDecoder:
             for entry in entries
         ]
         extents.sort(key=lambda extent: (extent.file, extent.start))
-        files = OpenFiles(self._storage, self._options.page_cache, self._seals)
+        files = OpenFiles(self._storage, self._options.page_cache, self._footers)
         options = self._options
         try:
             for span in coalesce(extents, **files.read_sizes(options)):
@@ -78,7 +78,7 @@ class ItemDecoder:
             _logger.warning(
                 "%s is read and decoded as a whole, which is slow, because %s; so are others like it", where, reason
             )
-        files = OpenFiles(self._storage, self._options.page_cache, self._seals)
+        files = OpenFiles(self._storage, self._options.page_cache, self._footers)
         try:
             stored = self._read(files, fqn, chunk.item)
             content = self._checked(fqn, chunk.item, stored, is_object=False)

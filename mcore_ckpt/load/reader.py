@@ -31,7 +31,7 @@ from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
 from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.items.checks import check_apart, missing_key
-from mcore_ckpt.items.file_seals import FileSeals
+from mcore_ckpt.items.file_footers import FileFooters
 from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
 from mcore_ckpt.items.ranges import batches
 from mcore_ckpt.load._item_locations import ItemLocations
@@ -94,8 +94,8 @@ class FileSystemReader(StorageReader):
         self.conversions = DtypeConversions(self.options.on_dtype_mismatch, str(self.path))
         self._located = ItemLocations()
         self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
-        self._seals = FileSeals(lambda: self.index)
-        self._decoder = ItemDecoder(self._storage, self.options, self.stats, self._seals, self._extension_registry)
+        self._footers = FileFooters(lambda: self.index)
+        self._decoder = ItemDecoder(self._storage, self.options, self.stats, self._footers, self._extension_registry)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -147,7 +147,7 @@ class FileSystemReader(StorageReader):
 
     def read(self, plan: LoadPlan) -> None:
         """Carry out a plan. Raises as `read_items`."""
-        files = OpenFiles(self._storage, self.options.page_cache, self._seals)
+        files = OpenFiles(self._storage, self.options.page_cache, self._footers)
         reads = TensorReads(files, self.options, self._located, self.stats, self._decoder, self.index.blocks)
         try:
             reads.run(plan)

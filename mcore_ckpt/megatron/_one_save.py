@@ -2,7 +2,7 @@
 
 A save may replace the checkpoint in the same directory at any moment. The common state is read ahead of the tensors,
 each with a look at `.metadata` of its own, and by each rank for itself. What was read is known by the save's id, which
-the seal of `.metadata` carries, and is compared; that of stock has none, and is known by the file itself.
+the manifest of `.metadata` carries, and is compared; that of stock has none, and is known by the file itself.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import common_file_in_force
+from mcore_ckpt.format.footer import shown_id
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.manifest import MetadataSeal
+from mcore_ckpt.format.manifest import Manifest
 from mcore_ckpt.format.metadata_read import METADATA_FILE
-from mcore_ckpt.format.seal import shown_id
 from mcore_ckpt.storage.resolve import storage_at
 
 # Of each directory whose common state the load in progress has read: which save that was of. None outside of a load.
@@ -28,7 +28,7 @@ _common_of: ContextVar[dict[str, SaveIdentity] | None] = ContextVar("_common_of"
 
 @dataclass(frozen=True, slots=True)
 class SaveIdentity:
-    """Which save something was read of: its id (empty where `.metadata` has no seal), and the version of that
+    """Which save something was read of: its id (empty where `.metadata` has no manifest), and the version of that
     `.metadata`.
     """
 
@@ -36,9 +36,9 @@ class SaveIdentity:
     version: tuple[int, ...]
 
     @classmethod
-    def of(cls, seal: MetadataSeal | None, version: tuple[int, ...]) -> SaveIdentity:
-        """What was read by a `.metadata` of that seal and version."""
-        return cls(b"" if seal is None else seal.save_id, version)
+    def of(cls, manifest: Manifest | None, version: tuple[int, ...]) -> SaveIdentity:
+        """What was read by a `.metadata` of that manifest and version."""
+        return cls(b"" if manifest is None else manifest.save_id, version)
 
     def is_same(self, other: SaveIdentity) -> bool:
         """Whether both are of one save."""
@@ -47,7 +47,7 @@ class SaveIdentity:
         return self.version == other.version
 
     def __str__(self) -> str:
-        return f"save {shown_id(self.save_id)}" if self.save_id else "a .metadata without a seal"
+        return f"save {shown_id(self.save_id)}" if self.save_id else "a .metadata without a manifest"
 
 
 def metadata_version(directory: Path) -> tuple[int, ...]:
@@ -82,9 +82,9 @@ def check_common(directory: Path, source: SaveIdentity, index: CheckpointIndex) 
     noted = _common_of.get()
     if noted is None:
         storage = storage_at(directory)
-        name = common_file_in_force(storage.list(), index) if index.seal is not None else None
+        name = common_file_in_force(storage.list(), index) if index.manifest is not None else None
         if name is not None:
-            read_common_file(storage, name, index.seal)
+            read_common_file(storage, name, index.manifest)
         return
     common = noted.get(str(directory.absolute()))
     if common is not None and not common.is_same(source):

@@ -81,8 +81,8 @@ def _write_through(
 def _written(planned: PlannedFile, objects: int, outcome: Sequence[Any], save_id: bytes) -> WrittenFile:
     """What a third-party writer reports of a bucket, objects first; without sums if it has not called this package."""
     sums = [sums_of(result) for result in outcome]
-    sealed = all(item is not None and item.file.save_id == save_id for item in sums)
-    tensors = [item for item in sums[objects:] if item is not None and sealed]
+    is_own = all(item is not None and item.file.save_id == save_id for item in sums)
+    tensors = [item for item in sums[objects:] if item is not None and is_own]
     return WrittenFile(
         name=planned.name,
         size_bytes=planned.image.size_bytes,
@@ -92,7 +92,7 @@ def _written(planned: PlannedFile, objects: int, outcome: Sequence[Any], save_id
         long_payloads=planned.image.long_payloads,
         inner_blocks=planned.image.inner_blocks,
         blocks=array("I", chain.from_iterable(item.blocks for item in tensors)),
-        sealed=sealed,
+        has_footer=is_own,
     )
 
 

@@ -28,7 +28,7 @@ from mcore_ckpt.directory.in_force import common_file_in_force
 from mcore_ckpt.directory.publish import write_config
 from mcore_ckpt.directory.target import write_common
 from mcore_ckpt.format.index import object_key
-from mcore_ckpt.format.manifest import MetadataSeal, split_metadata
+from mcore_ckpt.format.manifest import Manifest, split_metadata
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, MAX_METADATA_BYTES, METADATA_FILE, read_small_file
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.load.reader import FileSystemReader
@@ -120,17 +120,17 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
         if known not in names and storage.exists(known):
             names.append(known)
     file: str | None = COMMON_FILE if COMMON_FILE in names else None
-    seal: MetadataSeal | None = None
+    manifest: Manifest | None = None
     if METADATA_FILE in names:
         content = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
-        pickled, seal = split_metadata(content, str(directory / METADATA_FILE))
+        pickled, manifest = split_metadata(content, str(directory / METADATA_FILE))
         if _index_decides(pickled, names):
             reader = FileSystemReader(directory, options=options)
-            seal = reader.index.seal
+            manifest = reader.index.manifest
             file = common_file_in_force(names, reader.index)
             if file is None and COMMON_STATE_KEY in reader.index.objects:
                 stored = reader.read_object(COMMON_STATE_KEY)
-                note_common(directory, SaveIdentity.of(reader.index.seal, version))
+                note_common(directory, SaveIdentity.of(reader.index.manifest, version))
                 return stored[0] if isinstance(stored, list) else stored
     if file is None:
         raise CheckpointNotFoundError(
@@ -140,13 +140,13 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
         )
     # Small, and read by every rank: all of it is compared with its checksums before anything is unpickled.
     loaded = load_object(
-        read_common_file(storage, file, seal),
+        read_common_file(storage, file, manifest),
         options.allowed_classes,
         where=str(directory / file),
         verify_crc=options.verify_crc,
         run_code=options.run_code_from_checkpoint,
     )
-    note_common(directory, SaveIdentity.of(seal, version))
+    note_common(directory, SaveIdentity.of(manifest, version))
     return loaded
 
 

@@ -335,10 +335,10 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             if metadata_version(reader.path) != version:
                 raise replaced_error(reader.path, str(error)) from error
             raise
-        source = SaveIdentity.of(reader.index.seal, version)
+        source = SaveIdentity.of(reader.index.manifest, version)
         if not source.save_id and metadata_version(reader.path) != version:
             # Nothing but the file itself tells the saves apart: it may have been another one already when it was read.
-            raise replaced_error(reader.path, ".metadata, which has no seal, is another file than before")
+            raise replaced_error(reader.path, ".metadata, which has no manifest, is another file than before")
         check_common(reader.path, source, reader.index)
         _expect_save(reader.path, reader.stats.bytes_read - read_before)
         return filled, source

@@ -72,7 +72,7 @@ def plan_reshard(
         raise
 
     def carry(folder: Path) -> None:
-        # Files next to the data do not say of which save they are, except a common state that is sealed.
+        # Files next to the data do not say of which save they are, except a common state that the manifest names.
         try:
             carry_sidecars(source, sidecars, folder, None if converted is None else converted.common)
         except LoadError as error:

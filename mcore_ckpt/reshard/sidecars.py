@@ -82,7 +82,7 @@ def carry_sidecars(
     for name in sidecars:
         _carry_file(source, name, storage)
     if common is not None:
-        content = read_common_file(source, common, index.seal)
+        content = read_common_file(source, common, index.manifest)
         check_file(source, common)
         storage.publish(COMMON_FILE, content if common_content is None else common_content)
     if source.exists(CONFIG_FILE):

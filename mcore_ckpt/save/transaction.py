@@ -34,8 +34,8 @@ from mcore_ckpt.directory.in_force import is_in_force
 from mcore_ckpt.directory.publish import check_files, publish
 from mcore_ckpt.directory.target import Target, abandon, discard, give_back, open_target
 from mcore_ckpt.format.file_names import with_id
+from mcore_ckpt.format.footer import ManifestFile, shown_id
 from mcore_ckpt.format.index import ObjectEntry
-from mcore_ckpt.format.seal import SealedFile, shown_id
 from mcore_ckpt.layout.file_image import PlannedFile, WrittenFile, check_results
 from mcore_ckpt.layout.save_index import metadata_of_save
 from mcore_ckpt.save._planning import SavePlan, agree
@@ -208,7 +208,7 @@ class SaveDirectory:
         self.target = open_target(self.storage, self._options)
         return self.target.save_id
 
-    def common_file(self, *, has_common_state: bool) -> SealedFile | None:
+    def common_file(self, *, has_common_state: bool) -> ManifestFile | None:
         """Coordinator: the file that holds the common state of this save; None if an object does, or nothing."""
         assert self.target is not None
         return common_file_of_save(self.storage, self.target, has_common_state=has_common_state)

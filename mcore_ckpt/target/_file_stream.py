@@ -18,7 +18,7 @@ from typing import Final
 
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.threads import Crew
-from mcore_ckpt.format.seal import RunningSum
+from mcore_ckpt.format.footer import RunningSum
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, align_up
 

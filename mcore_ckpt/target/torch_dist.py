@@ -1,4 +1,4 @@
-"""Data files of a `torch_dist` checkpoint, their seals, and its `.metadata`.
+"""Data files of a `torch_dist` checkpoint, their footers, and its `.metadata`.
 
 Every rank has one data file for each worker, `__{rank}_{worker}.distcp`. A worker writes its files front to back, so
 items lie in them in the order in which the worker takes its tensors.
@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.crc import crc32
+from mcore_ckpt.format.footer import SAVE_ID_BYTES, FooterPlan, ManifestFile, shown_id
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes, place, tensor_template
-from mcore_ckpt.format.manifest import MetadataSeal
+from mcore_ckpt.format.manifest import Manifest
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.format.seal import SAVE_ID_BYTES, FileSealPlan, SealedFile, shown_id
-from mcore_ckpt.layout.buckets import TensorSpec, seal_plan
+from mcore_ckpt.layout.buckets import TensorSpec, footer_plan
 from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.target._journal import Journal
 from mcore_ckpt.target._target_files import TargetFiles
@@ -46,22 +46,22 @@ class DividedTensor(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class _TorchDistPlan(TargetPlan):
     index: CheckpointIndex
-    seals: Mapping[str, FileSealPlan]
+    footers: Mapping[str, FooterPlan]
 
     def frame(self, move: TensorMove, number: int) -> TensorTemplate:
         return tensor_template(move.entry.dtype, move.slots[number].slice.sizes)
 
     def finish(self, files: TargetFiles, journal: Journal, payloads: StoredPayloads) -> bytes:
-        """As `TargetPlan.finish`: the seals of the data files, and `.metadata` with its own."""
+        """As `TargetPlan.finish`: the footers of the data files, and `.metadata` with its manifest."""
         save_id = secrets.token_bytes(SAVE_ID_BYTES)
         objects: dict[str, list[tuple[int, int]]] = {file: [] for file in self.sizes}
         for stored in self.index.objects.values():
             objects[stored.item.file].append((stored.item.offset, stored.item.length))
-        sealed = {}
+        listed = {}
         for name, size_bytes in sorted(self.sizes.items()):
-            end, table_crc = self.seals[name].fill(save_id, size_bytes, sorted(objects[name]))
+            end, table_crc = self.footers[name].fill(save_id, size_bytes, sorted(objects[name]))
             files.write_end(name, size_bytes, end)
-            sealed[name] = SealedFile(size_bytes, table_crc, save_id)
+            listed[name] = ManifestFile(size_bytes, table_crc, save_id)
         sums = [known for key in self.index.tensors for known in journal.sums[key]]
         crcs = array("I", [crc for crc, _ in sums])
         for key in self.index.objects:
@@ -69,9 +69,9 @@ class _TorchDistPlan(TargetPlan):
             with payloads.files.reader(item.file) as reader:
                 crcs.append(crc32(reader.read(item.offset, item.length)))
         running = [(number, sums_of) for number, (_, sums_of) in enumerate(sums) if sums_of]
-        seal = MetadataSeal(
+        manifest = Manifest(
             save_id,
-            sealed,
+            listed,
             crcs,
             array("Q", [number for number, _ in running]),
             array("I", [len(sums_of) for _, sums_of in running]),
@@ -79,7 +79,7 @@ class _TorchDistPlan(TargetPlan):
         )
         # Another checkpoint than the source, and than other targets of the source: of another save.
         meta = {**(self.index.storage_meta or {}), "save_id": shown_id(save_id)}
-        return encode_metadata(self.index, storage_meta=meta, seal=seal)
+        return encode_metadata(self.index, storage_meta=meta, manifest=manifest)
 
 
 def plan_torch_dist(
@@ -114,14 +114,14 @@ def plan_torch_dist(
         storage_meta=index.storage_meta,
         version=index.version,
     )
-    seals = _seals(target, sizes)
+    footers = _footers(target, sizes)
     return _TorchDistPlan(
         work=tuple(map(tuple, work)),
         blobs=tuple(blobs),
-        sizes={file: size + seals[file].size_bytes for file, size in sizes.items()},
+        sizes={file: size + footers[file].size_bytes for file, size in sizes.items()},
         filled_gaps=True,
         index=target,
-        seals=seals,
+        footers=footers,
     )
 
 
@@ -171,8 +171,8 @@ def _target_entry(move: TensorMove) -> TensorEntry:
     return TensorEntry(move.key, dtype, move.entry.shape, chunks, move.entry.requires_grad)
 
 
-def _seals(target: CheckpointIndex, files: Iterable[str]) -> dict[str, FileSealPlan]:
-    """The seal of each target file."""
+def _footers(target: CheckpointIndex, files: Iterable[str]) -> dict[str, FooterPlan]:
+    """The integrity footer of each target file."""
     tensors: dict[str, list[tuple[int, int, TensorSpec]]] = {file: [] for file in files}
     objects: dict[str, list[tuple[int, str]]] = {file: [] for file in tensors}
     for fqn, entry in target.tensors.items():
@@ -182,10 +182,10 @@ def _seals(target: CheckpointIndex, files: Iterable[str]) -> dict[str, FileSealP
             tensors[item.file].append((item.offset, item.length, spec))
     for fqn, stored in target.objects.items():
         objects[stored.item.file].append((stored.item.offset, fqn))
-    seals = {}
+    footers = {}
     for file, rows in tensors.items():
         rows.sort(key=operator.itemgetter(0))
         starts, lengths = [row[0] for row in rows], [row[1] for row in rows]
         keys = [fqn for _, fqn in sorted(objects[file])]
-        seals[file] = seal_plan([row[2] for row in rows], starts, lengths, keys)
-    return seals
+        footers[file] = footer_plan([row[2] for row in rows], starts, lengths, keys)
+    return footers

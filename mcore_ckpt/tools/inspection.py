@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, TypeVar
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.format.dtypes import DTYPES
+from mcore_ckpt.format.footer import shown_id
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_key
 from mcore_ckpt.format.metadata_read import (
     MAX_TRACKER_BYTES,
@@ -28,7 +29,6 @@ from mcore_ckpt.format.metadata_read import (
     read_index,
     read_small_file,
 )
-from mcore_ckpt.format.seal import shown_id
 from mcore_ckpt.storage.base import FileVersion
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.keys import group_of, key_filter
@@ -127,7 +127,7 @@ class CheckpointSummary:
 
     Attributes:
         written_by: `"megatron"` if there is a `metadata.json`, else `"dcp"`.
-        save_id: which save it is, as its seals say, in hexadecimal digits; None if it has none.
+        save_id: which save it is, as its manifest says, in hexadecimal digits; None if it has none.
         metadata_bytes: size of `.metadata`.
         file_bytes: size of all data files.
         balance: largest over mean bytes of a rank's files; 1.0 is even.
@@ -412,7 +412,7 @@ def summarize(index: CheckpointIndex) -> CheckpointSummary:
         written_by="dcp" if config is None else "megatron",
         backend=None if config is None else f"{config.backend} {config.version}",
         iteration=iteration if isinstance(iteration, int) else None,
-        save_id=None if index.seal is None else shown_id(index.seal.save_id),
+        save_id=None if index.manifest is None else shown_id(index.manifest.save_id),
         metadata_bytes=_sizes(directory, (METADATA_FILE,)).get(METADATA_FILE, 0),
         file_bytes=sum(row.size_bytes or 0 for row in files),
         files=len(files),

@@ -21,14 +21,14 @@ from mcore_ckpt.core.boxes import Box, covers, intersect, relative, runs, stride
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import LoadOptions, PageCache
+from mcore_ckpt.format.footer import inner_blocks
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor
-from mcore_ckpt.format.seal import inner_blocks
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.items.checks import check_apart, check_located, check_proportion, chunk_name
 from mcore_ckpt.items.checksums import BlockSums, checksum_error, contiguous_around, range_crc, whole_blocks
-from mcore_ckpt.items.file_seals import FileSeals
+from mcore_ckpt.items.file_footers import FileFooters
 from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
 from mcore_ckpt.items.ranges import split_box
 from mcore_ckpt.storage.base import Storage
@@ -79,8 +79,8 @@ class StoredPayloads:
     ) -> None:
         self.index = index
         self.storage = storage_at(index.path) if storage is None else storage
-        self._seals = FileSeals(lambda: stored or self.index)
-        self.files = OpenFiles(self.storage, page_cache, self._seals)
+        self._footers = FileFooters(lambda: stored or self.index)
+        self.files = OpenFiles(self.storage, page_cache, self._footers)
         self._located: OrderedDict[tuple[str, StoredChunk], StoredPayload] = OrderedDict()
         self._lock = threading.Lock()
         self._decoder: ItemDecoder | None = None
@@ -141,7 +141,7 @@ class StoredPayloads:
 
         with self._lock:  # one for all items: it says once for each kind of reason that this is slow
             decoder = self._decoder = self._decoder or ItemDecoder(
-                self.storage, LoadOptions.from_environment(), ReadStats(), self._seals
+                self.storage, LoadOptions.from_environment(), ReadStats(), self._footers
             )
         dtype = stored_dtype(entry)
         loaded = decoder.tensor(entry.fqn, chunk, dtype, reason)

@@ -17,7 +17,7 @@ from mcore_ckpt.directory.in_force import common_file_in_force, with_common_file
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, object_key
 from mcore_ckpt.format.safe_pickle import Opaque, read_plain
 from mcore_ckpt.items.checksums import check_records, checksum_error
-from mcore_ckpt.items.file_seals import FileSeals
+from mcore_ckpt.items.file_footers import FileFooters
 from mcore_ckpt.storage.resolve import storage_at
 
 _COMMON_OBJECT = object_key("common_state", (0,), (1,))
@@ -45,7 +45,7 @@ def stored_common_state(index: CheckpointIndex) -> StoredState | None:
     file = common_file_in_force(with_common_files(storage, storage.list(), index), index)
     if file is not None:
         where = storage.path(file)
-        content = read_common_file(storage, file, index.seal)
+        content = read_common_file(storage, file, index.manifest)
         _check_records(content, where)
         return StoredState(where, content)
     entry = index.objects.get(_COMMON_OBJECT)
@@ -68,10 +68,10 @@ def read_plain_object(index: CheckpointIndex, entry: ObjectEntry) -> Any:
 
 
 def read_object(index: CheckpointIndex, entry: ObjectEntry) -> bytes:
-    """The bytes of a stored object, after its file's seal and all its checksums were compared. Raises `LoadError`."""
+    """The bytes of a stored object, after its file's footer and all its checksums were compared. Raises `LoadError`."""
     item, where = entry.item, f"{entry.fqn} ({entry.item.file})"
     with storage_at(index.path).open_reader(item.file) as reader:
-        FileSeals(lambda: index).check(item.file, reader)
+        FileFooters(lambda: index).check(item.file, reader)
         content = reader.read(item.offset, item.length)
     if item.crc32 is not None and (got := crc32(content)) != item.crc32:
         raise checksum_error(where, "its bytes have", got, item.crc32)

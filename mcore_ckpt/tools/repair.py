@@ -20,6 +20,7 @@ from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.lock import DirectoryLock
+from mcore_ckpt.format.footer import FOOTER_BYTES
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_reading import locate_tensor, verify_records
 from mcore_ckpt.format.metadata_read import (
@@ -30,9 +31,8 @@ from mcore_ckpt.format.metadata_read import (
     read_index,
     read_small_file,
 )
-from mcore_ckpt.format.seal import FOOTER_BYTES
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.items.file_seals import check_seal, read_table
+from mcore_ckpt.items.file_footers import checked_footer, read_table
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory
@@ -159,7 +159,7 @@ def _repair(report: VerifyReport, damaged: _Damaged, copy: Path, progress: bool 
             elif _restore(check, damaged, payloads, same_save):
                 repaired.append(check.where)
             bar.advance(problem.length or 0)
-    repaired += _restore_seals(report.problems, damaged, copy, index)
+    repaired += _restore_footers(report.problems, damaged, copy, index)
     again = verify_checkpoint(directory, progress=progress)
     damaged.check_held()  # otherwise it was another save's checkpoint that was verified
     still_wrong = {problem.message for problem in again.problems}
@@ -209,10 +209,10 @@ def _checks(index: CheckpointIndex) -> dict[tuple[str, str, int], ItemCheck]:
 
 
 def _end_of_file(name: str, copy: Path, index: CheckpointIndex) -> tuple[int, bytes] | None:
-    """The seal of a file of the copy, and where it begins, if it is the one that the damaged checkpoint asks for."""
+    """The footer of a file of the copy, and where it begins, if it is the one that the damaged checkpoint asks for."""
     try:
         with storage_at(copy).open_reader(name) as reader:
-            footer = check_seal(index, name, reader)
+            footer = checked_footer(index, name, reader)
             if footer is None:
                 return None
             read_table(reader, footer)  # compares its CRC-32
@@ -222,12 +222,12 @@ def _end_of_file(name: str, copy: Path, index: CheckpointIndex) -> tuple[int, by
         return None
 
 
-def _restore_seals(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path, index: CheckpointIndex) -> list[str]:
+def _restore_footers(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path, index: CheckpointIndex) -> list[str]:
     """Ends of files, and lengths, come back from a copy whose file is the same by what `.metadata` says of it."""
     restored = []
     for problem in problems:
         name = problem.file
-        if name is None or index.seal is None or problem.kind != "file" or name not in index.seal.files:
+        if name is None or index.manifest is None or problem.kind != "file" or name not in index.manifest.files:
             continue
         end = _end_of_file(name, copy, index)
         if end is not None and damaged.write(name, *end, is_end=True):
@@ -236,23 +236,23 @@ def _restore_seals(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path,
 
 
 def _replace_files(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path, index: CheckpointIndex) -> list[str]:
-    """Restore missing files, and a common state of another save. A file that differs from the seal stays: the copy has
-    another layout.
+    """Restore missing files, and a common state of another save. A file that the manifest does not name so stays: the
+    copy has another layout.
     """
     repaired = []
     for problem in problems:
         if problem.kind != "file" or problem.fqn is not None or problem.file is None:
             continue
-        if problem.file.startswith(COMMON_FILE) and index.seal is not None and COMMON_FILE in index.seal.files:
+        if problem.file.startswith(COMMON_FILE) and index.manifest is not None and COMMON_FILE in index.manifest.files:
             try:
-                content = read_common_file(storage_at(copy), COMMON_FILE, index.seal)
+                content = read_common_file(storage_at(copy), COMMON_FILE, index.manifest)
             except LoadError:
                 continue
             if damaged.publish_common(problem.file, content):
                 repaired.append(problem.file)
             continue
-        sealed = index.seal is not None and problem.file in index.seal.files
-        if damaged.storage.exists(problem.file) or (sealed and not _end_of_file(problem.file, copy, index)):
+        listed = index.manifest is not None and problem.file in index.manifest.files
+        if damaged.storage.exists(problem.file) or (listed and not _end_of_file(problem.file, copy, index)):
             continue
         try:
             source = storage_at(copy).open_reader(problem.file, direct="off")
@@ -271,14 +271,14 @@ def _is_same_save(
     payloads: StoredPayloads,
 ) -> bool:
     """Whether the copy is of the same save, by the ids of both, else by checksums. `index` is None if it came from the
-    copy. DCP's id may have come from this copy, too, by a repair that ended early; a seal's id is also in the files.
+    copy. DCP's id may have come from this copy, too, by a repair that ended early; that of a manifest is in the files.
     """
-    if index is not None and index.seal is not None and payloads.index.seal is not None:
-        return index.seal.save_id == payloads.index.seal.save_id
+    if index is not None and index.manifest is not None and payloads.index.manifest is not None:
+        return index.manifest.save_id == payloads.index.manifest.save_id
     own = ((index.storage_meta if index else None) or {}).get("save_id")
     copy_id = (payloads.index.storage_meta or {}).get("save_id")
     same_id = bool(own and own == copy_id)
-    if own and copy_id and (not same_id or (index is not None and index.seal is not None)):
+    if own and copy_id and (not same_id or (index is not None and index.manifest is not None)):
         return same_id
     # Large tensors are weights and moments: those of two iterations differ, and so do their checksums.
     equal = different = 0

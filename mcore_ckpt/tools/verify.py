@@ -32,16 +32,16 @@ from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.directory.iterations import common_state_flaw, is_megatrons, structure_flaws
+from mcore_ckpt.format.footer import BLOCK_BYTES
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor, locate_tensor_in
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, pickle_differs, read_index
-from mcore_ckpt.format.seal import BLOCK_BYTES
 from mcore_ckpt.format.state_file import read_tensor_outline
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.items.checks import check_located, check_proportion, item_name
 from mcore_ckpt.items.checksums import check_records, checksum_error, range_crc
-from mcore_ckpt.items.file_seals import check_seal, items_by_file, read_table, table_problems
+from mcore_ckpt.items.file_footers import checked_footer, items_by_file, read_table, table_problems
 from mcore_ckpt.items.open_files import OpenFiles, naming
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.direct_io import aligned_buffer
@@ -189,7 +189,7 @@ def verify_index(index: CheckpointIndex, *, workers: int = 2, progress: bool | N
     common, common_problems = _common_state(directory, index, storage, names, megatron)
     readable, file_problems = _items_in_files(index, storage, common)
     problems += common_problems + file_problems
-    problems += _seal_problems(index, storage)
+    problems += _footer_problems(index, storage)
     checker = _Checker(storage)
     spans = list(_spans(readable))
     with Progress("verify", sum(span.stop - span.start for span in spans), shown=progress) as bar:
@@ -290,12 +290,12 @@ def _common_state(
     file = common_file_in_force(names, index)
     if file is not None:
         try:
-            read_common_file(storage, file, index.seal)
+            read_common_file(storage, file, index.manifest)
             return [ItemCheck(_COMMON_STATE, StoredItem(file, 0, storage.size(file)))], []
         except LoadError as error:
             return [], [Problem("file", str(error), file=file)]
-    sealed = index.seal is not None and COMMON_FILE in index.seal.files
-    flaw = common_state_flaw(directory, index, names) if megatron or sealed else None
+    listed = index.manifest is not None and COMMON_FILE in index.manifest.files
+    flaw = common_state_flaw(directory, index, names) if megatron or listed else None
     return [], [Problem("file", flaw, file=COMMON_FILE)] if flaw else []
 
 
@@ -342,13 +342,13 @@ def _items_in_files(
     return readable, problems
 
 
-def _seal_problems(index: CheckpointIndex, storage: Storage) -> Iterator[Problem]:
+def _footer_problems(index: CheckpointIndex, storage: Storage) -> Iterator[Problem]:
     """What data files say of themselves, compared with `.metadata`: save, name, size, and each item's description."""
     items = items_by_file(index)
     for name in sorted(items):
         try:
             with storage.open_reader(name) as reader:
-                footer = check_seal(index, name, reader)
+                footer = checked_footer(index, name, reader)
                 table = None if footer is None else read_table(reader, footer)
         except CorruptCheckpointError as error:
             yield Problem("file", str(error), file=name)

@@ -37,7 +37,7 @@ from typing import Final
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import WriteTimeoutError
 from mcore_ckpt.core.threads import Crew
-from mcore_ckpt.format.seal import BLOCK_BYTES
+from mcore_ckpt.format.footer import BLOCK_BYTES
 from mcore_ckpt.layout.file_image import Fill, PlannedFile, Window, WrittenFile, plan_windows
 from mcore_ckpt.storage.base import DirectIo, RangeWriter, Storage, align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer, copy_bytes, has_huge_pages

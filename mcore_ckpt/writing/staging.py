@@ -207,7 +207,7 @@ class BucketSource:
         self.frame = frame
         self.tensors = tensors
         self._size_bytes = frame.layout.image.size_bytes
-        self._seal_offset = frame.layout.seal_offset
+        self._footer_offset = frame.layout.footer_offset
         _wait_for_copies_to_host(tensors)
         self._payloads = _Payloads(tensors, pointers)
         self.on_device = not all(self._payloads.pointers) and not all(tensor.is_cpu for tensor in tensors)
@@ -251,8 +251,8 @@ class BucketSource:
                 copy(index, low - payload, high - payload, base + low)
                 _put(view, start, stop, tail, end_bytes)
             filled = min(end, stop)
-        ctypes.memset(base + filled, 0, max(0, min(stop, self._seal_offset) - filled))
-        _put(view, start, stop, self._seal_offset, self.frame.seal)
+        ctypes.memset(base + filled, 0, max(0, min(stop, self._footer_offset) - filled))
+        _put(view, start, stop, self._footer_offset, self.frame.footer)
 
     def _fill_region(self, start: int, stop: int, view: memoryview) -> None:
         end = min(stop, self.frame.layout.region_bytes)
@@ -293,7 +293,7 @@ class BucketSource:
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
         layout = self.frame.layout
         self._fill_region(0, self._size_bytes, view)
-        _put(view, 0, self._size_bytes, self._seal_offset, self.frame.seal)
+        _put(view, 0, self._size_bytes, self._footer_offset, self.frame.footer)
         pointers = self._payloads.pointers
         lengths = layout.image.payload_lengths
         memmove = ctypes.memmove

@@ -137,7 +137,7 @@ def test_what_was_changed_on_purpose_is_accepted(a: Path, capsys: pytest.Capture
     assert main(["repair", str(a), "--accept-common-state"]) == 0
     assert f"accepted as it is: {COMMON_FILE}" in capsys.readouterr().out
     assert load_common(a)["args"] == {"lr": 1e-4}
-    assert read_index(a).seal is not None
+    assert read_index(a).manifest is not None
     assert not [path for path in a.iterdir() if "incomplete" in path.name]
     assert accept_common_file(a) is None
     (a / COMMON_FILE).unlink()

@@ -19,11 +19,11 @@ from mcore_ckpt.directory.lock import Owner
 from mcore_ckpt.directory.publish import publish, settle
 from mcore_ckpt.directory.target import Target, abandon, discard, give_back, open_target, reserve, write_common
 from mcore_ckpt.format.file_names import data_file_name, with_id
+from mcore_ckpt.format.footer import ManifestFile
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.format.manifest import MetadataSeal, seal_metadata
+from mcore_ckpt.format.manifest import Manifest, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.format.seal import SealedFile
 from mcore_ckpt.storage import _durable
 from mcore_ckpt.storage._local import LocalStorage
 from tests.support.faulty_storage import Faults, FaultyStorage
@@ -405,8 +405,8 @@ def test_what_cannot_be_an_index_is_not_read_for_one(
 
 def sealed(file: str, save_id: bytes) -> bytes:
     """A `.metadata` of one tensor in this file, with the seal of a save."""
-    seal = MetadataSeal(save_id, {file: SealedFile(4, 0, save_id)}, array("I", [0]))
-    return seal_metadata(metadata(file), seal)
+    seal = Manifest(save_id, {file: ManifestFile(4, 0, save_id)}, array("I", [0]))
+    return with_manifest(metadata(file), seal)
 
 
 def test_a_pending_common_state_is_in_force_only_beside_the_metadata_of_its_own_save(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ from mcore_ckpt.tools.verify import verify_checkpoint
 GOLDEN = Path(__file__).parent / "golden"
 GOLDEN_KINDS = {
     **{name: name for name in ("megatron-0.16.1", "megatron-0.19.2", "dcp-2.13.0")},
-    "ours-0.1.0": "mcore_ckpt before seals (unreleased)",
+    "ours-0.1.0": "mcore_ckpt before manifests (unreleased)",
 }
 OUTCOMES = ("seen", "harmless", "missed", "part", "WRONG", "FOREIGN", "DIED")
 DEADLINE_S = 60.0
@@ -93,7 +93,7 @@ class Subject:
 
     @property
     def sealed(self) -> bool:
-        return read_index(self.directory).seal is not None
+        return read_index(self.directory).manifest is not None
 
 
 @dataclass

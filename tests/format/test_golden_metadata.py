@@ -258,10 +258,10 @@ def test_every_front_door_reads_every_value(name: str, tmp_path: Path, capsys: p
 
 
 def test_a_golden_checkpoint_is_sealed_and_older_ones_are_read_without() -> None:
-    assert read_index(GOLDEN / "ours-0.1.0").seal is None
+    assert read_index(GOLDEN / "ours-0.1.0").manifest is None
     index = read_index(GOLDEN / "ours-0.1.0-sealed")
-    assert index.seal is not None
-    assert sorted(index.seal.files) == sorted(path.name for path in (GOLDEN / "ours-0.1.0-sealed").glob("*.distcp"))
+    assert index.manifest is not None
+    assert sorted(index.manifest.files) == sorted(path.name for path in (GOLDEN / "ours-0.1.0-sealed").glob("*.distcp"))
     metadata = to_dcp_metadata(index)
     assert from_dcp_metadata(pickle.loads(pickle.dumps(metadata)), index.path) == index  # as DCP sends it to all ranks
     for name in ("ours-0.1.0", "ours-0.1.0-sealed"):

@@ -16,6 +16,7 @@ import pytest
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
 from mcore_ckpt.format import metadata_read
+from mcore_ckpt.format.footer import ManifestFile
 from mcore_ckpt.format.index import (
     CheckpointIndex,
     ObjectEntry,
@@ -25,10 +26,9 @@ from mcore_ckpt.format.index import (
     TensorEntry,
     TensorForm,
 )
-from mcore_ckpt.format.manifest import MetadataSeal, seal_metadata, split_metadata
+from mcore_ckpt.format.manifest import Manifest, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_read import parse_index, pickle_differs
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.format.seal import SealedFile
 from mcore_ckpt.tools.verify import verify_checkpoint
 
 SAVE_ID = bytes(range(16))
@@ -62,16 +62,16 @@ def sample(tensors: int = 300, objects: int = 20) -> CheckpointIndex:
 def sealed(index: CheckpointIndex, plans: list[Any] | None = None, files: int = 2) -> bytes:
     items = [chunk.item for entry in index.tensors.values() for chunk in entry.chunks]
     items += [entry.item for entry in index.objects.values()]
-    seal = MetadataSeal(
+    seal = Manifest(
         SAVE_ID,
-        {f"__{n}_0.distcp": SealedFile(2**62, 5, SAVE_ID) for n in range(files)},
+        {f"__{n}_0.distcp": ManifestFile(2**62, 5, SAVE_ID) for n in range(files)},
         array("I", [item.crc32 for item in items]),
         *((array("Q", [1]), array("I", [2]), array("I", [7, 8])) if len(items) > 1 else ()),
     )
-    return MetadataEncoder(index).encode(index.objects, storage_meta=META, local_plans=plans, seal=seal)
+    return MetadataEncoder(index).encode(index.objects, storage_meta=META, local_plans=plans, manifest=seal)
 
 
-def columns_of(data: bytes) -> MetadataSeal:
+def columns_of(data: bytes) -> Manifest:
     _, seal = split_metadata(data, "a")
     assert seal is not None
     return seal
@@ -88,7 +88,7 @@ def unpickled(data: bytes) -> CheckpointIndex:
     """By the pickle, with what else the manifest says."""
     pickled, seal = split_metadata(data, "a")
     assert seal is not None
-    return parse_index(seal_metadata(pickled, replace(seal, columns=None)), "a")
+    return parse_index(with_manifest(pickled, replace(seal, columns=None)), "a")
 
 
 @pytest.mark.parametrize("counts", [(300, 20), (0, 3), (3, 0), (0, 0), (1, 1)])
@@ -167,9 +167,9 @@ def test_an_encoder_takes_new_objects_and_file_names(monkeypatch: pytest.MonkeyP
             f"o{n}": ObjectEntry(f"o{n}", StoredItem(f"__2_0.{save}.distcp", n, 1, (), 50 + n)) for n in range(objects)
         }
         # In another order than that of the tensors, as writers sort them.
-        files = {name: SealedFile(9, 5, SAVE_ID) for name in (f"__2_0.{save}.distcp", *reversed(names.values()))}
-        seal = MetadataSeal(SAVE_ID, files, array("I", [*crcs, *range(50, 50 + objects)]))
-        data = encoder.encode(stored, files=names, storage_meta=META, seal=seal)
+        files = {name: ManifestFile(9, 5, SAVE_ID) for name in (f"__2_0.{save}.distcp", *reversed(names.values()))}
+        seal = Manifest(SAVE_ID, files, array("I", [*crcs, *range(50, 50 + objects)]))
+        data = encoder.encode(stored, files=names, storage_meta=META, manifest=seal)
         found = read(data, monkeypatch)
         assert found == unpickled(data)
         assert {chunk.item.file for entry in found.tensors.values() for chunk in entry.chunks} == set(names.values())
@@ -186,7 +186,7 @@ def with_sections(data: bytes, change: Callable[[bytearray, bytearray], Any]) ->
     sections = [bytearray(zlib.decompress(packed)) for packed, _ in seal.columns]
     change(*sections)
     first, second = ((zlib.compress(section), len(section)) for section in sections)
-    return seal_metadata(pickled, replace(seal, columns=(first, second)))
+    return with_manifest(pickled, replace(seal, columns=(first, second)))
 
 
 def one_tensor(shape: tuple[int, ...] = (4, 3), chunks: int = 1) -> CheckpointIndex:
@@ -305,7 +305,7 @@ def test_sections_are_not_inflated_beyond_what_they_say(unpacked_bytes: int) -> 
     bomb = zlib.compress(bytes(50 * 1024 * 1024), 9)
     for columns in (((bomb, unpacked_bytes), seal.columns[1]), (seal.columns[0], (bomb, unpacked_bytes))):
         with pytest.raises(CorruptCheckpointError, match="inflated"):
-            parse_index(seal_metadata(pickled, replace(seal, columns=columns)), "a")
+            parse_index(with_manifest(pickled, replace(seal, columns=columns)), "a")
 
 
 def test_paths_that_are_not_those_of_their_keys_are_refused() -> None:
@@ -385,7 +385,7 @@ def test_verify_names_what_columns_and_pickle_say_differently(
         nested = [nested, nested]  # printed, it would be without end
     index = replace(parse_index(data, "a"), planner_data=nested)
     pickled = MetadataEncoder(index).encode(index.objects, storage_meta=META)
-    (tmp_path / ".metadata").write_bytes(seal_metadata(pickled, columns_of(data)))
+    (tmp_path / ".metadata").write_bytes(with_manifest(pickled, columns_of(data)))
     assert pickle_differs(tmp_path) == "planner_data: its columns and its pickle differ"
 
 

@@ -31,7 +31,7 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError, UnsafePickleError
 from mcore_ckpt.format._plain_index import plainly_built
-from mcore_ckpt.format.manifest import MetadataSeal, seal_metadata
+from mcore_ckpt.format.manifest import Manifest, with_manifest
 from mcore_ckpt.format.metadata_read import parse_index, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.layout.torch_classes import dcp_dispatch_table, plans_of_index
@@ -122,7 +122,7 @@ def of_a_new_dtype(_: pytest.MonkeyPatch) -> bytes:
 
 
 def with_a_seal_of_tomorrow(_: pytest.MonkeyPatch) -> bytes:
-    content = bytearray(seal_metadata(pickled(), MetadataSeal(bytes(16), {}, array("I", [1]))))
+    content = bytearray(with_manifest(pickled(), Manifest(bytes(16), {}, array("I", [1]))))
     at = content.rindex(b"mckSUMS") + len(b"mckSUMS")
     content[at : at + 4] = struct.pack("<I", 99)
     content[-12:-8] = struct.pack("<I", crc32(bytes(content[:-12])))

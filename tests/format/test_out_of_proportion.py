@@ -25,9 +25,9 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, UnsafePickleError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format._plain_index import plainly_built
+from mcore_ckpt.format.footer import FOOTER_BYTES, FooterPlan, TableColumns, decode_footer, decode_table
 from mcore_ckpt.format.metadata_read import parse_index, read_index
 from mcore_ckpt.format.safe_pickle import load_object
-from mcore_ckpt.format.seal import FOOTER_BYTES, FileSealPlan, TableColumns, decode_footer, decode_table
 from mcore_ckpt.models._safetensors_files import read_safetensors
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.stored_layouts import rewritten, stock_item
@@ -91,7 +91,7 @@ def test_a_table_is_not_inflated_beyond_what_its_file_can_hold() -> None:
     parts = [struct.pack("<IIII", rows, 0, 1, 1), bytes(12 * rows), bytes(16 * rows), b"d"]
     table = b"".join(parts)
     packed = zlib.compress(table, 9)
-    end, _ = FileSealPlan(packed, len(table), 0).fill(b"x" * 16, 128 + len(packed) + FOOTER_BYTES, [])
+    end, _ = FooterPlan(packed, len(table), 0).fill(b"x" * 16, 128 + len(packed) + FOOTER_BYTES, [])
     footer = decode_footer(end[-FOOTER_BYTES:], "file")
     assert footer is not None
     with pytest.raises(CorruptCheckpointError, match="would become 14000017 when inflated"):
@@ -103,7 +103,7 @@ def test_a_table_of_more_items_than_fit_is_refused() -> None:
     columns = TableColumns(
         ["float32"], ["k"] * 100, array("I", [0] * 100), array("I", [0] * 100), array("Q"), numbers[:200], []
     )
-    end, _ = FileSealPlan.of(columns).fill(b"x" * 16, 6399, [])
+    end, _ = FooterPlan.of(columns).fill(b"x" * 16, 6399, [])
     footer = decode_footer(end[-FOOTER_BYTES:], "file")
     assert footer is not None
     with pytest.raises(CorruptCheckpointError, match="100 items cannot lie in 6399 bytes"):

@@ -14,17 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.format.manifest import MetadataSeal, seal_metadata, split_metadata
-from mcore_ckpt.format.metadata_read import parse_index
-from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.format.seal import (
+from mcore_ckpt.format.footer import (
     BLOCK_BYTES,
     FOOTER_BYTES,
     FileFooter,
-    FileSealPlan,
     FileTable,
-    SealedFile,
+    FooterPlan,
+    ManifestFile,
     TableColumns,
     TableObject,
     TableTensor,
@@ -33,6 +29,10 @@ from mcore_ckpt.format.seal import (
     decode_table,
     inner_blocks,
 )
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.manifest import Manifest, split_metadata, with_manifest
+from mcore_ckpt.format.metadata_read import parse_index
+from mcore_ckpt.format.metadata_write import encode_metadata
 
 SAVE_ID = bytes(range(16))
 OTHER_ID = bytes(16)
@@ -67,7 +67,7 @@ def sealed(table: FileTable, save_id: bytes = SAVE_ID, file_bytes: int = 10**6) 
         array("q", [n for row in table.tensors for n in (row.offset, row.length)]),
         [row.key for row in table.objects],
     )
-    plan = FileSealPlan.of(columns)
+    plan = FooterPlan.of(columns)
     content, crc = plan.fill(save_id, file_bytes, [(row.offset, row.length) for row in table.objects])
     assert len(content) == plan.size_bytes
     return content, crc
@@ -104,7 +104,7 @@ def test_the_length_of_a_seal_does_not_depend_on_the_save() -> None:
     assert len(first) == len(second)
 
 
-def checked(content: bytes, expected: SealedFile) -> FileTable:
+def checked(content: bytes, expected: ManifestFile) -> FileTable:
     footer = decode_footer(content[-FOOTER_BYTES:], "file")
     check_footer(footer, 10**6, expected, "file")
     assert footer is not None
@@ -113,7 +113,7 @@ def checked(content: bytes, expected: SealedFile) -> FileTable:
 
 def test_every_bit_of_a_file_seal_is_noticed() -> None:
     content, crc = sealed(TABLE)
-    expected = SealedFile(10**6, crc, SAVE_ID)
+    expected = ManifestFile(10**6, crc, SAVE_ID)
     for at in range(8 * len(content)):
         damaged = bytearray(content)
         damaged[at // 8] ^= 1 << at % 8
@@ -134,14 +134,14 @@ def test_another_file_is_refused(save_id: bytes, size: int, crc: int, message: s
     content, table_crc = sealed(TABLE)
     footer, _ = read_back(content)
     with pytest.raises(CorruptCheckpointError, match=message) as caught:
-        check_footer(footer, size, SealedFile(10**6, table_crc ^ crc, save_id), "the file")
+        check_footer(footer, size, ManifestFile(10**6, table_crc ^ crc, save_id), "the file")
     assert SAVE_ID.hex() in str(caught.value) or size != 10**6
 
 
 def test_a_file_without_a_seal_is_refused_only_where_one_is_expected() -> None:
     check_footer(None, 500, None, "file")
     with pytest.raises(CorruptCheckpointError, match="without an integrity footer"):
-        check_footer(None, 500, SealedFile(500, 1, SAVE_ID), "file")
+        check_footer(None, 500, ManifestFile(500, 1, SAVE_ID), "file")
     assert decode_footer(b"", "file") is None
     assert decode_footer(bytes(64), "file") is None
 
@@ -172,12 +172,12 @@ uint32 = st.integers(0, 2**32 - 1)
 
 
 @st.composite
-def metadata_seals(draw: st.DrawFn) -> MetadataSeal:
+def metadata_seals(draw: st.DrawFn) -> Manifest:
     crcs = draw(st.lists(uint32, max_size=8))
     items = draw(st.lists(st.integers(0, max(0, len(crcs) - 1)), max_size=3, unique=True)) if crcs else []
     counts = [draw(st.integers(1, 4)) for _ in items]
-    file = st.builds(SealedFile, numbers, uint32, st.binary(min_size=16, max_size=16))
-    return MetadataSeal(
+    file = st.builds(ManifestFile, numbers, uint32, st.binary(min_size=16, max_size=16))
+    return Manifest(
         draw(st.binary(min_size=16, max_size=16)),
         draw(st.dictionaries(names, file, max_size=4)),
         array("I", crcs),
@@ -188,15 +188,15 @@ def metadata_seals(draw: st.DrawFn) -> MetadataSeal:
 
 
 @given(metadata_seals(), st.binary(max_size=200))
-def test_a_metadata_seal_is_read_back(seal: MetadataSeal, content: bytes) -> None:
-    found, again = split_metadata(seal_metadata(content, seal), ".metadata")
+def test_a_metadata_seal_is_read_back(seal: Manifest, content: bytes) -> None:
+    found, again = split_metadata(with_manifest(content, seal), ".metadata")
     assert (found, again) == (content, seal)
 
 
 def an_index() -> CheckpointIndex:
-    file = SealedFile(123_456, 77, SAVE_ID)
+    file = ManifestFile(123_456, 77, SAVE_ID)
     big = StoredItem("__1_0.distcp", 4096, 3 * BLOCK_BYTES, (), 4)
-    seal = MetadataSeal(
+    seal = Manifest(
         SAVE_ID,
         {"__0_0.distcp": file, "__1_0.distcp": file},
         array("I", [3, 4, 5]),
@@ -210,7 +210,7 @@ def an_index() -> CheckpointIndex:
         {"w": TensorEntry("w", "float32", (9,), chunks)},
         {"o": ObjectEntry("o", StoredItem("__0_0.distcp", 0, 64, (), 5))},
         version="1.0.0",
-        seal=seal,
+        manifest=seal,
         blocks={("__1_0.distcp", 4096): array("I", [8, 9])},
     )
 
@@ -237,7 +237,7 @@ def test_a_sealed_metadata_that_was_cut_anywhere_is_refused() -> None:
 
 def test_a_sealed_metadata_that_was_pickled_anew_is_one_without_a_seal() -> None:
     content = pickle.dumps(pickle.loads(encode_metadata(an_index())))
-    assert parse_index(content, "ckpt").seal is None
+    assert parse_index(content, "ckpt").manifest is None
 
 
 def test_unpicklers_stop_before_the_seal() -> None:
@@ -250,25 +250,23 @@ def test_unpicklers_stop_before_the_seal() -> None:
 def test_a_seal_of_another_number_of_items_is_refused(number: int) -> None:
     pickled, seal = split_metadata(encode_metadata(an_index()), "ckpt")
     assert seal is not None
-    fewer = MetadataSeal(seal.save_id, seal.files, seal.crcs[:2])
+    fewer = Manifest(seal.save_id, seal.files, seal.crcs[:2])
     with pytest.raises(CorruptCheckpointError, match="number of items"):
-        parse_index(seal_metadata(pickled, fewer), "ckpt")
-    other = MetadataSeal(
-        seal.save_id, seal.files, seal.crcs, array("Q", [number + 1]), array("I", [1]), array("I", [1])
-    )
+        parse_index(with_manifest(pickled, fewer), "ckpt")
+    other = Manifest(seal.save_id, seal.files, seal.crcs, array("Q", [number + 1]), array("I", [1]), array("I", [1]))
     with pytest.raises(CorruptCheckpointError, match="of an item that is not there"):
-        parse_index(seal_metadata(pickled, other), "ckpt")
-    unnamed = MetadataSeal(seal.save_id, {}, seal.crcs)
+        parse_index(with_manifest(pickled, other), "ckpt")
+    unnamed = Manifest(seal.save_id, {}, seal.crcs)
     with pytest.raises(CorruptCheckpointError, match="an entry for each file"):
-        parse_index(seal_metadata(pickled, unnamed), "ckpt")
+        parse_index(with_manifest(pickled, unnamed), "ckpt")
 
 
 def test_what_is_taken_out_of_an_index_leaves_its_seal_too() -> None:
     index = an_index()
     del index.objects["o"]
     found = parse_index(encode_metadata(index), "ckpt")
-    assert found.seal is not None
-    assert list(found.seal.crcs) == [3, 4]
+    assert found.manifest is not None
+    assert list(found.manifest.crcs) == [3, 4]
     assert found.blocks == index.blocks
 
 
@@ -279,5 +277,5 @@ def test_inner_blocks_are_boundaries_inside_a_payload(nbytes: int) -> None:
 
 
 def test_seals_need_neither_torch_nor_numpy() -> None:
-    code = "import sys, mcore_ckpt.format.seal; assert not {'torch', 'numpy'} & sys.modules.keys()"
+    code = "import sys, mcore_ckpt.format.footer; assert not {'torch', 'numpy'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

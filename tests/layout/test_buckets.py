@@ -95,7 +95,7 @@ def source_of(tensors: list[torch.Tensor], objects: list[bytes]) -> tuple[Bucket
         item = template.head + payload(tensor) + template.tail
         expected[offset : offset + len(item)] = item
     places = zip(offsets, map(len, objects), strict=True)
-    expected[layout.seal_offset :], _ = layout.seal.fill(SAVE_ID, len(expected), places)
+    expected[layout.footer_offset :], _ = layout.footer.fill(SAVE_ID, len(expected), places)
     frame = frame_file(layout, "f", [memoryview(data) for data in objects], SAVE_ID)
     return BucketSource(frame, tensors), bytes(expected)
 

@@ -15,8 +15,8 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.remove import remove_tensors
+from mcore_ckpt.format.footer import shown_id
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.format.seal import shown_id
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.tools.checkpoint import open_checkpoint
@@ -181,7 +181,7 @@ def test_verify_says_what_does_not_belong_together(a: Path, b: Path, attack: Cal
 
 
 def test_the_refusal_names_file_and_both_saves(a: Path, b: Path) -> None:
-    mine, theirs = (read_index(directory).seal for directory in (a, b))
+    mine, theirs = (read_index(directory).manifest for directory in (a, b))
     assert mine is not None
     assert theirs is not None
     take_one_file(a, b)
@@ -217,7 +217,7 @@ def test_a_part_of_a_file_of_another_save_is_refused(a: Path, b: Path) -> None:
 def test_what_stock_rewrote_loads_with_what_can_be_checked(a: Path) -> None:
     metadata = pickle.loads((a / ".metadata").read_bytes())
     (a / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert read_index(a).seal is None
+    assert read_index(a).manifest is None
     for key, tensor in by_reader(a).items():
         assert torch.equal(tensor, tensors(1)[key])
     assert verify_checkpoint(a).whole
@@ -234,7 +234,7 @@ def test_a_seal_that_was_cut_off_is_missed(a: Path) -> None:
 def test_what_is_removed_leaves_a_sealed_checkpoint(a: Path) -> None:
     remove_tensors(a, "b")
     index = read_index(a)
-    assert index.seal is not None
+    assert index.manifest is not None
     assert list(index.tensors) == ["a"]
     found = torch.zeros(SHAPE)
     FileSystemReader(a).read_items([ReadRequest("a", found, (0, 0), SHAPE)])

@@ -580,9 +580,9 @@ def test_a_target_is_another_save_than_its_source(source: Path, tmp_path: Path, 
     reshard_checkpoint(first, second, **how)
     for directory in (first, second):
         index = read_index(directory)
-        assert index.seal is not None
+        assert index.manifest is not None
         assert index.storage_meta is not None
-        assert index.storage_meta["save_id"] == index.seal.save_id.hex()
+        assert index.storage_meta["save_id"] == index.manifest.save_id.hex()
     names = {path.name for path in first.glob("*.distcp")} & {path.name for path in second.glob("*.distcp")}
     assert names
     for into, other in ((first, second), (second, first)):

@@ -97,7 +97,7 @@ class TableColumns:
 
 
 @dataclass(frozen=True, slots=True)
-class FileSealPlan:
+class FooterPlan:
     """The integrity footer of a data file that is laid out, without what only a save knows."""
 
     packed: bytes  # the table up to the objects' places, deflated
@@ -105,7 +105,7 @@ class FileSealPlan:
     object_count: int  # how many objects' places follow
 
     @classmethod
-    def of(cls, columns: TableColumns) -> FileSealPlan:
+    def of(cls, columns: TableColumns) -> FooterPlan:
         """Lay out the footer of a file."""
         names = [text_bytes(name) for name in (*columns.dtypes, *columns.keys, *columns.object_keys)]
         parts = [
@@ -168,7 +168,7 @@ def decode_footer(data: bytes, where: str) -> FileFooter | None:
     return FileFooter(save_id, file_bytes, table_bytes, table_crc, unpacked, objects, version)
 
 
-class SealedFile(NamedTuple):
+class ManifestFile(NamedTuple):
     """What `.metadata` says of a data file."""
 
     size_bytes: int  # its length
@@ -176,7 +176,7 @@ class SealedFile(NamedTuple):
     save_id: bytes  # that its footer carries
 
 
-def check_footer(footer: FileFooter | None, size_bytes: int, expected: SealedFile | None, where: str) -> None:
+def check_footer(footer: FileFooter | None, size_bytes: int, expected: ManifestFile | None, where: str) -> None:
     """Compare a file's footer (None: it has none) with its size, and with what the manifest says (None: no manifest).
 
     Raises `CorruptCheckpointError` if they do not belong together.

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
+from mcore_ckpt.format.footer import FOOTER_BYTES, FileFooter, FileTable, check_footer, decode_footer, decode_table
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem
-from mcore_ckpt.format.seal import FOOTER_BYTES, FileFooter, FileTable, check_footer, decode_footer, decode_table
 from mcore_ckpt.storage.base import RangeReader
 
 
@@ -27,7 +27,7 @@ class _Row(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class FileSeals:
+class FileFooters:
     """Checks data files of one checkpoint, each once, for any number of threads; `index` is asked at the first file."""
 
     def __init__(self, index: Callable[[], CheckpointIndex]) -> None:
@@ -41,8 +41,8 @@ class FileSeals:
         if name in self._checked:
             return
         index = self._index()
-        footer = check_seal(index, name, reader)
-        if index.seal is None and footer is not None:
+        footer = checked_footer(index, name, reader)
+        if index.manifest is None and footer is not None:
             self._check_table(index, name, read_table(reader, footer), reader.name)
         self._checked.add(name)
 
@@ -57,12 +57,12 @@ class FileSeals:
             )
 
 
-def check_seal(index: CheckpointIndex, name: str, reader: RangeReader) -> FileFooter | None:
+def checked_footer(index: CheckpointIndex, name: str, reader: RangeReader) -> FileFooter | None:
     """Compare the end of a data file with the manifest; returns the footer, if it has one. Raises as `check_footer`."""
     size_bytes = reader.size_bytes
     end = reader.read(size_bytes - FOOTER_BYTES, FOOTER_BYTES) if size_bytes >= FOOTER_BYTES else b""
     footer = decode_footer(end, reader.name)
-    check_footer(footer, size_bytes, None if index.seal is None else index.seal.files.get(name), reader.name)
+    check_footer(footer, size_bytes, None if index.manifest is None else index.manifest.files.get(name), reader.name)
     return footer
 
 
