@@ -9,7 +9,6 @@ rank that has given up.
 from __future__ import annotations
 
 import pickle
-import secrets
 import struct
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from mcore_ckpt.core._reachability import announce, who_is_missing
 from mcore_ckpt.core.errors import CheckpointError, OptionError
 from mcore_ckpt.core.failures import FailureReport, describe, remote_cause, same_class
 from mcore_ckpt.core.signals import interrupts_wait
@@ -123,33 +123,6 @@ class RankGroup:
         result: list[int] = tensor.tolist()
         return result
 
-    def run_xor(
-        self, what: str, fn: Callable[[], Sequence[int]], count: int, *, wrap: type[CheckpointError] = CheckpointError
-    ) -> list[int]:
-        """Call `fn` on every rank, and give every rank the element-wise XOR of the `count` integers below 2^63 that
-        the ranks return: one reduction of that size. Raises as `run`, after a second exchange.
-        """
-        values: Sequence[int] = (0,) * count
-        failure: BaseException | None = None
-        try:
-            values = fn()
-        except BaseException as error:  # noqa: BLE001  (as in `_attempt`)
-            failure = error
-        # Failures of two ranks must not cancel out.
-        tensor = torch.tensor([*values, 0 if failure is None else 1 + secrets.randbits(62)], device="cpu")
-        if self.size > 1:
-            with self._contact(what, wrap):
-                dist.all_reduce(tensor, op=dist.ReduceOp.BXOR, group=self._group)
-        *result, failed = tensor.tolist()
-        if failed:
-
-            def raise_failure() -> None:
-                if failure is not None:
-                    raise failure
-
-            self.run(what, raise_failure, wrap=wrap)
-        return result
-
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
         return bool(self.maximum([int(flag)])[0])
@@ -216,10 +189,20 @@ class RankGroup:
         except (RuntimeError, ValueError) as error:
             if self.size == 1 or isinstance(error, CheckpointError):
                 raise
+            missing = self._missing()
             raise wrap(
-                f"could not {what}: rank {self.rank} of {self.size} has lost contact with another rank, which has "
-                f"ended, or hangs, or is in another call ({error}); see the other ranks' output for the first cause"
+                f"could not {what}: rank {self.rank} of {self.size} has lost contact with another rank"
+                + (f": {missing}" if missing else ", which has ended, or hangs, or is in another call")
+                + f" ({error}); see the other ranks' output for the first cause"
             ) from error
+
+    def _missing(self) -> str:
+        """Which other ranks cannot be reached, in words; empty if nothing can be said."""
+        try:
+            others = [rank for rank in map(self._global_rank, range(self.size)) if rank != dist.get_rank()]
+            return who_is_missing(_store(), others)
+        except (RuntimeError, ValueError):  # the process group is being taken down
+            return ""
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
@@ -317,9 +300,26 @@ def coordination_group(process_group: dist.ProcessGroup | None = None) -> RankGr
         raise OptionError(
             f"rank {dist.get_rank()} is not in the process group that was passed; only its members may save or load"
         )
+    _announce_once(world)
     if "cpu:gloo" in str(dist.get_backend_config(wanted)).split(","):
         return RankGroup(wanted)
     return RankGroup(_gloo_group_like(wanted, world))
+
+
+_announced: weakref.ref[Any] | None = None
+
+
+def _announce_once(world: dist.ProcessGroup) -> None:
+    """Leave for the others where this process is reached, once in the life of the default group."""
+    global _announced
+    if (_announced is None or _announced() is not world) and dist.get_world_size() > 1:
+        announce(_store(), dist.get_rank())
+        _announced = weakref.ref(world)
+
+
+def _store() -> Any:
+    """Through which the job has met. (No public function tells.)"""
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001
 
 
 # References are weak: a destroyed group must be free to go, and the registry of torch.distributed keeps live ones.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import traceback
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -220,7 +223,24 @@ def test_a_rank_that_is_gone_is_reported_at_once() -> None:
     assert dead.exit_code == 7
     assert alive.ok, alive.error_text
     assert "could not agree: rank 0 of 2 has lost contact" in alive.value
+    assert re.search(rf"rank 1 \(process \d+ on host {re.escape(platform.node())}\) ended", alive.value)
     assert alive.seconds < 15
+
+
+def _waits_for_one_that_is_elsewhere(rank: int) -> str:
+    group = coordination_group(dist.new_group(timeout=timedelta(seconds=2)))
+    message = ""
+    if rank == 0:
+        with pytest.raises(SaveError) as caught:
+            group.run("agree", lambda: None, wrap=SaveError)
+        message = str(caught.value)
+    dist.barrier()
+    return message
+
+
+def test_a_rank_that_does_not_come_is_told_from_one_that_is_gone() -> None:
+    message, _ = run_ranks(_waits_for_one_that_is_elsewhere, 2)
+    assert "the processes of all ranks exist: one hangs, or is in another call" in message
 
 
 class _Counting:

@@ -110,22 +110,9 @@ def launch(
         expected_exit: its exit code; None for any but 0.
     """
     folder.mkdir(parents=True)
-    script = [str(megatron_lm() / "pretrain_gpt.py")]
-    if side == "ours":
-        script = ["-m", "mcore_ckpt.launch", *script]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [*script, *ARGUMENTS, *arguments]
-    # Not the checkout: that is found because the script lies in it, with ours as without.
-    path = [str(SITE), *os.environ.get("MEGATRON_LM_PATH", "").split(":"), str(ROOT)]
-    variables = {
-        **os.environ,
-        "PYTHONPATH": ":".join(part for part in path if part),
-        "LAUNCH_RECORD": str(folder),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        **(environment or {}),
-    }
+    command += script(side, arguments)
+    variables = {**os.environ, **variables_of_ranks(folder), **(environment or {})}
     log = folder / "log.txt"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -138,7 +125,31 @@ def launch(
     text = log.read_text(errors="replace")
     right = exit_code != 0 if expected_exit is None else exit_code == expected_exit
     assert right, f"{side}: exit code {exit_code}, expected {expected_exit}; the end of its log:\n{_tail(text)}"
-    return Launched(exit_code, text, [_events(folder / f"rank{rank}.jsonl") for rank in range(ranks)])
+    return Launched(exit_code, text, recorded(folder, ranks))
+
+
+def script(side: Side, arguments: Sequence[str]) -> list[str]:
+    """What `torchrun` starts on each rank, with its arguments."""
+    start = ["-m", "mcore_ckpt.launch"] if side == "ours" else []
+    return [*start, str(megatron_lm() / "pretrain_gpt.py"), *ARGUMENTS, *arguments]
+
+
+def variables_of_ranks(folder: Path) -> dict[str, str]:
+    """What the environment of a launch has to hold; its ranks leave their records in `folder`."""
+    # Not the checkout: that is found because the script lies in it, with ours as without.
+    path = [str(SITE), *os.environ.get("MEGATRON_LM_PATH", "").split(":"), str(ROOT)]
+    return {
+        "PYTHONPATH": ":".join(part for part in path if part),
+        "LAUNCH_RECORD": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
+def recorded(folder: Path, ranks: int) -> list[list[dict[str, Any]]]:
+    """What each rank of a launch has recorded, by rank."""
+    return [_events(folder / f"rank{rank}.jsonl") for rank in range(ranks)]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

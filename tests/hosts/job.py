@@ -1,0 +1,135 @@
+"""What `torchrun` starts on each host: a Megatron model is trained, saved and loaded.
+
+    python -m torch.distributed.run ... -m tests.hosts.job FOLDER STORY
+
+Each rank appends a line to `FOLDER/rank<N>.jsonl` for what it has seen. The hosts share `FOLDER`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.support.cpu_megatron import pretend_cuda
+
+# How long an exchange waits for a rank. A save that takes a directory over waits for the lease of the one that is lost.
+TIMEOUT_S = {"saves": 60.0, "fails": 15.0, "resumes": 180.0}
+
+
+def main(folder: Path, story: str) -> None:
+    """Run one of the stories below."""
+    warnings.simplefilter("ignore")  # of Megatron and torch about themselves
+    pretend_cuda()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S[story]))
+    import mcore_ckpt
+
+    mcore_ckpt.install()
+    _tell(folder, host=platform.node(), pid=os.getpid(), world=dist.get_world_size())
+    {"saves": _saves, "fails": _fails, "resumes": _resumes}[story](folder)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _tell(folder: Path, **facts: Any) -> None:
+    with (folder / f"rank{dist.get_rank()}.jsonl").open("a") as file:
+        file.write(json.dumps(facts) + "\n")
+
+
+def _training(folder: Path, seed: int) -> Any:
+    from tests.support.models import DENSE, Parallel, build_training
+
+    return build_training(DENSE, Parallel(tensor=dist.get_world_size() // 2 or 1), seed)
+
+
+def _save(training: Any, directory: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    if dist.get_rank() == 0:
+        directory.mkdir(exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(training.sharded_state_dict(), directory)
+
+
+def _saves(folder: Path) -> None:
+    """A save, an async save during training, and a load of both into other weights."""
+    from megatron.core import dist_checkpointing
+
+    import mcore_ckpt
+    from tests.support.state_compare import Reference, write_reference
+
+    training = _training(folder, seed=1)
+    queue = mcore_ckpt.AsyncCallsQueue()
+    for name in ("sync", "async"):
+        training.train(1)
+        write_reference(folder / f"{name}-reference", dist.get_rank(), training.sharded_state_dict())
+        if name == "sync":
+            _save(training, folder / name)
+            continue
+        if dist.get_rank() == 0:
+            (folder / name).mkdir()
+        dist.barrier()
+        queue.schedule_async_request(
+            dist_checkpointing.save(training.sharded_state_dict(), folder / name, async_sharded_save=True)
+        )
+        training.train(1)  # what is saved must not be this
+        queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    for name in ("sync", "async"):
+        other = _training(folder, seed=100)
+        state = dist_checkpointing.load(other.sharded_state_dict(is_loading=True), folder / name)
+        other.load(state)
+        comparison = Reference.read(folder / f"{name}-reference").compare(other.sharded_state_dict())
+        _tell(folder, loaded=name, compared=len(comparison.compared), differing=list(comparison.differing))
+
+
+def _fails(folder: Path) -> None:
+    """A save that is complete, and a second one: the data files are written, and the ranks of a host stay there."""
+    import mcore_ckpt
+    from mcore_ckpt.save import transaction
+
+    training = _training(folder, seed=1)
+    training.train(1)
+    _save(training, folder / "first")
+    training.train(1)
+    check = transaction.check_results
+
+    def stays(*files: Any) -> None:
+        check(*files)
+        _tell(folder, written=True)
+        if platform.node() == os.environ["STAYS"]:
+            time.sleep(600)
+
+    transaction.check_results = stays
+    began = time.monotonic()
+    try:
+        _save(training, folder / "second")
+    except mcore_ckpt.SaveError as error:
+        _tell(folder, error=str(error), seconds=time.monotonic() - began)
+        raise
+    _tell(folder, error="", seconds=time.monotonic() - began)
+
+
+def _resumes(folder: Path) -> None:
+    """What a job does that goes on: loads the first checkpoint, trains, and saves into the directory of the second."""
+    from megatron.core import dist_checkpointing
+
+    training = _training(folder, seed=100)
+    training.load(dist_checkpointing.load(training.sharded_state_dict(is_loading=True), folder / "first"))
+    _tell(folder, resumed=training.step)
+    losses = training.train(1)
+    began = time.monotonic()
+    _save(training, folder / "second")
+    _tell(folder, saved=training.step, losses=losses, seconds=time.monotonic() - began)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

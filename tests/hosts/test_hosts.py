@@ -1,0 +1,212 @@
+"""Jobs on several hosts: they save and load together, a host that is lost is named, the job resumes on the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.hosts.hosts import ROOT, Host, missing_reason, running_hosts, torchrun
+from tests.launch import pretrain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(missing_reason() != "", reason=missing_reason()),
+]
+
+_DEADLINE_S = 240.0
+
+
+def _start(
+    hosts: list[Host], ranks_each: int, folder: Path, name: str, **variables: str
+) -> list[subprocess.Popen[bytes]]:
+    script = ["-m", "tests.hosts.job", str(folder), name]
+    return torchrun(hosts, ranks_each, script, folder / name, {"PYTHONPATH": str(ROOT), **variables})
+
+
+def _end(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
+    _wait_for(lambda: all(process.poll() is not None for process in processes), folder)
+    codes = [process.returncode for process in processes]
+    assert not any(codes), f"exit codes {codes}\n{_logs(folder)}"
+
+
+def _wait_for(condition: Callable[[], bool], folder: Path) -> None:
+    until_s = time.monotonic() + _DEADLINE_S
+    while not condition():
+        assert time.monotonic() < until_s, f"after {_DEADLINE_S} s\n{_logs(folder)}"
+        time.sleep(0.05)
+
+
+def _logs(folder: Path) -> str:
+    return "\n".join(
+        f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in sorted(folder.glob("*.log"))
+    )
+
+
+def _told(folder: Path, fact: str) -> dict[int, Any]:
+    """What each rank that has told it said of a fact, last."""
+    found = {}
+    for file in sorted(folder.glob("rank*.jsonl")):
+        for line in file.read_text().splitlines():
+            facts = json.loads(line)
+            if fact in facts:
+                found[int(file.stem.removeprefix("rank"))] = facts[fact]
+    return found
+
+
+def test_two_hosts_save_and_load_together(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    with running_hosts(2, shared) as hosts:
+        _end(_start(hosts, 2, shared, "saves"), shared / "saves")
+    assert _told(shared, "host") == {0: "host-0", 1: "host-0", 2: "host-1", 3: "host-1"}
+    for name in ("sync", "async"):
+        assert verify_checkpoint(shared / name).whole
+    lines = [json.loads(line) for file in shared.glob("rank*.jsonl") for line in file.read_text().splitlines()]
+    loaded = [line for line in lines if "loaded" in line]
+    assert len(loaded) == 8
+    assert all(line["compared"] > 0 and line["differing"] == [] for line in loaded), loaded
+
+
+@pytest.mark.parametrize(
+    ("lost", "way"),
+    [
+        pytest.param(0, "killed", id="with the coordinator, killed"),
+        pytest.param(1, "killed", id="killed", marks=pytest.mark.slow),
+        pytest.param(0, "cut off", id="with the coordinator, cut off", marks=pytest.mark.slow),
+        pytest.param(1, "cut off", id="cut off"),
+    ],
+)
+def test_a_host_lost_in_mid_save_is_named_and_the_job_resumes_on_the_other(lost: int, way: str, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    with running_hosts(2, shared) as hosts:
+        gone, stays = hosts[lost], hosts[1 - lost]
+        theirs = (2 * (1 - lost), 2 * (1 - lost) + 1)
+        _start(hosts, 2, shared, "fails", STAYS=gone.name)
+        _wait_for(lambda: len(_told(shared, "written")) == 4, shared / "fails")
+        before = (shared / "first" / ".metadata").read_bytes()
+        if way == "cut off":
+            gone.cut_off()
+        else:
+            gone.kill()
+        _wait_for(lambda: set(theirs) <= set(_told(shared, "error")), shared / "fails")
+        gone.kill()  # (a lease lives in the shared directory, which stays where the network goes)
+        for rank, error in _told(shared, "error").items():
+            assert f"could not write the data files: rank {rank} of 4 has lost contact" in error
+            if lost:
+                assert re.search(r"ranks? (2|3|2, 3) \(process(es)? \d+(, \d+)? on host host-1\) (ended|cannot)", error)
+            else:
+                assert re.search(
+                    r"the store at 10.203.0.1:\d+, through which the ranks have met, (ended|cannot)", error
+                )
+        assert not (shared / "second" / ".metadata").exists()
+        assert (shared / "first" / ".metadata").read_bytes() == before
+        assert verify_checkpoint(shared / "first").whole
+
+        _end(_start([stays], 2, shared, "resumes"), shared / "resumes")
+        assert _told(shared, "resumed") == {0: 1, 1: 1}
+        assert _told(shared, "saved") == {0: 2, 1: 2}
+        assert verify_checkpoint(shared / "first").whole
+        assert verify_checkpoint(shared / "second").whole
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_pretrain_gpt_saves_and_resumes_on_hosts(count: int, tmp_path: Path) -> None:
+    if reason := pretrain.missing_reason():
+        pytest.skip(reason)
+    shared = tmp_path / "shared"
+    saved = shared / "checkpoints"
+    arguments = (
+        "--tensor-model-parallel-size 2 --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable "
+        "--attention-dropout 0 --hidden-dropout 0 --async-save --use-persistent-ckpt-worker --save-interval 3"
+    ).split()
+
+    def trained(name: str, hosts: list[Host], *more: str) -> pretrain.Launched:
+        script = pretrain.script("ours", [*arguments, "--save", str(saved), *more])
+        folder = shared / name
+        processes = torchrun(hosts, 2, script, folder, pretrain.variables_of_ranks(folder))
+        _end(processes, folder)
+        return pretrain.Launched(0, _logs(folder), pretrain.recorded(folder, 2 * len(hosts)))
+
+    dependencies = [Path(folder) for folder in os.environ.get("MEGATRON_LM_PATH", "").split(":") if folder]
+    with running_hosts(count, shared, pretrain.megatron_lm(), *dependencies) as hosts:
+        all_of_it = trained("all", hosts)
+        assert sorted(all_of_it.losses) == [1, 2, 3, 4, 5, 6]
+        assert all_of_it.strategies() == {"mcore_ckpt.async_save"}
+        for iteration in (3, 6):
+            assert verify_checkpoint(saved / f"iter_{iteration:07d}").whole
+        again = trained("again", hosts, "--load", str(saved), "--ckpt-step", "3")
+        assert again.losses == {iteration: all_of_it.losses[iteration] for iteration in (4, 5, 6)}
+        assert again.strategies() == {"mcore_ckpt.load", "mcore_ckpt.async_save"}
+        # Half of the hosts are gone: there are fewer data-parallel ranks.
+        for host in hosts[count // 2 :]:
+            host.kill()
+        fewer = trained("fewer", hosts[: count // 2], "--load", str(saved), "--ckpt-step", "3")
+        # Gradients are added in another order.
+        assert fewer.losses == pytest.approx(again.losses, rel=1e-4)
+        assert verify_checkpoint(saved / "iter_0000006").whole
+
+
+@pytest.mark.parametrize("one_machine", [False, True], ids=["machines", "containers of one machine"])
+def test_a_lock_is_of_a_process_that_cannot_be_seen(one_machine: bool, tmp_path: Path) -> None:
+    directory = tmp_path / "shared" / "checkpoint"
+    directory.mkdir(parents=True)
+    with running_hosts(2, directory.parent, one_machine=one_machine) as (first, second):
+        # Whatever id the holder has, there is a process of that id on the other host, which says nothing.
+        second.start(["sh", "-c", "for n in $(seq 100); do sleep 600 & done; wait"], tmp_path / "log")
+        holding = _lock(first, directory, "a")
+        holder = _said(directory, "a")
+        refused = _lock(second, directory, "b")
+        assert refused.wait(_DEADLINE_S) == 0
+        attempt = _said(directory, "b")
+        assert attempt["seen"] == [[holder["pid"], True]]
+        expected = f"another save holds this directory: process {holder['pid']} on host {holder['host']}"
+        assert expected in attempt["error"]
+        assert "which renews its lease" in attempt["error"]
+
+        # Held up for longer than its lease, it is taken over from; then it goes on.
+        os.killpg(holding.pid, signal.SIGSTOP)
+        _lock(second, directory, "c")
+        taken = _said(directory, "c")
+        assert taken["after"] == [holder["save"]]
+        os.killpg(holding.pid, signal.SIGCONT)
+        assert "has lost the directory" in _published(directory, "a")["error"]
+
+        # The host of the new holder ends, and with it all that it could tell.
+        second.kill()
+        _lock(first, directory, "d")
+        last = _said(directory, "d")
+        assert last["after"] == [taken["save"]]
+        assert _published(directory, "d") == {"published": True}
+    assert sorted(path.name for path in directory.iterdir() if path.name in "abcd") == ["d"]
+
+
+def _lock(host: Host, directory: Path, name: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.hosts.lock_job", str(directory), name]
+    return host.start(command, directory.parent / f"{name}.log", {"PYTHONPATH": str(ROOT)})
+
+
+def _said(directory: Path, name: str) -> dict[str, Any]:
+    """What a process of `lock_job` has written; what it wrote is taken away."""
+    told = Path(f"{directory}.{name}.json")
+    _wait_for(told.exists, directory.parent)
+    facts: dict[str, Any] = json.loads(told.read_text())
+    told.unlink()
+    return facts
+
+
+def _published(directory: Path, name: str) -> dict[str, Any]:
+    Path(f"{directory}.{name}.publish").touch()
+    return _said(directory, name)
