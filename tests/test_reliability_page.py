@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import re
 from pathlib import Path
@@ -22,12 +21,7 @@ PROMISES = [
 def names_of_tests(path: Path) -> set[str]:
     """Names of the test functions in a file, or in all files below a folder."""
     files = [path] if path.is_file() else path.rglob("test_*.py")
-    return {
-        node.name
-        for file in files
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-    }
+    return {name for file in files for name in re.findall(r"^ *def (test_\w+)", file.read_text(), re.MULTILINE)}
 
 
 TEST_FILES = sorted((ROOT / "tests").rglob("test_*.py"))
