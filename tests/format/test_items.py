@@ -36,6 +36,7 @@ from tests.support.stored_layouts import rewritten
 
 OF_THIS_TORCH = [name for name in DTYPES if torch_dtype(name)]
 GIB = 1024**3
+CPU, CUDA = b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:1"  # as pickles hold these texts
 SHAPES = [
     (),
     (0,),
@@ -49,6 +50,10 @@ SHAPES = [
     (2, 1, 3, 4),
     (1, 2, 3, 2, 3),
     (1,) * 40,
+    # On both sides of where the numbers in the pickle become longer.
+    (255, 257),
+    (65_535,),
+    (2, 1, 65_536),
 ]
 
 
@@ -304,26 +309,25 @@ def test_what_stock_writers_make_is_recognized_at_once() -> None:
         assert item_reading._locate_stock(item[:1024], item[-1024:], len(item)) is not None
 
 
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        (rewritten(saved(torch.arange(5000)), lambda _, content: content), torch.arange(5000)),
+        (saved(torch.ones(3, requires_grad=True)), torch.ones(3)),
+        (saved(torch.nn.Parameter(torch.ones(3, 2))), torch.ones(3, 2)),
+        (rewritten(saved(torch.arange(6)), lambda _, old: old.replace(CPU, CUDA)), torch.arange(6)),
+        (saved(torch.arange(12).as_strided((3, 1, 4), (4, 77, 1))), torch.arange(12)),
+    ],
+    ids="rewritten gradient parameter gpu stride-of-one-element".split(),
+)
+def test_tensors_of_every_kind_are_located(item: bytes, expected: torch.Tensor) -> None:
+    assert content_of(item) == bytes_of(expected)
+
+
 def test_a_file_that_torch_names_itself_is_located(tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     torch.save(torch.arange(12).view(3, 4), path)
     assert content_of(path.read_bytes()) == bytes_of(torch.arange(12))
-
-
-def test_archives_that_other_tools_rewrote_are_located() -> None:
-    item = rewritten(saved(torch.arange(5000)), lambda _, content: content)
-    assert content_of(item) == bytes_of(torch.arange(5000))
-
-
-def test_tensors_that_need_gradients_and_parameters_are_located() -> None:
-    assert content_of(saved(torch.ones(3, requires_grad=True))) == bytes_of(torch.ones(3))
-    assert content_of(saved(torch.nn.Parameter(torch.ones(3, 2)))) == bytes_of(torch.ones(3, 2))
-
-
-def test_tensors_saved_from_a_gpu_are_located() -> None:
-    item = saved(torch.arange(6))
-    on_gpu = rewritten(item, lambda _, content: content.replace(b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:1"))
-    assert content_of(on_gpu) == bytes_of(torch.arange(6))
 
 
 def test_a_view_is_found_inside_its_storage() -> None:
@@ -335,11 +339,6 @@ def test_a_view_is_found_inside_its_storage() -> None:
     assert located.crc32 is None, "the stored checksum is that of the whole storage"
     assert (located.payload_offset - located.record_offset, located.record_bytes) == (800, 8000)
     assert located.record_crc32 == crc32(bytes_of(whole))
-
-
-def test_axes_of_one_element_may_have_any_stride() -> None:
-    tensor = torch.arange(12).as_strided((3, 1, 4), (4, 77, 1))
-    assert content_of(saved(tensor)) == bytes_of(torch.arange(12))
 
 
 def test_an_item_without_checksums_says_so() -> None:

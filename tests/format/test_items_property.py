@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.format.dtypes import DTYPES
-from mcore_ckpt.format.item_reading import locate_tensor, locate_tensor_in
+from mcore_ckpt.format.item_reading import locate_tensor_in
 from mcore_ckpt.format.tensor_pickle import (
     MalformedPickleError,
     NotPlainTensorError,
@@ -25,7 +25,6 @@ from mcore_ckpt.format.tensor_pickle import (
     tensor_pickle,
 )
 from mcore_ckpt.format.zip_records import NotRangeable
-from tests.support.encoded_items import encode_tensor
 
 # Sizes on both sides of where the pickle's ints become longer (256, 65536), never all of them large.
 SHAPES = st.one_of(
@@ -49,20 +48,6 @@ def as_tensor(dtype: str, shape: tuple[int, ...], payload: bytes) -> torch.Tenso
     if not payload:
         return torch.empty(shape, dtype=getattr(torch, dtype))
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8).view(getattr(torch, dtype)).view(shape)
-
-
-@given(tensors(), st.booleans())
-def test_we_locate_what_torch_saves_and_what_we_encode(tensor: tuple[str, tuple[int, ...], bytes], own: bool) -> None:
-    dtype, shape, payload = tensor
-    buffer = io.BytesIO()
-    if not own:
-        torch.save(as_tensor(dtype, shape, payload), buffer)
-    item = encode_tensor(dtype, shape, payload) if own else buffer.getvalue()
-    located = locate_tensor(lambda offset, length: item[offset : offset + length], len(item), "w")
-    assert located == locate_tensor_in(memoryview(item), "w", (dtype, shape))
-    assert (located.dtype, located.shape) == (dtype, shape)
-    assert item[located.payload_offset : located.payload_offset + located.payload_bytes] == payload
-    assert located.crc32 == crc32(payload)
 
 
 @given(st.data())

@@ -160,24 +160,6 @@ def test_every_dtype_of_this_torch_survives() -> None:
     assert parse_index(pickle.dumps(metadata), "ckpt") == dataclasses.replace(index, planner_data=None)
 
 
-def test_encoder_keeps_its_tensors_and_takes_new_objects_and_file_names() -> None:
-    encoder = MetadataEncoder(SAMPLE)
-    objects = {
-        "extra/shard_0_1": ObjectEntry("extra/shard_0_1", StoredItem("__0_3.distcp", 77, 5)),
-        "rng/shard_0_1": ObjectEntry("rng/shard_0_1", StoredItem("__0_3.distcp", 82, 2**33)),
-        "more/shard_0_1": ObjectEntry("more/shard_0_1", StoredItem("__1_2.distcp", 0, 1)),
-    }
-    first = encoder.encode(SAMPLE.objects, storage_meta=SAMPLE.storage_meta)
-    second = encoder.encode(objects, files={"__0_0.distcp": "__0_2.distcp"})
-    assert parse_index(first, "ckpt") == SAMPLE
-    index = parse_index(second, "ckpt")
-    assert index.objects == objects
-    assert index.storage_meta is None
-    files = [chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks]
-    assert files == ["__0_2.distcp", "__1_0.distcp", "__0_2.distcp", "__0_2.distcp"]
-    assert pickle.loads(second).storage_data[MetadataIndex("rng/shard_0_1")].length == 2**33
-
-
 def test_encodes_the_plans_last_and_whole() -> None:
     plans = [SavePlan([], planner_data={"a": ("b",)}), SavePlan([], storage_data=torch.Size([3]))]
     content = MetadataEncoder(SAMPLE).encode(SAMPLE.objects, local_plans=plans)
@@ -255,36 +237,29 @@ def test_garbage_collection_is_back_on_after_a_failure() -> None:
     assert gc.isenabled()
 
 
-class TestNotFound:
-    def test_no_directory(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointNotFoundError, match="no such directory"):
-            read_index(tmp_path / "absent")
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ([], r"holds no \.metadata, so there is no finished checkpoint"),
+        ([".mcore_ckpt_incomplete"], "a save into it was interrupted"),
+        (["__0.metadata"], "checkpoints of 1 single ranks"),
+        (["iter_0000010/.metadata", "iter_0000020/.metadata"], r"2 iterations; give one of them, .*iter_0000020"),
+    ],
+)
+def test_where_there_is_no_index_it_is_said_what_there_is(tmp_path: Path, files: list[str], words: str) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    for path in (tmp_path, str(tmp_path)):
+        with pytest.raises(CheckpointNotFoundError, match=words):
+            read_index(path)
 
-    def test_a_file(self, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("")
-        with pytest.raises(CheckpointNotFoundError, match="is a file"):
-            read_index(tmp_path / "file")
 
-    def test_empty_directory(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointNotFoundError, match=r"holds no \.metadata, so there is no finished checkpoint"):
-            read_index(str(tmp_path))
-
-    def test_interrupted_save(self, tmp_path: Path) -> None:
-        (tmp_path / ".mcore_ckpt_incomplete").write_text("")
-        with pytest.raises(CheckpointNotFoundError, match="a save into it was interrupted"):
-            read_index(tmp_path)
-
-    def test_metadata_of_single_ranks(self, tmp_path: Path) -> None:
-        (tmp_path / "__0.metadata").write_bytes(b"")
-        with pytest.raises(CheckpointNotFoundError, match=r"checkpoints of 1 single ranks"):
-            read_index(tmp_path)
-
-    def test_parent_of_checkpoints(self, tmp_path: Path) -> None:
-        for name in ("iter_0000010", "iter_0000020"):
-            (tmp_path / name).mkdir()
-            (tmp_path / name / ".metadata").write_bytes(b"")
-        with pytest.raises(CheckpointNotFoundError, match=r"2 iterations; give one of them, .*iter_0000020"):
-            read_index(tmp_path)
+def test_a_path_that_is_no_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for name, words in (("absent", "no such directory"), ("file", "is a file")):
+        with pytest.raises(CheckpointNotFoundError, match=words):
+            read_index(tmp_path / name)
 
 
 class TestConfig:
@@ -309,10 +284,24 @@ class TestConfig:
         assert read_config(tmp_path) is None
 
     @pytest.mark.parametrize(
-        "text", ["", "[]", "{}", '{"sharded_backend": 3, "sharded_backend_version": 1}', "[" * 100_000, "\x80"]
+        "content",
+        [
+            b"",
+            b"[]",
+            b"{}",
+            b"null",
+            b'{"sharded_backend": 3, "sharded_backend_version": 1}',
+            b'{"sharded_backend": NaN}',
+            b"1e999999",
+            b"[" * 100_000,
+            b'{"a": ' * 5000,
+            b"\x80",
+            b"\xff\xfe",
+        ],
+        ids=lambda content: content[:40],
     )
-    def test_damaged(self, tmp_path: Path, text: str) -> None:
-        (tmp_path / "metadata.json").write_bytes(text.encode("latin-1"))
+    def test_damaged(self, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / "metadata.json").write_bytes(content)
         with pytest.raises(CorruptCheckpointError, match=r"metadata\.json"):
             read_config(tmp_path)
 
