@@ -14,9 +14,11 @@ from mcore_ckpt.core.errors import __all__ as _error_names
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
+    from mcore_ckpt.core.fingerprints import StateFingerprint
     from mcore_ckpt.dcp.planners import MCoreLoadPlanner, MCoreSavePlanner
     from mcore_ckpt.dcp.writer import FileSystemWriterAsync
     from mcore_ckpt.directory.retention import PruneReport, prune_run
+    from mcore_ckpt.layout.fingerprint import fingerprint
     from mcore_ckpt.load.reader import FileSystemReader
     from mcore_ckpt.megatron.install import install, uninstall
     from mcore_ckpt.megatron.optimizer_state import load_sharded_optimizer_state
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.tools.checkpoint import Checkpoint, LazyTensor, open_checkpoint
     from mcore_ckpt.tools.copy import CopyReport, copy_checkpoint
     from mcore_ckpt.tools.diff import DiffReport, diff_checkpoints
+    from mcore_ckpt.tools.fingerprints import checkpoint_fingerprint
     from mcore_ckpt.tools.inspection import CheckpointSummary, summarize_checkpoint
     from mcore_ckpt.tools.repair import repair_checkpoint
     from mcore_ckpt.tools.run_listing import RunReport, list_run
@@ -49,12 +52,15 @@ _HOME = {
     "MCoreSavePlanner": "dcp.planners",
     "PruneReport": "directory.retention",
     "RunReport": "tools.run_listing",
+    "StateFingerprint": "core.fingerprints",
     "TorchDistLoadStrategy": "megatron.strategy",
     "TorchDistSaveStrategy": "megatron.strategy",
     "VerifyReport": "tools.verify",
+    "checkpoint_fingerprint": "tools.fingerprints",
     "copy_checkpoint": "tools.copy",
     "diff_checkpoints": "tools.diff",
     "export_checkpoint": "models.conversions",
+    "fingerprint": "layout.fingerprint",
     "get_strategy": "megatron.registry",
     "import_checkpoint": "models.conversions",
     "install": "megatron.install",
@@ -86,13 +92,16 @@ __all__ = [
     "PruneReport",
     "RunReport",
     "SaveOptions",
+    "StateFingerprint",
     "TorchDistLoadStrategy",
     "TorchDistSaveStrategy",
     "VerifyReport",
     "__version__",
+    "checkpoint_fingerprint",
     "copy_checkpoint",
     "diff_checkpoints",
     "export_checkpoint",
+    "fingerprint",
     "get_strategy",
     "import_checkpoint",
     "install",

@@ -21,8 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="directory of a checkpoint, or one with a tracker file")
     parser.add_argument("b", metavar="B", help="the other one")
     parser.add_argument("--only", metavar="PATTERN", help="keys that match (shell pattern, or a part of the key)")
-    parser.add_argument("--keys-only", action="store_true", help="compare keys, shapes and dtypes, not values")
-    parser.add_argument("--keys", dest="keys_only", action="store_true", help=argparse.SUPPRESS)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--keys-only", action="store_true", help="compare keys, shapes and dtypes, not values")
+    what.add_argument("--keys", dest="keys_only", action="store_true", help=argparse.SUPPRESS)
+    what.add_argument(
+        "--state", action="store_true", help="compare fingerprints of tensors, which reads little or nothing of them"
+    )
     parser.add_argument(
         "--rtol", type=float, default=0.0, metavar="X", help="relative difference that counts as none (default: 0)"
     )
@@ -48,6 +52,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         checkpoint_directory(arguments.b),
         only=arguments.only,
         values=not arguments.keys_only,
+        state=arguments.state,
         rtol=arguments.rtol,
         atol=arguments.atol,
         workers=arguments.workers,
@@ -67,7 +72,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
         lines.append(f"... and {len(shown) - limit} more tensors (--all lists them)")
     same = sum(tensor.same for tensor in report.tensors)
     verdict = "identical" if report.identical else "DIFFERENT"
-    compared = "" if arguments.keys_only else f", {human_bytes(report.read_bytes)} compared"
+    compared = f", {human_bytes(report.read_bytes)} compared"
+    if arguments.keys_only or arguments.state:
+        compared = ", fingerprints compared" if arguments.state else ""
     total_objects = report.objects_same + len(report.objects_differ)
     lines += ["", f"{verdict}: {same} of {len(report.tensors)} common tensors are the same"]
     lines[-1] += f", {report.objects_same} of {total_objects} common objects; {len(report.only_in_a)} keys only in A"
@@ -82,6 +89,10 @@ def _what(tensor: TensorDiff) -> str:
     if tensor.shape_a != tensor.shape_b:
         return f"shape {list(tensor.shape_a)} / {list(tensor.shape_b)}"
     dtypes = "" if tensor.dtype_a == tensor.dtype_b else f"{tensor.dtype_a} / {tensor.dtype_b}"
+    if tensor.crcs is not None:
+        a, b = tensor.crcs
+        bits = "same fingerprint" if a == b else f"other bits ({a:08x} / {b:08x})"
+        return f"{dtypes}, {bits}" if dtypes else bits
     if tensor.values is None:
         return dtypes or "same shape and dtype"
     if tensor.values.identical:
@@ -114,4 +125,5 @@ def _document(tensor: TensorDiff) -> dict[str, object]:
         "shape_a": tensor.shape_a,
         "shape_b": tensor.shape_b,
         "values": tensor.values,
+        "crcs": tensor.crcs,
     }

@@ -23,6 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare the optimizer's float32 weights with the model's, too: rounded, they are the same",
     )
+    parser.add_argument(
+        "--state",
+        action="store_true",
+        help="show the fingerprint of its tensors, which is the same under every parallel layout",
+    )
+    parser.add_argument(
+        "--expect-state",
+        metavar="FINGERPRINT",
+        help="compare its fingerprint, or its model's or optimizer's, with this",
+    )
     add_workers(parser, "threads that read and sum")
     # Names of old; `repair` has the last two.
     parser.add_argument("--optimizer", dest="check_optimizer", action="store_true", help=argparse.SUPPRESS)
@@ -32,12 +42,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Verify."""
-    return verified(
+    verdict = verified(
         arguments,
         repair_from=arguments.repair_from,
         accept=arguments.accept_common_state,
         optimizer=arguments.check_optimizer,
     )
+    if not arguments.state and not arguments.expect_state:
+        return verdict
+    return _with_state(verdict, arguments)
+
+
+def _with_state(verdict: Outcome, arguments: argparse.Namespace) -> Outcome:
+    """The same with the fingerprint of a valid checkpoint, which may have to be a certain one."""
+    document: dict[str, object] = dict(verdict.document)
+    if verdict.code != DONE:
+        text = "the state has no fingerprint: other things are wrong"
+        return Outcome({**document, "state": None}, f"{verdict.text}\n{text}", verdict.code)
+    from mcore_ckpt.tools.fingerprints import checkpoint_fingerprint, model_and_optimizer
+
+    found = checkpoint_fingerprint(
+        arguments.checkpoint, workers=max(1, arguments.workers), progress=False if arguments.quiet else None
+    )
+    model, optimizer = model_and_optimizer(found)
+    document["state"] = {"total": str(found), "model": str(model), "optimizer": str(optimizer)}
+    text = f"{verdict.text}\nstate {found}: model {model} ({len(model.tensors or ())} tensors), "
+    text += f"optimizer {optimizer} ({len(optimizer.tensors or ())})"
+    expected = arguments.expect_state
+    if not expected:
+        return Outcome(document, text, DONE)
+    if expected.lower() in (str(found), str(model), str(optimizer)):
+        return Outcome(document, f"{text}, as expected", DONE)
+    return Outcome(document, f"{text}, expected {expected}: DIFFERENT", DIFFERS)
 
 
 def verified(arguments: argparse.Namespace, *, repair_from: str | None, accept: bool, optimizer: bool) -> Outcome:

@@ -47,7 +47,7 @@ def crc32_combine(first: int, second: int, second_bytes: int) -> int:
     return (_multiply(_power_of_x(8 * second_bytes), first) if first else 0) ^ second
 
 
-_POLYNOMIAL = 0xEDB88320  # bit-reversed, as all of a CRC-32 is: the highest bit stands for x^0
+POLYNOMIAL = 0xEDB88320  # bit-reversed, as all of a CRC-32 is: the highest bit stands for x^0
 
 
 def _multiply(a: int, b: int) -> int:
@@ -57,7 +57,7 @@ def _multiply(a: int, b: int) -> int:
     while bit:
         if a & bit:
             product ^= b
-        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
+        b = (b >> 1) ^ POLYNOMIAL if b & 1 else b >> 1
         bit >>= 1
     return product
 

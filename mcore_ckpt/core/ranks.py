@@ -9,6 +9,7 @@ rank that has given up.
 from __future__ import annotations
 
 import pickle
+import secrets
 import struct
 import weakref
 from collections.abc import Callable, Sequence
@@ -121,6 +122,33 @@ class RankGroup:
         with self._contact("compare notes", wrap):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         result: list[int] = tensor.tolist()
+        return result
+
+    def run_xor(
+        self, what: str, fn: Callable[[], Sequence[int]], count: int, *, wrap: type[CheckpointError] = CheckpointError
+    ) -> list[int]:
+        """Call `fn` on every rank, and give every rank the element-wise XOR of the `count` integers below 2^63 that
+        the ranks return: one reduction of that size. Raises as `run`, after a second exchange.
+        """
+        values: Sequence[int] = (0,) * count
+        failure: BaseException | None = None
+        try:
+            values = fn()
+        except BaseException as error:  # noqa: BLE001  (as in `_attempt`)
+            failure = error
+        # Failures of two ranks must not cancel out.
+        tensor = torch.tensor([*values, 0 if failure is None else 1 + secrets.randbits(62)], device="cpu")
+        if self.size > 1:
+            with self._contact(what, wrap):
+                dist.all_reduce(tensor, op=dist.ReduceOp.BXOR, group=self._group)
+        *result, failed = tensor.tolist()
+        if failed:
+
+            def raise_failure() -> None:
+                if failure is not None:
+                    raise failure
+
+            self.run(what, raise_failure, wrap=wrap)
         return result
 
     def any(self, flag: bool) -> bool:

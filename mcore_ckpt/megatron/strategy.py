@@ -117,6 +117,21 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         """Sharded objects lie in the same files as tensors."""
         return True
 
+    @property
+    def ckpt_metadata_create_path(self) -> str | None:
+        """Where Megatron's training code asks for a prepared `.metadata` (`--ckpt-metadata-create`); none is made."""
+        return None
+
+    @ckpt_metadata_create_path.setter
+    def ckpt_metadata_create_path(self, path: str | None) -> None:
+        if path is not None:
+            warnings.warn(
+                f"--ckpt-metadata-create: mcore_ckpt makes no {path}: names of data files differ from save to save. It "
+                "plans an unchanged structure once and exchanges a few bytes for it later; leave --ckpt-metadata out",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, async_strategy: str = "", **unknown: Any
     ) -> Any:

@@ -4,6 +4,6 @@ In: the directory of a checkpoint that anybody wrote.
 Out: reports as frozen values, lazy tensors, a page of HTML; in bounded memory, without a process group.
 Must not know: how answers are printed.
 
-Modules: checkpoint, copy, diff, dtype_cast, html_report, inspection, keys, parallel_layout, payloads, plain_state,
-regrid, repair, run_listing, tensor_stats, tilings, verify, _plain_compare.
+Modules: checkpoint, copy, diff, dtype_cast, fingerprints, html_report, inspection, keys, parallel_layout, payloads,
+plain_state, regrid, repair, run_listing, tensor_stats, tilings, verify, _plain_compare.
 """

@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from mcore_ckpt.items.checks import check_apart
 from mcore_ckpt.storage.base import FileVersion
 from mcore_ckpt.tools._plain_compare import SIMPLE_KEYS, Verdict, compare
 from mcore_ckpt.tools.dtype_cast import as_numbers
+from mcore_ckpt.tools.fingerprints import payloads_fingerprint
 from mcore_ckpt.tools.inspection import checkpoint_directory, index_version
 from mcore_ckpt.tools.keys import key_filter
 from mcore_ckpt.tools.payloads import StoredPayloads, check_elements, check_tiled
@@ -67,7 +68,9 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class TensorDiff:
-    """A tensor of both checkpoints. `values` is None where the shapes differ, or values were not compared."""
+    """A tensor of both checkpoints. `values` is None where the shapes differ, or values were not compared; `crcs` are
+    those of its bytes in C order, where states were compared.
+    """
 
     fqn: str
     dtype_a: str
@@ -76,11 +79,14 @@ class TensorDiff:
     shape_b: tuple[int, ...]
     values: Difference | None = None
     within_tolerance: bool = False
+    crcs: tuple[int, int] | None = None
 
     @property
     def same(self) -> bool:
         """Nothing to report: the same dtype, shape and values (or values within the tolerance that was given)."""
         same_kind = self.shape_a == self.shape_b and self.dtype_a == self.dtype_b
+        if self.crcs is not None and self.crcs[0] != self.crcs[1]:
+            return False
         return same_kind and (self.values is None or self.values.identical or self.within_tolerance)
 
     @property
@@ -89,7 +95,7 @@ class TensorDiff:
         if self.shape_a != self.shape_b:
             return (math.inf, math.inf, math.inf)
         if self.values is None:
-            return (0.0, 0.0, 0.0 if self.dtype_a == self.dtype_b else 1.0)
+            return (0.0, 0.0, 0.0 if self.same else 1.0)
         if not self.values.measured:
             return (float(self.values.differing), 0.0, 0.0)
         return (float(self.values.nan_mismatches), self.values.max_rel, self.values.max_abs)
@@ -131,6 +137,7 @@ def diff_checkpoints(
     *,
     only: str | None = None,
     values: bool = True,
+    state: bool = False,
     rtol: float = 0.0,
     atol: float = 0.0,
     workers: int = 2,
@@ -144,6 +151,8 @@ def diff_checkpoints(
         only: keys to compare: with any of `*?[` a shell pattern for the whole key, otherwise a part of it;
             the common state, which has no key, is then left out.
         values: compare values, not just keys, shapes and dtypes.
+        state: compare the fingerprints of tensors in place of values; what is stored in runs of rows is not read for
+            that (`checkpoint_fingerprint`).
         rtol: tensors whose largest relative difference is no more count as the same.
         atol: tensors whose largest absolute difference is no more do, too.
         workers: threads; each takes about 100 MB.
@@ -157,7 +166,7 @@ def diff_checkpoints(
     directories = checkpoint_directory(a), checkpoint_directory(b)
     versions = [index_version(directory) for directory in directories]
     try:
-        report = _diff(*directories, only, values, rtol, atol, workers, progress)
+        report = _diff(*directories, only, values and not state, state, rtol, atol, workers, progress)
     except LoadError:
         _refuse_replaced(directories, versions)  # says better what has happened
         raise
@@ -175,7 +184,15 @@ def _refuse_replaced(directories: Sequence[Path], versions: Sequence[FileVersion
 
 
 def _diff(
-    a: Path, b: Path, only: str | None, values: bool, rtol: float, atol: float, workers: int, progress: bool | None
+    a: Path,
+    b: Path,
+    only: str | None,
+    values: bool,
+    state: bool,
+    rtol: float,
+    atol: float,
+    workers: int,
+    progress: bool | None,
 ) -> DiffReport:
     stored = read_index(a), read_index(b)
     for index in stored:
@@ -211,6 +228,14 @@ def _diff(
                     key, tensor.dtype_a, tensor.dtype_b, tensor.shape_a, tensor.shape_b, difference, within
                 )
             read_bytes = total
+        if state:
+            states = []
+            for payloads in (payloads_a, payloads_b):
+                check_tiled(payloads.index, comparable)
+                taken = payloads_fingerprint(payloads, comparable, workers=workers, progress=progress)
+                states.append(taken.tensors or {})
+            for key in comparable:
+                found[key] = replace(found[key], crcs=(states[0][key].crc32, states[1][key].crc32))
         objects = [key for key in keys_a if key in left.objects and key in right.objects]
         differing = [
             key for key in objects if not _same_object(left.objects[key], payloads_a, right.objects[key], payloads_b)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,23 @@ def save_and_load_shadowed(rank: int, path: Path) -> None:
         assert torch.equal(loaded["norm"], whole(2))
     assert set(TorchDistLoadStrategy().load_tensors_metadata(path)) == {"rows", "norm"}
     assert dist_checkpointing
+
+
+def prepared_metadata(rank: int) -> list[str]:
+    megatron()
+    from mcore_ckpt import TorchDistSaveStrategy
+
+    strategy = TorchDistSaveStrategy()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy.ckpt_metadata_create_path = None  # as Megatron's own strategy has it
+        strategy.ckpt_metadata_create_path = "prepared/.metadata"
+    return [str(one.message) for one in caught]
+
+
+def test_prepared_metadata_is_not_made_in_silence() -> None:
+    [[said]] = run_ranks(prepared_metadata, 1)
+    assert said.startswith("--ckpt-metadata-create: mcore_ckpt makes no prepared/.metadata")
 
 
 def test_shadow_copies_are_saved_and_read_by_stock(tmp_path: Path) -> None:

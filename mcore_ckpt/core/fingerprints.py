@@ -1,0 +1,209 @@
+"""The fingerprint of a tensor: the CRC-32 of all its bytes in C order, put together from slices in any order.
+
+A CRC-32 is linear. The CRC-32 of a whole is the XOR of those of its runs, each shifted by the bytes behind the run. A
+slice of rows is one run; a slice of columns is a run for each row, and rows lie at equal distances, so that half of
+them are shifted and joined at a time. (`crc32_combine` is Mark Adler's, in zlib; shifts by a table are Kadatch and
+Jenkins', "Everything we know about CRC but afraid to forget", 2010.)
+
+The fingerprint of a state has 128 bits: four words, each the XOR over its tensors of their CRC-32 times one word of a
+hash of key, dtype and shape, plus another. So ranks put it together by one XOR of 16 bytes, and no rank needs a list of
+the tensors. Without torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mcore_ckpt.core.boxes import Box, Runs, runs
+from mcore_ckpt.core.crc import POLYNOMIAL, crc32, crc32_combine, crc32s
+from mcore_ckpt.core.errors import OptionError
+
+_Words = npt.NDArray[np.uint32]
+_WORDS: Final = 4
+_ZERO: Final = (0,) * _WORDS
+
+
+class TensorFingerprint(NamedTuple):
+    """Of one global tensor: dtype without `torch.`, global shape in elements, CRC-32 of its bytes in C order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    crc32: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)} {self.crc32:08x}"
+
+
+class DivergedReplica(NamedTuple):
+    """A slice of a tensor that ranks hold with other bits than the rank whose replica is saved."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    saved_by: int
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.key}: ranks {', '.join(map(str, self.ranks))} hold other bits than rank {self.saved_by} in the "
+            f"slice at {list(self.offsets)} of sizes {list(self.sizes)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StateFingerprint:
+    """The fingerprint of a state: the same under every parallel layout.
+
+    Attributes:
+        total: 32 hexadecimal digits; the same for the same keys, dtypes, shapes and bytes.
+        tensors: the fingerprint of each tensor by key; None where names were not asked for.
+        diverged: slices that replicas hold with other bits; empty where names were not asked for.
+    """
+
+    total: str
+    tensors: Mapping[str, TensorFingerprint] | None = None
+    diverged: tuple[DivergedReplica, ...] = ()
+
+    def __str__(self) -> str:
+        return self.total
+
+    def differing(self, other: StateFingerprint) -> list[str]:
+        """Keys of tensors that only one of the two has, or that differ. Both need `tensors` (else `OptionError`)."""
+        if self.tensors is None or other.tensors is None:
+            raise OptionError("a fingerprint without the names of its tensors names none that differ: ask for names")
+        keys = dict.fromkeys((*self.tensors, *other.tensors))
+        return [key for key in keys if self.tensors.get(key) != other.tensors.get(key)]
+
+
+class StateWords(NamedTuple):
+    """The four words of a state's fingerprint, or of a part of it; parts are added by XOR."""
+
+    words: tuple[int, ...] = _ZERO
+
+    def __xor__(self, other: StateWords) -> StateWords:
+        return StateWords(tuple(a ^ b for a, b in zip(self.words, other.words, strict=True)))
+
+    def __str__(self) -> str:
+        return "".join(f"{word:08x}" for word in self.words)
+
+
+def part_of(content: Any, shape: Sequence[int], box: Box, elem_bytes: int) -> int:
+    """What a slice adds (by XOR) to the CRC-32 of its tensor.
+
+    Args:
+        content: the bytes of the slice's elements, in C order; C-contiguous object with the buffer protocol.
+        shape: of the global tensor, in elements.
+        box: the slice, in elements.
+        elem_bytes: of one element.
+    """
+    of = runs(shape, box, elem_bytes)
+    if not of.run_bytes:
+        return 0
+    view = memoryview(content).cast("B")
+    if len(of) == 1:
+        return _shift_one(crc32(view), _bytes_behind(of, shape, elem_bytes))
+    values = np.array(crc32s(np.frombuffer(view, np.uint8).reshape(-1, of.run_bytes)), np.uint32).reshape(of.counts)
+    for stride in reversed(of.strides):
+        values = _joined(values, stride)
+    return _shift_one(int(values), _bytes_behind(of, shape, elem_bytes))
+
+
+def part_of_run(crc: int, shape: Sequence[int], box: Box, elem_bytes: int) -> int | None:
+    """As `part_of`, from the CRC-32 of a slice's bytes; None if they are not one run of the tensor."""
+    of = runs(shape, box, elem_bytes)
+    if not of.run_bytes:
+        return 0
+    return _shift_one(crc, _bytes_behind(of, shape, elem_bytes)) if len(of) == 1 else None
+
+
+def state_words(parts: Iterable[tuple[str, str, tuple[int, ...], int, bool]]) -> StateWords:
+    """The words of a state, or of the part of it that one rank holds.
+
+    Args:
+        parts: key, dtype, global shape, XOR of the parts of its CRC-32; and whether the tensor's first element is
+            among them (of tensors without elements one rank says so), for which its constant is added.
+    """
+    factors, constants, crcs = [], [], []
+    for key, dtype, shape, crc, is_first in parts:
+        factor, constant = _hash_words(key, dtype, shape)
+        factors.append(factor)
+        constants.append(constant if is_first else _ZERO)
+        crcs.append(crc)
+    if not crcs:
+        return StateWords()
+    sums = _products(np.array(factors, np.uint32), np.array(crcs, np.uint32)[:, None])
+    words = np.bitwise_xor.reduce(sums ^ np.array(constants, np.uint32), axis=0)
+    return StateWords(tuple(words.tolist()))
+
+
+def state_of(tensors: Mapping[str, TensorFingerprint], diverged: Sequence[DivergedReplica] = ()) -> StateFingerprint:
+    """The fingerprint of a state from those of its tensors by key."""
+    total = state_words((key, *tensor, True) for key, tensor in tensors.items())
+    return StateFingerprint(str(total), tensors, tuple(diverged))
+
+
+def _hash_words(key: str, dtype: str, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A tensor's factors, none of them 0, and its constants."""
+    text = f"{key}\0{dtype}\0{','.join(map(str, shape))}"
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    words = [int.from_bytes(digest[at : at + 4], "big") for at in range(0, len(digest), 4)]
+    return tuple(word or 1 for word in words[:_WORDS]), tuple(words[_WORDS:])
+
+
+def _bytes_behind(of: Runs, shape: Sequence[int], elem_bytes: int) -> int:
+    """Bytes of the tensor behind the last run of a slice."""
+    last = of.first_byte + sum((count - 1) * stride for count, stride in zip(of.counts, of.strides, strict=True))
+    return math.prod(shape) * elem_bytes - last - of.run_bytes
+
+
+def _shift_one(crc: int, nbytes: int) -> int:
+    return crc32_combine(crc, 0, nbytes)
+
+
+def _products(a: _Words, b: _Words) -> _Words:
+    """Products of polynomials modulo the CRC's, element by element."""
+    a, b = np.broadcast_arrays(a, b)
+    product = np.zeros(a.shape, np.uint32)
+    for bit in range(31, -1, -1):
+        product ^= np.where(a >> np.uint32(bit) & 1, b, 0).astype(np.uint32)
+        b = (b >> np.uint32(1)) ^ np.where(b & 1, np.uint32(POLYNOMIAL), np.uint32(0))
+    return product
+
+
+def _joined(values: _Words, stride_bytes: int) -> _Words:
+    """Join along the last axis what lies at equal distances."""
+    while values.shape[-1] > 1:
+        if values.shape[-1] % 2:  # 0 is the CRC-32 of nothing
+            values = np.concatenate([np.zeros((*values.shape[:-1], 1), np.uint32), values], axis=-1)
+        values = _shift(values[..., 0::2], stride_bytes) ^ values[..., 1::2]
+        stride_bytes *= 2
+    return values[..., 0]
+
+
+def _shift(values: _Words, nbytes: int) -> _Words:
+    """CRCs as they count in front of so many bytes."""
+    if not nbytes:
+        return values
+    tables = _shift_tables(nbytes)
+    shifted: _Words = tables[0][values & 0xFF]
+    for byte in (1, 2, 3):
+        shifted = shifted ^ tables[byte][values >> np.uint32(8 * byte) & 0xFF]
+    return shifted
+
+
+@lru_cache(maxsize=512)
+def _shift_tables(nbytes: int) -> _Words:
+    """For each of the four bytes of a CRC, what each of its values is shifted to: `[4, 256]`."""
+    single = np.array([crc32_combine(1 << bit, 0, nbytes) for bit in range(32)], np.uint32).reshape(4, 8)
+    tables = np.zeros((4, 256), np.uint32)
+    for bit in range(8):
+        tables[:, 1 << bit : 2 << bit] = tables[:, : 1 << bit] ^ single[:, bit : bit + 1]
+    return tables

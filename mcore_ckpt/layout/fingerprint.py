@@ -1,0 +1,193 @@
+"""The fingerprint of the state that ranks hold in memory: Megatron's sharded tensors, whatever the layout.
+
+Without names each rank sums up its main replicas, and one reduction of 40 bytes puts the parts together. With names it
+sums up all its replicas, and the coordinator compares them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from mcore_ckpt.core.boxes import Box, flat_boxes
+from mcore_ckpt.core.errors import PlanError
+from mcore_ckpt.core.fingerprints import (
+    DivergedReplica,
+    StateFingerprint,
+    StateWords,
+    TensorFingerprint,
+    part_of,
+    state_of,
+    state_words,
+)
+from mcore_ckpt.core.ranks import coordination_group
+from mcore_ckpt.format.index import parse_shadow_key
+from mcore_ckpt.layout.dense_tensors import check_memory, pointer_of
+from mcore_ckpt.layout.shards import is_main_replica, is_sharded_tensor, leaves, local_box
+from mcore_ckpt.layout.torch_classes import dtype_name
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_WINDOW_BYTES = 32 * 1024 * 1024
+# What the storage of a subclass holds is not known.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def fingerprint(
+    sharded_state_dict: Any, process_group: dist.ProcessGroup | None = None, *, names: bool = False
+) -> StateFingerprint:
+    """The fingerprint of what the ranks hold now: the same under every parallel layout, and that of the checkpoint.
+
+    All ranks of the group call it together. Objects have no part in it. A tensor that layouts pad otherwise (a
+    vocabulary) is another tensor.
+
+    Args:
+        sharded_state_dict: nested dict/list with Megatron's sharded tensors, and factories of them, which are built.
+        process_group: the ranks that hold it together; None: all.
+        names: also return the fingerprint of each tensor, on every rank, and compare replicas with the ones that would
+            be saved. All replicas are read then, and lists of them are exchanged.
+
+    Raises:
+        PlanError: a shard has no data, or (with `names`) ranks disagree on a tensor, or their main replicas do not make
+            it up.
+    """
+    group = coordination_group(process_group)
+    what = "take the fingerprint of the state"
+    if not names:
+        words = group.run_xor(what, lambda: _words_of_rank(sharded_state_dict).words, 4, wrap=PlanError)
+        return StateFingerprint(str(StateWords(tuple(words))))
+    gathered = group.run_gather(what, lambda: list(_parts(sharded_state_dict, replicas=True)), wrap=PlanError)
+    return group.run_on_coordinator(what, lambda: _compared(gathered or []), wrap=PlanError)
+
+
+class _Part(NamedTuple):
+    """One rank's replica of a slice of a tensor, or of a stretch of the flattened slice."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    stretch: tuple[int, int]  # in elements of the flattened slice
+    crc: int  # what it adds to the tensor's CRC-32
+    is_main: bool
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the tensor's first element is among these, or would be."""
+        start, stop = self.stretch
+        return start == 0 and not any(self.box.offsets) and (stop > 0 or not math.prod(self.shape))
+
+
+def _words_of_rank(tree: Any) -> StateWords:
+    return state_words(
+        (part.key, part.dtype, part.shape, part.crc, part.is_first) for part in _parts(tree, replicas=False)
+    )
+
+
+def _parts(tree: Any, *, replicas: bool) -> Iterator[_Part]:
+    """The main replicas of this rank, or all replicas, summed up."""
+    for shard in leaves(_built(tree)):
+        if not is_sharded_tensor(shard):
+            continue
+        shadow = parse_shadow_key(shard.key)
+        is_main = shadow is None and is_main_replica(shard)
+        if is_main or replicas:
+            yield _part(shard.key if shadow is None else shadow.fqn, shard, is_main)
+
+
+def _built(tree: Any) -> Any:
+    """The same with what factories make in their place."""
+    if hasattr(tree, "build_fn") and hasattr(tree, "build"):
+        return _built(tree.build())
+    if isinstance(tree, dict):
+        return {key: _built(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [_built(value) for value in tree]
+    return tree
+
+
+def _part(key: str, shard: Any, is_main: bool) -> _Part:
+    data = shard.data
+    if not isinstance(data, torch.Tensor):
+        raise PlanError(f"{key}: the shard at {list(shard.global_offset)} has no data ({type(data).__name__})")
+    shape, sizes = tuple(map(int, shard.global_shape)), local_box(shard)
+    box, stretch = Box(tuple(map(int, shard.global_offset)), sizes), (0, math.prod(sizes))
+    flattened = getattr(shard, "flattened_range", None)
+    if flattened is not None:
+        stretch = flattened.start, flattened.stop
+    if data.numel() != stretch[1] - stretch[0]:
+        raise PlanError(
+            f"{key}: the shard at {list(box.offsets)} has data of shape {list(data.shape)}, expected "
+            f"{stretch[1] - stretch[0]} elements of the slice of sizes {list(sizes)}"
+        )
+    elem_bytes, crc = data.element_size(), 0
+    with torch.no_grad():
+        for content, inside in _contents(key, data, sizes, stretch):
+            lies = Box(tuple(map(operator.add, box.offsets, inside.offsets)), inside.sizes)
+            crc ^= part_of(content, shape, lies, elem_bytes)
+    return _Part(key, dtype_name(data.dtype), shape, box, stretch, crc, is_main)
+
+
+def _contents(
+    key: str, data: torch.Tensor, sizes: tuple[int, ...], stretch: tuple[int, int]
+) -> Iterator[tuple[Any, Box]]:
+    """The bytes of a shard's elements, as slices of its own slice; what cannot be read where it lies in windows."""
+    in_place = type(data) in _PLAIN and bool(pointer_of(data)) and not data.is_conj() and not data.is_neg()
+    if type(data) in _PLAIN and data.layout is torch.strided and not data.is_meta:
+        check_memory(data, lambda: key)
+    flat, (start, stop) = data.detach().reshape(-1), stretch
+    step = max(1, stop - start if in_place else _WINDOW_BYTES // data.element_size())
+    at = start
+    for low in range(start, stop, step):
+        for inside in flat_boxes(sizes, low, min(low + step, stop)):
+            elements = flat[at - start : at - start + math.prod(inside.sizes)]
+            if not in_place:
+                elements = torch.empty(elements.shape, dtype=data.dtype, device="cpu").copy_(elements)
+            yield elements.view(torch.uint8).numpy(), inside
+            at += len(elements)
+
+
+def _compared(gathered: list[list[_Part]]) -> StateFingerprint:
+    """All ranks' parts put together."""
+    mains: dict[str, list[tuple[int, _Part]]] = {}
+    slices: dict[tuple[str, Box, tuple[int, int]], list[tuple[int, _Part]]] = {}
+    for rank, parts in enumerate(gathered):
+        for part in parts:
+            known = slices.setdefault((part.key, part.box, part.stretch), [])
+            known.append((rank, part))
+            if part.is_main:
+                mains.setdefault(part.key, []).append((rank, part))
+    tensors: dict[str, TensorFingerprint] = {}
+    for key, of_key in mains.items():
+        rank, first = of_key[0]
+        crc = elements = 0
+        for other, part in of_key:
+            if (part.dtype, part.shape) != (first.dtype, first.shape):
+                raise PlanError(
+                    f"{key}: rank {rank} holds {first.dtype} of global shape {list(first.shape)}, rank {other} "
+                    f"{part.dtype} of {list(part.shape)}"
+                )
+            crc ^= part.crc
+            elements += part.stretch[1] - part.stretch[0]
+        if elements != math.prod(first.shape):
+            raise PlanError(
+                f"{key}: ranks {sorted({rank for rank, _ in of_key})} hold main replicas of {elements} elements, "
+                f"expected {math.prod(first.shape)} of the shape {list(first.shape)}"
+            )
+        tensors[key] = TensorFingerprint(first.dtype, first.shape, crc)
+    return state_of(tensors, list(_diverged(slices)))
+
+
+def _diverged(
+    slices: dict[tuple[str, Box, tuple[int, int]], list[tuple[int, _Part]]],
+) -> Iterator[DivergedReplica]:
+    for (key, box, _), of_slice in slices.items():
+        main = next(((rank, part) for rank, part in of_slice if part.is_main), of_slice[0])
+        others = tuple(rank for rank, part in of_slice if (part.crc, part.dtype) != (main[1].crc, main[1].dtype))
+        if others:
+            yield DivergedReplica(key, *box, main[0], others)

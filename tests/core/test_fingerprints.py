@@ -1,0 +1,118 @@
+"""Fingerprints against the CRC-32 of whole tensors, whatever the slices; the vectors of docs/format.md."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_ckpt.core.boxes import Box, flat_boxes, runs
+from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.core.fingerprints import (
+    StateFingerprint,
+    StateWords,
+    TensorFingerprint,
+    part_of,
+    part_of_run,
+    state_of,
+    state_words,
+)
+
+PAGE = Path(__file__).parents[2] / "docs" / "format.md"
+
+
+@st.composite
+def divided(draw: st.DrawFn) -> tuple[tuple[int, ...], int, list[Box]]:
+    """A shape, the bytes of an element, and a grid of slices, in any order."""
+    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=4)))
+    cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))}) for size in shape]
+    cells = itertools.product(*(list(itertools.pairwise(cut)) for cut in cuts))
+    boxes = [Box(tuple(low for low, _ in cell), tuple(high - low for low, high in cell)) for cell in cells]
+    return shape, draw(st.sampled_from([1, 2, 4, 8, 16])), draw(st.permutations(boxes))
+
+
+@given(divided(), st.integers(0, 2**32 - 1))
+def test_slices_in_any_order_add_up_to_the_crc32_of_the_tensor(
+    drawn: tuple[tuple[int, ...], int, list[Box]], seed: int
+) -> None:
+    shape, elem_bytes, boxes = drawn
+    whole = np.random.default_rng(seed).integers(0, 256, (*shape, elem_bytes), dtype=np.uint8)
+    total = 0
+    for box in boxes:
+        part = np.ascontiguousarray(whole[tuple(slice(at, at + n) for at, n in zip(*box, strict=True))])
+        total ^= part_of(part.reshape(-1), shape, box, elem_bytes)
+        from_run = part_of_run(zlib.crc32(part), shape, box, elem_bytes)
+        of = runs(shape, box, elem_bytes)
+        assert (from_run is None) == (of.run_bytes > 0 and len(of) > 1)
+        assert from_run in (None, part_of(part.reshape(-1), shape, box, elem_bytes))
+    assert total == zlib.crc32(whole)
+
+
+@given(st.lists(st.integers(1, 6), max_size=3), st.lists(st.integers(0, 216), max_size=4))
+def test_stretches_of_a_flattened_tensor_do_too(shape: list[int], cuts: list[int]) -> None:
+    whole = np.random.default_rng(len(cuts)).integers(0, 256, (*shape, 4), dtype=np.uint8)
+    elements = whole.reshape(-1, 4)
+    bounds = sorted({0, len(elements), *(cut for cut in cuts if cut < len(elements))})
+    total = 0
+    for low, high in itertools.pairwise(bounds):
+        at = low
+        for box in flat_boxes(shape, low, high):
+            count = int(np.prod(box.sizes, dtype=int))
+            total ^= part_of(np.ascontiguousarray(elements[at : at + count]).reshape(-1), shape, box, 4)
+            at += count
+    assert total == zlib.crc32(whole)
+
+
+def test_parts_of_ranks_add_up_to_the_state() -> None:
+    tensors = {f"layer.{n}.weight": TensorFingerprint("bfloat16", (n, 4), 0x1234567 * n) for n in range(9)}
+    whole = state_of(tensors)
+    words = StateWords()
+    for rank in range(3):
+        held = []
+        for n, (key, (dtype, shape, crc)) in enumerate(tensors.items()):
+            part = (0xABCDEF << n) & 0xFFFFFFFF  # what the first rank holds of it; the second has the rest
+            if rank < 2:
+                held.append((key, dtype, shape, part if rank else part ^ crc, rank == n % 2))
+        words ^= state_words(held)
+    assert str(words) == whole.total
+    assert state_of({}).total == "0" * 32
+
+
+def test_keys_dtypes_shapes_and_bytes_all_count() -> None:
+    base = {"a": TensorFingerprint("float32", (2, 3), 5), "b": TensorFingerprint("float32", (2, 3), 6)}
+    others = [
+        {"a": base["b"], "b": base["a"]},
+        {"a": base["a"]},
+        {**base, "c": TensorFingerprint("float32", (0,), 0)},
+        {**base, "b": TensorFingerprint("int32", (2, 3), 6)},
+        {**base, "b": TensorFingerprint("float32", (3, 2), 6)},
+        {**base, "b": TensorFingerprint("float32", (2, 3), 7)},
+        {"a": base["a"], "x": base["b"]},
+    ]
+    totals = {state_of(tensors).total for tensors in (base, *others)}
+    assert len(totals) == 1 + len(others)
+    assert state_of(base).differing(state_of(others[0])) == ["a", "b"]
+    assert state_of(base).differing(state_of(others[-1])) == ["b", "x"]
+    with pytest.raises(OptionError, match="ask for names"):
+        state_of(base).differing(StateFingerprint(state_of(base).total))
+
+
+def test_the_vectors_on_the_page() -> None:
+    page = PAGE.read_text()
+    page = page[page.index("## Fingerprints") :]
+    rows = re.findall(r"^\| `([^`]+)` \| (\w+) \| \[([\d, ]*)\] \| ([^|]+) \| `([0-9a-f]{8})` \|$", page, re.MULTILINE)
+    assert len(rows) >= 4
+    tensors = {}
+    for key, dtype, sizes, elements, crc in rows:
+        shape = tuple(map(int, sizes.split(","))) if sizes else ()
+        values = np.arange(np.prod(shape, dtype=int)) if "0, 1, 2" in elements else np.full(shape, float(elements))
+        assert zlib.crc32(values.astype(dtype).tobytes()) == int(crc, 16), key
+        tensors[key] = TensorFingerprint(dtype, shape, int(crc, 16))
+    (total,) = re.findall(r"^The fingerprint of these [a-z]+ tensors is `([0-9a-f]{32})`", page, re.MULTILINE)
+    assert state_of(tensors).total == total

@@ -1,0 +1,176 @@
+"""One fingerprint of one model: in memory under any layout, stored, resharded, exported and imported again."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt import (
+    checkpoint_fingerprint,
+    diff_checkpoints,
+    export_checkpoint,
+    import_checkpoint,
+    reshard_checkpoint,
+)
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.tools.fingerprints import model_and_optimizer
+from tests.support.gloo_ranks import run_pretending_ranks
+from tests.support.hf_models import SMALL, HfCase, make_hf_model
+from tests.support.models import GATED, Parallel, build_training
+from tests.support.shared_groups import share_groups
+
+Found = dict[str, Any]
+
+
+def _prepared() -> Any:
+    warnings.simplefilter("ignore")  # of Megatron and torch about themselves
+    from tests.support.cpu_megatron import pretend_cuda
+
+    pretend_cuda()
+    share_groups()
+    from megatron.core import dist_checkpointing
+
+    import mcore_ckpt
+
+    mcore_ckpt.install()
+    return dist_checkpointing
+
+
+def _taken(state: Any) -> Any:
+    """The fingerprint with names, which is the same without."""
+    from mcore_ckpt import fingerprint
+
+    named, total = fingerprint(state, names=True), fingerprint(state)
+    assert named.total == total.total
+    assert total.tensors is None
+    return named
+
+
+def train_and_save(rank: int, path: Path) -> Any:
+    dist_checkpointing = _prepared()
+    training = build_training(GATED, Parallel(), seed=1)
+    training.train(2)
+    before = _taken(training.sharded_state_dict())
+    dist_checkpointing.save(training.sharded_state_dict(), str(path))
+    assert _taken(training.sharded_state_dict()).total == before.total
+    training.train(1)
+    assert _taken(training.sharded_state_dict()).total != before.total
+    return before
+
+
+def load_and_take(rank: int, path: Path, layouts: dict[str, Parallel]) -> dict[str, Found]:
+    """The fingerprint after a load under each layout; and what is said of faults that only the last rank has."""
+    dist_checkpointing = _prepared()
+    last = torch.distributed.get_world_size() - 1
+    found = {}
+    for name, layout in layouts.items():
+        training = build_training(GATED, layout, seed=9)
+        training.load(dist_checkpointing.load(training.sharded_state_dict(is_loading=True), str(path)))
+        loaded = _taken(training.sharded_state_dict())
+        found[name] = {"loaded": loaded}
+        parameters = dict(training.model[0].module.named_parameters())
+        key = next(key for key in parameters if key.endswith("linear_fc2.weight"))
+        weight, norm = parameters[key], parameters[key.replace("mlp.linear_fc2.weight", "input_layernorm.weight")]
+        if rank == last:
+            weight.data.view(-1)[3].mul_(-1)  # one bit
+        found[name]["flipped"] = loaded.differing(_taken(training.sharded_state_dict())), key
+        if rank == last:
+            weight.data.view(-1)[3].mul_(-1)
+        if layout.tensor == 2:
+            parts = [torch.empty_like(weight.data, dtype=torch.float32) for _ in range(2)]
+            torch.distributed.all_gather(parts, weight.data.float())
+            mine = weight.data.clone()
+            weight.data.copy_(parts[1 - rank])
+            found[name]["swapped"] = loaded.differing(_taken(training.sharded_state_dict()))
+            weight.data.copy_(mine)
+        if layout.pipeline == 1:  # all ranks have a replica
+            held = norm.data.clone()
+            if rank == last:
+                norm.data[0] += 1
+            diverged = _taken(training.sharded_state_dict())
+            found[name]["diverged"] = diverged.total == loaded.total, [str(one) for one in diverged.diverged]
+            norm.data.copy_(held)
+        assert _taken(training.sharded_state_dict()) == loaded
+    return found
+
+
+def test_a_gpt_has_one_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (trained,) = run_pretending_ranks(train_and_save, 1, saved)
+    stored = checkpoint_fingerprint(saved)
+    assert stored == trained
+    assert main(["verify", str(saved), "--state", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    model, optimizer = model_and_optimizer(stored)
+    assert document["state"] == {"total": stored.total, "model": model.total, "optimizer": optimizer.total}
+    assert main(["verify", str(saved), "--expect-state", model.total.upper()]) == 0
+    assert main(["verify", str(saved), "--expect-state", "0" * 32]) == 1
+
+    resharded = {}
+    for layout in (Parallel(tensor=2), Parallel(pipeline=2), Parallel(tensor=4)):
+        target = resharded[layout] = tmp_path / f"{layout}"
+        reshard_checkpoint(saved, target, tp=layout.tensor, pp=layout.pipeline)
+        assert checkpoint_fingerprint(target) == stored
+        report = diff_checkpoints(saved, target, state=True)
+        assert report.identical
+        assert report.read_bytes == 0
+
+    worlds = {
+        2: {"dp": Parallel(), "tp": Parallel(tensor=2), "pp": Parallel(pipeline=2)},
+        4: {"tp": Parallel(tensor=4)},
+    }
+    for world, layouts in worlds.items():
+        source = resharded[Parallel(tensor=2)] if world == 2 else saved
+        for rank, by_rank in enumerate(run_pretending_ranks(load_and_take, world, source, layouts, deadline_s=300)):
+            for name, found in by_rank.items():
+                assert found["loaded"] == stored, (world, name)
+                _check_faults(found, world, name, rank)
+
+
+def _check_faults(found: Found, world: int, name: str, rank: int) -> None:
+    flipped, key = found["flipped"]
+    if name == "dp":  # the last rank's replica is not the one that is saved
+        assert flipped == []
+    elif name == "tp":
+        assert [one.rpartition("layers.")[2].rpartition("mlp")[2] for one in flipped] == [".linear_fc2.weight"], key
+    else:
+        assert len(flipped) == 1
+        assert flipped[0].endswith("mlp.linear_fc2.weight")
+    if "swapped" in found:
+        assert len(found["swapped"]) == 1
+        assert found["swapped"][0].endswith("mlp.linear_fc2.weight")
+    if "diverged" in found:
+        same_total, named = found["diverged"]
+        assert same_total
+        (said,) = named
+        assert "layer_norm_weight: " in said or "layernorm.weight: " in said
+        assert f": ranks {world - 1} hold other bits than rank 0 in the slice" in said
+
+
+def hf_in_memory(rank: int, path: Path, parallel: Parallel) -> Any:
+    dist_checkpointing = _prepared()
+    from tests.support.hf_models import build_from_arguments
+
+    model = build_from_arguments(dist_checkpointing.load_common_state_dict(str(path))["args"], parallel)
+    loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(path))
+    model.load_state_dict(loaded["model"])
+    return _taken(model.sharded_state_dict())
+
+
+def test_an_export_and_an_import_keep_it(tmp_path: Path) -> None:
+    case = HfCase("llama", "LlamaConfig", {**SMALL, "vocab_size": 512})
+    make_hf_model(case, tmp_path / "hf")
+    import_checkpoint(tmp_path / "hf", tmp_path / "tp2", kind="hf", tp=2)
+    stored = checkpoint_fingerprint(tmp_path / "tp2")
+    for world, parallel in ((1, Parallel()), (2, Parallel(tensor=2))):
+        for found in run_pretending_ranks(hf_in_memory, world, tmp_path / "tp2", parallel):
+            assert found == stored
+    export_checkpoint(tmp_path / "tp2", tmp_path / "back", to="hf")
+    import_checkpoint(tmp_path / "back", tmp_path / "pp2", kind="hf", pp=2)
+    assert checkpoint_fingerprint(tmp_path / "pp2") == stored

@@ -1,0 +1,64 @@
+"""Fingerprints of what all writers wrote, against whole tensors; damage in what has to be read is found."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_ckpt import ChecksumError, checkpoint_fingerprint, diff_checkpoints, open_checkpoint
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.layout.shards import original_shape
+from tests.support.model_like import model_tensors, write_model
+
+GOLDEN = Path(__file__).parents[1] / "format" / "golden"
+ROWS = "decoder.layers.1.mlp.linear_fc1.weight"
+COLUMNS = "decoder.layers.1.mlp.linear_fc2.weight"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir()))
+def test_whole_tensors_have_the_same_crc32(name: str) -> None:
+    found = checkpoint_fingerprint(GOLDEN / name).tensors
+    assert found is not None
+    index = read_index(GOLDEN / name)
+    with open_checkpoint(GOLDEN / name) as checkpoint:
+        assert found.keys() == index.tensors.keys()
+        for key, (dtype, shape, crc) in found.items():
+            raw, original = checkpoint.tensors[key].raw(), original_shape(index, key)
+            assert (dtype, shape) == (index.tensors[key].dtype, original or raw.shape)
+            if original is not None:  # rows of a grid of flattened cells
+                grid = raw.shape[:-1]
+                cell = [size // count for size, count in zip(original, grid, strict=True)]
+                axes = [axis for n in range(len(grid)) for axis in (n, len(grid) + n)]
+                raw = raw.reshape(*grid, *cell).transpose(axes).reshape(original)
+            assert crc == zlib.crc32(np.ascontiguousarray(raw)), key
+
+
+def test_a_changed_element_and_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = model_tensors()
+    write_model(tmp_path / "a", tp=2, tensors=tensors)
+    write_model(tmp_path / "b", tp=1, tensors=tensors)
+    assert checkpoint_fingerprint(tmp_path / "a") == checkpoint_fingerprint(tmp_path / "b")
+    assert checkpoint_fingerprint(tmp_path / "a", only="*fc1*").tensors.keys() < tensors.keys()  # type: ignore[union-attr]
+    changed = {**tensors, ROWS: tensors[ROWS].clone()}
+    changed[ROWS].view(-1)[5] += 1
+    write_model(tmp_path / "c", tp=1, tensors=changed)
+    report = diff_checkpoints(tmp_path / "a", tmp_path / "c", state=True)
+    assert [tensor.fqn for tensor in report.tensors if not tensor.same] == [ROWS]
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "c"), "--state"]) == 1
+    assert "other bits (" in capsys.readouterr().out
+
+    item = read_index(tmp_path / "a").tensors[COLUMNS].chunks[0].item
+    path = tmp_path / "a" / item.file
+    content = bytearray(path.read_bytes())
+    content[item.offset + item.length // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ChecksumError, match=COLUMNS):
+        checkpoint_fingerprint(tmp_path / "a")
+    assert main(["verify", str(tmp_path / "a"), "--state"]) == 1
+    assert "the state has no fingerprint: other things are wrong" in capsys.readouterr().out
+    assert torch.equal(tensors[COLUMNS], model_tensors()[COLUMNS])
