@@ -5,7 +5,7 @@
 
 Both land in dist/; the wheel is built from the sdist, so that the sdist is whole, too. Then two empty environments,
 one with the wheel and what it requires (torch), one with `[megatron]`. In each, away from the checkout,
-`scripts/installed.py` runs the command, the snippets of README.md, and a save and a load.
+`scripts/installed.py` runs the command, the snippets of README.md and docs/usage.md, and a save and a load.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def try_out(wheel: Path, kind: str, work: Path) -> None:
     run([str(python), "-m", "pip", "install", "--quiet", wanted])
     elsewhere = work / f"elsewhere-{kind}"
     elsewhere.mkdir(exist_ok=True)
-    for name in ("scripts/installed.py", "README.md"):
+    for name in ("scripts/installed.py", "README.md", "docs/usage.md"):
         shutil.copy(ROOT / name, elsewhere)
     run([str(python), "-W", "ignore", "installed.py", kind], cwd=elsewhere)
 

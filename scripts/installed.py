@@ -1,6 +1,6 @@
-"""Use the installed package as README.md says, in an environment that holds nothing else: run by `scripts/dist.py`.
+"""Use the installed package as README.md and docs/usage.md say, in an environment that holds nothing else.
 
-    python installed.py torch|megatron          # in a folder with README.md, away from the checkout
+    python installed.py torch|megatron          # in a folder with both, away from the checkout: `scripts/dist.py`
 
 Without megatron-core: the command, plain DCP, the tools. With it: the strategies and the queue, too, on one gloo rank.
 """
@@ -14,24 +14,24 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-# The sections of README.md that have snippets, in their order, and whether they need megatron-core.
-SECTIONS = {"In a Megatron launch": True, "With plain torch.distributed.checkpoint": False, "Tools": False}
+# The sections of README.md and docs/usage.md that have snippets, in their order, and whether they need megatron-core.
+SECTIONS = {"Use": True, "Commands": False, "Strategies": True, "Plain torch.distributed.checkpoint": False}
 KEY = "decoder.final_layernorm.weight"
 
 
-def snippets(readme: str) -> dict[str, list[str]]:
+def snippets(pages: str) -> dict[str, list[str]]:
     """The blocks of Python in each section.
 
     Raises:
         ValueError: a section is not one of `SECTIONS`, so that nobody knows what its snippets need.
     """
     found: dict[str, list[str]] = {}
-    for section in re.split(r"^## ", readme, flags=re.MULTILINE)[1:]:
+    for section in re.split(r"^## ", pages, flags=re.MULTILINE)[1:]:
         blocks = re.findall(r"^```python\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
         if blocks:
             found[section.splitlines()[0]] = blocks
     if list(found) != list(SECTIONS):
-        raise ValueError(f"README.md has snippets in {list(found)}, expected {list(SECTIONS)}")
+        raise ValueError(f"the pages have snippets in {list(found)}, expected {list(SECTIONS)}")
     return found
 
 
@@ -95,7 +95,7 @@ def under_megatron(work: Path, blocks: list[str]) -> None:
 def tools(work: Path, blocks: list[str]) -> None:
     """The command and the functions on the checkpoint of plain DCP."""
     path, target = str(work / "dcp"), str(work / "resharded")
-    assert "whole" in command("verify", path)
+    assert ": valid: " in command("verify", path)
     assert KEY in command("inspect", path, "--tensors")
     import mcore_ckpt
 
@@ -114,12 +114,13 @@ def main() -> None:
     command("--help")
     work = Path.cwd() / "checkpoints"
     work.mkdir()
-    blocks = snippets(Path("README.md").read_text())
-    for section, needs_megatron in SECTIONS.items():
-        if needs_megatron and not with_megatron:
-            continue
-        {"In a Megatron launch": under_megatron, "Tools": tools}.get(section, plain_dcp)(work, blocks[section])
-        print(f"  {section}: {len(blocks[section])} snippets ran", flush=True)
+    blocks = snippets(Path("README.md").read_text() + Path("usage.md").read_text())
+    plain_dcp(work, blocks["Plain torch.distributed.checkpoint"])
+    tools(work, blocks["Commands"])
+    if with_megatron:
+        under_megatron(work, blocks["Use"] + blocks["Strategies"])
+    ran = [section for section, needs_megatron in SECTIONS.items() if with_megatron or not needs_megatron]
+    print(f"  snippets ran: {', '.join(ran)}", flush=True)
     if with_megatron:
         command("inspect", str(work / "megatron"), "--html", str(work / "report.html"))
         assert "<html" in (work / "report.html").read_text()

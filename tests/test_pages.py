@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import mcore_ckpt
-from mcore_ckpt.commands.cli import make_parser
+from mcore_ckpt import LoadOptions, SaveOptions
+from mcore_ckpt.commands.cli import main, make_parser
+from tests.support.model_like import model_tensors, write_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -55,7 +64,7 @@ def test_commands_that_pages_show_exist_with_their_options(page: str) -> None:
             assert given <= shown_options(words[1]), words
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.endswith(".md")])
 def test_command_lines_can_be_parsed(page: str) -> None:
     for words in command_lines(page, within_sentences=False):
         if words[1] == "launch" or any(SYNOPSIS.search(word) for word in words):
@@ -71,3 +80,175 @@ def test_snippets_compile_and_name_what_there_is(page: str) -> None:
         for names in re.findall(r"from mcore_ckpt import ([\w, ]+)", block):
             named |= set(names.replace(" ", "").split(","))
         assert named <= {*mcore_ckpt.__all__, "launch"}, named - set(mcore_ckpt.__all__)
+
+
+def normal(text: str) -> str:
+    """An output without what differs from run to run: times, and how long ago something was."""
+    text = re.sub(r"in \d+\.\d s( \([^)]*/s\))?", "in T", text)
+    text = re.sub(r" +\d+ (s|min|h|d)  ", "  AGE  ", text)
+    return "\n".join(line.rstrip() for line in text.strip().splitlines())
+
+
+def sessions(page: str) -> list[tuple[str, str]]:
+    """Commands at a prompt, and what the page says that they print."""
+    blocks = re.findall(r"^```console\n(.*?)^```", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    shown = [part for block in blocks for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
+    return [(line.partition("\n")[0], line.partition("\n")[2]) for line in shown]
+
+
+WITH_SESSIONS = [page for page in PAGES if page.endswith(".md") and sessions(page)]
+
+
+def write_llama(directory: Path) -> None:
+    """A small random Llama, as `transformers` would have saved it."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, inner, heads, kv_heads, vocabulary = 32, 64, 4, 2, 256
+    shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
+    shapes["lm_head.weight"] = (vocabulary, hidden)
+    for layer in range(2):
+        head_size = hidden // heads
+        for name, shape in {
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (kv_heads * head_size, hidden),
+            "self_attn.v_proj": (kv_heads * head_size, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }.items():
+            shapes[f"model.layers.{layer}.{name}.weight"] = shape
+    generator = torch.Generator().manual_seed(1)
+    tensors = {key: torch.randn(shape, generator=generator).bfloat16() for key, shape in shapes.items()}
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": "bfloat16",
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture
+def example_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run that pages show: two checkpoints of a small model at TP 2, and a copy of the newer one."""
+    for iteration in (100, 200):
+        write_model(tmp_path / "run" / f"iter_{iteration:07d}", tensors=model_tensors(iteration))
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("200")
+    shutil.copytree(tmp_path / "run" / "iter_0000200", tmp_path / "copy" / "iter_0000200")
+    write_llama(tmp_path / "Llama-small")
+    command = tmp_path / "bin" / "mcore-ckpt"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m mcore_ckpt "$@"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(command.parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", WITH_SESSIONS)
+def test_outputs_that_pages_show_are_real(page: str, example_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the order of the page; a line with dots stands for what was left out."""
+    for line, expected in sessions(page):
+        words = shlex.split(line)
+        if words[0] == "mcore-ckpt":
+            main(words[1:])
+        else:
+            print(subprocess.run(line, shell=True, check=True, capture_output=True, text=True).stdout)
+        captured = capsys.readouterr()
+        printed, wanted = normal(captured.out + captured.err), normal(expected)
+        if wanted.endswith("\n..."):
+            wanted = wanted.removesuffix("\n...")
+            printed = "\n".join(printed.splitlines()[: len(wanted.splitlines())])
+        assert printed == wanted, f"{page}: {line}"
+
+
+def code_text() -> str:
+    """All strings of the package as they are printed: pieces of one literal joined."""
+    texts = []
+    for path in sorted((ROOT / "mcore_ckpt").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+                texts.append("".join(map(str, parts)))
+    return "\n".join(texts)
+
+
+def test_messages_that_are_explained_are_in_the_code() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `([^`]+)` \|", text, flags=re.MULTILINE)
+    assert len(messages) > 20
+    code = code_text()
+    assert [message for message in messages if message not in code] == []
+
+
+EXAMPLES = {
+    "damage.sh": ["run/iter_0000200", "copy/iter_0000200"],
+    "layout.sh": ["run/iter_0000200", "tp4/iter_0000200", "4", "1"],
+    "hf.sh": ["Llama-small", "start/release", "model", "2"],
+    "store.sh": ["run/iter_0000200", "backup/iter_0000200", "back/iter_0000200"],
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_run(name: str, example_run: Path) -> None:
+    damaged = example_run / "run" / "iter_0000200" / "__1_0.distcp"
+    before = damaged.read_bytes()
+    if name == "damage.sh":
+        damaged.write_bytes(before[:20000] + b"X" + before[20001:])
+    ended = subprocess.run(
+        [ROOT / "examples" / name, *EXAMPLES[name]], cwd=example_run, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    expected = {"damage.sh": "repaired: ", "layout.sh": "identical: ", "hf.sh": "valid: ", "store.sh": "identical: "}
+    assert expected[name] in ended.stdout
+    if name == "damage.sh":
+        assert damaged.read_bytes() == before
+
+
+def test_every_example_is_run_or_says_that_it_never_was() -> None:
+    for path in sorted((ROOT / "examples").iterdir()):
+        if path.name not in EXAMPLES:
+            assert path.read_text().splitlines()[1].startswith("# Never run: "), path.name
+        subprocess.run(["bash", "-n", path], check=True)
+    shown = re.findall(r"^```sh\n(.*?)^```", (ROOT / "docs/guides/slurm.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert shown == [(ROOT / "examples/slurm.sbatch").read_text()]
+
+
+def test_variables_that_pages_and_examples_set_are_options() -> None:
+    known = {f"MCORE_CKPT_{field.name.upper()}" for kind in (SaveOptions, LoadOptions) for field in fields(kind)}
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").iterdir()]:
+        named = set(re.findall(r"\bMCORE_CKPT_[A-Z_]+\b", path.read_text()))
+        unknown = {name for name in named if not name.startswith("MCORE_CKPT_TEST_")} - known
+        assert unknown <= {"MCORE_CKPT_STAGE"}, path
+
+
+@pytest.mark.skipif("MEGATRON_LM_REPO" not in os.environ, reason="MEGATRON_LM_REPO: a checkout of Megatron-LM")
+def test_flags_that_are_explained_exist() -> None:
+    checkout = Path(os.environ["MEGATRON_LM_REPO"]) / "megatron" / "training"
+    code = "\n".join(path.read_text() for path in checkout.rglob("*.py"))
+    for row in (ROOT / "docs" / "flags.md").read_text().splitlines():
+        if row.startswith("| `--") and "(0.19)" not in row:
+            for flag in re.findall(r"`--([\w-]+)", row.split("|")[1]):
+                name = flag.removeprefix("no-").replace("-", "_")
+                assert f"--{flag}" in code or name in code or name.removeprefix("ckpt_") in code, flag

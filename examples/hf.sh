@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# A Hugging Face model as a checkpoint for Megatron, and back; no GPU, no Megatron, no transformers:
+#   examples/hf.sh Llama-3.1-8B start/release model 4
+set -euo pipefail
+model=$1
+start=$2
+exported=$3
+tp=$4
+
+mcore-ckpt import "$model" "$start" --from hf --tp "$tp"
+mcore-ckpt verify "$start"
+mcore-ckpt export "$start" "$exported" --to hf --hf-config "$model"
