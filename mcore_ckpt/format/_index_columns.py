@@ -45,35 +45,33 @@ class TensorSection(NamedTuple):
         kinds: dict[tuple[str, bool], int] = {}
         forms: dict[bytes, int] = {}  # by their bytes: many hostile shapes may have one hash
         files: dict[str, int] = {}
-        keys, own_forms, file_numbers = [], array("I"), array("I")
-        offsets, lengths = array("Q"), array("Q")
+        keys, own_forms, items = [], array("I"), []
         for key, dtype, shape, chunks, requires_grad in tensors:
-            kind = kinds.setdefault((dtype, requires_grad), len(kinds))
-            form = array("Q", (kind, len(shape), len(chunks), *shape))
-            for starts, sizes, (file, offset, length, transforms, _) in chunks:
-                if transforms:
-                    return None
-                form.extend(starts)
-                form.extend(sizes)
-                file_numbers.append(files.setdefault(file, len(files)))
-                offsets.append(offset)
-                lengths.append(length)
+            form = [kinds.setdefault((dtype, requires_grad), len(kinds)), len(shape), len(chunks), *shape]
+            for starts, sizes, item in chunks:
+                form += starts
+                form += sizes
+                items.append(item)
             keys.append(text_bytes(key))
-            own_forms.append(forms.setdefault(column_bytes(form), len(forms)))
+            own_forms.append(forms.setdefault(column_bytes(array("Q", form)), len(forms)))
+        if any(item.transforms for item in items):
+            return None
+        for item in items:
+            files.setdefault(item.file, len(files))
         notes = _notes({key: number for number, key in enumerate(keys)}, mcore_data or {})
         if notes is None:
             return None
         dtypes = [text_bytes(dtype) for dtype, _ in kinds]
         form_bytes = b"".join(forms)
         body = (
-            _TENSOR_HEAD.pack(len(keys), len(kinds), len(offsets), len(form_bytes) // 8, len(notes)),
+            _TENSOR_HEAD.pack(len(keys), len(kinds), len(items), len(form_bytes) // 8, len(notes)),
             column_bytes(array("I", map(len, dtypes))),
             column_bytes(array("I", [grad for _, grad in kinds])),
             column_bytes(array("I", map(len, keys))),
             column_bytes(own_forms),
-            column_bytes(file_numbers),
-            column_bytes(offsets),
-            column_bytes(lengths),
+            column_bytes(array("I", [files[item.file] for item in items])),
+            column_bytes(array("Q", [item.offset for item in items])),
+            column_bytes(array("Q", [item.length for item in items])),
             form_bytes,
             column_bytes(notes),
             *dtypes,

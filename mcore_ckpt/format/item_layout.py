@@ -1,5 +1,4 @@
-"""The item on disk: one tensor as the zip archive that `torch.save(tensor)` makes of it, emitted by hand; and an object
-without tensors likewise (`encode_object`).
+"""The item on disk: one tensor as the zip archive that `torch.save(tensor)` makes of it, emitted by hand.
 
     head      local header + `archive/data.pkl`          dtype and shape (tensor_pickle.py)
               local header of `archive/data/0`, padded so that the payload starts on a 64-byte boundary of the item

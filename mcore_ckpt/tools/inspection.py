@@ -19,7 +19,7 @@ from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.format.dtypes import DTYPES
 from mcore_ckpt.format.footer import shown_id
-from mcore_ckpt.format.index import CheckpointIndex, StoredItem, parse_object_key
+from mcore_ckpt.format.index import CheckpointIndex, StoredItem, TensorEntry, parse_object_key
 from mcore_ckpt.format.metadata_read import (
     MAX_TRACKER_BYTES,
     METADATA_FILE,
@@ -35,6 +35,7 @@ from mcore_ckpt.tools.keys import group_of, key_filter
 from mcore_ckpt.tools.parallel_layout import (
     ParallelLayout,
     data_file_rank,
+    grid_of,
     layout_of_arguments,
     layout_of_chunks,
     optimizer_layout,
@@ -201,48 +202,35 @@ def tensor_rows(index: CheckpointIndex, pattern: str | None = None) -> Iterator[
     wanted = key_filter(pattern)
     for fqn, entry in index.tensors.items():
         if wanted(fqn):
-            grid = tuple(len({chunk.offsets[axis] for chunk in entry.chunks}) for axis in range(len(entry.shape)))
             files = tuple(dict.fromkeys(chunk.item.file for chunk in entry.chunks))
             nbytes = tensor_bytes(entry.dtype, entry.shape)
-            yield TensorRow(fqn, entry.dtype, entry.shape, nbytes, len(entry.chunks), grid, files)
+            yield TensorRow(fqn, entry.dtype, entry.shape, nbytes, len(entry.chunks), grid_of(entry), files)
 
 
 def describe_items(index: CheckpointIndex, pattern: str | None = None) -> list[ItemRow]:
     """Every stored item whose key matches, by file and offset: the byte-level view of each bucket."""
     wanted = key_filter(pattern)
     rows = [
-        ItemRow(
-            chunk.item.file,
-            chunk.item.offset,
-            chunk.item.offset + chunk.item.length,
-            "tensor_data",
-            fqn,
-            entry.dtype,
-            chunk.sizes,
-            chunk.offsets,
-            chunk.item.transforms,
-        )
+        _item_row(fqn, "tensor_data", chunk.item, entry.dtype, chunk.sizes, chunk.offsets)
         for fqn, entry in index.tensors.items()
         if wanted(fqn)
         for chunk in entry.chunks
     ]
-    rows += [
-        ItemRow(
-            entry.item.file,
-            entry.item.offset,
-            entry.item.offset + entry.item.length,
-            "bytes_data",
-            fqn,
-            None,
-            None,
-            None,
-            entry.item.transforms,
-        )
-        for fqn, entry in index.objects.items()
-        if wanted(fqn)
-    ]
+    rows += [_item_row(fqn, "bytes_data", entry.item) for fqn, entry in index.objects.items() if wanted(fqn)]
     rows.sort(key=lambda row: (_file_order(row.file), row.start))
     return rows
+
+
+def _item_row(
+    fqn: str,
+    half: Literal["tensor_data", "bytes_data"],
+    item: StoredItem,
+    dtype: str | None = None,
+    shape: tuple[int, ...] | None = None,
+    offsets: tuple[int, ...] | None = None,
+) -> ItemRow:
+    place = item.file, item.offset, item.offset + item.length
+    return ItemRow(*place, half, fqn, dtype, shape, offsets, item.transforms)
 
 
 def _file_order(file: str) -> tuple[int, str]:
@@ -333,27 +321,18 @@ def _sizes(path: str | Path, files: Iterable[str]) -> dict[str, int]:
 
 
 def _groups(index: CheckpointIndex) -> tuple[GroupRow, ...]:
-    tensors: Counter[str] = Counter()
-    elements: Counter[str] = Counter()
-    nbytes: Counter[str] = Counter()
-    dtypes: dict[str, Counter[str]] = {}
+    by_group: dict[str, list[TensorEntry]] = {}
     for fqn, entry in index.tensors.items():
-        group = group_of(fqn)
-        count = math.prod(entry.shape)
-        tensors[group] += 1
-        elements[group] += count
-        nbytes[group] += tensor_bytes(entry.dtype, entry.shape)
-        dtypes.setdefault(group, Counter())[entry.dtype] += count
-    return tuple(
-        GroupRow(
-            group,
-            tensors[group],
-            elements[group],
-            nbytes[group],
-            tuple(dtype for dtype, _ in dtypes[group].most_common()),
-        )
-        for group in sorted(tensors, key=lambda group: (group.startswith("optimizer"), -nbytes[group]))
-    )
+        by_group.setdefault(group_of(fqn), []).append(entry)
+    rows = []
+    for group, entries in by_group.items():
+        dtypes: Counter[str] = Counter()
+        for entry in entries:
+            dtypes[entry.dtype] += math.prod(entry.shape)
+        nbytes = sum(tensor_bytes(entry.dtype, entry.shape) for entry in entries)
+        by_elements = tuple(dtype for dtype, _ in dtypes.most_common())
+        rows.append(GroupRow(group, len(entries), dtypes.total(), nbytes, by_elements))
+    return tuple(sorted(rows, key=lambda row: (row.group.startswith("optimizer"), -row.payload_bytes)))
 
 
 def summarize_checkpoint(path: str | os.PathLike[str]) -> CheckpointSummary:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,9 +9,8 @@ from typing import Any
 
 from mcore_ckpt.format.file_names import data_file_of
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
-from mcore_ckpt.tools.keys import is_optimizer_key, layer_number, model_key
+from mcore_ckpt.tools.keys import is_optimizer_key, layer_number, model_key, stacked_axes
 
-_STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.[^0-9]")
 _ARGUMENTS = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -89,12 +87,13 @@ def _tensor_parallel(index: CheckpointIndex) -> int | None:
     votes: Counter[int] = Counter()
     for fqn, entry in index.tensors.items():
         if not is_optimizer_key(fqn) and fqn.endswith(("linear_qkv.weight", "linear_proj.weight")):
-            votes[max(_divisions(entry)[-2:], default=1)] += 1
+            votes[max(grid_of(entry)[-2:], default=1)] += 1
     return votes.most_common(1)[0][0] if votes else None
 
 
-def _divisions(entry: TensorEntry) -> list[int]:
-    return [len({chunk.offsets[axis] for chunk in entry.chunks}) for axis in range(len(entry.shape))]
+def grid_of(entry: TensorEntry) -> tuple[int, ...]:
+    """The number of chunks along each axis."""
+    return tuple(len({chunk.offsets[axis] for chunk in entry.chunks}) for axis in range(len(entry.shape)))
 
 
 def _pipeline_parallel(index: CheckpointIndex) -> int | None:
@@ -102,7 +101,7 @@ def _pipeline_parallel(index: CheckpointIndex) -> int | None:
     ranks_of_layer: dict[int, set[int]] = {}
     for fqn, entry in index.tensors.items():
         number = layer_number(fqn)
-        stacked = number is None and len(entry.shape) > 1 and _STACKED_LAYERS.search(fqn) is not None
+        stacked = number is None and stacked_axes(fqn, entry.shape).layer is not None
         if is_optimizer_key(fqn) or (number is None and not stacked):
             continue
         for chunk in entry.chunks:
