@@ -55,7 +55,8 @@ class SaveOptions:
         when_busy: what a further async save does: `"wait"`, or `"skip"` with a warning.
         on_failure: what a failed async save does when it is finalized: `"raise"` or `"warn"`. Its finalize callbacks
             are never run.
-        write_deadline_s: seconds after which a write without any progress counts as stuck; None waits for ever.
+        write_deadline_s: seconds after which a write without any progress counts as stuck; so long at most a request to
+            an object store takes. None waits for ever, for a store 300 s.
         keep_last: checkpoints of the run that stay, the newest complete ones; older ones are removed in the background
             when a save has been published, as `prune_run` does. None removes nothing.
         keep_every: with `keep_last`, iterations that are multiples of it stay, too.

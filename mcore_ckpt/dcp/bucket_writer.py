@@ -234,7 +234,7 @@ def write_buckets(
     """
     if not buckets:
         return []
-    storage = storage_at(Path(buckets[0].path).parent)
+    storage = storage_at(Path(buckets[0].path).parent).within(options.write_deadline_s)
     prepared = [_prepare(bucket, extensions) for bucket in buckets]
     written = write_in_process(storage, [source for source, _ in prepared], options)
     return [

@@ -158,7 +158,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     def _set_path(self, path: str | os.PathLike[str]) -> None:
         # The directory that it names now: what writes and publishes later must not follow a `chdir`.
         self.path = checkpoint_path(path).absolute()
-        self._storage = storage_at(self.path)
+        self._storage = storage_at(self.path).within(self.options.write_deadline_s)
         self._save_id = secrets.token_bytes(SAVE_ID_BYTES)
         self._target: Target | None = None
         self._planned: Counter[MetadataIndex] | None = None

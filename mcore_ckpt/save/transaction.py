@@ -199,7 +199,7 @@ class SaveDirectory:
 
     def __init__(self, path: Path, options: SaveOptions) -> None:
         self.path = path.absolute()
-        self.storage = storage_at(self.path)
+        self.storage = storage_at(self.path).within(options.write_deadline_s)
         self.target: Target | None = None
         self._options = options
 

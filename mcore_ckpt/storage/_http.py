@@ -140,7 +140,8 @@ class HttpServer:
         """
         limits = patience()
         payload_bytes = len(body) + (0 if into is None else len(into))
-        until_s = time.monotonic() + limits.attempt_s * max(1.0, payload_bytes / _PER_ATTEMPT_BYTES)
+        most_s = min(limits.give_up_s, limits.attempt_s * max(1.0, payload_bytes / _PER_ATTEMPT_BYTES))
+        until_s = time.monotonic() + most_s
         sent = False
         connection: http.client.HTTPConnection | None = None
         try:
@@ -172,7 +173,7 @@ class HttpServer:
         except TimeoutError as error:
             what = "no answer" if sent else "no connection"
             waited_s = limits.idle_s if sent else limits.connect_s
-            raise RequestError(errno.ETIMEDOUT, f"{what} within {waited_s:g} s", again=True, unclear=sent) from error
+            raise RequestError(errno.ETIMEDOUT, f"{what} within {waited_s:.2g} s", again=True, unclear=sent) from error
         except ssl.SSLCertVerificationError as error:
             raise RequestError(errno.EREMOTEIO, f"the certificate is not trusted ({error.verify_message})") from error
         except (OSError, http.client.HTTPException) as error:

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextvars import copy_context
 
 from mcore_ckpt.core.threads import start_thread
 from mcore_ckpt.storage._http import Answer, Cut
@@ -68,7 +69,8 @@ class Hedge:
         cuts = Cut(), Cut()
         race = _Race(cuts)
         late_s = self.late_after_s()
-        timer = threading.Timer(late_s, race.second, (what, late_s, again))
+        # In a copy of this thread's context, which says how long to wait.
+        timer = threading.Timer(late_s, copy_context().run, (race.second, what, late_s, again))
         timer.daemon = True
         hedged = start_thread(timer)
         started_s = time.monotonic()

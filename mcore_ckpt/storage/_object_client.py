@@ -28,6 +28,10 @@ from typing import Final, NamedTuple, TypeVar
 _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+# A store that was given up counts as that for so many times `given_up_s`.
+_FORGIVEN: Final = 6
+# An attempt that is made at all may take so long.
+_LEAST_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class Patience:
         give_up_s: for a request with all of its attempts.
         first_pause_s: between the first two attempts, at most; each further pause may be twice as long.
         longest_pause_s: between two attempts.
-        given_up_s: for a request with all of its attempts, after the store was given up.
+        given_up_s: for all requests together that follow one which was given up.
         late_s: after which a part may count as late, at least.
         late_factor: how much longer than its like a late part has taken.
     """
@@ -58,31 +62,46 @@ class Patience:
 
 
 _patience = Patience()
-_hurried: ContextVar[Patience | None] = ContextVar("_hurried", default=None)
+_waiting: ContextVar[Patience | None] = ContextVar("_waiting", default=None)
 
 
 def patience() -> Patience:
     """How long stores are waited for, by the request at hand."""
-    return _hurried.get() or _patience
+    return _waiting.get() or _patience
+
+
+def within(deadline_s: float | None) -> Patience:
+    """Limits by which no request is waited for longer than that, and there is time for several attempts."""
+    limits = _patience
+    if deadline_s is None:
+        return limits
+    return replace(
+        limits,
+        connect_s=min(limits.connect_s, deadline_s / 4),
+        idle_s=min(limits.idle_s, deadline_s / 4),
+        attempt_s=min(limits.attempt_s, deadline_s / 2),
+        give_up_s=min(limits.give_up_s, deadline_s),
+        given_up_s=min(limits.given_up_s, deadline_s / 10),
+        late_s=min(limits.late_s, deadline_s / 8),
+    )
 
 
 @contextlib.contextmanager
-def _hurry() -> Iterator[None]:
-    """Wait for less: a save that has failed cleans up with many requests, each of which would wait as long again."""
-    limits = _patience
-    within_s = limits.given_up_s
-    less = replace(
-        limits,
-        connect_s=min(limits.connect_s, within_s / 2),
-        idle_s=min(limits.idle_s, within_s / 2),
-        attempt_s=min(limits.attempt_s, within_s),
-        give_up_s=min(limits.give_up_s, within_s),
+def _attempt_of(limits: Patience, most_s: float) -> Iterator[None]:
+    """Wait as these limits say within the block, and for nothing longer than `most_s`."""
+    token = _waiting.set(
+        replace(
+            limits,
+            connect_s=min(limits.connect_s, most_s),
+            idle_s=min(limits.idle_s, most_s),
+            attempt_s=min(limits.attempt_s, most_s),
+            give_up_s=most_s,
+        )
     )
-    token = _hurried.set(less)
     try:
         yield
     finally:
-        _hurried.reset(token)
+        _waiting.reset(token)
 
 
 class ObjectState(NamedTuple):
@@ -143,7 +162,29 @@ class Pace:
         self._limit = float(self._MOST)
         self._in_flight = 0
         self._halved_at_s = 0.0
-        self.is_given_up = False  # the last request to end has waited as long as one may
+        self._given_up_at_s: float | None = None  # when a request had waited as long as one may, and none ended since
+
+    def give_up(self) -> None:
+        """A request has waited as long as one may."""
+        if self._given_up_at_s is None:
+            self._given_up_at_s = time.monotonic()
+
+    def answered(self) -> None:
+        """A request has ended well."""
+        self._given_up_at_s = None
+
+    def longest_s(self, limits: Patience) -> float:
+        """How long a request may take: a save that has failed cleans up with many, which share `given_up_s`. When that
+        has long passed, the store is asked as at first.
+        """
+        given_up_at_s = self._given_up_at_s
+        if given_up_at_s is None:
+            return limits.give_up_s
+        passed_s = time.monotonic() - given_up_at_s
+        if passed_s > _FORGIVEN * limits.given_up_s:
+            self._given_up_at_s = None
+            return limits.give_up_s
+        return max(limits.given_up_s - passed_s, limits.given_up_s / 10)
 
     @contextlib.contextmanager
     def request(self, until_s: float) -> Iterator[None]:
@@ -170,41 +211,42 @@ class Pace:
                 self._changed.notify_all()
 
 
-def retried(what: str, attempt: Callable[[int], T], pace: Pace) -> T:
+def retried(what: str, attempt: Callable[[int], T], pace: Pace, limits: Patience | None = None) -> T:
     """Try until it succeeds, fails for good, or has taken too long; pauses grow and differ from process to process.
 
     Args:
         what: the request, for messages.
         attempt: called with how many attempts have ended unclear so far; raises `RequestError`.
         pace: of the store.
+        limits: how long to wait.
 
     Raises:
         OSError: as the module says.
     """
-    with _hurry() if pace.is_given_up else contextlib.nullcontext():
-        limits = patience()
-        started_s = time.monotonic()
-        until_s = started_s + limits.give_up_s
-        attempts = unclear = 0
-        while True:
-            attempts += 1
-            try:
-                with pace.request(until_s):
-                    value = attempt(unclear)
-                pace.is_given_up = False
-                return value
-            except RequestError as error:
-                unclear += error.unclear
-                longest_s = min(limits.longest_pause_s, limits.first_pause_s * 2 ** min(attempts - 1, 10))
-                pause_s = random.uniform(longest_s / 4, longest_s)
-                took_s = time.monotonic() - started_s
-                if not error.again or time.monotonic() + pause_s >= until_s:
-                    pace.is_given_up = error.again
-                    tried = f" ({attempts} attempts in {took_s:.1f} s)" if attempts > 1 else ""
-                    raise OSError(error.errno, f"{what}: {error.strerror}{tried}") from error
-                if attempts > 1 or took_s > limits.late_s:
-                    _logger.warning("%s: %s; attempt %d follows", what, error.strerror, attempts + 1)
-                time.sleep(pause_s)
+    limits = limits or _patience
+    started_s = time.monotonic()
+    until_s = started_s + pace.longest_s(limits)
+    attempts = unclear = 0
+    while True:
+        attempts += 1
+        try:
+            with pace.request(until_s), _attempt_of(limits, max(until_s - time.monotonic(), _LEAST_S)):
+                value = attempt(unclear)
+            pace.answered()
+            return value
+        except RequestError as error:
+            unclear += error.unclear
+            longest_s = min(limits.longest_pause_s, limits.first_pause_s * 2 ** min(attempts - 1, 10))
+            pause_s = random.uniform(longest_s / 4, longest_s)
+            took_s = time.monotonic() - started_s
+            if not error.again or time.monotonic() + pause_s >= until_s:
+                if error.again:
+                    pace.give_up()
+                tried = f" ({attempts} attempts in {took_s:.1f} s)" if attempts > 1 else ""
+                raise OSError(error.errno, f"{what}: {error.strerror}{tried}") from error
+            if attempts > 1 or took_s > limits.late_s:
+                _logger.warning("%s: %s; attempt %d follows", what, error.strerror, attempts + 1)
+            time.sleep(pause_s)
 
 
 class Upload(ABC):
@@ -238,6 +280,10 @@ class ObjectClient(ABC):
     place: str
     part_bytes: int = 8 * 1024 * 1024
     max_parts: int = 10_000
+
+    @abstractmethod
+    def within(self, deadline_s: float) -> ObjectClient:
+        """The same bucket, where no request is waited for longer than that."""
 
     @abstractmethod
     def head(self, key: str) -> ObjectState | None:

@@ -48,23 +48,35 @@ class ObjectStorage(Storage):
         client: of the bucket.
         prefix: without slashes at its ends; may be empty.
         url: of the directory, as the user gave it; another process finds the store by it.
-        reopen: makes the storage of a URL.
+        reopen: makes the storage of a URL, within a deadline.
+        deadline_s: see `within`.
     """
 
     # 10 ms for a request, and 100 MB/s by one connection.
     request_bytes = 1024 * 1024
 
-    def __init__(self, client: ObjectClient, prefix: str, url: str, reopen: Callable[[str], Storage]) -> None:
-        self._client = client
+    def __init__(
+        self,
+        client: ObjectClient,
+        prefix: str,
+        url: str,
+        reopen: Callable[[str, float | None], Storage],
+        deadline_s: float | None = None,
+    ) -> None:
+        self._client = client if deadline_s is None else client.within(deadline_s)
+        self._deadline_s = deadline_s
         self._prefix = f"{prefix}/" if prefix else ""
         self._url = url
         self._reopen = reopen
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self._reopen, (self._url,)  # credentials stay here: another process asks for its own
+        return self._reopen, (self._url, self._deadline_s)  # credentials stay here: another process asks for its own
 
     def __repr__(self) -> str:
         return f"ObjectStorage({self._url!r})"
+
+    def within(self, deadline_s: float | None) -> Storage:
+        return self._reopen(self._url, deadline_s)
 
     @property
     def location(self) -> str:

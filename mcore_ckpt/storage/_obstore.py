@@ -6,10 +6,12 @@ forked child, as its threads are not there: such a child is refused.
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,7 +21,16 @@ import obstore
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, MemoryStore
 
-from mcore_ckpt.storage._object_client import ABSENT, Condition, Listing, ObjectClient, ObjectState, Upload, patience
+from mcore_ckpt.storage._object_client import (
+    ABSENT,
+    Condition,
+    Listing,
+    ObjectClient,
+    ObjectState,
+    Patience,
+    Upload,
+    within,
+)
 
 _IN_FLIGHT: Final = 8
 # Between the two by which a version is known: to some stores the one counts, to some the other.
@@ -29,47 +40,27 @@ _QUERY: Final = re.compile(r"\?\S+")
 
 
 class ObstoreClient(ObjectClient):
-    """One bucket.
+    """One bucket, container, or name in memory.
 
     Args:
-        store: obstore's.
-        place: the bucket as messages name it.
+        scheme: `"gs"`, `"az"` or `"memory"`; endpoint and credentials come from the environment.
+        bucket: its name.
+        options: of a profile; `endpoint_url` counts.
     """
 
-    def __init__(self, store: Any, place: str) -> None:
-        self.place = place
-        self._store = store
+    def __init__(self, scheme: str, bucket: str, options: Mapping[str, Any]) -> None:
+        self.place = f"{scheme}://{bucket}"
         self._pid = os.getpid()
+        self._kind = scheme, bucket, options.get("endpoint_url")
+        self.limits = within(None)
+        self.store = _store(*self._kind, self.limits)
 
-    @classmethod
-    def of_bucket(cls, scheme: str, bucket: str, options: Mapping[str, Any]) -> ObstoreClient:
-        """Of a bucket, container, or name in memory; endpoint and credentials come from the environment."""
-        limits = patience()
-        endpoint = options.get("endpoint_url")
-        common: dict[str, Any] = {
-            "client_options": {
-                "connect_timeout": timedelta(seconds=limits.connect_s),
-                "read_timeout": timedelta(seconds=limits.idle_s),
-                "timeout": timedelta(seconds=limits.attempt_s),
-                "allow_http": True,
-            },
-            "retry_config": {
-                "max_retries": 30,
-                "retry_timeout": timedelta(seconds=limits.give_up_s),
-                "backoff": {
-                    "init_backoff": timedelta(seconds=limits.first_pause_s),
-                    "max_backoff": timedelta(seconds=limits.longest_pause_s),
-                    "base": 2,
-                },
-            },
-        }
-        if scheme == "gs":
-            store: Any = GCSStore(bucket, **({"base_url": endpoint} if endpoint else {}), **common)
-        elif scheme == "az":
-            store = AzureStore(bucket, **({"endpoint": endpoint} if endpoint else {}), **common)
-        else:
-            store = MemoryStore()
-        return cls(store, f"{scheme}://{bucket}")
+    def within(self, deadline_s: float) -> ObstoreClient:
+        client = copy.copy(self)
+        client.limits = within(deadline_s)
+        if self._kind[0] != "memory":
+            client.store = _store(*self._kind, client.limits)
+        return client
 
     def __repr__(self) -> str:
         return f"ObstoreClient({self.place!r})"
@@ -82,7 +73,7 @@ class ObstoreClient(ObjectClient):
             text = f'{where}: cannot be reached from a forked process; use writer="persistent"'
             raise OSError(errno.ENOTSUP, text)
         try:
-            yield self._store
+            yield self.store
         except FileNotFoundError as error:
             raise FileNotFoundError(errno.ENOENT, f"{where}: there is no such object") from error
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.NotModifiedError) as error:
@@ -147,6 +138,31 @@ class ObstoreClient(ObjectClient):
         return _StreamedUpload(self, key, part_bytes)
 
 
+def _store(scheme: str, bucket: str, endpoint: str | None, limits: Patience) -> Any:
+    common: dict[str, Any] = {
+        "client_options": {
+            "connect_timeout": timedelta(seconds=limits.connect_s),
+            "read_timeout": timedelta(seconds=limits.idle_s),
+            "timeout": timedelta(seconds=limits.attempt_s),
+            "allow_http": True,
+        },
+        "retry_config": {
+            "max_retries": 30,
+            "retry_timeout": timedelta(seconds=limits.give_up_s),
+            "backoff": {
+                "init_backoff": timedelta(seconds=limits.first_pause_s),
+                "max_backoff": timedelta(seconds=limits.longest_pause_s),
+                "base": 2,
+            },
+        },
+    }
+    if scheme == "gs":
+        return GCSStore(bucket, **({"base_url": endpoint} if endpoint else {}), **common)
+    if scheme == "az":
+        return AzureStore(bucket, **({"endpoint": endpoint} if endpoint else {}), **common)
+    return MemoryStore()
+
+
 class _StreamedUpload(Upload):
     """Parts handed to obstore in order, by a thread that it pulls them through."""
 
@@ -159,6 +175,7 @@ class _StreamedUpload(Upload):
         self._taken = 0  # parts
         self._ended = False
         self._aborted = False
+        self._is_made = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._send, name="mcore-ckpt-upload", daemon=True)
         self._thread.start()
@@ -167,6 +184,9 @@ class _StreamedUpload(Upload):
         try:
             with self._client.asked("PUT", self._key) as store:
                 obstore.put(store, self._key, self._parts(), chunk_size=self._part_bytes, max_concurrency=_IN_FLIGHT)
+            with self._changed:
+                self._is_made = True
+                self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001 (raised by who waits)
             with self._changed:
                 self._error = error
@@ -187,8 +207,12 @@ class _StreamedUpload(Upload):
             yield part
 
     def _wait(self, until: Callable[[], bool]) -> None:
+        most_s = self._client.limits.give_up_s
+        until_s = time.monotonic() + most_s
         while not until() and self._error is None:
-            self._changed.wait()
+            if not self._changed.wait(max(0.0, until_s - time.monotonic())) and time.monotonic() >= until_s:
+                text = f"PUT {self._client.place}/{self._key}: no part was taken within {most_s:g} s"
+                raise TimeoutError(errno.ETIMEDOUT, text)
         if self._error is not None:
             if isinstance(self._error, OSError):
                 raise self._error
@@ -205,9 +229,8 @@ class _StreamedUpload(Upload):
         with self._changed:
             self._ended = True
             self._changed.notify_all()
-        self._thread.join()
         with self._changed:
-            self._wait(lambda: True)
+            self._wait(lambda: self._is_made)
         state = self._client.head(self._key)
         if state is None or state.size_bytes != size_bytes:
             got = "nothing" if state is None else f"{state.size_bytes} bytes"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import builtins
 import contextlib
+import copy
 import errno
 import logging
 import struct
@@ -30,10 +31,12 @@ from mcore_ckpt.storage._object_client import (
     ObjectClient,
     ObjectState,
     Pace,
+    Patience,
     RequestError,
     Upload,
     retried,
     unexpected,
+    within,
 )
 from mcore_ckpt.storage._s3_signing import Credentials, signed
 
@@ -67,6 +70,13 @@ class S3Place:
     verify: bool | str = True
 
 
+@dataclass(slots=True)
+class _Learnt:
+    """What has been found out about a store."""
+
+    conditions: bool | None = None  # whether it keeps those of puts
+
+
 class S3Client(ObjectClient):
     """One bucket.
 
@@ -91,7 +101,13 @@ class S3Client(ObjectClient):
             self._path = ""
         self.pace = Pace()
         self.hedge = Hedge()
-        self._conditions: bool | None = None
+        self.limits: Patience | None = None
+        self._learnt = _Learnt()
+
+    def within(self, deadline_s: float) -> S3Client:
+        client = copy.copy(self)
+        client.limits = within(deadline_s)
+        return client
 
     def __repr__(self) -> str:
         return f"S3Client({self.place!r})"
@@ -120,7 +136,11 @@ class S3Client(ObjectClient):
 
     def repeat(self, method: str, key: str, attempt: Callable[[int], Answer]) -> Answer:
         """See `retried`."""
-        return retried(f"{method} {self.place}/{key}", attempt, self.pace)
+        return self.repeat_what(f"{method} {self.place}/{key}", attempt)
+
+    def repeat_what(self, what: str, attempt: Callable[[int], Answer]) -> Answer:
+        """See `retried`."""
+        return retried(what, attempt, self.pace, self.limits)
 
     def ask(
         self,
@@ -168,11 +188,11 @@ class S3Client(ObjectClient):
             return self.ask_once("GET", key, headers=headers, into=memory, cut=cut)
 
         what = f"GET {self.place}/{key}, bytes [{offset}, {offset + len(view)})"
-        retried(what, lambda _: self.hedge.receive(what, attempt, view), self.pace)
+        self.repeat_what(what, lambda _: self.hedge.receive(what, attempt, view))
 
     def put(self, key: str, content: bytes, condition: Condition = None) -> str:
         headers = {_CRC_HEADER: _encoded(crc32(content))}
-        if condition is not None and self._conditions is not False:
+        if condition is not None and self._learnt.conditions is not False:
             headers |= {"if-none-match": "*"} if condition == ABSENT else {"if-match": condition}
         elif condition is not None:
             self._compare(key, condition)
@@ -205,19 +225,19 @@ class S3Client(ObjectClient):
             raise FileExistsError(errno.EEXIST, f"PUT {self.place}/{key}: the object is there, or has changed")
 
     def honours_conditions(self, key: str) -> bool:
-        if self._conditions is None:
-            self._conditions = True
+        if self._learnt.conditions is None:
+            self._learnt.conditions = True
             content = self.get(key, 1 << 20)[1]
             try:
                 self.put(key, content, ABSENT)
             except OSError as error:
                 if error.errno not in (errno.EEXIST, errno.ENOTSUP):
-                    self._conditions = None
+                    self._learnt.conditions = None
                     raise
-                self._conditions = error.errno == errno.EEXIST
+                self._learnt.conditions = error.errno == errno.EEXIST
             else:
-                self._conditions = False
-            if self._conditions:
+                self._learnt.conditions = False
+            if self._learnt.conditions:
                 _logger.info("%s: keeps the conditions of puts", self.place)
             else:
                 _logger.warning(
@@ -225,7 +245,7 @@ class S3Client(ObjectClient):
                     "directory at the same moment may not be kept apart. See that only one job writes there",
                     self.place,
                 )
-        return self._conditions
+        return self._learnt.conditions
 
     def delete(self, key: str) -> None:
         try:
@@ -330,7 +350,7 @@ class _S3Upload(Upload):
         def attempt(cut: Cut) -> Answer:
             return client.ask_once("PUT", key, query, headers, view, cut=cut)
 
-        answer = retried(what, lambda _: client.hedge.send(what, attempt), client.pace)
+        answer = client.repeat_what(what, lambda _: client.hedge.send(what, attempt))
         with self._lock:
             self._parts[number] = (answer.header("etag"), value, len(view))
 

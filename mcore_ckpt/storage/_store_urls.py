@@ -41,7 +41,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def open_store(url: str) -> Storage:
+def open_store(url: str, deadline_s: float | None = None) -> Storage:
     """The storage of a directory in an object store.
 
     Raises:
@@ -53,12 +53,12 @@ def open_store(url: str) -> Storage:
     if not bucket:
         raise OptionError(f"{url}: expected {scheme}://{'profile' if scheme == 'msc' else 'bucket'}/prefix")
     if scheme == "msc":
-        return _of_profile(url, bucket, prefix)
-    return _objects(_client(scheme, bucket, {}), prefix, url)
+        return _of_profile(url, bucket, prefix, deadline_s)
+    return _objects(_client(scheme, bucket, {}), prefix, url, deadline_s)
 
 
-def _objects(client: ObjectClient, prefix: str, url: str) -> ObjectStorage:
-    return ObjectStorage(client, "/".join(part for part in prefix.split("/") if part), url, open_store)
+def _objects(client: ObjectClient, prefix: str, url: str, deadline_s: float | None) -> ObjectStorage:
+    return ObjectStorage(client, "/".join(part for part in prefix.split("/") if part), url, open_store, deadline_s)
 
 
 def _client(scheme: str, bucket: str, options: Mapping[str, Any]) -> ObjectClient:
@@ -103,7 +103,7 @@ def _by_obstore(scheme: str) -> Callable[[str, Mapping[str, Any]], ObjectClient]
             from mcore_ckpt.storage._obstore import ObstoreClient
         except ImportError as error:
             raise OptionError(f"{scheme}://{bucket}: needs obstore ({error}); {_INSTALL}") from error
-        return ObstoreClient.of_bucket(scheme, bucket, options)
+        return ObstoreClient(scheme, bucket, options)
 
     return make
 
@@ -119,7 +119,7 @@ _MAKERS: Final[dict[str, Callable[[str, Mapping[str, Any]], ObjectClient]]] = {
 # Profiles of the multi-storage client
 
 
-def _of_profile(url: str, name: str, prefix: str) -> Storage:
+def _of_profile(url: str, name: str, prefix: str, deadline_s: float | None) -> Storage:
     profile = _profile(url, name)
     provider = profile.get("storage_provider") or {}
     kind, options = provider.get("type"), dict(provider.get("options") or {})
@@ -134,14 +134,14 @@ def _of_profile(url: str, name: str, prefix: str) -> Storage:
     path = f"{base_prefix}/{prefix}"
     if kind in _S3_PROFILES:
         credentials = _credentials(url, name, profile.get("credentials_provider"))
-        return _objects(_client("s3", bucket, {**options, **credentials}), path, url)
+        return _objects(_client("s3", bucket, {**options, **credentials}), path, url, deadline_s)
     if kind in ("gcs", "azure"):
         if profile.get("credentials_provider"):
             raise OptionError(
                 f"{url}: the credentials_provider of profile {name!r} ({kind}) is not supported; leave it out, and let "
                 "the environment provide the credentials"
             )
-        return _objects(_client({"gcs": "gs", "azure": "az"}[kind], bucket, options), path, url)
+        return _objects(_client({"gcs": "gs", "azure": "az"}[kind], bucket, options), path, url, deadline_s)
     raise OptionError(
         f"{url}: profile {name!r} is of type {kind!r}; expected file, s3, s8k, gcs_s3, ais_s3, gcs or azure"
     )

@@ -204,6 +204,10 @@ class Storage(ABC):
     request_bytes: int = 0
     in_file_system: bool = False
 
+    def within(self, deadline_s: float | None) -> Storage:
+        """The same directory, where no request is waited for longer than that; None: as long as the back-end does."""
+        return self
+
     @property
     @abstractmethod
     def location(self) -> str:

@@ -479,7 +479,7 @@ class TestObstore(StorageConformance):
 
     @property
     def store(self) -> Any:
-        return storage_at(self.base)._client._store  # type: ignore[attr-defined]
+        return storage_at(self.base)._client.store  # type: ignore[attr-defined]
 
     def put(self, directory: Path, name: str, content: bytes) -> None:
         obstore.put(self.store, self.prefix + name, content)
