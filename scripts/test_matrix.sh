@@ -9,8 +9,16 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-python311_versions=(0.12.3 0.13.1 0.14.0 0.15.3 0.16.1)
-python312_versions=(0.17.1 0.18.2 0.19.2)
+tested=$(sed -n 's/^TESTED_VERSIONS = (\(.*\))$/\1/p' mcore_ckpt/megatron/_versions.py | tr -d '",')
+[ -n "$tested" ] || { echo "mcore_ckpt/megatron/_versions.py has no TESTED_VERSIONS in one line" >&2; exit 2; }
+python311_versions=()
+python312_versions=()
+for version in $tested; do # megatron-core needs Python 3.12 from 0.17 on
+    case $version in
+    0.1[2-6].*) python311_versions+=("$version") ;;
+    *) python312_versions+=("$version") ;;
+    esac
+done
 only=()
 directory=""
 while [ $# -gt 0 ]; do

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from mcore_ckpt.megatron._versions import TESTED_VERSIONS
 from scripts.words import ALLOWED, problems
 from tests.conftest import NOT_QUICK
 from tests.support.shown_launches import shown_launches
@@ -52,6 +54,19 @@ def test_ci_runs_the_oldest_and_the_newest_versions() -> None:
     assert legs == ["3.12", "3.10"]
     newest = {name: version for name, version, python in pinned if python == '>= "3.12"'}
     assert f"torch {newest['torch']}" in (ROOT / "README.md").read_text()
+
+
+def test_megatron_versions_are_one_list() -> None:
+    matrix = (ROOT / "scripts" / "test_matrix.sh").read_text().split("\nonly=()")[0] + '\necho "${python311_versions[@]}"'
+    matrix = matrix.replace('cd "$(dirname "$0")/.."', "") + ' "${python312_versions[@]}"'
+    read = subprocess.run(["bash", "-c", matrix], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert tuple(read) == TESTED_VERSIONS
+    heads = re.findall(r"^\| written by \| (.*) \|$", (ROOT / "docs" / "megatron.md").read_text(), re.MULTILINE)
+    assert [tuple(head.split(" | ")) for head in heads] == [TESTED_VERSIONS] * 2
+    by_ci = re.findall(r"^megatron-core==(\S+);", CONSTRAINTS, re.MULTILINE)
+    rest = [version for version in TESTED_VERSIONS if version not in by_ci]
+    shown = re.findall(r"^\| megatron-core (.*?) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert shown == [f"{by_ci[0]} on Python 3.11, {by_ci[1]} on 3.12", f"{rest[0]} to {rest[-1]}"]
 
 
 def test_each_target_says_what_it_does() -> None:

@@ -21,9 +21,9 @@ from typing import Any
 from mcore_ckpt.core.errors import UnsupportedMegatronError
 from mcore_ckpt.megatron._patches import Patches
 
+# The one list: scripts/test_matrix.sh reads this line, and a test compares it with README and docs/megatron.md.
 TESTED_VERSIONS = ("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
-_OLDEST = (0, 12)
-NEWEST_TESTED = (0, 19)
+_OLDEST, NEWEST_TESTED = (tuple(map(int, TESTED_VERSIONS[end].split(".")[:2])) for end in (0, -1))
 CHECKPOINTING = "megatron.core.dist_checkpointing"
 
 

@@ -11,8 +11,7 @@ stay readable when they can no longer be installed. One call writes one of them,
 `expected.json` beside each holds what a reader has to find: for tensors dtype, global shape, stored boxes and the
 SHA-256 of the global tensor's bytes; for objects the keys. Values follow from the key alone (`global_tensor`).
 
-The committed ones (torch 2.13.0): megatron-0.12.3, -0.13.1, -0.14.0, -0.15.3 (with flattened tensors), -0.16.1
-on Python 3.11; megatron-0.17.1 and -0.19.2 on Python 3.12; dcp-2.13.0; dtensor-2.13.0; ours-0.1.0; ours-0.1.0-sealed.
+The committed ones were written with torch 2.13.0, unless their names say another; `writer.txt` in each says by what.
 """
 
 from __future__ import annotations
