@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box, Runs, covers, intersect, runs
+from tests.support.tilings import boxes_in, tilings
 
 
 def grid(shape: tuple[int, ...], cuts: tuple[int, ...]) -> list[Box]:
@@ -144,23 +145,13 @@ def test_boxes_made_to_be_costly_are_refused_in_bounded_time() -> None:
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
 
-@st.composite
-def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
-    offsets, sizes = [], []
-    for size in shape:
-        start = draw(st.integers(0, size))
-        offsets.append(start)
-        sizes.append(draw(st.integers(0, size - start)))
-    return Box(tuple(offsets), tuple(sizes))
-
-
 def index(box: Box) -> tuple[slice, ...]:
     return tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
 
 
 @given(SHAPES, st.data())
 def test_intersection_is_what_both_contain(shape: tuple[int, ...], data: st.DataObject) -> None:
-    a, b = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
+    a, b = data.draw(boxes_in(shape, empty=True)), data.draw(boxes_in(shape, empty=True))
     in_both = np.zeros(shape, dtype=np.int8)
     in_both[index(a)] += 1
     in_both[index(b)] += 1
@@ -175,7 +166,7 @@ def test_intersection_is_what_both_contain(shape: tuple[int, ...], data: st.Data
 
 @given(SHAPES, st.sampled_from([1, 2, 4, 8, 16]), st.data())
 def test_runs_are_the_bytes_of_the_box_in_order(shape: tuple[int, ...], elem_bytes: int, data: st.DataObject) -> None:
-    box = data.draw(boxes_in(shape))
+    box = data.draw(boxes_in(shape, empty=True))
     numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)[index(box)].ravel()
     expected = [byte for number in numbers for byte in range(number * elem_bytes, (number + 1) * elem_bytes)]
     found = runs(shape, box, elem_bytes)
@@ -189,35 +180,25 @@ def test_runs_are_the_bytes_of_the_box_in_order(shape: tuple[int, ...], elem_byt
         assert found.first_byte == expected[0]
 
 
-@st.composite
-def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """A tensor cut in two again and again, at any place and along any axis."""
-    shape = draw(st.lists(st.integers(1, 6), max_size=4).map(tuple))
-    boxes = [Box((0,) * len(shape), shape)]
-    for _ in range(draw(st.integers(0, 6)) if shape else 0):
-        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        axis = draw(st.integers(0, len(shape) - 1))
-        first = draw(st.integers(0, box.sizes[axis]))
-        sizes, offsets = list(box.sizes), list(box.offsets)
-        sizes[axis] = first
-        boxes.append(Box(box.offsets, tuple(sizes)))
-        sizes[axis], offsets[axis] = box.sizes[axis] - first, offsets[axis] + first
-        boxes.append(Box(tuple(offsets), tuple(sizes)))
-    return shape, draw(st.permutations(boxes))
+TILINGS = (
+    st.lists(st.integers(1, 6), max_size=4)
+    .map(tuple)
+    .flatmap(lambda shape: st.tuples(st.just(shape), tilings(shape, empty=True).flatmap(st.permutations)))
+)
 
 
-@given(tilings())
+@given(TILINGS)
 def test_every_tiling_covers(tiling: tuple[tuple[int, ...], list[Box]]) -> None:
     assert covers(*tiling) is None
 
 
-@given(tilings(), st.data())
+@given(TILINGS, st.data())
 def test_exactly_the_tilings_cover(tiling: tuple[tuple[int, ...], list[Box]], data: st.DataObject) -> None:
     shape, boxes = tiling
     for _ in range(data.draw(st.integers(1, 2))):
         at = data.draw(st.integers(0, len(boxes)))
         if data.draw(st.booleans()):
-            boxes = [*boxes[:at], data.draw(boxes_in(shape)), *boxes[at:]]
+            boxes = [*boxes[:at], data.draw(boxes_in(shape, empty=True)), *boxes[at:]]
         else:
             boxes = [*boxes[:at], *boxes[at + 1 :]]
     count = np.zeros(shape, dtype=int)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -13,26 +11,17 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.layout.plan_check import check_plans
 from mcore_ckpt.layout.plans import LocalPlan, LocalPlanBuilder
+from tests.support.tilings import tilings
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 Tensors = dict[str, tuple[tuple[int, ...], list[Box]]]
 
 
 @st.composite
-def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """A shape, and boxes that tile it, cut along one axis or recursively; sometimes one is moved, lost or doubled."""
+def tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A shape, and boxes that tile it; sometimes one is moved, lost or doubled."""
     shape = draw(SHAPES)
-    boxes = [Box((0,) * len(shape), shape)]
-    for _ in range(draw(st.integers(0, 3)) if shape else 0):
-        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        axis = draw(st.integers(0, len(shape) - 1))
-        start, size = box.offsets[axis], box.sizes[axis]
-        cuts = sorted(draw(st.lists(st.integers(0, size), max_size=3)))
-        for low, high in pairwise([0, *cuts, size]):
-            offsets, sizes = list(box.offsets), list(box.sizes)
-            offsets[axis], sizes[axis] = start + low, high - low
-            boxes.append(Box(tuple(offsets), tuple(sizes)))
-    boxes = draw(st.permutations(boxes))
+    boxes = draw(tilings(shape, empty=True).flatmap(st.permutations))
     damage = draw(st.sampled_from(["none", "none", "lost", "doubled", "moved"]))
     victim = draw(st.integers(0, len(boxes) - 1))
     if damage == "lost":
@@ -68,7 +57,7 @@ def _plans(tensors: Tensors, ranks: int) -> list[LocalPlan]:
     return [builder.build() for builder in builders]
 
 
-@given(st.lists(tilings(), min_size=1, max_size=4), st.integers(1, 3))
+@given(st.lists(tensors(), min_size=1, max_size=4), st.integers(1, 3))
 @example([((4, 4), [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))])], 1)  # in a row, and a column is missing
 @example([((4, 4), [Box((0, 0), (2, 4)), Box((2, 0), (2, 3))])], 2)
 def test_plans_pass_exactly_if_every_element_lies_in_one_chunk(
@@ -85,7 +74,7 @@ def test_plans_pass_exactly_if_every_element_lies_in_one_chunk(
     assert str(caught.value).split(":")[0] in wrong
 
 
-@given(st.lists(tilings(), min_size=1, max_size=3), st.data())
+@given(st.lists(tensors(), min_size=1, max_size=3), st.data())
 def test_ranks_that_disagree_are_named(drawn: list[tuple[tuple[int, ...], list[Box]]], data: st.DataObject) -> None:
     tensors = {f"t{n}": (shape, [Box((0,) * len(shape), shape)]) for n, (shape, _) in enumerate(drawn)}
     key = data.draw(st.sampled_from(sorted(tensors)))

@@ -23,7 +23,8 @@ from mcore_ckpt.load import _extents as extents
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 from tests.support.encoded_items import encode_tensor
-from tests.support.stored_layouts import StoredTensor, boxes_in, stock_item, tilings, write_checkpoint
+from tests.support.stored_layouts import StoredTensor, stock_item, write_checkpoint
+from tests.support.tilings import boxes_in, tilings
 
 _DTYPES = [
     *(torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int8, torch.bool, torch.complex64),

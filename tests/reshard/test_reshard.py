@@ -38,7 +38,8 @@ from mcore_ckpt.tools.parallel_layout import data_file_rank
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.model_like import LAYERS, assert_same, model_tensors, read_all, write_model
-from tests.support.stored_layouts import StoredTensor, flip_byte, tilings, write_checkpoint
+from tests.support.stored_layouts import StoredTensor, flip_byte, write_checkpoint
+from tests.support.tilings import tilings
 
 if TYPE_CHECKING:
     from mcore_ckpt.format.index import CheckpointIndex

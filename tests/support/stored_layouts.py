@@ -1,4 +1,4 @@
-"""Checkpoints in any layout, made of `torch.save` items, and hypothesis strategies for layouts."""
+"""Checkpoints in any layout, made of `torch.save` items."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
@@ -19,7 +18,6 @@ from mcore_ckpt.load.reader import FileSystemReader
 
 __all__ = [
     "StoredTensor",
-    "boxes_in",
     "column_chunks",
     "flip_byte",
     "load_box",
@@ -27,7 +25,6 @@ __all__ = [
     "rewritten",
     "row_chunks",
     "stock_item",
-    "tilings",
     "whole",
     "write_checkpoint",
 ]
@@ -95,38 +92,6 @@ def write_checkpoint(
     index = CheckpointIndex(str(directory), entries, object_entries)
     (directory / ".metadata").write_bytes(encode_metadata(index))
     return index
-
-
-@st.composite
-def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
-    """A box, not empty, inside `shape`."""
-    offsets, sizes = [], []
-    for size in shape:
-        start = draw(st.integers(0, size - 1))
-        offsets.append(start)
-        sizes.append(draw(st.integers(1, size - start)))
-    return Box(tuple(offsets), tuple(sizes))
-
-
-@st.composite
-def tilings(draw: st.DrawFn, shape: tuple[int, ...], max_boxes: int = 8) -> list[Box]:
-    """Boxes that hold each element once: `shape` cut, and some of the parts cut again, along any axes."""
-    boxes = [Box((0,) * len(shape), tuple(shape))]
-    for _ in range(draw(st.integers(0, max_boxes - 1))):
-        at = draw(st.integers(0, len(boxes) - 1))
-        offsets, sizes = boxes[at]
-        axes = [axis for axis, size in enumerate(sizes) if size > 1]
-        if not axes:
-            continue
-        axis = draw(st.sampled_from(axes))
-        cut = draw(st.integers(1, sizes[axis] - 1))
-        first = Box(offsets, (*sizes[:axis], cut, *sizes[axis + 1 :]))
-        second = Box(
-            (*offsets[:axis], offsets[axis] + cut, *offsets[axis + 1 :]),
-            (*sizes[:axis], sizes[axis] - cut, *sizes[axis + 1 :]),
-        )
-        boxes[at : at + 1] = [first, second]
-    return boxes
 
 
 def whole(tensor: torch.Tensor) -> StoredTensor:

@@ -24,7 +24,8 @@ from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.dtype_cast import as_numbers
 from tests.support.model_like import model_tensors, write_model
-from tests.support.stored_layouts import StoredTensor, flip_byte, tilings, write_checkpoint
+from tests.support.stored_layouts import StoredTensor, flip_byte, write_checkpoint
+from tests.support.tilings import tilings
 
 KEY = "decoder.layers.0.mlp.linear_fc1.weight"
 

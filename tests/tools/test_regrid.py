@@ -13,7 +13,7 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.tools import regrid
 from mcore_ckpt.tools.regrid import Walk, reads_of
 from mcore_ckpt.tools.tilings import blocks, slabs
-from tests.support.stored_layouts import tilings
+from tests.support.tilings import tilings
 
 SHAPES = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
 
