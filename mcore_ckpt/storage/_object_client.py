@@ -78,8 +78,8 @@ def within(deadline_s: float | None) -> Patience:
     return replace(
         limits,
         connect_s=min(limits.connect_s, deadline_s / 4),
-        idle_s=min(limits.idle_s, deadline_s / 4),
-        attempt_s=min(limits.attempt_s, deadline_s / 2),
+        idle_s=min(limits.idle_s, deadline_s / 2),
+        attempt_s=min(limits.attempt_s, deadline_s),
         give_up_s=min(limits.give_up_s, deadline_s),
         given_up_s=min(limits.given_up_s, deadline_s / 10),
         late_s=min(limits.late_s, deadline_s / 8),
