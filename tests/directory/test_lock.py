@@ -27,31 +27,10 @@ from mcore_ckpt.directory.lock import DirectoryLock, Owner, holders
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, METADATA_FILE
 from mcore_ckpt.storage import _durable
 from mcore_ckpt.storage._local import LocalStorage
+from tests.support.forked import exit_code, fork
+from tests.support.local_files import names
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def names(path: Path) -> set[str]:
-    return {file.name for file in path.iterdir()}
-
-
-def in_child(work: Callable[[], object]) -> int:
-    """Start `work` in a process of its own, which ends without another word; its process id."""
-    child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            work()
-            code = 0
-        except SaveError:
-            code = 3
-        finally:
-            os._exit(code)
-    return child
-
-
-def exit_code(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @contextmanager
@@ -73,7 +52,7 @@ def holder(path: Path, *, host: str | None = None, beats: bool = True, boot: str
         os.write(write_end, b".")
         threading.Event().wait()
 
-    child = in_child(hold)
+    child = fork(hold)
     try:
         os.read(read_end, 1)
         yield child
@@ -111,7 +90,7 @@ def races(paths: list[Path], contenders: int) -> list[list[int]]:
         os.read(gate_read, 1)
         enter_and_leave(path, DirectoryLock.take(LocalStorage(path)))
 
-    children = [[in_child(partial(contend, path)) for _ in range(contenders)] for path in paths]
+    children = [[fork(partial(contend, path)) for _ in range(contenders)] for path in paths]
     os.close(gate_read)
     os.close(gate_write)  # they all read the end at once
     return [sorted(exit_code(child) for child in of_path) for of_path in children]
@@ -288,7 +267,7 @@ def test_who_dies_while_taking_over_is_taken_over_from(tmp_path: Path, monkeypat
                 setattr(LocalStorage, name, counted(getattr(LocalStorage, name)))
             DirectoryLock.take(storage)
 
-        return exit_code(in_child(work))
+        return exit_code(fork(work))
 
     step = 0
     codes = []
@@ -318,7 +297,7 @@ def test_a_holder_thought_to_be_gone_cannot_publish(tmp_path: Path, quick: None)
         os.kill(os.getpid(), signal.SIGSTOP)
         mine.publish(METADATA_FILE, b"of the one that was gone")
 
-    child = in_child(stopped)
+    child = fork(stopped)
     os.read(go_read, 1)
     storage = LocalStorage(tmp_path)
     mine = DirectoryLock.take(storage)  # waits for the lease
@@ -355,7 +334,7 @@ def test_a_claim_that_is_forgotten_is_let_go(tmp_path: Path) -> None:
     while len(names(tmp_path)) > 1 and time.monotonic() < until_s:
         time.sleep(0.01)
     assert names(tmp_path) == {INCOMPLETE_MARKER}
-    assert exit_code(in_child(lambda: DirectoryLock.take(LocalStorage(tmp_path)))) == 0
+    assert exit_code(fork(lambda: DirectoryLock.take(LocalStorage(tmp_path)))) == 0
 
 
 def test_the_heartbeat_goes_on_while_the_process_computes(tmp_path: Path, quick: None) -> None:

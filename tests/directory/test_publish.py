@@ -27,6 +27,7 @@ from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.storage import _durable
 from mcore_ckpt.storage._local import LocalStorage
 from tests.support.faulty_storage import Faults, FaultyStorage
+from tests.support.local_files import names
 
 OPTIONS = SaveOptions()
 
@@ -73,10 +74,6 @@ def begin(path: Path, alone: int | None = None) -> tuple[LocalStorage, Target, s
     name = file_of(target, alone or 0)
     (path / name).write_bytes(b"data")
     return storage, target, name
-
-
-def names(path: Path) -> set[str]:
-    return {file.name for file in path.iterdir()}
 
 
 def begin_and_be_killed(path: Path, common: bytes | None = None) -> str:

@@ -37,6 +37,7 @@ from mcore_ckpt.save import transaction
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.writing import persistent_writer, snapshot
+from tests.support.forked import exit_code, fork
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.local_files import names
 from tests.support.processes import children
@@ -59,21 +60,6 @@ def loaded(directory: Path) -> float:
     tensor = TorchDistLoadStrategy().load(state(0), directory)["w"]
     (value,) = tensor.unique().tolist()
     return float(value)
-
-
-def in_child(work: Any) -> int:
-    """Exit code of `work` in a process of its own: 0, or 3 if it was refused with an error of ours."""
-    child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            work()
-            code = 0
-        except SaveError:
-            code = 3
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 # --- two saves of one job ---------------------------------------------------------------------------------------------
@@ -136,10 +122,10 @@ def test_a_failing_save_leaves_a_file_that_it_has_not_written(
 
 def test_a_request_that_is_lost_is_not_in_the_way_of_the_next_save(tmp_path: Path) -> None:
     request = strategy().async_save(state(1), tmp_path)
-    assert in_child(lambda: strategy().save(state(2), tmp_path)) == 3
+    assert exit_code(fork(lambda: strategy().save(state(2), tmp_path))) == 3
     del request  # the trainer has had an exception before the request came into a queue
     gc.collect()
-    assert in_child(lambda: strategy().save(state(2), tmp_path)) == 3, "its writer may be writing"
+    assert exit_code(fork(lambda: strategy().save(state(2), tmp_path))) == 3, "its writer may be writing"
     strategy().save(state(3), tmp_path)
     assert loaded(tmp_path) == 3
     assert len([name for name in names(tmp_path) if name.endswith(".distcp")]) == 1
@@ -268,7 +254,7 @@ def test_a_forked_process_that_cleans_up_does_not_touch_the_trainers_save(tmp_pa
     request = strategy().async_save(state(1), tmp_path)
     queue.schedule_async_request(request)
     request.async_fn()
-    assert in_child(lambda: queue.close(abort=True)) == 0
+    assert exit_code(fork(lambda: queue.close(abort=True))) == 0
     queue.maybe_finalize_async_calls(blocking=True)
     assert loaded(tmp_path) == 1
 
@@ -280,7 +266,7 @@ def test_a_job_that_runs_is_not_robbed_by_one_that_was_started_beside_it(tmp_pat
     """The first has not committed when the second comes, and gives its save up when the second has ended."""
     queue = AsyncCallsQueue()
     queue.schedule_async_request(strategy().async_save(state(1), tmp_path))
-    second = in_child(lambda: strategy().save(state(2), tmp_path))
+    second = exit_code(fork(lambda: strategy().save(state(2), tmp_path)))
     queue.close(abort=True)
     assert second == 3 or loaded(tmp_path) == 2, "what the second has published, the first has taken away"
     strategy().save(state(3), tmp_path)
@@ -362,7 +348,7 @@ def test_a_job_that_was_taken_for_gone_does_not_write_its_config_over_that_of_th
                 strategy().save(state(2), tmp_path)
                 common_state.save_config(Config("of the other"), tmp_path)
 
-            assert in_child(another) == 0
+            assert exit_code(fork(another)) == 0
         return do_it(storage, name, *args, **how)
 
     for method in ("publish", "publish_new"):
@@ -615,7 +601,7 @@ def refused_in_child(work: Any) -> bool:
                 raise SaveError("refused") from error
             raise
 
-    code = in_child(told)
+    code = exit_code(fork(told))
     assert code in (0, 3), code
     return code == 3
 
@@ -653,7 +639,7 @@ def test_what_a_killed_save_of_one_rank_or_of_all_has_left_is_in_nobodys_way(kil
         writer = dcp_writer(path)
         writer.finish = lambda **_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         work = partial(dcp.save, {"w": torch.ones(1000)}, storage_writer=writer)
-    assert in_child(work) == -signal.SIGKILL
+    assert exit_code(fork(work)) == -signal.SIGKILL
     save_alone(path, 0, 2)
     assert loaded_alone(path, 0, tmp_path / "0") == 2
     strategy().save(state(3), path)
@@ -685,9 +671,9 @@ def test_a_dcp_save_claims_the_directory_before_the_ranks_write(tmp_path: Path) 
     writer = dcp_writer(tmp_path)
     writer.set_up_storage_writer(True)
     writer.prepare_local_plan(dcp.SavePlan([]))
-    assert in_child(lambda: strategy().save(state(2), tmp_path)) == 3
+    assert exit_code(fork(lambda: strategy().save(state(2), tmp_path))) == 3
     writer.reset()
-    assert in_child(lambda: strategy().save(state(2), tmp_path)) == 0
+    assert exit_code(fork(lambda: strategy().save(state(2), tmp_path))) == 0
 
 
 def test_a_dcp_save_that_has_failed_is_not_in_the_way_of_the_next(tmp_path: Path) -> None:
