@@ -113,6 +113,7 @@ def _has_gpu() -> bool:
 # kills, waits for deadlines, or takes seconds for other reasons. The rest takes under 90 seconds on two quiet cores.
 NOT_QUICK = {
     "reshard/test_partition_megatron.py",
+    "reshard/test_reshard_in_stores.py",
     "reshard/test_reshard_megatron.py",
     "target/test_torch_files.py",
     "core/test_boxes.py::test_a_hundred_thousand_chunks_are_checked_in_linear_time",
@@ -148,6 +149,7 @@ NOT_QUICK = {
     "save/test_owner.py::test_ranks_that_write_to_disks_of_their_own_are_told_so",
     "save/test_owner.py::test_saves_that_threads_begin_at_once_do_not_share_their_memory",
     "save/test_report.py::test_every_rank_hears_and_leaves_a_trace",
+    "save/test_upkeep.py",
     "save/test_upkeep.py",
     "site/test_strict.py",
     "storage/test_object_stores.py",
