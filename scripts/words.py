@@ -38,6 +38,8 @@ WORDS = {
     r"tickets?": "lock, lease",
     r"peers?": "baselines",
     r"other way round": "vice versa",
+    r"(read|decoded) (as a )?whole(?! b)": "completely",
+    r"(a|the|each|every|one|that) launch(?!ing|ed)": "job, run",
     r"rooms": "layers, packages",
     r"\w*seal(s|ed|ing)?": "integrity footer of a data file, manifest of .metadata",
     r"class _?(Piece|Place|Source|Draft|Made|Fate|Look)": "one name for each thing, see docs/glossary.md",

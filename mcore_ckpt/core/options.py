@@ -1,6 +1,6 @@
 """Options of a save and of a load, and the only place that reads the environment.
 
-Each field can be set for a whole launch by `MCORE_CKPT_<FIELD>` (upper case), for example `MCORE_CKPT_WRITER=fork`.
+Each field can be set for a job by `MCORE_CKPT_<FIELD>` (upper case), for example `MCORE_CKPT_WRITER=fork`.
 An explicit argument wins over the environment.
 """
 
@@ -123,7 +123,7 @@ class LoadOptions:
     """How a checkpoint is read.
 
     Attributes:
-        verify_crc: check the CRC-32 of each record that is read whole.
+        verify_crc: check the CRC-32 of each record that is read completely.
         verify_slices: check records of which a part is read, too, where the checkpoint has sums of their blocks (this
             package's own have). `"auto"`: unless that takes reading much more than is read anyway: columns of a large
             matrix are checked if they come from the device, not if they are copied out of the page cache; `"on"`:
@@ -143,7 +143,7 @@ class LoadOptions:
         allowed_classes: classes that stored objects may contain, beyond the built-in allow-list, as
             `"module.qualified_name"`.
         on_damaged: what a load by Megatron-Core does, after `install()`, if the checkpoint that is named is damaged:
-            `"raise"`, or `"go_back"` to the newest older one of the run that is whole, with a warning on rank 0. All
+            `"raise"`, or `"go_back"` to the newest older one of the run that is complete, with a warning on rank 0. All
             ranks must load together then.
         run_code_from_checkpoint: unpickle stored objects and the common state without any restriction, which lets
             the maker of the checkpoint run code as you. For old checkpoints of your own only, if nothing else helps.

@@ -70,7 +70,7 @@ def locate_tensor(
     read: Callable[[int, int], bytes], item_bytes: int, where: str, expected: DtypeAndShape | None = None
 ) -> LocatedTensor:
     """Find the payload of a tensor item, reading a kilobyte at either end; `expected` is what the index says.
-    `NotRangeable`: it has to be decoded as a whole; `CorruptCheckpointError`: it cannot be such an item.
+    `NotRangeable`: it has to be decoded completely; `CorruptCheckpointError`: it cannot be such an item.
     """
     item = ItemBytes(read, item_bytes, where)
     ends = item.head, item.tail, item_bytes

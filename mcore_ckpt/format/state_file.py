@@ -130,7 +130,7 @@ def _content(archive: Archive, record: ZipRecord, at_most: int) -> bytes:
 
 
 def read_tensor_outline(read: Callable[[int, int], bytes], item_bytes: int, where: str) -> FileTensor | None:
-    """The tensor of an item that has to be decoded as a whole, by its pickle alone; None if only decoding can tell.
+    """The tensor of an item that has to be decoded completely, by its pickle alone; None if only decoding can tell.
 
     Raises `CorruptCheckpointError` if the item is damaged, or holds no tensor with an element at each place.
     """

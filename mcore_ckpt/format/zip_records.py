@@ -27,7 +27,7 @@ ReadFunction = Callable[[int, int], bytes]
 
 
 class NotRangeable(LoadError):  # noqa: N818  (not an error of the checkpoint: the caller takes another way)
-    """The item is sound as far as seen, but its bytes are not the tensor's: it has to be decoded as a whole."""
+    """The item is sound as far as seen, but its bytes are not the tensor's: it has to be decoded completely."""
 
 
 class ZipRecord(NamedTuple):

@@ -1,6 +1,6 @@
 """The checksums of what is read: of whole records, of payloads read in pieces, and of the blocks of a part.
 
-A record that is read whole is compared with the CRC-32 that its archive states. A payload that is read in pieces, in
+A record that is read completely is compared with the CRC-32 that its archive states. A payload read in pieces, in
 any order, is summed piece by piece and combined. Of a part of a payload, the blocks that it lies in are checked by the
 cumulative CRCs of the manifest. A block is sound if its CRC-32, continued from the cumulative CRC before it, is the one
 behind it. So a load reads whole blocks.

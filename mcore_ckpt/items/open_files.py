@@ -30,7 +30,7 @@ class ReadStats:
     bytes_read: int = 0  # bytes that they brought, headers, padding and gaps included
     bytes_needed: int = 0  # bytes of the elements and objects that were asked for
     records_checked: int = 0  # records whose CRC-32 was compared
-    fallbacks: int = 0  # items that had to be decoded as a whole (`item_decoding`)
+    fallbacks: int = 0  # items that had to be decoded completely (`item_decoding`)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(

@@ -1,7 +1,7 @@
 """Wanted boxes to read ranges to destination tensors.
 
 In: an index, and what the caller wants where: keys, boxes, tensors to fill.
-Out: filled tensors and objects, every record that was read whole checked.
+Out: filled tensors and objects, every record that was read completely checked.
 Must not know: how checkpoints are written, Megatron's classes.
 
 Modules: dtype_conversions, flattened, item_decoding, read_requests, reader, _columns, _extents, _item_locations,

@@ -4,7 +4,7 @@ columns          small items that are requested as they are, all at once (`_colu
 packed items     many in one span; each is located inside the buffer and copied out
 parts            of the payloads of large items: straight into the destination where it has them as the file has,
                  else through a buffer, or out of the mapped page cache
-all other items  (compressed, transformed, strided, or not what this package writes there) are decoded as a whole
+all other items  (compressed, transformed, strided, or not what this package writes there) are decoded completely
                  (`item_decoding`), one at a time, after all others
 """
 

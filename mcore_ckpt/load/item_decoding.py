@@ -76,7 +76,7 @@ class ItemDecoder:
         if kind not in self._reasons:
             self._reasons.add(kind)
             _logger.warning(
-                "%s is read and decoded as a whole, which is slow, because %s; so are others like it", where, reason
+                "%s is read and decoded completely, which is slow, because %s; so are others like it", where, reason
             )
         files = OpenFiles(self._storage, self._options.page_cache, self._footers)
         try:

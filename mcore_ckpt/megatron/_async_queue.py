@@ -116,7 +116,7 @@ def async_strategy_source(torch_strategies: ModuleType) -> Any:
 
 
 def _results_queue_is_made_when_needed(mp_mode: str = "spawn") -> None:
-    """Called by the launch ahead of time; ours needs no such queue, and the stock writers make theirs on first use."""
+    """Called by the job ahead of time; ours needs no such queue, and the stock writers make theirs on first use."""
 
 
 def _plan_with_cache_argument(plan: Any) -> Any:

@@ -1,6 +1,6 @@
 """Going back to an older checkpoint of the run where the one that is named is damaged (`LoadOptions.on_damaged`).
 
-A launch names a checkpoint by its directory, several times over: to see which format it has, to read the common state,
+A job names a checkpoint by its directory, several times over: to see which format it has, to read the common state,
 to load. All of it has to come from one checkpoint, and on all ranks from the same. So each of these asks here which
 directory is to be read in the place of the one that it names:
 
@@ -126,8 +126,8 @@ def _load_whole(read: Callable[[Path], Any], named: Path, options: LoadOptions, 
 
 
 def directory_to_read(checkpoint_dir: Any, options: LoadOptions | None = None) -> Path:
-    """The directory that one rank reads, alone, in the place of the one that is named; the same one, if that is whole.
-    `CorruptCheckpointError`: it is damaged, and the run has no older checkpoint that is whole.
+    """The directory that one rank reads, alone, in the place of the named one; the same, if that is complete.
+    `CorruptCheckpointError`: it is damaged, and the run has no older checkpoint that is complete.
     """
     named = checkpoint_path(checkpoint_dir)
     options = LoadOptions.from_environment() if options is None else options
@@ -232,6 +232,6 @@ def _newest_older(damaged: Path, problem: str, options: LoadOptions) -> Path:
                 )
             return candidate
     raise CorruptCheckpointError(
-        f"{damaged}: the checkpoint is damaged ({problem}), and {run} holds no older one that is whole "
+        f"{damaged}: the checkpoint is damaged ({problem}), and {run} holds no older one that is complete "
         '(on_damaged="go_back"); `mcore-ckpt list` shows what is there, `mcore-ckpt verify` what is wrong with it'
     )

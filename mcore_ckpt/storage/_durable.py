@@ -1,4 +1,4 @@
-"""Changes of a directory that last: each is whole and durable on return, or has not happened.
+"""Changes of a directory that last: each is complete and durable on return, or has not happened.
 
 A file is written, synced, renamed, and its directory synced; that is the order of borg and others.
 """

@@ -42,7 +42,7 @@ def data_file_rank(file: str) -> int | None:
 def optimizer_layout(index: CheckpointIndex, common: Mapping[str, Any]) -> str | None:
     """Megatron's name of the optimizer's layout, `"unknown"` if it is none of Megatron's, None without an optimizer.
 
-    What is stored decides: a launch with a layer-wise optimizer (Muon) declares `dp_reshardable`, and stores tensors of
+    What is stored decides: a job with a layer-wise optimizer (Muon) declares `dp_reshardable`, and stores tensors of
     the parameters' shapes. The declaration counts where keys and shapes leave it open.
     """
     keys = [fqn for fqn in (*index.tensors, *index.objects) if is_optimizer_key(fqn)]

@@ -2,7 +2,7 @@
 
 A chunk's payload is located by the headers of its item and compared with the index. It is then read by any range, in
 memory that the caller has: front to back for what streams (`PayloadSource`), or what a box of the tensor needs of it
-(`read_box`). What cannot be read by range (stored through a transform, compressed, not contiguous) is decoded whole.
+(`read_box`). What cannot be read by range (stored through a transform, not contiguous) is decoded completely.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class StoredPayloads:
         return StoredPayload(where, chunk.item.file, 0, len(content), None, content)
 
     def was_read(self, entry: TensorEntry, chunk: StoredChunk, value: int) -> None:
-        """Told the CRC-32 of a chunk that was read as a whole: what stores no sum of its own may add them up."""
+        """Told the CRC-32 of a chunk that was read completely: what stores no sum of its own may add them up."""
 
     def check_rest(self) -> None:
         """Told that nothing more is going to be read: what was read of chunks in parts is compared now."""

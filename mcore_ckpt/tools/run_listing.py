@@ -36,7 +36,7 @@ class RunReport:
 
 
 def list_run(run: str | os.PathLike[str]) -> RunReport:
-    """The checkpoints of a run: whether they are whole (by their structure), how large, how old, in which layout.
+    """The checkpoints of a run: whether they are complete (by their structure), how large, how old, in which layout.
 
     Args:
         run: the directory that holds `iter_0000100` and the like.

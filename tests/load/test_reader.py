@@ -311,7 +311,7 @@ def test_a_tensor_stored_with_strides_is_decoded_and_logged_once(
         for fqn, tensor in tensors.items():
             assert load_box(reader, fqn, tensor, Box((3, 2), (20, 11))).equal(tensor[3:23, 2:13])
     assert reader.stats.fallbacks == 3
-    assert len([record for record in caplog.records if "decoded as a whole" in record.message]) == 1
+    assert len([record for record in caplog.records if "decoded completely" in record.message]) == 1
 
 
 def test_large_items_that_have_to_be_decoded_among_others_that_have_not(tmp_path: Path) -> None:

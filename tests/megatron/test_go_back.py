@@ -174,7 +174,7 @@ def several(rank: int, run: Path) -> list[Any]:
             (directory_of(run, iteration) / ".metadata").write_bytes(b"nothing")
     dist.barrier()
     for use in (lambda: resume(run), lambda: installed().load(state(0), str(directory_of(run, 3)))):
-        with pytest.raises(CorruptCheckpointError, match=r"no older one that is whole"):
+        with pytest.raises(CorruptCheckpointError, match=r"no older one that is complete"):
             use()
     return found
 
