@@ -145,6 +145,9 @@ class LoadOptions:
         on_damaged: what a load by Megatron-Core does, after `install()`, if the checkpoint that is named is damaged:
             `"raise"`, or `"go_back"` to the newest older one of the run that is complete, with a warning on rank 0. All
             ranks must load together then.
+        prove: after a load by Megatron-Core, after `install()`, compare the fingerprint of what is in memory with the
+            checkpoint's: `"always"`, of all tensors; `"sample"`, of one in 16, which depend on the save; `"off"`. All
+            ranks must load together then. Tensors that differ are named in a `LoadError` on all ranks.
         run_code_from_checkpoint: unpickle stored objects and the common state without any restriction, which lets
             the maker of the checkpoint run code as you. For old checkpoints of your own only, if nothing else helps.
     """
@@ -159,10 +162,12 @@ class LoadOptions:
     on_dtype_mismatch: Literal["convert", "raise"] = "convert"
     allowed_classes: tuple[str, ...] = field(default=())
     on_damaged: Literal["raise", "go_back"] = "raise"
+    prove: Literal["always", "sample", "off"] = "off"
     run_code_from_checkpoint: bool = False
 
     def __post_init__(self) -> None:
         _choice("on_damaged", self.on_damaged, ("raise", "go_back"))
+        _choice("prove", self.prove, ("always", "sample", "off"))
         _choice("on_dtype_mismatch", self.on_dtype_mismatch, ("convert", "raise"))
         _choice("page_cache", self.page_cache, ("auto", "on", "off"))
         _choice("verify_slices", self.verify_slices, ("auto", "on", "off"))

@@ -61,11 +61,11 @@ def fingerprint(
     if not names:
         words = group.run_xor(what, lambda: _words_of_rank(sharded_state_dict).words, 4, wrap=PlanError)
         return StateFingerprint(str(StateWords(tuple(words))))
-    gathered = group.run_gather(what, lambda: list(_parts(sharded_state_dict, replicas=True)), wrap=PlanError)
+    gathered = group.run_gather(what, lambda: list(parts_of(sharded_state_dict, replicas=True)), wrap=PlanError)
     return group.run_on_coordinator(what, lambda: _compared(gathered or []), wrap=PlanError)
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """One rank's replica of a slice of a tensor, or of a stretch of the flattened slice."""
 
     key: str
@@ -85,24 +85,32 @@ class _Part(NamedTuple):
 
 def _words_of_rank(tree: Any) -> StateWords:
     return state_words(
-        (part.key, part.dtype, part.shape, part.crc, part.is_first) for part in _parts(tree, replicas=False)
+        (part.key, part.dtype, part.shape, part.crc, part.is_first) for part in parts_of(tree, replicas=False)
     )
 
 
-def _parts(tree: Any, *, replicas: bool) -> Iterator[_Part]:
+def parts_of(tree: Any, *, replicas: bool) -> Iterator[Part]:
     """The main replicas of this rank, or all replicas, summed up."""
-    for shard in leaves(_built(tree)):
-        if not is_sharded_tensor(shard):
-            continue
+    for shard in shards_of(tree):
         shadow = parse_shadow_key(shard.key)
         is_main = shadow is None and is_main_replica(shard)
         if is_main or replicas:
-            yield _part(shard.key if shadow is None else shadow.fqn, shard, is_main)
+            yield part_of_shard(shard.key if shadow is None else shadow.fqn, shard, is_main)
+
+
+def shards_of(tree: Any) -> list[Any]:
+    """The sharded tensors in a nested dict/list, those that factories make among them."""
+    return [leaf for leaf in leaves(_built(tree)) if is_sharded_tensor(leaf)]
+
+
+def is_factory(value: object) -> bool:
+    """Whether this is Megatron's `ShardedTensorFactory`."""
+    return hasattr(value, "build_fn") and hasattr(value, "build")
 
 
 def _built(tree: Any) -> Any:
     """The same with what factories make in their place."""
-    if hasattr(tree, "build_fn") and hasattr(tree, "build"):
+    if is_factory(tree):
         return _built(tree.build())
     if isinstance(tree, dict):
         return {key: _built(value) for key, value in tree.items()}
@@ -111,7 +119,8 @@ def _built(tree: Any) -> Any:
     return tree
 
 
-def _part(key: str, shard: Any, is_main: bool) -> _Part:
+def part_of_shard(key: str, shard: Any, is_main: bool) -> Part:
+    """A replica, summed up. Raises `PlanError` as `fingerprint`."""
     data = shard.data
     if not isinstance(data, torch.Tensor):
         raise PlanError(f"{key}: the shard at {list(shard.global_offset)} has no data ({type(data).__name__})")
@@ -130,7 +139,7 @@ def _part(key: str, shard: Any, is_main: bool) -> _Part:
         for content, inside in _contents(key, data, sizes, stretch):
             lies = Box(tuple(map(operator.add, box.offsets, inside.offsets)), inside.sizes)
             crc ^= part_of(content, shape, lies, elem_bytes)
-    return _Part(key, dtype_name(data.dtype), shape, box, stretch, crc, is_main)
+    return Part(key, dtype_name(data.dtype), shape, box, stretch, crc, is_main)
 
 
 def _contents(
@@ -152,10 +161,10 @@ def _contents(
             at += len(elements)
 
 
-def _compared(gathered: list[list[_Part]]) -> StateFingerprint:
+def _compared(gathered: list[list[Part]]) -> StateFingerprint:
     """All ranks' parts put together."""
-    mains: dict[str, list[tuple[int, _Part]]] = {}
-    slices: dict[tuple[str, Box, tuple[int, int]], list[tuple[int, _Part]]] = {}
+    mains: dict[str, list[tuple[int, Part]]] = {}
+    slices: dict[tuple[str, Box, tuple[int, int]], list[tuple[int, Part]]] = {}
     for rank, parts in enumerate(gathered):
         for part in parts:
             known = slices.setdefault((part.key, part.box, part.stretch), [])
@@ -184,7 +193,7 @@ def _compared(gathered: list[list[_Part]]) -> StateFingerprint:
 
 
 def _diverged(
-    slices: dict[tuple[str, Box, tuple[int, int]], list[tuple[int, _Part]]],
+    slices: dict[tuple[str, Box, tuple[int, int]], list[tuple[int, Part]]],
 ) -> Iterator[DivergedReplica]:
     for (key, box, _), of_slice in slices.items():
         main = next(((rank, part) for rank, part in of_slice if part.is_main), of_slice[0])

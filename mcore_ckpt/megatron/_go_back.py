@@ -39,6 +39,7 @@ from mcore_ckpt.directory.iterations import is_megatrons, iteration_directories,
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, METADATA_FILE, read_config, read_index
 from mcore_ckpt.megatron._errors import MegatronErrors, is_first_rank
 from mcore_ckpt.megatron._one_save import metadata_version, one_load
+from mcore_ckpt.megatron._proof import prove_load
 from mcore_ckpt.megatron._versions import differences, patches
 from mcore_ckpt.megatron.common_state import load_common
 from mcore_ckpt.storage.resolve import storage_at
@@ -64,26 +65,32 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             options = _options_of(args[0] if args else kwargs.get("sharded_strategy"))
             goes_back = options.on_damaged == "go_back" and not _is_settled.get()
             if differences().all_ranks_load:
-                _check_all_agree(goes_back, coordination_group(kwargs.get("process_group")))
+                _check_all_agree(goes_back, options, coordination_group(kwargs.get("process_group")))
+            call = stock if options.prove == "off" else partial(prove_load, stock, options)
             if not goes_back:
                 with one_load(), storage_at(directory).in_use(METADATA_FILE):
-                    return stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-            read = partial(_read_from, stock, sharded_state_dict, args, kwargs)
+                    return call(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+            read = partial(_read_from, call, sharded_state_dict, args, kwargs)
             return _load_whole(read, directory, options, kwargs.get("process_group"))
 
     return load
 
 
-def _check_all_agree(goes_back: bool, group: RankGroup) -> None:
-    """Raise `OptionError` on all ranks unless all go back, or none: those that do exchange more, and one alone would
-    wait for ever.
+def _check_all_agree(goes_back: bool, options: LoadOptions, group: RankGroup) -> None:
+    """Raise `OptionError` on all ranks unless all go back, or none, and all prove alike: those that do exchange more,
+    and one alone would wait for ever.
     """
-    some, some_not = group.maximum([int(goes_back), int(not goes_back)])
-    if some and some_not:
-        raise OptionError(
-            f"on_damaged is {'go_back' if goes_back else 'raise'!r} on rank {group.rank} of the load, and another on "
-            "others: set MCORE_CKPT_ON_DAMAGED alike on all hosts, or nowhere"
-        )
+    proves = ("off", "sample", "always").index(options.prove)
+    found = group.maximum([int(goes_back), int(not goes_back), proves, -proves])
+    for name, value, differs in (
+        ("on_damaged", "go_back" if goes_back else "raise", found[0] and found[1]),
+        ("prove", options.prove, found[2] != -found[3]),
+    ):
+        if differs:
+            raise OptionError(
+                f"{name} is {value!r} on rank {group.rank} of the load, and another on others: set "
+                f"MCORE_CKPT_{name.upper()} alike on all hosts, or nowhere"
+            )
 
 
 def _read_from(

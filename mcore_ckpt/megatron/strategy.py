@@ -279,7 +279,8 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         self._reader: FileSystemReader | None = None
         self._read_version: tuple[Path, tuple[int, ...]] | None = None
         # To go back, all ranks have to be told of the damage that one has found.
-        self._collective = differences().all_ranks_load or self.options.on_damaged == "go_back"
+        together = self.options.on_damaged == "go_back" or self.options.prove != "off"
+        self._collective = differences().all_ranks_load or together
 
     @property
     def can_handle_sharded_objects(self) -> bool:

@@ -41,6 +41,7 @@ LOAD_VARIABLES: dict[str, tuple[str, Any]] = {
     "on_dtype_mismatch": ("raise", "raise"),
     "allowed_classes": ("numpy.dtype, collections.deque", ("numpy.dtype", "collections.deque")),
     "on_damaged": ("go_back", "go_back"),
+    "prove": ("sample", "sample"),
     "page_cache": ("on", "on"),
     "run_code_from_checkpoint": ("1", True),
 }
