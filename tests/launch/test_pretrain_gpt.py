@@ -91,7 +91,7 @@ def test_an_option_that_cannot_be_is_refused_before_training(launches: Path) -> 
     assert not refused.named("loss")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/guides/try.md"])
 def test_the_launch_that_a_page_shows_saves_while_training_goes_on(page: str, launches: Path) -> None:
     """The line as it stands, with a model and a directory in the place of its dots."""
     [shown] = [words for words in shown_launches((ROOT / page).read_text()) if "--async-save" in words]
