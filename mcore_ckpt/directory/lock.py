@@ -587,8 +587,8 @@ def _renew(owner: Owner, life: _Life) -> None:
     while not life.ended.wait(_MISSED_S if missed else owner.beat_s):
         try:
             missed = 0 if life.storage.renew(_lease(owner)) else missed + 1
-        except (SaveError, OSError) as error:
-            _logger.warning("%s: the lease could not be renewed: %s", life.storage, error)
+        except Exception as error:  # noqa: BLE001 (without this thread the directory is lost)
+            _logger.warning("%s: the lease could not be renewed: %s: %s", life.storage, type(error).__name__, error)
         if missed > 1:  # (once, while the directory is being renamed)
             life.lost = True
             _logger.warning("%s: this save (%s) has lost the directory: it cannot publish", life.storage, owner)

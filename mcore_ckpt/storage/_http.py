@@ -153,7 +153,10 @@ class HttpServer:
             connection.sock.settimeout(limits.idle_s)
             connection.putrequest(method, target, skip_accept_encoding=True)
             for name, value in headers.items():
-                connection.putheader(name, value)
+                try:
+                    connection.putheader(name, value)
+                except ValueError:  # its text shows the value
+                    raise RequestError(errno.EINVAL, f"the value of {name} cannot stand in a request") from None
             connection.putheader("Content-Length", str(len(body)))
             sent = True
             connection.endheaders()

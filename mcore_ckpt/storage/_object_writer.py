@@ -38,6 +38,7 @@ class ObjectWriter(RangeWriter):
         self._sending: dict[int, float] = {}  # parts, and since when
         self._ended = False
         self._made = False
+        self._e_tag = ""  # of what one put has made
 
     def write(self, offset: int, view: memoryview) -> None:
         view = memoryview(view).cast("B")
@@ -82,8 +83,7 @@ class ObjectWriter(RangeWriter):
         self._sending[number] = time.monotonic()
         try:
             if self._size_bytes is not None and self._size_bytes <= self._part_bytes:
-                self._client.put(self._key, bytes(content), ABSENT)
-                self._made = True
+                self._put(bytes(content))
                 return
             with self._lock:
                 if self._upload is None:
@@ -110,11 +110,25 @@ class ObjectWriter(RangeWriter):
                     self._send(number, memoryview(part.of_length(length)))
             if self._upload is not None:
                 self._upload.complete(size_bytes)
-            elif not self._made:
-                self._client.put(self._key, b"", ABSENT)
+            else:
+                if not self._made:
+                    self._put(b"")
+                self._compare(size_bytes)
             self._made = True
         except OSError as error:
             raise save_error("finishing it", self.name, error) from error
+
+    def _put(self, content: bytes) -> None:
+        self._e_tag = self._client.put(self._key, content, ABSENT)
+        self._made = True
+
+    def _compare(self, size_bytes: int) -> None:
+        """Ask for what one put has made: its answer alone is no proof."""
+        state = self._client.head(self._key)
+        if state is None or state.e_tag != self._e_tag or state.size_bytes != size_bytes:
+            got = "nothing" if state is None else f"{state.size_bytes} bytes, ETag {state.e_tag}"
+            text = f"the store has answered that it holds {size_bytes} bytes, ETag {self._e_tag}, and holds {got}"
+            raise OSError(errno.EREMOTEIO, text)
 
     def abort(self) -> None:
         with self._lock:

@@ -209,13 +209,19 @@ class ObjectStorage(Storage):
 
     def _put_published(self, key: str, content: bytes, condition: str) -> None:
         try:
-            self._client.put(key, content, condition)
+            written = self._client.put(key, content, condition)
         except OSError as error:
             if error.errno != errno.EEXIST:
                 raise
             # Who has taken over may have completed it; a save that publishes later does so only after that.
-            if self._client.get(key, len(content) + 1)[1] != content:
+            if self._content(key)[1] != content:
                 raise
+            return
+        # Older files are deleted next, so the answer alone is no proof. (What has taken over has published the same.)
+        state = self._client.head(key)
+        if (state is None or state.e_tag != written) and (state is None or self._content(key)[1] != content):
+            text = "the store has answered that it holds this, and does not; what was published before is still valid"
+            raise OSError(errno.EREMOTEIO, text)
 
     def revoke(self, name: str) -> None:
         with self._saving("taking it away", name) as key:

@@ -51,6 +51,7 @@ _AGAIN: Final = frozenset(
 )
 _DENIED: Final = frozenset({401, 403})
 _KEYS_AT_ONCE: Final = "1000"
+_NO_VERSION: Final = f'"{"0" * 32}"'  # an ETag that no object has
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,14 @@ class S3Place:
 
 @dataclass(slots=True)
 class _Learnt:
-    """What has been found out about a store."""
+    """What has been found out about a store: which conditions of puts it keeps."""
 
-    conditions: bool | None = None  # whether it keeps those of puts
+    asked: bool = False
+    creates: bool = True
+    replaces: bool = True
+
+    def keeps(self, condition: str) -> bool:
+        return self.creates if condition == ABSENT else self.replaces
 
 
 class S3Client(ObjectClient):
@@ -192,14 +198,17 @@ class S3Client(ObjectClient):
 
     def put(self, key: str, content: bytes, condition: Condition = None) -> str:
         headers = {_CRC_HEADER: _encoded(crc32(content))}
-        if condition is not None and self._learnt.conditions is not False:
+        if condition is not None and self._learnt.keeps(condition):
             headers |= {"if-none-match": "*"} if condition == ABSENT else {"if-match": condition}
         elif condition is not None:
             self._compare(key, condition)
 
         def attempt(unclear: int) -> Answer:
             try:
-                return self.ask_once("PUT", key, headers=headers, body=content)
+                answer = self.ask_once("PUT", key, headers=headers, body=content)
+                if not answer.header("etag"):
+                    raise unexpected("an answer that names no version (ETag)", again=True, unclear=True)
+                return answer
             except RequestError as error:
                 # An attempt whose answer was lost may have made what stands there.
                 if unclear and error.errno == errno.EEXIST and (own := self._holds(key, content)) is not None:
@@ -210,13 +219,18 @@ class S3Client(ObjectClient):
 
     def _holds(self, key: str, content: bytes) -> Answer | None:
         try:
-            answer = self.ask_once("GET", key)
+            answer = self.ask_once("HEAD", key)
+            if int(answer.header("content-length") or -1) != len(content):
+                return None
+            found = bytearray(len(content))
+            if found:
+                answer = self.ask_once("GET", key, into=memoryview(found))
         except RequestError as error:
             if error.errno == errno.ENOENT:
                 return None
             error.unclear = True
             raise
-        return answer if answer.body == content else None
+        return answer if found == content else None
 
     def _compare(self, key: str, condition: str) -> None:
         """What a store that ignores conditions cannot do: better than nothing."""
@@ -225,27 +239,35 @@ class S3Client(ObjectClient):
             raise FileExistsError(errno.EEXIST, f"PUT {self.place}/{key}: the object is there, or has changed")
 
     def honours_conditions(self, key: str) -> bool:
-        if self._learnt.conditions is None:
-            self._learnt.conditions = True
+        learnt = self._learnt
+        if not learnt.asked:
             content = self.get(key, 1 << 20)[1]
-            try:
-                self.put(key, content, ABSENT)
-            except OSError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOTSUP):
-                    self._learnt.conditions = None
-                    raise
-                self._learnt.conditions = error.errno == errno.EEXIST
-            else:
-                self._learnt.conditions = False
-            if self._learnt.conditions:
+            ignored = [
+                name
+                for name, condition in (("If-None-Match", ABSENT), ("If-Match", _NO_VERSION))
+                if not self._is_refused(key, content, condition)
+            ]
+            learnt.creates, learnt.replaces = "If-None-Match" not in ignored, "If-Match" not in ignored
+            learnt.asked = True
+            if not ignored:
                 _logger.info("%s: keeps the conditions of puts", self.place)
             else:
                 _logger.warning(
-                    "%s: the store does not keep the condition of a put (If-None-Match): two jobs that save into one "
-                    "directory at the same moment may not be kept apart. See that only one job writes there",
+                    "%s: the store does not keep this condition of a put: %s. Two jobs that save into one directory at "
+                    "the same moment may not be kept apart. See that only one job writes there",
                     self.place,
+                    ", ".join(ignored),
                 )
-        return self._learnt.conditions
+        return learnt.creates and learnt.replaces
+
+    def _is_refused(self, key: str, content: bytes, condition: str) -> bool:
+        try:
+            self.put(key, content, condition)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTSUP):
+                raise
+            return error.errno == errno.EEXIST
+        return False
 
     def delete(self, key: str) -> None:
         try:

@@ -7,17 +7,19 @@ not by `repr`, in no message, and never sent to another process.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, Final
 from urllib.parse import quote
 
 from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.storage._object_client import RequestError
 
 # The body is not part of the signature: its checksum is, and TLS protects both.
 _UNSIGNED: Final = "UNSIGNED-PAYLOAD"
@@ -25,11 +27,23 @@ _UNSIGNED: Final = "UNSIGNED-PAYLOAD"
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """One set of them, as strings."""
+    """One set of them, as strings.
+
+    Raises:
+        OptionError: one cannot stand in a request's header.
+    """
 
     access_key: str = field(repr=False)
     secret_key: str = field(repr=False)
     token: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if not all("!" <= character <= "~" for character in getattr(self, each.name)):
+                raise OptionError(
+                    f"the credentials for S3: {each.name} has a character that cannot be part of it, such as a space "
+                    "or a newline at its end; it is not shown here. Set it again, without that character"
+                )
 
 
 @lru_cache(maxsize=8)
@@ -47,13 +61,19 @@ def credentials_of_aws(profile: str | None) -> Callable[[], Credentials]:
 
     Raises:
         OptionError: (by the function returned) there are none.
+        RequestError: (by the function returned) who gives them out has failed; it may succeed later.
     """
 
     def current() -> Credentials:
         session = botocore_session(profile, os.getpid())
-        found = None if session is None else session.get_credentials()
-        if found is not None:
-            frozen = found.get_frozen_credentials()
+        try:
+            found = None if session is None else session.get_credentials()
+            frozen = None if found is None else found.get_frozen_credentials()
+        except Exception as error:  # noqa: BLE001 (botocore's, and those of what it asks)
+            # Their text may show what a process or a service has answered, credentials among it.
+            text = f"credentials cannot be had: {type(error).__name__}, raised by botocore"
+            raise RequestError(errno.EACCES, text, again=True) from None
+        if frozen is not None:
             return Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
         environment = os.environ.get
         key, secret = environment("AWS_ACCESS_KEY_ID"), environment("AWS_SECRET_ACCESS_KEY")

@@ -75,7 +75,14 @@ def _client(scheme: str, bucket: str, options: Mapping[str, Any]) -> ObjectClien
 def _s3(bucket: str, options: Mapping[str, Any]) -> ObjectClient:
     profile = options.get("profile_name")
     session = botocore_session(profile, os.getpid())
-    configured = {} if session is None else session.get_scoped_config()
+    try:
+        configured = {} if session is None else session.get_scoped_config()
+    except Exception as error:  # noqa: BLE001
+        # ProfileNotFound, ConfigParseError: the text of others may show what stands in the file.
+        raise OptionError(
+            f"s3://{bucket}: AWS's configuration cannot be used ({type(error).__name__}, raised by botocore); look at "
+            "AWS_PROFILE and the files of AWS's tools"
+        ) from None
     region = (
         options.get("region_name")
         or os.environ.get("AWS_REGION")

@@ -182,6 +182,28 @@ def test_a_process_on_another_host_that_renews_its_claim_is_not_gone(tmp_path: P
         DirectoryLock.take(LocalStorage(tmp_path))
 
 
+def test_a_lease_is_renewed_again_whatever_has_prevented_it(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewals: list[str] = []
+    real = LocalStorage.renew
+
+    def renew(storage: LocalStorage, name: str) -> bool:
+        renewals.append(name)
+        if len(renewals) == 1:
+            raise RuntimeError("what gives out the credentials has failed")
+        return real(storage, name)
+
+    monkeypatch.setattr(LocalStorage, "renew", renew)
+    lock = DirectoryLock.take(LocalStorage(tmp_path))
+    until_s = time.monotonic() + 30
+    while len(renewals) < 3 and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert len(renewals) >= 3
+    lock.check()
+    lock.release()
+
+
 def test_two_saves_of_one_process(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     first = DirectoryLock.take(storage)

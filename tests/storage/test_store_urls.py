@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,47 @@ def test_without_credentials_a_request_says_where_they_are_looked_for(
         storage_at(s3_directory.url).list()
 
 
+@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"])
+def test_a_credential_with_a_newline_is_refused_and_not_shown(
+    s3_directory: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A secret that was mounted as a file, or came out of `echo`."""
+    monkeypatch.setenv(name, "what-nobody-may-see\n")
+    botocore_session.cache_clear()
+    with pytest.raises(OptionError, match="has a character that cannot be part of it") as refused:
+        storage_at(s3_directory.url).list()
+    assert "nobody" not in "".join(traceback.format_exception(refused.value))
+
+
+def test_credentials_that_cannot_be_had_for_a_moment_are_asked_for_again(
+    s3_directory: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("botocore", reason="asks the process")
+    given = tmp_path / "asked"
+    answer = {"Version": 1, "AccessKeyId": "test-key", "SecretAccessKey": "test-secret"}
+    (tmp_path / "process").write_text(
+        f"#!/bin/sh\nif [ ! -e {given} ]; then touch {given}; echo shown-by-nobody >&2; exit 1; fi\n"
+        f"echo '{json.dumps(answer)}'\n"
+    )
+    (tmp_path / "process").chmod(0o755)
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = {tmp_path / 'process'}\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    botocore_session.cache_clear()
+    storage_at(s3_directory.url).publish("file", b"x")
+    assert given.exists()
+    assert s3_directory.get("file") == b"x"
+
+
+def test_a_profile_of_aws_that_is_not_there_is_named(s3_directory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("botocore", reason="reads AWS's configuration")
+    monkeypatch.setenv("AWS_PROFILE", "absent")
+    botocore_session.cache_clear()
+    with pytest.raises(OptionError, match=r"ProfileNotFound, .*look at AWS_PROFILE"):
+        storage_at(s3_directory.url)
+
+
 def test_a_request_is_signed_as_amazon_signs_it() -> None:
     """Compared with botocore's signature of the same request at the same moment."""
     auth = pytest.importorskip("botocore.auth", reason="signs as Amazon does")
@@ -100,7 +142,7 @@ def test_a_request_is_signed_as_amazon_signs_it() -> None:
 
     host, region = "bucket.s3.eu-west-1.amazonaws.com", "eu-west-1"
     query = {"uploadId": "a/b+c=", "partNumber": "7", "uploads": ""}
-    own = Credentials("key", "secret", "a token")
+    own = Credentials("key", "secret", "a-token")
     target, headers = signed("PUT", host, "/run a/ü~.distcp", query, {"x-amz-checksum-crc32": "AAAAAA=="}, own, region)
 
     class Unsigned(auth.S3SigV4Auth):  # type: ignore[misc, name-defined]
@@ -112,7 +154,7 @@ def test_a_request_is_signed_as_amazon_signs_it() -> None:
             request.headers.replace_header("X-Amz-Date", headers["x-amz-date"])
 
     request = AWSRequest("PUT", f"https://{host}{target}", headers={"x-amz-checksum-crc32": "AAAAAA=="})
-    signer = Unsigned(TheirCredentials("key", "secret", "a token"), "s3", region)
+    signer = Unsigned(TheirCredentials("key", "secret", "a-token"), "s3", region)
     request.context["timestamp"] = headers["x-amz-date"]
     import datetime
     from unittest import mock

@@ -147,13 +147,14 @@ class Fault:
         kind: `"status"`: the proxy answers so, and passes nothing on; `"reset"`: it cuts the connection in the midst of
             the body of the request; `"lost"`: the server gets all, and the answer is cut off; `"truncated"`: half of
             the answer's body comes; `"stall"`: no answer comes for `seconds`; `"late"`: it is passed on then;
-            `"damaged"`: a byte of the request's body is changed.
+            `"damaged"`: a byte of the request's body is changed; `"pretended"`: the proxy answers 200 and names a
+            version, and passes nothing on.
         status: of the answer.
         seconds: see above.
         then: called when the fault has struck.
     """
 
-    kind: Literal["status", "reset", "lost", "truncated", "stall", "late", "damaged"]
+    kind: Literal["status", "reset", "lost", "truncated", "stall", "late", "damaged", "pretended"]
     status: int = 503
     seconds: float = 0.0
     then: Callable[[], None] = field(default=lambda: None)
@@ -169,7 +170,7 @@ class Proxy:
 
     def __init__(self, upstream: str, rule: Callable[[Request], Fault | None] = lambda request: None) -> None:
         self.rule = rule
-        self.keeps_conditions = True  # otherwise it is as some look-alikes of S3, which ignore them
+        self.ignored_conditions: frozenset[str] = frozenset()  # of puts, as some look-alikes of S3 ignore them
         self.requests: list[Request] = []
         self._upstream = urlsplit(upstream).netloc
         self._lock = threading.Lock()
@@ -235,13 +236,17 @@ class Proxy:
             fault.then()
             self._answer(handler, fault.status, {}, f"<Error><Code>Injected{fault.status}</Code></Error>".encode())
             return
+        if kind == "pretended":
+            self._strike(fault)
+            self._answer(handler, 200, {"ETag": '"pretended"'}, b"")
+            return
         if kind == "damaged":
             body = bytes([body[0] ^ 1]) + body[1:]
         connection = http.client.HTTPConnection(self._upstream, timeout=60)
         try:
             headers = {name: value for name, value in handler.headers.items() if name.lower() != "connection"}
-            if not self.keeps_conditions and handler.command == "PUT":
-                headers = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
+            if handler.command == "PUT":
+                headers = {k: v for k, v in headers.items() if k.lower() not in self.ignored_conditions}
             connection.request(handler.command, handler.path, body=body, headers=headers)
             answer = connection.getresponse()
             content = answer.read()
