@@ -98,9 +98,8 @@ def test_every_entrance_refuses_an_unknown_store_and_writes_nothing(
         "prune STORE --keep-last 1",
     ],
 )
-@pytest.mark.parametrize("store", [UNKNOWN, "s3://bucket/x"])
-def test_every_command_refuses_a_store_that_it_cannot_use(
-    command: str, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_every_command_refuses_an_unknown_store(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import torch
     from torch.distributed import checkpoint as dcp
@@ -108,11 +107,7 @@ def test_every_command_refuses_a_store_that_it_cannot_use(
     monkeypatch.chdir(tmp_path)
     dcp.save({"key": torch.ones(3)}, storage_writer=mcore_ckpt.FileSystemWriterAsync("here"), no_dist=True)
     there = sorted(str(path) for path in tmp_path.rglob("*"))
-    if store != UNKNOWN and not command.endswith(("here STORE", "here STORE --tp 1 --pp 1")):
-        return  # reads from it
-    if command.startswith("diff"):
-        store = UNKNOWN
-    assert main(command.replace("STORE", store).split()) == 2
+    assert main(command.replace("STORE", UNKNOWN).split()) == 2
     assert "object store" in capsys.readouterr().err
     assert sorted(str(path) for path in tmp_path.rglob("*")) == there
 
