@@ -203,6 +203,8 @@ def test_messages_that_are_explained_are_in_the_code() -> None:
 
 
 EXAMPLES = {
+    # In the place of a launch line: the job's last save.
+    "try.sh": ["run", "trial", "cp", "-r", "trial/iter_0000200", "trial/iter_0000210"],
     "damage.sh": ["run/iter_0000200", "copy/iter_0000200"],
     "layout.sh": ["run/iter_0000200", "tp4/iter_0000200", "4", "1"],
     "hf.sh": ["Llama-small", "start/release", "model", "2"],
@@ -220,7 +222,13 @@ def test_examples_run(name: str, example_run: Path) -> None:
         [ROOT / "examples" / name, *EXAMPLES[name]], cwd=example_run, capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    expected = {"damage.sh": "repaired: ", "layout.sh": "identical: ", "hf.sh": "valid: ", "store.sh": "identical: "}
+    expected = {
+        "try.sh": "iter_0000210  complete",
+        "damage.sh": "repaired: ",
+        "layout.sh": "identical: ",
+        "hf.sh": "valid: ",
+        "store.sh": "identical: ",
+    }
     assert expected[name] in ended.stdout
     if name == "damage.sh":
         assert damaged.read_bytes() == before
