@@ -23,7 +23,7 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.tools.fingerprints import model_and_optimizer
 from tests.support.gloo_ranks import run_pretending_ranks
 from tests.support.hf_models import SMALL, HfCase, make_hf_model
-from tests.support.models import GATED, Parallel, build_training
+from tests.support.models import GATED, MOE_GROUPED, Parallel, build_training
 from tests.support.shared_groups import share_groups
 
 Found = dict[str, Any]
@@ -153,6 +153,27 @@ def _check_faults(found: Found, world: int, name: str, rank: int) -> None:
         (said,) = named
         assert "layer_norm_weight: " in said or "layernorm.weight: " in said
         assert f": ranks {world - 1} hold other bits than rank 0 in the slice" in said
+
+
+def experts_in_memory(rank: int, path: Path, layout: Parallel, saves: bool) -> Any:
+    dist_checkpointing = _prepared()
+    training = build_training(MOE_GROUPED, layout, seed=1 if saves else 9)
+    model = training.model[0].module
+    if saves:
+        training.train(1)
+        dist_checkpointing.save({"model": model.sharded_state_dict()}, str(path))
+    else:
+        loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(path))
+        model.load_state_dict(loaded["model"])
+    return _taken(model.sharded_state_dict())
+
+
+def test_experts_have_one_however_they_are_divided(tmp_path: Path) -> None:
+    saved = run_pretending_ranks(experts_in_memory, 2, tmp_path, Parallel(expert=2), True)
+    stored = checkpoint_fingerprint(tmp_path)
+    assert saved == [stored] * 2
+    for world, layout in ((1, Parallel()), (2, Parallel(pipeline=2))):
+        assert run_pretending_ranks(experts_in_memory, world, tmp_path, layout, False) == [stored] * world
 
 
 @dataclass(frozen=True)
