@@ -73,4 +73,5 @@ def import_conversion(
             format=format, target_layout=str(layout), arguments=arguments, objects=len(objects or ()), **more
         ),
         carry=carry,
+        carried=(CONFIG_FILE, COMMON_FILE),
     )

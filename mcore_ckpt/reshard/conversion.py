@@ -5,7 +5,7 @@ a source, options -> `Conversion` (nothing is written) -> its rows (`dry_run`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,7 @@ class Conversion:
     keys: Callable[[], Iterable[KeyPlan]]  # rows, one after another, for showing
     report: ConversionReport  # what is known before anything is written
     carry: Callable[[Path], None] = lambda _: None  # adds to the target's folder what is no tensor
+    carried: Sequence[str] = ()  # names of the files that `carry` may add
     after: Callable[[], None] = lambda: None  # called when the target has its name
 
 
@@ -139,6 +140,7 @@ def run_conversion(
                 move_files=move_files,
                 memory_bytes=options.memory_bytes,
                 carry=conversion.carry,
+                carried=conversion.carried,
                 progress=progress,
             )
             written = asdict(built)

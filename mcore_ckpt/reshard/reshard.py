@@ -13,7 +13,14 @@ from typing import Any
 
 from mcore_ckpt.core.errors import LoadError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, object_key
-from mcore_ckpt.format.metadata_read import MAX_TRACKER_BYTES, TRACKER_FILE, read_index, read_small_file
+from mcore_ckpt.format.metadata_read import (
+    COMMON_FILE,
+    CONFIG_FILE,
+    MAX_TRACKER_BYTES,
+    TRACKER_FILE,
+    read_index,
+    read_small_file,
+)
 from mcore_ckpt.reshard._optimizer_layout import convert_optimizer
 from mcore_ckpt.reshard.buckets import ParameterOrders
 from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, arguments_of, in_dtype, shadow_note
@@ -95,6 +102,7 @@ def plan_reshard(
             notes=(*plan.notes, *(() if converted is None else converted.notes), *shadow_note(stored)),
         ),
         carry=carry,
+        carried=(*sidecars, COMMON_FILE, CONFIG_FILE),
         after=lambda: _carry_tracker(directory, target),
     ), plan
 

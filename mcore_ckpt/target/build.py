@@ -7,7 +7,7 @@ everything is durable and compared. So nothing ever looks like a checkpoint and 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +51,7 @@ def build_target(
     move_files: bool = True,
     memory_bytes: int = 1024**3,
     carry: Callable[[Path], None] = lambda _: None,
+    carried: Sequence[str] = (),
     progress: bool | None = False,
 ) -> Built:
     """Write, check and publish a target.
@@ -62,6 +63,7 @@ def build_target(
         move_files: let the kernel copy payloads that stay as they are.
         memory_bytes: for everything.
         carry: called with the folder, to add what is no tensor, before `.metadata` is written.
+        carried: names of the files that `carry` may add.
         progress: show bars; None: if standard error is a terminal.
 
     Raises:
@@ -74,6 +76,7 @@ def build_target(
     with target_folder(target, fingerprint, restart=restart, has_index=plan.index is not None) as made:
         files, folder, journal = made.files, made.files.folder, made.journal
         resumed = bool(journal.done)
+        made.note((*plan.sizes, *carried))
         files.begin(plan.sizes, resumed=resumed)
         started, total = time.monotonic(), plan.payload_bytes
         try:

@@ -10,8 +10,9 @@ it. A folder is renamed before it is removed: if its run is at work after all (a
 nothing to give the target's name to.
 
 In an object store, where nothing can be renamed, the files are written at their place, under the lock of the directory.
-`.metadata` is put last: so formats that have none are refused there. What a run that was killed has left is removed by
-the next one, which begins again.
+`.metadata` is put last: so formats that have none are refused there. A run notes the names of its files next to the
+lock before it makes the first. What a run that was killed has left is removed by the next one, which begins again.
+Files that no run has noted are of others, and stay.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from mcore_ckpt.target._journal import FileJournal, InUseError, Journal
 from mcore_ckpt.target._target_files import LocalFiles, StoreFiles, TargetFiles
 
 _ENTRY = re.compile(r"(?P<id>[0-9a-f]{16})(?P<kind>\.journal|\.gone)?")
-# In the lease of a directory in a store: all that lies in it is of this target, since it was empty before.
+# In the lease of a directory in a store: whoever holds it makes a target there.
 _NOTED: Final = "target"
 _EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 
@@ -56,6 +57,7 @@ class Target:
     files: TargetFiles
     journal: Journal  # how far the files are
     publish_index: Callable[[bytes], None]  # puts `.metadata`, after everything else; raises `SaveError`
+    note: Callable[[Sequence[str]], None]  # the names of all files but `.metadata`, before the first is made
 
 
 def partial_directory(target: Path) -> Path:
@@ -118,7 +120,7 @@ def target_folder(target: Path, fingerprint: str, *, restart: bool = False, has_
     with journal:
         kept = False
         try:
-            yield Target(LocalFiles(folder), journal, publish_index)
+            yield Target(LocalFiles(folder), journal, publish_index, lambda _: None)
             storage_at(folder).sync()
             _appear(folder, target)
         except CheckpointError as error:
@@ -144,22 +146,28 @@ def _in_store(target: Path) -> Iterator[Target]:
     with DirectoryLock.take(storage, {_NOTED: True}) as lock:
         _refuse_existing(target)
         if _is_left(lock.after):
-            _remove_files(target)
+            for _, names in lock.left_notes(storage.list()):
+                _remove_files(storage, names)
         _refuse_others(target, storage)
         files = StoreFiles(target)
+        noted: list[str] = []
 
         def publish_index(content: bytes) -> None:
             lock.publish(METADATA_FILE, content)
 
+        def note(names: Sequence[str]) -> None:
+            lock.note(names)
+            noted.extend(names)
+
         try:
-            yield Target(files, Journal(), publish_index)
+            yield Target(files, Journal(), publish_index, note)
         except BaseException:
             files.abort()
             try:
                 lock.check()
-                _remove_files(target)
+                _remove_files(storage, noted)
             except CheckpointError:
-                lock.release(remove_marker=False)  # the next run removes what is left
+                lock.release(remove_marker=False, keep_note=True)  # the next run removes what is left
             raise
 
 
@@ -180,16 +188,15 @@ def _refuse_others(target: Path, storage: Storage) -> None:
         raise _exists(target)
 
 
-def _remove_files(folder: Path, *, of_lock: bool = False) -> None:
-    """Remove all that lies in a directory, and unfinished uploads, but not the files of its lock."""
-    storage = storage_at(folder)
-    for name in storage.unfinished():
-        storage.discard_unfinished(name)
-    for name in storage.list():
-        if of_lock or not is_lock_file(name):
-            storage.delete(name)
-    for name in _folders(storage):
-        _remove_files(folder / name, of_lock=True)
+def _remove_files(storage: Storage, names: Iterable[str]) -> None:
+    """Remove what a run has noted as its own, and its unfinished uploads; never `.metadata`, nor what a lock needs."""
+    begun = set(storage.unfinished())
+    for name in names:
+        if name == METADATA_FILE or is_lock_file(name):
+            continue
+        if name in begun or "/" in name:  # (those of folders are not listed)
+            storage.discard_unfinished(name)
+        storage.delete(name)
 
 
 def _open(target: Path, fingerprint: str, *, restart: bool) -> tuple[Path, FileJournal]:

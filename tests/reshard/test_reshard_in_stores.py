@@ -14,6 +14,7 @@ import torch
 from mcore_ckpt import copy_checkpoint, verify_checkpoint
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
+from mcore_ckpt.format.metadata_read import TRACKER_FILE
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, reshard_checkpoint
 from mcore_ckpt.reshard import reshard
 from mcore_ckpt.tools.repair import repair_checkpoint
@@ -106,8 +107,8 @@ def test_what_cannot_be_written_leaves_nothing(source: Path, proxied: Proxy, s3_
     assert verify_checkpoint(s3_directory.url).whole
 
 
-@pytest.mark.crash
-def test_what_a_killed_run_has_left_is_removed_by_the_next(source: Path, s3_directory: S3Directory) -> None:
+def run_killed(source: Path, target: str) -> None:
+    """Reshard in a process that is killed when all is written but `.metadata`."""
     pid = os.fork()
     if pid == 0:
         publish = reshard.carry_sidecars
@@ -118,10 +119,15 @@ def test_what_a_killed_run_has_left_is_removed_by_the_next(source: Path, s3_dire
 
         reshard.carry_sidecars = carry
         try:
-            reshard_checkpoint(source, s3_directory.url, tp=2, pp=1)
+            reshard_checkpoint(source, target, tp=2, pp=1)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.crash
+def test_what_a_killed_run_has_left_is_removed_by_the_next(source: Path, s3_directory: S3Directory) -> None:
+    run_killed(source, s3_directory.url)
     names = s3_directory.names()
     assert "modelopt/state.bin" in names
     assert ".metadata" not in names
@@ -129,6 +135,35 @@ def test_what_a_killed_run_has_left_is_removed_by_the_next(source: Path, s3_dire
     assert verify_checkpoint(s3_directory.url).whole
     assert {name for name in s3_directory.names() if name.startswith("__")} == set(report.files)
     assert not [name for name in s3_directory.names() if "incomplete" in name]
+
+
+def test_what_others_have_put_there_meanwhile_stays_when_a_run_fails(
+    source: Path, proxied: Proxy, s3_directory: S3Directory
+) -> None:
+    others = {"iter_0000100/.metadata": b"a job's", "iter_0000100/__0_0.distcp": b"1", TRACKER_FILE: b"100"}
+
+    def rule(request: Request) -> Fault | None:
+        if request.method != "PUT" or "__1_" not in request.path:
+            return None
+        for name, content in others.items():
+            s3_directory.put(name, content)
+        return Fault("status", status=403)
+
+    proxied.rule = rule
+    with pytest.raises(SaveError, match="403"):
+        reshard_checkpoint(source, s3_directory.url, tp=2, pp=1)
+    assert {name: s3_directory.get(name) for name in s3_directory.names()} == others
+
+
+@pytest.mark.crash
+def test_what_others_have_put_there_meanwhile_stays_after_a_killed_run(source: Path, s3_directory: S3Directory) -> None:
+    others = {"iter_0000100/.metadata": b"a job's", "iter_0000100/__0_0.distcp": b"1", TRACKER_FILE: b"100"}
+    run_killed(source, s3_directory.url)
+    for name, content in others.items():
+        s3_directory.put(name, content)
+    with pytest.raises(CheckpointExistsError):
+        reshard_checkpoint(source, s3_directory.url, tp=2, pp=1)
+    assert {name: s3_directory.get(name) for name in s3_directory.names()} == others
 
 
 def test_files_of_others_are_neither_replaced_nor_removed(source: Path, s3_directory: S3Directory) -> None:
