@@ -214,6 +214,13 @@ def by_default(rank: int, run: Path) -> str:
             others_are_not_damaged(run)
         with pytest.raises(OptionError, match="MCORE_CKPT_ON_DAMAGED alike on all hosts"):
             dist_checkpointing.load(state(0), str(directory_of(run, 1)))
+        for name in GO_BACK:
+            os.environ.pop(name, None)
+        os.environ["MCORE_CKPT_PROVE"] = ("sample", "always")[rank]
+        with pytest.raises(OptionError, match="MCORE_CKPT_PROVE alike on all hosts"):
+            dist_checkpointing.load(state(0), str(directory_of(run, 1)))
+        os.environ["MCORE_CKPT_PROVE"] = "always"
+        dist_checkpointing.load(state(0), str(directory_of(run, 1)))
     return str(raised.value)
 
 
