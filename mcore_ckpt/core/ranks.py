@@ -4,17 +4,23 @@ Everything travels as bytes over gloo, never over a device (gathering plans with
 A step that may fail on one rank runs inside `RankGroup.run`: whatever happens, every rank reaches the exchange that
 follows, and if any rank failed then all raise the same exception. No rank is left waiting in a later collective for a
 rank that has given up.
+
+An exchange is a binomial tree up to the coordinator, in which values are merged on the way, and a broadcast, which gloo
+does by such a tree. So it takes two messages for each rank, and twice the logarithm of their number in time. (Gloo's
+all-gather and all-reduce are rings: a step for each rank, in all of which every rank takes part.)
 """
 
 from __future__ import annotations
 
+import operator
 import pickle
-import secrets
 import struct
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,11 +34,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 T = TypeVar("T")
+U = TypeVar("U")
 
-# One exchange carries a payload of up to this many bytes; a larger one takes a second exchange of exact size.
+# One message carries a payload of up to this many bytes; a larger one takes a second message of exact size.
 _SLOT_BYTES = 1024
 _HEADER = struct.Struct("<QQ")  # outcome of the step, length of the payload
 _INLINE_BYTES = _SLOT_BYTES - _HEADER.size
+# What is larger goes straight to the coordinator: half way up the tree a rank would hold it for half of the others.
+_MERGED_BYTES = 4096
 _OK, _FAILED, _FAILED_EVERYWHERE = range(3)
 _NAMED_RANKS = 16
 # An attribute rather than a list of such errors: it survives an error's conversion into another class.
@@ -61,8 +70,6 @@ class RankGroup:
     def run(self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError] = CheckpointError) -> list[T]:
         """Call `fn` on every rank and give every rank the values of all.
 
-        One exchange if every value pickles into a kilobyte, two otherwise.
-
         Args:
             what: the step in words, for the message: "write the data files".
             fn: this rank's part.
@@ -75,32 +82,52 @@ class RankGroup:
             CheckpointError: `fn` failed on some rank. The same class and message on every rank: that of the first
                 failing rank if it was of our tree, else `wrap`. On a rank that failed, its own exception is the cause.
         """
-        payload, error = self._attempt(fn)
+        parts = self.run_merged(
+            what, lambda: {self.rank: pickle.dumps(fn())}, operator.or_, lambda merged: merged, wrap=wrap
+        )
+        return [pickle.loads(parts[rank]) for rank in range(self.size)]
+
+    def run_merged(
+        self,
+        what: str,
+        fn: Callable[[], T],
+        merge: Callable[[T, T], T],
+        conclude: Callable[[T], U],
+        *,
+        wrap: type[CheckpointError] = CheckpointError,
+    ) -> U:
+        """Call `fn` on every rank, merge the values on their way, and give every rank what the coordinator makes of it.
+
+        `conclude` is called on the coordinator, if `fn` failed on no rank; else as `run`.
+        """
+        value, error = _attempt(fn)
         with self._contact(what, wrap):
-            slots = self._all_gather_slots(payload, error)
-            self._raise_first(what, wrap, slots, error)
-            return [pickle.loads(part) for part in self._all_gather_rest(payload, slots)]
+            merged, failed = self._up(value, error, merge)
+            if self.is_coordinator and not failed:
+                concluded, error = _attempt(partial(conclude, merged))
+                return self._down(what, wrap, concluded, error)
+            return self._down(what, wrap, None, error, failed)
 
     def run_gather(
         self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError] = CheckpointError
     ) -> list[T] | None:
         """As `run`, but only the coordinator gets the values (others None), and only it needs memory for them."""
-        payload, error = self._attempt(fn)
+        part, error = _attempt(lambda: pickle.dumps(fn()))
         with self._contact(what, wrap):
-            slots = self._all_gather_slots(payload, error)
-            self._raise_first(what, wrap, slots, error)
-            parts = self._gather_rest(payload, slots)
-            return None if parts is None else [pickle.loads(part) for part in parts]
+            large = None if part is None or len(part) <= _MERGED_BYTES or self.is_coordinator else part
+            mine = None if part is None else {self.rank: part if large is None else len(part)}
+            parts, failed = self._up(mine, error, operator.or_)
+            if large is not None:
+                self._send_bytes(0, large)
+            gathered = self._receive_large(parts) if self.is_coordinator else {}
+            self._down(what, wrap, None, error, failed)
+        return [pickle.loads(gathered[rank]) for rank in range(self.size)] if self.is_coordinator else None
 
     def run_on_coordinator(self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError] = CheckpointError) -> T:
         """Call `fn` on the coordinator alone and give every rank its value, or its exception as `run` does."""
-        payload, error = self._attempt(fn) if self.is_coordinator else (b"", None)
+        value, error = _attempt(fn) if self.is_coordinator else (None, None)
         with self._contact(what, wrap):
-            outcome, length, inline = self._broadcast_slot(payload, error)
-            value = pickle.loads(self._broadcast_rest(payload if self.is_coordinator else inline, length))
-            if outcome != _OK:
-                self._raise(what, wrap, {0: value}, error)
-            return value  # type: ignore[no-any-return]
+            return self._down(what, wrap, value, error)
 
     def all_gather(self, value: T) -> list[T]:
         """Give every rank the values of all, by rank."""
@@ -116,40 +143,13 @@ class RankGroup:
 
     def maximum(self, values: Sequence[int], *, wrap: type[CheckpointError] = CheckpointError) -> list[int]:
         """Element-wise maximum over the ranks; every rank passes as many values."""
-        if self.size == 1:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
-        with self._contact("compare notes", wrap):
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
-        result: list[int] = tensor.tolist()
-        return result
+        return self.run_merged("compare notes", lambda: list(values), _maximum, lambda merged: merged, wrap=wrap)
 
     def run_xor(
-        self, what: str, fn: Callable[[], Sequence[int]], count: int, *, wrap: type[CheckpointError] = CheckpointError
+        self, what: str, fn: Callable[[], Sequence[int]], *, wrap: type[CheckpointError] = CheckpointError
     ) -> list[int]:
-        """Call `fn` on every rank, and give every rank the element-wise XOR of the `count` integers below 2^63 that
-        the ranks return: one reduction of that size. Raises as `run`, after a second exchange.
-        """
-        values: Sequence[int] = (0,) * count
-        failure: BaseException | None = None
-        try:
-            values = fn()
-        except BaseException as error:  # noqa: BLE001  (as in `_attempt`)
-            failure = error
-        # Failures of two ranks must not cancel out.
-        tensor = torch.tensor([*values, 0 if failure is None else 1 + secrets.randbits(62)], device="cpu")
-        if self.size > 1:
-            with self._contact(what, wrap):
-                dist.all_reduce(tensor, op=dist.ReduceOp.BXOR, group=self._group)
-        *result, failed = tensor.tolist()
-        if failed:
-
-            def raise_failure() -> None:
-                if failure is not None:
-                    raise failure
-
-            self.run(what, raise_failure, wrap=wrap)
-        return result
+        """As `run`, but every rank gets the element-wise XOR of the integers that `fn` returns on all of them."""
+        return self.run_merged(what, lambda: list(fn()), _xor, lambda merged: merged, wrap=wrap)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -159,54 +159,64 @@ class RankGroup:
         """Wait until every rank has come here."""
         self.maximum([0])
 
-    # --- one step -----------------------------------------------------------------------------------------------------
+    # --- one exchange -------------------------------------------------------------------------------------------------
 
-    def _attempt(self, fn: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
-        """The pickled value of `fn`, or the pickled report of its failure and the failure."""
-        try:
-            return pickle.dumps(fn(), protocol=pickle.HIGHEST_PROTOCOL), None
-        except BaseException as error:  # noqa: BLE001  (also on Ctrl-C the others must not wait for us; raised again)
-            return pickle.dumps(describe(error)), error
+    def _up(self, value: Any, error: BaseException | None, merge: Callable[[Any, Any], Any]) -> tuple[Any, _Failed]:
+        """To the coordinator: the values of all ranks that have one, merged, and which ranks failed."""
+        failed: _Failed = {} if error is None else {self.rank: _failure(error)}
+        step = 1
+        while step < self.size and self.rank % (2 * step) == 0:
+            if self.rank + step < self.size:
+                theirs, others = pickle.loads(self._receive(self.rank + step))
+                failed = _first_in_full({**failed, **others})
+                value = theirs if value is None else value if theirs is None else merge(value, theirs)
+            step *= 2
+        if not self.is_coordinator:
+            self._send(self.rank - step, pickle.dumps((value, failed)))
+        return value, failed
 
-    def _raise_first(
+    def _down(
         self,
         what: str,
         wrap: type[CheckpointError],
-        slots: list[tuple[int, int, bytes]],
+        value: T | None,
         error: BaseException | None,
-    ) -> None:
-        outcomes = [outcome for outcome, _, _ in slots]
-        if not any(outcomes):
-            return
-        if error is not None and all(outcome == _FAILED_EVERYWHERE for outcome in outcomes):
+        failed: _Failed | None = None,
+    ) -> T:
+        """The coordinator's value on all ranks; or the same exception, if it or any rank that it knows of failed."""
+        if self.is_coordinator and error is not None and not failed:
+            failed = {0: _failure(error)}
+        outcome = _OK
+        if failed and self.is_coordinator:
+            everywhere = len(failed) == self.size and all(failure.everywhere for failure in failed.values())
+            outcome = _FAILED_EVERYWHERE if everywhere else _FAILED
+        answer = pickle.dumps(failed if outcome else value) if self.is_coordinator else b""
+        outcome, answer = self._broadcast(outcome, answer)
+        if outcome == _FAILED_EVERYWHERE and error is not None:
             raise error  # every rank has this one already, from a step inside this step
-        payload = pickle.dumps(describe(error)) if error is not None else b""
-        parts = self._all_gather_rest(payload, self._all_gather_slots(payload, None))
-        self._raise(what, wrap, {rank: pickle.loads(part) for rank, part in enumerate(parts) if part}, error)
+        if outcome:
+            self._raise(what, wrap, pickle.loads(answer), error)
+        return value if self.is_coordinator else pickle.loads(answer)  # type: ignore[return-value]
 
-    def _raise(
-        self,
-        what: str,
-        wrap: type[CheckpointError],
-        reports: dict[int, FailureReport],
-        error: BaseException | None,
-    ) -> None:
+    def _raise(self, what: str, wrap: type[CheckpointError], failed: _Failed, error: BaseException | None) -> NoReturn:
         if error is not None and not isinstance(error, Exception):
             setattr(error, _REACHED, True)
             raise error
-        first, report = min(reports.items())
+        first = min(failed)
+        report = failed[first].report
+        assert report is not None
         if self.size == 1:
             if isinstance(error, CheckpointError):
                 raise error
             raise wrap(f"could not {what}: {report.message}") from error
-        failed = ", ".join(map(str, sorted(reports)[:_NAMED_RANKS])) + (", ..." if len(reports) > _NAMED_RANKS else "")
-        others = f" ({len(reports)} ranks failed: {failed})" if len(reports) > 1 else ""
+        named = ", ".join(map(str, sorted(failed)[:_NAMED_RANKS])) + (", ..." if len(failed) > _NAMED_RANKS else "")
+        others = f" ({len(failed)} ranks failed: {named})" if len(failed) > 1 else ""
         raised = same_class(report, wrap)(
             f"could not {what}: rank {first} of {self.size}{others}: {report.message}\n"
             f"--- on rank {first} ---\n{report.traceback_text}"
         )
         setattr(raised, _REACHED, True)
-        setattr(raised, _INTERRUPTED, any(report.interrupted for report in reports.values()))
+        setattr(raised, _INTERRUPTED, any(failure.interrupted for failure in failed.values()))
         raise raised from (error or remote_cause(report))
 
     @contextmanager
@@ -234,61 +244,52 @@ class RankGroup:
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
-    def _all_gather_slots(self, payload: bytes, error: BaseException | None) -> list[tuple[int, int, bytes]]:
-        """Outcome, payload length and payload, as far as it fits into a slot, of every rank."""
-        slot = _slot(payload, error)
-        if self.size == 1:
-            return [_open_slot(slot)]
-        gathered = torch.empty((self.size, _SLOT_BYTES), dtype=torch.uint8, device="cpu")
-        dist.all_gather(list(gathered.unbind(0)), torch.frombuffer(slot, dtype=torch.uint8), group=self._group)
-        return [_open_slot(row.numpy().tobytes()) for row in gathered.unbind(0)]
+    def _send(self, rank: int, payload: bytes) -> None:
+        self._send_bytes(rank, _slot(_OK, payload))
+        if len(payload) > _INLINE_BYTES:
+            self._send_bytes(rank, payload)
 
-    def _all_gather_rest(self, payload: bytes, slots: list[tuple[int, int, bytes]]) -> list[bytes]:
-        longest = max(length for _, length, _ in slots)
-        if self.size == 1:
-            return [payload]
-        if longest <= _INLINE_BYTES:
-            return [inline for _, _, inline in slots]
-        mine = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-        if payload:
-            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        gathered = torch.empty((self.size, longest), dtype=torch.uint8, device="cpu")
-        dist.all_gather(list(gathered.unbind(0)), mine, group=self._group)
-        return [gathered[rank, :length].numpy().tobytes() for rank, (_, length, _) in enumerate(slots)]
+    def _receive(self, rank: int) -> bytes:
+        _, length, inline = _open_slot(self._receive_bytes(rank, _SLOT_BYTES))
+        return inline if length <= _INLINE_BYTES else self._receive_bytes(rank, length)
 
-    def _gather_rest(self, payload: bytes, slots: list[tuple[int, int, bytes]]) -> list[bytes] | None:
-        """Long payloads go to the coordinator one by one in their exact size: the ranks' plans differ in length."""
-        if self.size == 1:
-            return [payload]
-        if not self.is_coordinator:
-            if len(payload) > _INLINE_BYTES:
-                tensor = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-                dist.send(tensor, dst=self._global_rank(0), group=self._group)
-            return None
-        parts: list[bytes] = []
-        pending: list[tuple[int, torch.Tensor, Any]] = []
-        for rank, (_, length, inline) in enumerate(slots):
-            parts.append(payload if rank == self.rank else inline)
-            if rank != self.rank and length > _INLINE_BYTES:
-                buffer = torch.empty(length, dtype=torch.uint8, device="cpu")
-                pending.append((rank, buffer, dist.irecv(buffer, src=self._global_rank(rank), group=self._group)))
-        for rank, buffer, work in pending:
+    def _send_bytes(self, rank: int, payload: bytes | bytearray) -> None:
+        tensor = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        dist.send(tensor, dst=self._global_rank(rank), group=self._group)
+
+    def _receive_bytes(self, rank: int, length: int) -> bytes:
+        buffer = torch.empty(length, dtype=torch.uint8, device="cpu")
+        try:
+            dist.recv(buffer, src=self._global_rank(rank), group=self._group)
+        except RuntimeError as error:
+            raise RuntimeError(f"nothing has come from rank {rank}: {error}") from error
+        return buffer.numpy().tobytes()
+
+    def _receive_large(self, parts: dict[int, bytes | int] | None) -> dict[int, bytes]:
+        """Put what ranks send straight to the coordinator in the place of its length, in bytes."""
+        large = {rank: length for rank, length in (parts or {}).items() if isinstance(length, int)}
+        buffers = {rank: torch.empty(length, dtype=torch.uint8, device="cpu") for rank, length in large.items()}
+        pending = [
+            dist.irecv(buffer, src=self._global_rank(rank), group=self._group) for rank, buffer in buffers.items()
+        ]
+        for work in pending:
+            assert work is not None
             work.wait()
-            parts[rank] = buffer.numpy().tobytes()
-        return parts
+        received = {rank: buffer.numpy().tobytes() for rank, buffer in buffers.items()}
+        return {rank: received[rank] if isinstance(part, int) else part for rank, part in (parts or {}).items()}
 
-    def _broadcast_slot(self, payload: bytes, error: BaseException | None) -> tuple[int, int, bytes]:
-        slot = _slot(payload, error)
-        if self.size > 1:
-            dist.broadcast(torch.frombuffer(slot, dtype=torch.uint8), src=self._global_rank(0), group=self._group)
-        return _open_slot(slot)
-
-    def _broadcast_rest(self, payload: bytes, length: int) -> bytes:
-        if self.size == 1 or length <= _INLINE_BYTES:
-            return payload
+    def _broadcast(self, outcome: int, payload: bytes) -> tuple[int, bytes]:
+        """The coordinator's outcome and payload, on all ranks."""
+        if self.size == 1:
+            return outcome, payload
+        slot = _slot(outcome, payload)
+        dist.broadcast(torch.frombuffer(slot, dtype=torch.uint8), src=self._global_rank(0), group=self._group)
+        outcome, length, inline = _open_slot(slot)
+        if length <= _INLINE_BYTES:
+            return outcome, inline
         buffer = bytearray(payload) if self.is_coordinator else bytearray(length)
         dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=self._global_rank(0), group=self._group)
-        return bytes(buffer)
+        return outcome, bytes(buffer)
 
     def _global_rank(self, rank: int) -> int:
         assert self._group is not None
@@ -372,8 +373,48 @@ def _gloo_group_like(wanted: dist.ProcessGroup, world: dist.ProcessGroup) -> dis
     return group
 
 
-def _slot(payload: bytes, error: BaseException | None) -> bytearray:
-    outcome = _OK if error is None else _FAILED_EVERYWHERE if reached_every_rank(error) else _FAILED
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A rank's failure: the report of it, unless a rank before it failed, too; whether every rank has raised it."""
+
+    report: FailureReport | None
+    everywhere: bool
+    interrupted: bool = False
+
+
+_Failed = dict[int, _Failure]
+
+
+def _failure(error: BaseException) -> _Failure:
+    report = describe(error)
+    return _Failure(report, reached_every_rank(error), report.interrupted)
+
+
+def _first_in_full(failed: _Failed) -> _Failed:
+    """The same without the reports that are not shown: all but that of the first rank."""
+    first = min(failed, default=0)
+    return {rank: each if rank == first else replace(each, report=None) for rank, each in failed.items()}
+
+
+def _attempt(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """The value of `fn`, which can be pickled, or what it raised."""
+    try:
+        value = fn()
+        pickle.dumps(value)
+        return value, None
+    except BaseException as error:  # noqa: BLE001  (also on Ctrl-C the others must not wait for us; raised again)
+        return None, error
+
+
+def _xor(first: list[int], second: list[int]) -> list[int]:
+    return list(map(operator.xor, first, second))
+
+
+def _maximum(first: list[int], second: list[int]) -> list[int]:
+    return list(map(max, first, second))
+
+
+def _slot(outcome: int, payload: bytes) -> bytearray:
     slot = bytearray(_SLOT_BYTES)
     _HEADER.pack_into(slot, 0, outcome, len(payload))
     inline = payload[:_INLINE_BYTES]

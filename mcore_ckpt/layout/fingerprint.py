@@ -59,7 +59,7 @@ def fingerprint(
     group = coordination_group(process_group)
     what = "take the fingerprint of the state"
     if not names:
-        words = group.run_xor(what, lambda: _words_of_rank(sharded_state_dict).words, 4, wrap=PlanError)
+        words = group.run_xor(what, lambda: _words_of_rank(sharded_state_dict).words, wrap=PlanError)
         return StateFingerprint(str(StateWords(tuple(words))))
     gathered = group.run_gather(what, lambda: list(parts_of(sharded_state_dict, replicas=True)), wrap=PlanError)
     return group.run_on_coordinator(what, lambda: _compared(gathered or []), wrap=PlanError)

@@ -73,7 +73,7 @@ def prove_load(
         stored = state_words((one.key, one.dtype, one.shape, one.stored or 0, True) for one in firsts)
         return (*total.words, *(total ^ stored).words)
 
-    found = group.run_xor(_WHAT, words, 8, wrap=LoadError)
+    found = group.run_xor(_WHAT, words, wrap=LoadError)
     in_part = 0
     if any(found[4:]):
         gathered = group.run_gather(_WHAT, lambda: held, wrap=LoadError)

@@ -1,8 +1,9 @@
 """What the ranks of a save agree on before a byte is written: every file, every offset, and that all of it fits.
 
 Layout and plan follow from the structure of the state alone (keys, dtypes, shapes, offsets), and are kept in a
-`Structure`. So a further save of the same model is planned by an exchange of a few bytes, in which every rank says that
-its structure has stayed, and no plan travels again.
+`Structure`. A further save of the same model is planned by one exchange of a few bytes. Every rank says which plan it
+can use again, by the id of the save that made it. If all name the same one, it is used. Otherwise all ranks plan again,
+so no rank waits in another exchange than the others. What has moved from one rank to another is planned again, too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.failures import attempt, value_of
@@ -45,6 +47,7 @@ class Structure:
     # Rank, number of ranks and `thread_count` when it was laid out: file names and plans are of those. A restart inside
     # the process may give it another place, and a setting may be changed between two saves.
     laid_out_for: tuple[int, int, int] | None = None
+    laid_out_in: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +72,14 @@ def agree(
     state: RankState | BaseException,
     group: RankGroup,
     open_directory: Callable[[], bytes],
+    is_left_out: Callable[[RankState], bool],
     *,
     thread_count: int,
     separation_hint: str | None,
-) -> SavePlan:
+) -> SavePlan | None:
     """Open the directory and settle what all ranks write: as in the save before, if every rank can, or laid out again.
-    What `state` carries as an error is raised on all ranks, as is `PlanError`.
+    None, and nothing is touched, if a rank wants the save left out. What `state` carries as an error is raised on all
+    ranks, as is `PlanError`.
     """
     place = (group.rank, group.size, thread_count)
     layout = structure.layout
@@ -86,18 +91,35 @@ def agree(
         and layout.has_room(state.object_keys, state.object_bytes)
     )
 
-    def prepare() -> tuple[bool, bytes]:
-        value_of(state)
-        return unchanged, open_directory() if group.is_coordinator else b""
+    def prepare() -> _Prepared:
+        return _Prepared(structure.laid_out_in if unchanged else b"", is_left_out(value_of(state)))
 
-    answers = group.run("prepare the save", prepare, wrap=SaveError)
-    _, save_id = answers[0]
-    if layout is not None and all(same for same, _ in answers):
+    def open_unless_left_out(prepared: _Prepared) -> tuple[bytes, bytes] | None:
+        return None if prepared.left_out else (prepared.plan, open_directory())
+
+    agreed = group.run_merged("prepare the save", prepare, _both, open_unless_left_out, wrap=SaveError)
+    if agreed is None:
+        return None
+    plan, save_id = agreed
+    if plan and layout is not None:
         return SavePlan(layout, structure.planned, save_id, reused=True)
     structure.layout = structure.planned = None
     structure.layout, structure.planned = _laid_out(value_of(state), group, thread_count, separation_hint)
-    structure.laid_out_for = place
+    structure.laid_out_for, structure.laid_out_in = place, save_id
     return SavePlan(structure.layout, structure.planned, save_id, reused=False)
+
+
+class _Prepared(NamedTuple):
+    """What ranks say ahead of a save: the plan that they can use again, empty if there is none or there are several;
+    whether the save is to be left out.
+    """
+
+    plan: bytes
+    left_out: bool
+
+
+def _both(first: _Prepared, second: _Prepared) -> _Prepared:
+    return _Prepared(first.plan if first.plan == second.plan else b"", first.left_out or second.left_out)
 
 
 def _laid_out(

@@ -97,17 +97,18 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
     try:
         with collector_paused():
             state = attempt(interruptible()(partial(collect, sharded_state_dict, structure.described)))
-            if request.is_async and _is_left_out(state, request.options, group):
-                directory.abandon()
-                return SaveTransaction(request, group, directory)
             plan = agree(
                 structure,
                 state,
                 group,
                 interruptible()(directory.open),
+                partial(_is_left_out, request),
                 thread_count=request.thread_count,
                 separation_hint=request.separation_hint,
             )
+            if plan is None:
+                directory.abandon()
+                return SaveTransaction(request, group, directory)
     except BaseException:
         directory.abandon()
         raise
@@ -151,13 +152,10 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
         raise
 
 
-def _is_left_out(state: RankState | BaseException, options: SaveOptions, group: RankGroup) -> bool:
-    """Whether `when_busy="skip"` leaves this save out. All ranks ask, before anything is touched and whatever their own
-    option says: a variable that is set on some hosts only must not let them wait for the others.
-    """
-    skips = options.when_busy == "skip"
-    busy = skips and is_busy(0 if isinstance(state, BaseException) else state.nbytes, options)
-    return bool(group.maximum([int(busy)], wrap=SaveError)[0])
+def _is_left_out(request: SaveRequest, state: RankState) -> bool:
+    """Whether `when_busy="skip"` leaves this save out on this rank, and so on all, whatever their own option says."""
+    options = request.options
+    return request.is_async and options.when_busy == "skip" and is_busy(state.nbytes, options)
 
 
 def _write(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import platform
 import re
 import traceback
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ _BIG = 300_000
 class _CountedCollectives:
     """Counts the collectives of torch.distributed that are called inside the block."""
 
-    _NAMES = ("all_reduce", "all_gather", "broadcast", "send", "irecv", "gather")
+    _NAMES = ("all_reduce", "all_gather", "broadcast", "send", "recv", "irecv", "gather")
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
@@ -85,6 +87,7 @@ def _values(rank: int) -> dict[str, Any]:
         "one_big": group.broadcast(bytes([rank]) * _BIG) == b"\0" * _BIG,
         "any": (group.any(rank == 2), group.any(False)),
         "maximum": group.maximum([rank, -rank]),
+        "merged": group.run_merged("add", lambda: [rank], operator.add, sorted),
         "unequal_any_size": [len(p) for p in group.all_gather(b"x" * (1000 + rank * 10))],
     }
 
@@ -98,6 +101,7 @@ def test_values_travel_whole_whatever_their_size() -> None:
         assert result["one_big"]
         assert result["any"] == (True, False)
         assert result["maximum"] == [2, 0]
+        assert result["merged"] == [0, 1, 2]
         assert result["unequal_any_size"] == [1000, 1010, 1020]
         expected = [(10, b"\0"), (_BIG, b"\1"), (10, b"\2")] if rank == 0 else None
         assert result["gathered"] == expected
@@ -110,6 +114,7 @@ def _collectives_of_success(rank: int) -> dict[str, list[str]]:
         calls = {}
         for name, step in {
             "run": lambda: group.run("a", lambda: None),
+            "merged": lambda: group.run_merged("a", lambda: 1, operator.add, str),
             "gather": lambda: group.gather(rank),
             "broadcast": lambda: group.run_on_coordinator("a", lambda: 1),
             "any": lambda: group.any(False),
@@ -120,13 +125,17 @@ def _collectives_of_success(rank: int) -> dict[str, list[str]]:
     return calls
 
 
-def test_success_costs_one_collective() -> None:
-    for calls in run_ranks(_collectives_of_success, 2):
+def test_success_costs_a_message_up_the_tree_and_a_broadcast() -> None:
+    # Ranks 1, 2 and 4 tell the coordinator; rank 2 also for rank 3.
+    ups = [["recv", "recv", "recv"], ["send"], ["recv", "send"], ["send"], ["send"]]
+    for up, calls in zip(ups, run_ranks(_collectives_of_success, 5), strict=True):
+        exchange = [*up, "broadcast"]
         assert calls == {
-            "run": ["all_gather"],
-            "gather": ["all_gather"],
+            "run": exchange,
+            "merged": exchange,
+            "gather": exchange,
             "broadcast": ["broadcast"],
-            "any": ["all_reduce"],
+            "any": exchange,
         }
 
 
@@ -143,7 +152,7 @@ def _fails_on(rank: int, failing: list[int], kind: str, method: str, huge: bool)
                 return (lambda: None) and step  # type: ignore[return-value]
         return "fine"
 
-    call = getattr(group, method)
+    call = partial(_merged, group) if method == "run_merged" else getattr(group, method)
     try:
         call("read the layer", step, wrap=LoadError)
     except CheckpointError as error:
@@ -154,7 +163,11 @@ def _fails_on(rank: int, failing: list[int], kind: str, method: str, huge: bool)
     raise AssertionError("nothing was raised")
 
 
-@pytest.mark.parametrize("method", ["run", "run_gather"])
+def _merged(group: RankGroup, what: str, fn: Any, *, wrap: Any) -> Any:
+    return group.run_merged(what, fn, operator.add, str, wrap=wrap)
+
+
+@pytest.mark.parametrize("method", ["run", "run_gather", "run_merged"])
 @pytest.mark.parametrize(("kind", "class_name"), [("ours", "MissingKeyError"), ("system", "LoadError")])
 def test_the_first_cause_is_raised_on_every_rank(method: str, kind: str, class_name: str) -> None:
     outcomes = run_ranks(_fails_on, 3, [1, 2], kind, method, False)
@@ -170,8 +183,9 @@ def test_the_first_cause_is_raised_on_every_rank(method: str, kind: str, class_n
 
 
 @pytest.mark.parametrize("failing", [[1], [0, 1]])
-def test_a_failure_with_a_long_message(failing: list[int]) -> None:
-    for name, message, _, _ in run_ranks(_fails_on, 2, failing, "ours", "run", True):
+@pytest.mark.parametrize("method", ["run", "run_gather"])
+def test_a_failure_with_a_long_message(method: str, failing: list[int]) -> None:
+    for name, message, _, _ in run_ranks(_fails_on, 2, failing, "ours", method, True):
         assert name == "MissingKeyError"
         assert "!" * 5000 in message
 
@@ -241,6 +255,7 @@ def _waits_for_one_that_is_elsewhere(rank: int) -> str:
 def test_a_rank_that_does_not_come_is_told_from_one_that_is_gone() -> None:
     message, _ = run_ranks(_waits_for_one_that_is_elsewhere, 2)
     assert "the processes of all ranks exist: one hangs, or is in another call" in message
+    assert "nothing has come from rank 1" in message
 
 
 class _Counting:

@@ -133,7 +133,7 @@ def skipped(directory: Path) -> None:
 
 
 def ended_before_it_begins(directory: Path) -> None:
-    with failing("is_busy", RuntimeError):
+    with failing("is_busy"):
         skipping(directory)
 
 
@@ -148,15 +148,15 @@ def without_files(directory: Path) -> None:
 
 
 @contextmanager
-def failing(step: str, kind: type[Exception] = SaveError) -> Iterator[None]:
+def failing(step: str) -> Iterator[None]:
     """Let a step of a save fail."""
 
     def fail(*_: Any, **__: Any) -> None:
-        raise kind("for a test")
+        raise SaveError("for a test")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transaction, step, fail)
-        with pytest.raises(kind, match="for a test"):
+        with pytest.raises(SaveError, match="for a test"):
             yield
 
 

@@ -1,0 +1,142 @@
+"""A plan is used again only where all ranks can use it, and what an unchanged save exchanges does not grow."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mcore_ckpt
+from tests.support.gloo_ranks import run_megatron_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
+
+_ROWS = 4
+# A tensor in three parts, of which each has the value of its number; further tensors are saved by one rank.
+_A, _B, _C = ("a", 0), ("a", 1), ("a", 2)
+
+
+@contextmanager
+def _counted() -> Iterator[list[str]]:
+    """The names of all collectives and messages of torch.distributed inside the block."""
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name in ("all_reduce", "all_gather", "broadcast", "gather", "send", "recv", "irecv", "isend", "barrier"):
+            original = getattr(dist, name)
+
+            def counted(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+                calls.append(_name)
+                return _original(*args, **kwargs)
+
+            monkeypatch.setattr(dist, name, counted)
+        yield calls
+
+
+def _part(key: str, part: int, value: float) -> Any:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    return ShardedTensor.from_rank_offsets(key, torch.full((_ROWS,), value), (0, part, 3))
+
+
+def _save_all(rank: int, directory: Path, saves: list[list[list[tuple[str, int]]]]) -> list[tuple[bool, list[str]]]:
+    """Save after save, what each rank holds; whether the plan was used again, and what was exchanged."""
+    from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
+
+    strategy = TorchDistSaveStrategy()
+    outcomes = []
+    for number, held in enumerate(saves):
+        state = {f"{key}{part}": _part(key, part, 10 * number + part) for key, part in held[rank]}
+        path = directory / str(number)
+        if rank == 0:
+            path.mkdir()
+        dist.barrier()
+        with _counted() as calls:
+            strategy.save(state, path)
+        outcomes.append((strategy.validated_cache_reuse, calls))
+    return outcomes
+
+
+def _check(directory: Path, number: int, keys: str) -> None:
+    with mcore_ckpt.open_checkpoint(directory / str(number)) as checkpoint:
+        assert sorted(checkpoint.tensors) == sorted(keys)
+        for key in keys:
+            values = [10.0 * number + part for part in range(3) for _ in range(_ROWS)]
+            assert checkpoint[key][:].tolist() == values
+    assert mcore_ckpt.verify_checkpoint(directory / str(number)).whole
+
+
+@pytest.mark.parametrize(
+    ("saves", "used_again"),
+    [
+        pytest.param([[[_A], [_B], [_C]]] * 3, [False, True, True], id="nothing changes"),
+        pytest.param(
+            [[[_A], [_B], [_C]], [[_A], [_C], [_B]], [[_A], [_C], [_B]]],
+            [False, False, True],
+            id="two ranks swap what they hold",
+        ),
+        pytest.param(
+            [[[_A], [_B], [_C]], [[_A], [_B], [_C, ("x", 0), ("x", 1), ("x", 2)]], [[_A], [_B], [_C]]],
+            [False, False, False],
+            id="one rank has more",
+        ),
+        pytest.param(
+            [[[_A, _B], [_C], []], [[_A], [_C], [_B]], [[_A], [_C], [_B]]],
+            [False, False, True],
+            id="one rank gives to one that had nothing",
+        ),
+    ],
+)
+def test_a_plan_is_used_again_if_it_is_that_of_every_rank(
+    saves: list[list[list[tuple[str, int]]]], used_again: list[bool], tmp_path: Path
+) -> None:
+    outcomes = run_megatron_ranks(_save_all, 3, tmp_path, saves)
+    for outcomes_of_rank in outcomes:
+        assert [again for again, _ in outcomes_of_rank] == used_again
+    for number, held in enumerate(saves):
+        _check(tmp_path, number, "".join(sorted({key for of_rank in held for key, _ in of_rank})))
+
+
+def test_an_unchanged_save_costs_each_rank_two_messages_and_three_broadcasts(tmp_path: Path) -> None:
+    outcomes = run_megatron_ranks(_save_all, 3, tmp_path, [[[_A], [_B], [_C]]] * 3)
+    # Agree on the plan; collect the results; publish.
+    for heard, outcomes_of_rank in zip((["recv", "recv"], ["send"], ["send"]), outcomes, strict=True):
+        for again, calls in outcomes_of_rank[1:]:
+            assert again
+            assert calls == [*heard, "broadcast", *heard, "broadcast", "broadcast"]
+
+
+def _save_by_two(rank: int, directory: Path) -> None:
+    """Two strategies have made plans of their own; then the ranks differ in which one they use."""
+    from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
+
+    strategies = {key: TorchDistSaveStrategy() for key in "ab"}
+    for number, chosen in enumerate(("aaa", "bbb", "aba")):
+        key = chosen[rank]
+        path = directory / str(number)
+        if rank == 0:
+            path.mkdir()
+        dist.barrier()
+        # Both plans have the same files of the same lengths; every rank has a tensor of its own.
+        tensor = _whole(f"{key}{rank}", 10 * number + rank)
+        strategies[key].save({"w": tensor}, path)
+
+
+def _whole(key: str, value: float) -> Any:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    return ShardedTensor.from_rank_offsets(key, torch.full((_ROWS,), value))
+
+
+def test_plans_of_different_saves_are_not_mixed(tmp_path: Path) -> None:
+    run_megatron_ranks(_save_by_two, 3, tmp_path)
+    with mcore_ckpt.open_checkpoint(tmp_path / "2") as checkpoint:
+        found = {key: checkpoint[key][:].tolist() for key in checkpoint.tensors}
+    assert found == {"a0": [20.0] * _ROWS, "b1": [21.0] * _ROWS, "a2": [22.0] * _ROWS}
+    assert mcore_ckpt.verify_checkpoint(tmp_path / "2").whole
