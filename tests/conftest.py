@@ -113,6 +113,7 @@ def _has_gpu() -> bool:
 # kills, waits for deadlines, or takes seconds for other reasons. The rest takes under 90 seconds on two quiet cores.
 NOT_QUICK = {
     "reshard/test_partition_megatron.py",
+    "test_pages.py::test_examples_run",
     "reshard/test_reshard_in_stores.py",
     "reshard/test_reshard.py::test_a_process_that_is_stopped",
     "reshard/test_reshard_megatron.py",
