@@ -16,9 +16,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import random
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -158,6 +160,11 @@ class Pace:
     _MOST: Final = 64
 
     def __init__(self) -> None:
+        self.begin()
+        _paces.add(self)
+
+    def begin(self) -> None:
+        """Nothing is in flight."""
         self._changed = threading.Condition()
         self._limit = float(self._MOST)
         self._in_flight = 0
@@ -209,6 +216,18 @@ class Pace:
             with self._changed:
                 self._in_flight -= 1
                 self._changed.notify_all()
+
+
+_paces: weakref.WeakSet[Pace] = weakref.WeakSet()
+
+
+def _begin_again() -> None:
+    """A forked child has none of the threads whose requests were in flight; one of them may have held the lock."""
+    for pace in list(_paces):
+        pace.begin()
+
+
+os.register_at_fork(after_in_child=_begin_again)
 
 
 def retried(what: str, attempt: Callable[[int], T], pace: Pace, limits: Patience | None = None) -> T:

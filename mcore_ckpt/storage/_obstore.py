@@ -210,6 +210,8 @@ class _StreamedUpload(Upload):
         most_s = self._client.limits.give_up_s
         until_s = time.monotonic() + most_s
         while not until() and self._error is None:
+            if self._aborted:
+                raise OSError(errno.ECANCELED, f"PUT {self._client.place}/{self._key}: the upload was aborted")
             if not self._changed.wait(max(0.0, until_s - time.monotonic())) and time.monotonic() >= until_s:
                 text = f"PUT {self._client.place}/{self._key}: no part was taken within {most_s:g} s"
                 raise TimeoutError(errno.ETIMEDOUT, text)

@@ -45,7 +45,7 @@ from mcore_ckpt.target._journal import FileJournal, InUseError, Journal
 from mcore_ckpt.target._target_files import LocalFiles, StoreFiles, TargetFiles
 
 _ENTRY = re.compile(r"(?P<id>[0-9a-f]{16})(?P<kind>\.journal|\.gone)?")
-# In the lease of a directory in a store: whoever holds it makes a target there.
+# In the lease of a directory in a store: the holder makes a target there.
 _NOTED: Final = "target"
 _EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 

@@ -144,7 +144,12 @@ def _crc(reader: RangeReader, writer: RangeWriter | None = None) -> int:
             buffers.view = aligned_buffer(_PIECE_BYTES)
         start = number * _PIECE_BYTES
         view = buffers.view[: min(_PIECE_BYTES, size_bytes - start)]
-        reader.read_into(start, view)
+        try:
+            reader.read_into(start, view)
+        except BaseException:
+            if writer is not None:
+                writer.abort()  # other threads may wait for this piece to be written before theirs
+            raise
         sums[number] = crc32(view)
         if writer is not None:
             writer.write(start, buffers.view[: align_up(len(view))])

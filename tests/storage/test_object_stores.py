@@ -33,6 +33,7 @@ from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.storage import _object_client
 from mcore_ckpt.storage._object_client import Patience, RequestError
 from mcore_ckpt.storage.resolve import storage_at
+from tests.support.forked import in_child
 from tests.support.local_files import MIB, random_bytes
 from tests.support.object_server import Fault, Proxy, Request, S3Directory
 
@@ -596,6 +597,24 @@ def test_a_store_that_ignores_conditions_is_named_once_and_serves_one_job(
     storage.create("lease", b"x")
     assert storage.lock("taken", "lease")
     assert not storage.lock("taken", "lease")
+
+
+def test_a_forked_process_waits_for_no_request_of_its_parent() -> None:
+    pace = _object_client.Pace()
+    error = RequestError(errno.EREMOTEIO, "503 SlowDown", again=True, slow_down=True)
+    for _ in range(8):
+        with contextlib.suppress(RequestError), pace.request(time.monotonic() + 60):
+            pace._halved_at_s = 0.0
+            raise error
+    in_flight = pace.request(time.monotonic() + 60)
+    in_flight.__enter__()
+
+    def ask() -> None:
+        for _ in range(3):
+            with pace.request(time.monotonic() + 60):
+                pass
+
+    in_child(ask, deadline_s=30)
 
 
 def test_a_store_that_asks_to_slow_down_is_asked_less_at_once() -> None:

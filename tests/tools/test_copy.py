@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from mcore_ckpt import (
     CheckpointExistsError,
     FileSystemReader,
     FileSystemWriterAsync,
+    LoadError,
     SaveError,
     copy_checkpoint,
     verify_checkpoint,
 )
 from mcore_ckpt.commands.cli import main
+from mcore_ckpt.storage._local_reader import LocalReader
 from mcore_ckpt.storage._local_writer import LocalWriter
 from tests.support.local_files import data_file
 from tests.support.object_server import S3Directory
@@ -50,6 +53,26 @@ def test_a_copy_to_a_store_and_back_is_the_same(saved: Path, s3_directory: S3Dir
     assert verify_checkpoint(tmp_path / "back").whole
     contents = [{path.name: path.read_bytes() for path in place.iterdir()} for place in (saved, tmp_path / "back")]
     assert contents[0] == contents[1]
+
+
+@pytest.mark.timeout(60)
+def test_a_copy_into_a_store_that_takes_parts_in_turn_ends_when_one_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore", reason="its uploads take parts in turn")
+    dcp.save(
+        {"weight": torch.zeros(15_000_000)}, storage_writer=FileSystemWriterAsync(tmp_path / "saved"), no_dist=True
+    )
+    read_into = LocalReader.read_into
+
+    def fail_in_the_second(self: LocalReader, offset: int, view: memoryview, *more: Any) -> None:
+        if offset == 8 * 1024**2:
+            raise LoadError("the second piece cannot be read")
+        read_into(self, offset, view, *more)
+
+    monkeypatch.setattr(LocalReader, "read_into", fail_in_the_second)
+    with pytest.raises(LoadError, match="the second piece"):
+        copy_checkpoint(tmp_path / "saved", "memory://store/copy")
 
 
 def test_a_copy_that_was_interrupted_is_resumed(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
