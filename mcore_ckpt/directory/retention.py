@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from mcore_ckpt.core.errors import LoadError, OptionError, SaveError
 from mcore_ckpt.directory.in_force import index_files, is_pending
-from mcore_ckpt.directory.iterations import RunCheckpoint, directories_of_run, look_at, tracked_name
+from mcore_ckpt.directory.iterations import RunCheckpoint, directories_of_run, iteration_of, look_at, tracked_name
 from mcore_ckpt.directory.lock import DirectoryLock, contenders, is_lock_file
 from mcore_ckpt.format.file_names import DATA_SUFFIX
 from mcore_ckpt.format.index import CheckpointIndex
@@ -68,21 +68,28 @@ class PruneReport:
 
 
 def prune_run(
-    run: str | os.PathLike[str], *, keep_last: int, keep_every: int | None = None, remove: bool = False
+    run: str | os.PathLike[str],
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    remove: bool = False,
+    saved_last: str | None = None,
 ) -> PruneReport:
     """Decide which checkpoints of a run can go, and with `remove` remove them.
 
-    Never goes: `release`; what the tracker file names; the newest `keep_last` that are whole, and whatever is newer
-    than the oldest of these; a directory that a save has marked, or in which files have just been written; what a load
-    of this package is reading, as far as the file system tells; a link, and what a link in the run's directory leads
-    to; what has no index that can be read, since nothing says which files are the checkpoint's. A link is not counted
-    as one of the newest.
+    A run that was resumed from an older iteration leaves higher numbers behind: the newest are counted from what was
+    saved last downwards. Never goes: `release`; what the tracker file names; the newest `keep_last` that are whole, by
+    number or by time of saving, and whatever has a higher number than the lowest of the first; a directory that a save
+    has marked, or in which files have just been written; what a load of this package is reading, as far as the file
+    system tells; a link, and what a link in the run's directory leads to; what has no index that can be read, since
+    nothing says which files are the checkpoint's. A link is not counted as one of the newest.
 
     Args:
         run: the directory that holds `iter_0000100` and the like.
         keep_last: how many whole checkpoints stay, the newest; at least 1.
         keep_every: iterations that are multiples of it stay.
         remove: do it.
+        saved_last: name of the directory that was saved last; None: what was published last, by the storage's clock.
 
     Raises:
         CheckpointNotFoundError: there is no such directory, or no checkpoint of any kind in it.
@@ -102,11 +109,11 @@ def prune_run(
         if checkpoint.whole and checkpoint.iteration is not None and not checkpoint.path.is_symlink()
     ]
     links = storage_at(run).links()
-    oldest_kept = whole[-keep_last:][0].iteration if len(whole) >= keep_last else None
+    newest = _newest(whole, keep_last, None if saved_last is None else iteration_of(saved_last))
     decisions = []
     for checkpoint in checkpoints:
         reason = (
-            _reason_to_keep(checkpoint, oldest_kept, keep_last, keep_every)
+            _reason_to_keep(checkpoint, newest, keep_last, keep_every)
             or _linked(checkpoint, links)
             or _reason_to_wait(checkpoint)
         )
@@ -125,6 +132,27 @@ def prune_run(
     return PruneReport(str(run), remove, tuple(decisions))
 
 
+@dataclass(frozen=True, slots=True)
+class _Newest:
+    """The newest checkpoints of a run: where its last save is, the lowest number, and who has been saved last."""
+
+    head: int
+    lowest: int | None  # None: there are not as many
+    by_time: frozenset[int]
+
+
+def _newest(whole: list[RunCheckpoint], keep_last: int, saved_last: int | None) -> _Newest:
+    """`whole` is sorted by number. A number above the last save is of a branch that the run has left, or of a later
+    save: neither counts.
+    """
+    times = {each.iteration: each.saved_at_s or 0.0 for each in whole if each.iteration is not None}
+    by_time = sorted(times, key=lambda iteration: (times[iteration], iteration))
+    head = saved_last if saved_last is not None else (by_time[-1] if by_time else 0)
+    below = [iteration for iteration in times if iteration <= head]
+    lowest = below[-keep_last] if len(below) >= keep_last else None
+    return _Newest(head, lowest, frozenset(by_time[-keep_last:]))
+
+
 def _linked(checkpoint: RunCheckpoint, links: Mapping[str, str]) -> str | None:
     """Why a checkpoint stays to which, or to something in which, a link leads; None if none does."""
     path = storage_at(checkpoint.path).location
@@ -132,9 +160,7 @@ def _linked(checkpoint: RunCheckpoint, links: Mapping[str, str]) -> str | None:
     return None if name is None else f"the link {name} leads to it"
 
 
-def _reason_to_keep(
-    checkpoint: RunCheckpoint, oldest_kept: int | None, keep_last: int, keep_every: int | None
-) -> str | None:
+def _reason_to_keep(checkpoint: RunCheckpoint, newest: _Newest, keep_last: int, keep_every: int | None) -> str | None:
     """Why a checkpoint stays; None if it can go."""
     if checkpoint.iteration is None:
         return "it is no iteration"
@@ -146,9 +172,13 @@ def _reason_to_keep(
         return _LOCKED
     if _half_removed(storage_at(checkpoint.path)):
         return None
-    if oldest_kept is None:
+    if newest.lowest is None:
         return f"there are no {keep_last} whole checkpoints" if keep_last > 1 else "no checkpoint is whole"
-    if checkpoint.iteration >= oldest_kept:
+    if checkpoint.iteration > newest.head:
+        return f"its number is above that of the last save, {newest.head}"
+    if checkpoint.iteration in newest.by_time:
+        return f"one of the newest {keep_last}"
+    if checkpoint.iteration >= newest.lowest:
         return f"one of the newest {keep_last}" if checkpoint.whole else f"newer than one of the last {keep_last}"
     if keep_every is not None and checkpoint.iteration % keep_every == 0:
         return f"a multiple of {keep_every}"

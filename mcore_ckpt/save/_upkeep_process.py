@@ -70,7 +70,7 @@ def _await_tracker(run: str, name: str, wait: Callable[[float], bool]) -> None:
 
 def _remove_old(run: str, name: str, keep_last: int, keep_every: int | None) -> None:
     try:
-        report = prune_run(run, keep_last=keep_last, keep_every=keep_every, remove=True)
+        report = prune_run(run, keep_last=keep_last, keep_every=keep_every, remove=True, saved_last=name)
     except Exception as error:  # noqa: BLE001  (whatever it is, it is for the log: the next save tries again)
         kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
         _say(logging.WARNING, f"{run}: old checkpoints could not be removed after {name}: {kind}{error}")

@@ -112,6 +112,37 @@ def test_what_the_tracker_names_stays(run: Path) -> None:
     assert left(run) == [100, 500]
 
 
+def saved_again(run: Path, iteration: int, order: int) -> None:
+    """Make it the one that was saved at that place of the order, some hours ago."""
+    if not (run / name_of(iteration)).exists():
+        shutil.copytree(run / name_of(500), run / name_of(iteration))
+    for path in (run / name_of(iteration)).iterdir():
+        os.utime(path, (time.time() - 9000 + order,) * 2)
+
+
+@pytest.mark.parametrize("tracker", [False, True])
+def test_after_a_run_was_taken_back_the_newest_are_those_saved_last(run: Path, tracker: bool) -> None:
+    """Resumed from 200 where 300 to 500 exist; then saves at other iterations than before."""
+    for order, iteration in enumerate((*ITERATIONS, 250)):
+        saved_again(run, iteration, order)
+
+    def prune(last: int | None) -> list[int | None]:
+        if tracker:
+            (run / TRACKER_FILE).write_text("250" if last is None else str(last))
+        else:
+            (run / TRACKER_FILE).unlink(missing_ok=True)
+        return going(prune_run(run, keep_last=2, remove=True, saved_last=None if last is None else name_of(last)))
+
+    assert prune(250) == [100]
+    assert left(run) == [200, 250, 300, 400, 500]
+    assert prune(None) == []  # a person's: the same, by the times
+    saved_again(run, 310, 10)
+    assert prune(310) == [200]
+    saved_again(run, 350, 11)
+    assert prune(350) == [250, 300]  # 300 is of the branch that was left, and passed by now
+    assert left(run) == [310, 350, 400, 500]
+
+
 def test_a_tracker_that_cannot_be_read_stops_everything(run: Path) -> None:
     (run / TRACKER_FILE).write_text("half of 1")
     before = everything(run)
