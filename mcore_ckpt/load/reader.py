@@ -13,6 +13,7 @@ import math
 import os
 import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any, TypeGuard
 
 import torch
@@ -68,6 +69,7 @@ class FileSystemReader(StorageReader):
         options: LoadOptions | None = None,
     ) -> None:
         super().__init__()
+        self._load = ExitStack()
         if _extension_registry is not None and not hasattr(_extension_registry, "from_descriptor_list"):
             raise OptionError(
                 f"_extension_registry: expected an ExtensionRegistry of torch.distributed.checkpoint, got"
@@ -87,6 +89,8 @@ class FileSystemReader(StorageReader):
 
     def _forget(self, rank: int | None) -> None:
         """Read the checkpoint of all ranks from now on, or that of one rank."""
+        self._load.close()
+        self._load = ExitStack()
         self._rank = rank
         self._storage = storage_at(self.path)
         self._index: CheckpointIndex | None = None
@@ -221,6 +225,7 @@ class FileSystemReader(StorageReader):
         """
         if kwargs.get("rank") != self._rank:
             self._forget(kwargs.get("rank"))
+        self._begin_load()
         if self._metadata is None:
             from mcore_ckpt.layout.torch_classes import to_dcp_metadata
 
@@ -230,8 +235,14 @@ class FileSystemReader(StorageReader):
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
 
+    def _begin_load(self) -> None:
+        """Until `read_data` has ended, or this reader is deleted, no `prune` removes the checkpoint."""
+        self._load.close()
+        self._load.enter_context(self._storage.in_use(METADATA_FILE))
+
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """DCP hands every rank the coordinator's metadata: the index is made from it, and `.metadata` read once."""
+        self._begin_load()
         if metadata is self._metadata:
             return
         if self._index is None and metadata.storage_data is not None:
@@ -258,8 +269,11 @@ class FileSystemReader(StorageReader):
                 dtype (`LoadOptions.on_dtype_mismatch`).
             CorruptCheckpointError, ChecksumError, UnsafePickleError: stored bytes cannot be right, or not be trusted.
         """
-        with self._storage.in_use(METADATA_FILE):
+        self._begin_load()
+        try:
             self._read_data(plan, planner)
+        finally:
+            self._load.close()
         done: Future[None] = Future()
         done.set_result(None)
         return done

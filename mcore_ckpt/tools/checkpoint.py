@@ -16,6 +16,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
 from mcore_ckpt.items.checks import check_apart, missing_key
 from mcore_ckpt.tools.dtype_cast import as_numbers, carrier
 from mcore_ckpt.tools.inspection import CheckpointSummary, FileRow, checkpoint_directory, file_rows, summarize
@@ -73,6 +74,8 @@ class Checkpoint(Mapping[str, Any]):
         self.payloads = StoredPayloads(index, page_cache=options.page_cache)
         self._options = options
         self._reader: FileSystemReader | None = None
+        self._in_use = ExitStack()
+        self._in_use.enter_context(self.payloads.storage.in_use(METADATA_FILE))
 
     def __getitem__(self, key: str) -> Any:
         """A tensor (not read yet) or an object.
@@ -128,6 +131,7 @@ class Checkpoint(Mapping[str, Any]):
     def close(self) -> None:
         """Close its files; what was read stays valid."""
         self.payloads.close()
+        self._in_use.close()
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import LoadPlan
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from mcore_ckpt.commands.cli import main
@@ -29,6 +30,7 @@ from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, enc
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.storage._local import LocalStorage
+from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.run_listing import list_run
 from tests.support.model_like import write_model
 
@@ -458,12 +460,18 @@ def test_what_a_load_reads_stays(tmp_path: Path) -> None:
     found: list[str] = []
 
     class Planner(DefaultLoadPlanner):
+        def create_local_plan(self) -> LoadPlan:
+            found.append(why(prune_run(tmp_path, keep_last=1, remove=True), 1))
+            return super().create_local_plan()
+
         def resolve_tensor(self, read_item: Any) -> torch.Tensor:
             found.append(why(prune_run(tmp_path, keep_last=1, remove=True), 1))
             return super().resolve_tensor(read_item)
 
     loaded = {"w": torch.zeros(10)}
     dcp.load(loaded, storage_reader=FileSystemReader(tmp_path / name_of(1)), planner=Planner(), no_dist=True)
-    assert found == ["a load is reading it"]
+    with open_checkpoint(tmp_path / name_of(1)):
+        found.append(why(prune_run(tmp_path, keep_last=1, remove=True), 1))
+    assert found == ["a load is reading it"] * 3
     assert loaded["w"].tolist() == [1.0] * 10
     assert going(prune_run(tmp_path, keep_last=1, remove=True)) == [1]
