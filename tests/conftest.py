@@ -153,6 +153,7 @@ NOT_QUICK = {
     "save/test_owner.py::test_saves_that_threads_begin_at_once_do_not_share_their_memory",
     "save/test_planning.py",
     "save/test_report.py::test_every_rank_hears_and_leaves_a_trace",
+    "save/test_drain.py",
     "save/test_upkeep.py",
     "site/test_strict.py",
     "storage/test_object_stores.py",

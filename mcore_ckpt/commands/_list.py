@@ -7,6 +7,7 @@ import time
 
 from mcore_ckpt.commands._shell import DIFFERS, DONE, FAILED, Outcome, document_of, human_age, one_line, table
 from mcore_ckpt.core.console import human_bytes
+from mcore_ckpt.directory.drain_note import DrainNote
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +29,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
         state = "complete" if found.whole else "INCOMPLETE" if found.problems else "WRITTEN BY SOMETHING NEWER"
         if found.locked:
             state += ", left by a save that is gone" if found.abandoned else ", being written"
+        if found.drain is not None:
+            state += f", {_drained(found.drain, now_s)}"
         rows.append(
             (
                 found.name,
@@ -38,6 +41,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
                 "<- tracker" if found.tracked else "",
             )
         )
+        if found.drain is not None and found.drain.error:
+            notes.append(one_line(f"{found.name}: {found.drain.error}"))
         notes += [one_line(f"{found.name}: {reason}") for reason in (*found.problems[:1], found.newer) if reason]
         documents.append(document_of(found, name=found.name, whole=found.whole, layout=listed.layout))
     whole = sum(listed.checkpoint.whole for listed in report.checkpoints)
@@ -52,3 +57,14 @@ def run(arguments: argparse.Namespace) -> Outcome:
     if damaged or (report.tracker_problem and not any(found.tracked for found in newer)):
         return Outcome(document, "\n".join(lines), DIFFERS)
     return Outcome(document, "\n".join(lines), FAILED if newer else DONE)
+
+
+def _drained(note: DrainNote, now_s: float) -> str:
+    """How far the copy to the second tier is, in a few words."""
+    if note.state == "copied":
+        return "copied" if note.commits else "this node's part copied"
+    if note.state == "failed":
+        return f"copy failed {human_age(max(0.0, now_s - note.updated_s))} ago, attempt {note.attempts}"
+    if note.state == "copying":
+        return f"being copied: {human_bytes(note.copied_bytes)} of {human_bytes(note.total_bytes)}"
+    return "waits for being copied"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.core.paths import checkpoint_path
 
 _MIB = 1024 * 1024
 # The kernel's clocks take no more than they can count.
@@ -20,6 +21,9 @@ _ENVIRONMENT_PREFIX = "MCORE_CKPT_"
 
 # What the usual launchers call the number of processes of a job on this host: torchrun, Open MPI, MPICH, Slurm.
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
+
+# And the number of a process among those.
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 DirectIo = Literal["auto", "on", "off"]
 PageCache = Literal["auto", "on", "off"]
@@ -60,6 +64,9 @@ class SaveOptions:
         keep_last: checkpoints of the run that stay, the newest complete ones; older ones are removed in the background
             when a save has been published, as `prune_run` does. None removes nothing.
         keep_every: with `keep_last`, iterations that are multiples of it stay, too.
+        drain_to: directory or URL of the run in a second tier, such as `s3://bucket/run`: each checkpoint is copied
+            there in the background when it has been published, and committed there. Ranks may then save to disks of
+            their own nodes.
         keep_local_plans: put `all_local_plans` into `.metadata`, so that stock Megatron can reuse the plan of a loaded
             checkpoint; costs about as much as the rest of `.metadata` again.
         trace_path: directory for Chrome trace files, one for each rank and save; None writes none.
@@ -83,6 +90,7 @@ class SaveOptions:
     write_deadline_s: float | None = None
     keep_last: int | None = None
     keep_every: int | None = None
+    drain_to: str | None = None
     keep_local_plans: bool = False
     trace_path: str | None = None
     on_timings: Callable[[dict[str, Any]], None] | None = None
@@ -102,6 +110,8 @@ class SaveOptions:
         _at_least("keep_every", self.keep_every, 1)
         if self.keep_every is not None and self.keep_last is None:
             raise OptionError(f"keep_every={self.keep_every}: without keep_last nothing is removed; set keep_last, too")
+        if self.drain_to is not None:
+            checkpoint_path(self.drain_to)  # refuses what is no directory
         _at_least("staging_budget_bytes", self.staging_budget_bytes, _MIB)
         _at_least("write_deadline_s", self.write_deadline_s, 0.001)
         if self.write_deadline_s is not None and self.write_deadline_s > _LONGEST_DEADLINE_S:
@@ -135,6 +145,9 @@ class LoadOptions:
             O_DIRECT serves all three through the page cache.
         window_bytes: size of one read.
         buffer_bytes: memory that all read buffers of this rank may take together.
+        drain_to: as of `SaveOptions`: data files of the checkpoint that are missing are read in this second tier.
+        local_tier: directory of the run on fast local storage: data files of the checkpoint that lie there, too, are
+            read there.
         max_gap_bytes: largest gap between two wanted ranges that is read and thrown away rather than skipped; in an
             object store 1 MiB at least.
         on_dtype_mismatch: what to do with a tensor that is stored in another dtype than its destination's: `"convert"`
@@ -158,6 +171,8 @@ class LoadOptions:
     page_cache: PageCache = "auto"
     window_bytes: int = 8 * _MIB
     buffer_bytes: int = 32 * _MIB
+    drain_to: str | None = None
+    local_tier: str | None = None
     max_gap_bytes: int = 256 * 1024
     on_dtype_mismatch: Literal["convert", "raise"] = "convert"
     allowed_classes: tuple[str, ...] = field(default=())
@@ -173,6 +188,9 @@ class LoadOptions:
         _choice("verify_slices", self.verify_slices, ("auto", "on", "off"))
         _at_least("io_threads", self.io_threads, 1)
         _at_least("max_gap_bytes", self.max_gap_bytes, 0)
+        for tier in (self.drain_to, self.local_tier):
+            if tier is not None:
+                checkpoint_path(tier)  # refuses what is no directory
         if self.window_bytes < 64 * 1024 or self.window_bytes % 4096:
             raise OptionError(f"window_bytes={self.window_bytes}: expected a multiple of 4096, at least 65536")
         _at_least("buffer_bytes", self.buffer_bytes, self.window_bytes)
@@ -222,6 +240,16 @@ def ranks_of_this_host(environment: Mapping[str, str] | None = None) -> int:
         if text.isdecimal() and int(text) > 0:
             return int(text)
     return 1
+
+
+def first_of_this_host(rank: int, environment: Mapping[str, str] | None = None) -> bool:
+    """Whether a rank is the first of its host, as far as the launcher tells; else whether it is the first of all."""
+    source = os.environ if environment is None else environment
+    for name in _LOCAL_RANKS:
+        text = source.get(name, "")
+        if text.isdecimal():
+            return int(text) == 0
+    return rank == 0
 
 
 def _parse(name: str, annotation: str, text: str) -> Any:

@@ -58,7 +58,7 @@ from mcore_ckpt.layout.buckets import check_hint
 from mcore_ckpt.layout.dense_tensors import check_memory
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
 from mcore_ckpt.layout.torch_classes import WrittenSums, encoded_metadata, storage_meta
-from mcore_ckpt.save.upkeep import checkpoint_published
+from mcore_ckpt.save.upkeep import check_second_tier, checkpoint_published, note_drain
 from mcore_ckpt.storage.resolve import storage_at
 
 
@@ -158,6 +158,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     def _set_path(self, path: str | os.PathLike[str]) -> None:
         # The directory that it names now: what writes and publishes later must not follow a `chdir`.
         self.path = checkpoint_path(path).absolute()
+        check_second_tier(self.path, self.options)
         self._storage = storage_at(self.path).within(self.options.write_deadline_s)
         self._save_id = secrets.token_bytes(SAVE_ID_BYTES)
         self._target: Target | None = None
@@ -433,6 +434,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         if self._target is None:
             self._target = lock_late(self._storage, {result.storage_data.relative_path for result in written})
         try:
+            if self._alone is None:
+                note_drain(self.path, self.options, self._save_id, None, commits=True, total_bytes=sum(ends.values()))
             publish(self._storage, self._target, content, has_common_state=False)
         except BaseException:
             self._give_up()

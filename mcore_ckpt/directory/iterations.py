@@ -23,7 +23,8 @@ from typing import NamedTuple
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, NewerFormatError
 from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
+from mcore_ckpt.directory.drain_note import DrainNote
+from mcore_ckpt.directory.in_force import common_file_in_force, saves_of, with_common_files
 from mcore_ckpt.directory.lock import contenders, holders, seems_gone
 from mcore_ckpt.format.index import (
     CheckpointIndex,
@@ -73,6 +74,7 @@ class RunCheckpoint:
         saved_at_s: when `.metadata` was published, in seconds since 1970; None without one.
         tracked: the tracker file names it.
         locked: a save is at work in it, or has died there.
+        drain: how far it is on its way to a second tier; None if it is on none.
         abandoned: `locked`, and all saves that have locked it are gone, by what this host can see.
     """
 
@@ -85,6 +87,7 @@ class RunCheckpoint:
     locked: bool
     abandoned: bool = False
     newer: str | None = None
+    drain: DrainNote | None = None
 
     @property
     def name(self) -> str:
@@ -144,13 +147,14 @@ def look_at(directory: Path, *, tracked: str | None = None) -> tuple[RunCheckpoi
     index: CheckpointIndex | None = None
     saved_at_s = None
     sizes: dict[str, int] = {}
-    newer = None
+    newer = drain = None
     try:
         sizes = storage.sizes()
         index = read_index(directory, strict=False)
         published = storage.version(METADATA_FILE)
         saved_at_s = None if published is None else published.modified_ns / 1e9
-        found = list(itertools.islice(_problems(directory, index, sizes), _MAX_PROBLEMS))
+        drain = _drain_of(directory, index)
+        found = list(itertools.islice(_problems(directory, index, sizes, drain), _MAX_PROBLEMS))
     except NewerFormatError as error:
         found, newer = [], " ".join(str(error).split())
     except LoadError as error:
@@ -166,6 +170,7 @@ def look_at(directory: Path, *, tracked: str | None = None) -> tuple[RunCheckpoi
         locked=locked,
         abandoned=abandoned,
         newer=newer,
+        drain=drain,
     )
     return checkpoint, index
 
@@ -179,9 +184,22 @@ def _lock_state(storage: Storage, names: Iterable[str]) -> tuple[bool, bool]:
         return True, False
 
 
-def _problems(directory: Path, index: CheckpointIndex, sizes: Mapping[str, int]) -> Iterator[str]:
+def _drain_of(directory: Path, index: CheckpointIndex) -> DrainNote | None:
+    """The note of this very save, not of one that it has replaced, or that has not been published."""
+    note = DrainNote.read(directory)
+    return note if note is not None and note.save in saves_of(index) else None
+
+
+def _problems(
+    directory: Path, index: CheckpointIndex, sizes: Mapping[str, int], drain: DrainNote | None = None
+) -> Iterator[str]:
     yield from index.problems
-    megatron, flaw = is_megatrons(directory, index, sizes)
+    files = _needed_bytes(index)
+    if drain is not None and drain.files is not None:
+        # Each node has files of its own, and what is not sharded lies with the node that commits.
+        files = {name: needed for name, needed in files.items() if name in drain.files}
+    # (On the other nodes, no more is known of what Megatron-Core needs than that it has been saved.)
+    megatron, flaw = is_megatrons(directory, index, sizes) if drain is None or drain.commits else (False, None)
     if flaw:
         yield flaw
     yield from (flaw.message for flaw in structure_flaws(index, megatron=megatron))
@@ -191,7 +209,7 @@ def _problems(directory: Path, index: CheckpointIndex, sizes: Mapping[str, int])
         flaw = common_state_flaw(directory, index, there) or _common_size_flaw(storage, index, there)
         if flaw:
             yield flaw
-    for file, needed in _needed_bytes(index).items():
+    for file, needed in files.items():
         size = sizes.get(file)
         if size is None:
             try:

@@ -310,7 +310,7 @@ class DirectoryLock:
 
     def is_locked_by(self, save: str) -> bool:
         """Whether a save holds the directory or a part of it, or is about to; asked of its lease."""
-        return self.storage.version(_PREFIX + save) is not None
+        return is_locked_by(self.storage, save)
 
     def sweep(self, names: Iterable[str]) -> None:
         """Remove what is left of locks of processes that are gone, among these files of the directory."""
@@ -377,6 +377,11 @@ class DirectoryLock:
         self._life.ended.set()
         _held.pop(self.owner.save_id, None)
         _release(self.storage, self.owner, self._life.marker, remove_marker=remove_marker, keep_note=keep_note)
+
+
+def is_locked_by(storage: Storage, save: str) -> bool:
+    """Whether the lease of a save is in a directory; raises `LoadError`."""
+    return storage.version(_PREFIX + save) is not None
 
 
 def holders(storage: Storage) -> list[Owner]:

@@ -21,7 +21,14 @@ from mcore_ckpt.directory.iterations import RunCheckpoint, directories_of_run, i
 from mcore_ckpt.directory.lock import DirectoryLock, contenders, is_lock_file
 from mcore_ckpt.format.file_names import DATA_SUFFIX
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, MAX_METADATA_BYTES, METADATA_FILE, parse_index
+from mcore_ckpt.format.metadata_read import (
+    COMMON_FILE,
+    CONFIG_FILE,
+    DRAIN_FILE,
+    MAX_METADATA_BYTES,
+    METADATA_FILE,
+    parse_index,
+)
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
@@ -31,7 +38,7 @@ _REMOVED_INDEX = METADATA_FILE + ".removed"
 _REMOVAL = "removal"
 _LOCKED = "a save is at work in it, or has died there"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_SIDECARS = (CONFIG_FILE, COMMON_FILE, "integrity.json")
+_SIDECARS = (CONFIG_FILE, COMMON_FILE, DRAIN_FILE, "integrity.json")
 # Stock Megatron-Core and DCP mark no directory that they write to: files newer than the index tell, for so long.
 _RECENT_NS = 3600 * 10**9
 

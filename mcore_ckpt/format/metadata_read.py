@@ -55,6 +55,7 @@ TRACKER_FILE = "latest_checkpointed_iteration.txt"
 # Of a directory of NeMo 2: the checkpoint, and what the model is.
 NEMO_WEIGHTS, NEMO_CONTEXT = "weights", "context"
 INCOMPLETE_MARKER = ".mcore_ckpt_incomplete"
+DRAIN_FILE = ".mcore_ckpt_drain"
 
 # The index of 1,024 ranks with 1,000 items each, plans included, is 0.43 GB; ten times that is no index any more.
 MAX_METADATA_BYTES = 4 * 1024**3

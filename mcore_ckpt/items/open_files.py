@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.options import LoadOptions, PageCache
 from mcore_ckpt.items.file_footers import FileFooters
+from mcore_ckpt.items.nearest import NearestFiles
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, Storage, align_up
 
 # Threads work in neighbouring files, so few are in use at once; a reader of 1,000 ranks' files must not need 1,000 fds.
@@ -57,7 +58,7 @@ class OpenFiles:
     `footers` checks each file when it is opened; None: what is read of them is checked elsewhere.
     """
 
-    def __init__(self, storage: Storage, page_cache: PageCache, footers: FileFooters | None) -> None:
+    def __init__(self, storage: Storage | NearestFiles, page_cache: PageCache, footers: FileFooters | None) -> None:
         self._footers = footers
         self._storage = storage
         self._direct = _DIRECT[page_cache]

@@ -23,6 +23,7 @@ from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.items.checks import check_proportion, chunk_name, item_name
 from mcore_ckpt.items.checksums import check_records, checksum_error
 from mcore_ckpt.items.file_footers import FileFooters
+from mcore_ckpt.items.nearest import NearestFiles
 from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
 from mcore_ckpt.items.ranges import Extent, coalesce
 from mcore_ckpt.storage.base import Storage
@@ -35,7 +36,7 @@ class ItemDecoder:
 
     def __init__(
         self,
-        storage: Storage,
+        storage: Storage | NearestFiles,
         options: LoadOptions,
         stats: ReadStats,
         footers: FileFooters | None,

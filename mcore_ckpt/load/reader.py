@@ -33,6 +33,7 @@ from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.items.checks import check_apart, missing_key
 from mcore_ckpt.items.file_footers import FileFooters
+from mcore_ckpt.items.nearest import NearestFiles
 from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
 from mcore_ckpt.items.ranges import batches
 from mcore_ckpt.load._item_locations import ItemLocations
@@ -40,6 +41,7 @@ from mcore_ckpt.load._tensor_reads import TensorReads
 from mcore_ckpt.load.dtype_conversions import DtypeConversions
 from mcore_ckpt.load.item_decoding import ItemDecoder
 from mcore_ckpt.load.read_requests import LoadPlan, ReadRequest, check_planned, stored_dtype, tensor_entry
+from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
 
@@ -93,13 +95,27 @@ class FileSystemReader(StorageReader):
         self._load = ExitStack()
         self._rank = rank
         self._storage = storage_at(self.path)
+        self._files = self._nearest()
         self._index: CheckpointIndex | None = None
         self._metadata: Metadata | None = None
         self.conversions = DtypeConversions(self.options.on_dtype_mismatch, str(self.path))
         self._located = ItemLocations()
         self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
         self._footers = FileFooters(lambda: self.index)
-        self._decoder = ItemDecoder(self._storage, self.options, self.stats, self._footers, self._extension_registry)
+        self._decoder = ItemDecoder(self._files, self.options, self.stats, self._footers, self._extension_registry)
+
+    def _nearest(self) -> Storage | NearestFiles:
+        """What opens data files: with a second tier, where they are nearest."""
+        name, run = self.path.name, self.path.absolute().parent
+        local, second = (
+            None if tier is None else checkpoint_path(tier.rstrip("/")).absolute()
+            for tier in (self.options.local_tier, self.options.drain_to)
+        )
+        if local not in (None, run):
+            return NearestFiles(storage_at(local / name), self._storage, lambda: self.index)
+        if second not in (None, run):
+            return NearestFiles(self._storage, storage_at(second / name), lambda: self.index)
+        return self._storage
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -151,7 +167,7 @@ class FileSystemReader(StorageReader):
 
     def read(self, plan: LoadPlan) -> None:
         """Carry out a plan. Raises as `read_items`."""
-        files = OpenFiles(self._storage, self.options.page_cache, self._footers)
+        files = OpenFiles(self._files, self.options.page_cache, self._footers)
         reads = TensorReads(files, self.options, self._located, self.stats, self._decoder, self.index.blocks)
         try:
             reads.run(plan)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt.core.errors import KindMismatchError, LoadError
-from mcore_ckpt.core.options import LoadOptions, SaveOptions
+from mcore_ckpt.core.options import LoadOptions, SaveOptions, first_of_this_host
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import coordination_group, interrupts_wait_for_others
@@ -57,6 +57,7 @@ from mcore_ckpt.megatron._versions import (
     sharded_tensor_of,
 )
 from mcore_ckpt.save.transaction import BucketWriter, SaveRequest, SaveTransaction, Structure, begin_save
+from mcore_ckpt.save.upkeep import run_loaded
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.staging_buffers import expect_save, warm_up_buffer
 
@@ -356,6 +357,8 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             # Nothing but the file itself tells the saves apart: it may have been another one already when it was read.
             raise replaced_error(reader.path, ".metadata, which has no manifest, is another file than before")
         check_common(reader.path, source, reader.index)
+        if first_of_this_host(dist.get_rank() if dist.is_initialized() else 0):
+            run_loaded(reader.path, SaveOptions.from_environment(), self.options.local_tier)
         _expect_save(reader.path, reader.stats.bytes_read - read_before)
         return filled, source
 

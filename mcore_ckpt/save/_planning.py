@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from mcore_ckpt.core.errors import SaveError
+from mcore_ckpt.core.errors import OptionError, SaveError
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_write import MetadataEncoder
@@ -76,10 +76,11 @@ def agree(
     *,
     thread_count: int,
     separation_hint: str | None,
+    drain_to: str | None,
 ) -> SavePlan | None:
     """Open the directory and settle what all ranks write: as in the save before, if every rank can, or laid out again.
     None, and nothing is touched, if a rank wants the save left out. What `state` carries as an error is raised on all
-    ranks, as is `PlanError`.
+    ranks, as is `PlanError`; and `OptionError` unless all have the same second tier.
     """
     place = (group.rank, group.size, thread_count)
     layout = structure.layout
@@ -92,9 +93,15 @@ def agree(
     )
 
     def prepare() -> _Prepared:
-        return _Prepared(structure.laid_out_in if unchanged else b"", is_left_out(value_of(state)))
+        plan = structure.laid_out_in if unchanged else b""
+        return _Prepared(plan, is_left_out(value_of(state)), frozenset([drain_to]))
 
     def open_unless_left_out(prepared: _Prepared) -> tuple[bytes, bytes] | None:
+        if len(prepared.second_tiers) > 1:
+            raise OptionError(
+                f"drain_to differs between the ranks: {sorted(map(str, prepared.second_tiers))}; set "
+                "MCORE_CKPT_DRAIN_TO alike on all hosts, or nowhere"
+            )
         return None if prepared.left_out else (prepared.plan, open_directory())
 
     agreed = group.run_merged("prepare the save", prepare, _both, open_unless_left_out, wrap=SaveError)
@@ -111,15 +118,20 @@ def agree(
 
 class _Prepared(NamedTuple):
     """What ranks say ahead of a save: the plan that they can use again, empty if there is none or there are several;
-    whether the save is to be left out.
+    whether the save is to be left out; where it is to be copied to.
     """
 
     plan: bytes
     left_out: bool
+    second_tiers: frozenset[str | None]
 
 
 def _both(first: _Prepared, second: _Prepared) -> _Prepared:
-    return _Prepared(first.plan if first.plan == second.plan else b"", first.left_out or second.left_out)
+    return _Prepared(
+        first.plan if first.plan == second.plan else b"",
+        first.left_out or second.left_out,
+        first.second_tiers | second.second_tiers,
+    )
 
 
 def _laid_out(

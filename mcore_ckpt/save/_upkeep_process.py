@@ -1,4 +1,7 @@
-"""The process that removes a run's old checkpoints during training: one task for each line that comes in. No torch."""
+"""The process that looks after a run during training: one task for each line that comes in. No torch.
+
+Two threads work: one removes old checkpoints, the other copies new ones to the second tier, which may take long.
+"""
 
 from __future__ import annotations
 
@@ -9,46 +12,67 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
-from mcore_ckpt.core.errors import CheckpointError
+from mcore_ckpt.core.console import human_bytes
+from mcore_ckpt.core.errors import CheckpointError, CheckpointNotFoundError, SaveError
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.process import exit_with_parent, lower_priority
 from mcore_ckpt.core.signals import leave_signals_to_parent
-from mcore_ckpt.directory.iterations import tracked_name
+from mcore_ckpt.directory.drain import drain, give_up, track_drained, undrained
+from mcore_ckpt.directory.drain_note import DrainNote
+from mcore_ckpt.directory.iterations import iteration_of, look_at, tracked_name
 from mcore_ckpt.directory.retention import prune_run
+from mcore_ckpt.format.metadata_read import METADATA_FILE
+from mcore_ckpt.storage.resolve import storage_at
 
 # Megatron writes the tracker file after the save has been published, a moment later. Before that, it names the
 # checkpoint before, which therefore would stay.
 _TRACKER_WITHIN_S: Final = 30.0
 _LONGEST_PERIOD_S: Final = 4.0
+# Pauses between attempts to copy a checkpoint, and between looks whether the parts of other nodes have arrived.
+_FIRST_PAUSE_S: Final = 2.0
+_LONGEST_PAUSE_S: Final = 300.0
+_ARRIVALS_PERIOD_S: Final = 1.0
+# At the end, other nodes get so long from when this one has copied its own part.
+_ARRIVALS_WITHIN_S: Final = 300.0
+_NOTE_PERIOD_S: Final = 2.0
 
 
 def main(parent_pid: int, cpu_priority: int | None) -> None:
-    """Work until the trainer closes the pipe and all is done; end at once when the trainer is gone."""
+    """Work until the trainer says that it ends and all is done; end at once when the trainer is gone."""
     leave_signals_to_parent()
     exit_with_parent(parent_pid)
     lower_priority(cpu_priority, None)
-    tasks: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     ends = threading.Event()
-    threading.Thread(target=_receive, args=(tasks, ends), daemon=True).start()
-    while (task := tasks.get()) is not None:
-        _await_tracker(task["run"], task["name"], lambda period_s: ends.wait(period_s) or not tasks.empty())
-        if tasks.empty() or ends.is_set():  # otherwise a later save asks for the same
-            _remove_old(**task)
-
-
-def _receive(tasks: queue.SimpleQueue[dict[str, Any] | None], ends: threading.Event) -> None:
+    removals: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    drains = _Drains(ends)
+    workers = [threading.Thread(target=_remove, args=(removals, ends)), threading.Thread(target=drains.work)]
+    for worker in workers:
+        worker.start()
     for line in sys.stdin:
         if (task := json.loads(line)) is None:
             break
-        tasks.put(task)
+        if "keep_last" in task:
+            removals.put(task)
+        else:
+            drains.add(**task)
     ends.set()
-    tasks.put(None)
+    removals.put(None)
+    drains.wake()
+    for worker in workers:
+        worker.join()
 
 
 def _say(level: int, text: str) -> None:
     sys.stdout.write(json.dumps([level, text]) + "\n")
     sys.stdout.flush()
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def _await_tracker(run: str, name: str, wait: Callable[[float], bool]) -> None:
@@ -62,19 +86,170 @@ def _await_tracker(run: str, name: str, wait: Callable[[float], bool]) -> None:
             if tracked_name(run) == name:
                 return
         except CheckpointError:
-            pass  # the removal says so
+            pass  # what is done then says so
         if wait(period_s):
             return
         period_s = min(2 * period_s, _LONGEST_PERIOD_S)
+
+
+def _remove(tasks: queue.SimpleQueue[dict[str, Any] | None], ends: threading.Event) -> None:
+    while (task := tasks.get()) is not None:
+        _await_tracker(task["run"], task["name"], lambda period_s: ends.wait(period_s) or not tasks.empty())
+        if tasks.empty() or ends.is_set():  # otherwise a later save asks for the same
+            _remove_old(**task)
 
 
 def _remove_old(run: str, name: str, keep_last: int, keep_every: int | None) -> None:
     try:
         report = prune_run(run, keep_last=keep_last, keep_every=keep_every, remove=True, saved_last=name)
     except Exception as error:  # noqa: BLE001  (whatever it is, it is for the log: the next save tries again)
-        kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
-        _say(logging.WARNING, f"{run}: old checkpoints could not be removed after {name}: {kind}{error}")
+        _say(logging.WARNING, f"{run}: old checkpoints could not be removed after {name}: {_words(error)}")
         return
     gone = [decision.checkpoint.name for decision in report.decisions if not decision.keep]
     if gone:
-        _say(logging.INFO, f"{run}: removed {', '.join(gone)} ({report.freed_bytes / 1e9:.2f} GB) after {name}")
+        _say(logging.INFO, f"{run}: removed {', '.join(gone)} ({human_bytes(report.freed_bytes)}) after {name}")
+
+
+class _Drains:
+    """Checkpoints on their way to the second tier, the newest first: it is the one that is missed most."""
+
+    def __init__(self, ends: threading.Event) -> None:
+        self._ends = ends
+        self._changed = threading.Condition()
+        self._waiting: dict[Path, float] = {}  # when to try, on the clock of `time.monotonic()`
+        self._to: dict[Path, str] = {}  # second tier of each run
+        self._begun: dict[Path, DrainNote] = {}  # of which something may have been copied
+        self._arriving: dict[Path, float] = {}  # what other nodes are still to copy of, and since when
+
+    def add(self, run: str, name: str | None, drain_to: str) -> None:
+        """A checkpoint was published, or (None) a run was loaded; at a run's first task, what is left is found."""
+        directory = checkpoint_path(run)
+        is_known, self._to[directory] = directory in self._to, drain_to
+        found = [] if name is None else [directory / name]
+        try:
+            found += [] if is_known else [path for path, _ in undrained(directory)]
+        except CheckpointError as error:
+            _say(logging.WARNING, f"{run}: cannot be searched for checkpoints that are still to be copied: {error}")
+        with self._changed:
+            self._waiting.update(dict.fromkeys(found, time.monotonic()))
+            self._changed.notify()
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def work(self) -> None:
+        """Try each checkpoint until it is copied; a last time when the trainer ends."""
+        last: set[Path] = set()
+        while (directory := self._next(last)) is not None:
+            ending = self._ends.is_set()
+            pause_s = self._attempt(directory)
+            now = time.monotonic()
+            if ending and now - self._arriving.get(directory, 0.0) > _ARRIVALS_WITHIN_S:
+                last.add(directory)
+            if pause_s is not None:
+                with self._changed:
+                    self._waiting.setdefault(directory, now + pause_s)
+
+    def _next(self, tried: set[Path]) -> Path | None:
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                ending = self._ends.is_set()
+                ready = [
+                    path
+                    for path, when in self._waiting.items()
+                    if path not in tried and (when <= now or (ending and path not in self._arriving))
+                ]
+                if ready:
+                    chosen = max(ready, key=lambda path: iteration_of(path.name) or 0)
+                    del self._waiting[chosen]
+                    return chosen
+                later = [when - now for path, when in self._waiting.items() if path not in tried]
+                if ending and not later:
+                    return None
+                self._changed.wait(min(later, default=None))
+
+    def _attempt(self, directory: Path) -> float | None:
+        """Copy a checkpoint; returns after how many seconds to try again, None if it is done or gone."""
+        to = f"{self._to[directory.parent]}/{directory.name}"
+        note: DrainNote | None = None
+        try:
+            if not storage_at(directory).exists(METADATA_FILE):
+                _say(logging.WARNING, f"{directory}: was removed before it was copied to {to}")
+                if (begun := self._begun.pop(directory, None)) is not None:
+                    give_up(begun)
+                return None
+            note = DrainNote.read(directory)
+            if note is None:
+                return None
+            note = replace(note, to=to, copied_bytes=0, attempts=note.attempts + 1)
+            if note.commits:
+                _await_tracker(str(directory.parent), directory.name, self._ends.wait)
+                checkpoint, _ = look_at(directory)
+                if checkpoint.problems:
+                    raise SaveError(f"it is not complete: {checkpoint.problems[0]}")
+            self._begun[directory] = note
+            started_s = time.monotonic()
+            progress = _Progress(directory, note)
+            is_done = drain(directory, note, progress.add, own_are_there=directory in self._arriving)
+            if not is_done:
+                self._arriving.setdefault(directory, started_s)
+                progress.end("waiting")
+                return _ARRIVALS_PERIOD_S
+            progress.end("copied")
+            self._begun.pop(directory)
+            seconds = time.monotonic() - started_s
+            what = "copied" if note.commits else "this node's part copied"
+            _say(
+                logging.INFO,
+                f"{directory}: {what} to {to}, {human_bytes(progress.note.copied_bytes)} in {seconds:.1f} s",
+            )
+            if note.commits:
+                track_drained(directory.parent)
+        except Exception as error:  # noqa: BLE001  (whatever it is, it is for the log, and tried again)
+            self._arriving.pop(directory, None)
+            if isinstance(error, CheckpointNotFoundError) and not storage_at(directory).exists(METADATA_FILE):
+                return 0.0  # removed meanwhile: that is said at the next attempt
+            attempts = 1 if note is None else note.attempts
+            pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(attempts - 1, 10), _LONGEST_PAUSE_S)
+            again = "the next run resumes it" if self._ends.is_set() else f"it is tried again in {pause_s:.0f} s"
+            _say(logging.WARNING, f"{directory}: could not be copied to {to}: {_words(error)}; {again}")
+            if note is not None:
+                _write(replace(note, state="failed", error=_words(error), updated_s=time.time()), directory)
+            return pause_s
+        return None
+
+
+class _Progress:
+    """How far a copy is, noted now and then in the directory, for `mcore-ckpt list`."""
+
+    def __init__(self, directory: Path, note: DrainNote) -> None:
+        self.note = replace(note, state="copying", error="")
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._noted_s = 0.0
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.note = replace(self.note, copied_bytes=self.note.copied_bytes + nbytes)
+            if time.monotonic() - self._noted_s >= _NOTE_PERIOD_S:
+                self._noted_s = time.monotonic()
+                self._write()
+
+    def end(self, state: str) -> None:
+        self.note = replace(self.note, state=state)
+        self._write()
+
+    def _write(self) -> None:
+        _write(replace(self.note, updated_s=time.time()), self._directory)
+
+
+def _write(note: DrainNote, directory: Path) -> None:
+    """Note it, unless another save has left a note of its own there, or the directory is gone."""
+    try:
+        there = DrainNote.read(directory)
+        if there is not None and there.save == note.save:
+            note.write(directory)
+    except CheckpointError as error:
+        _say(logging.WARNING, f"{directory}: how far the copy is could not be noted: {error}")

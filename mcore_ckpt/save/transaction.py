@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import platform
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -31,9 +32,10 @@ from mcore_ckpt.core.ranks import RankGroup, interrupts_wait_for_others, reached
 from mcore_ckpt.core.signals import interruptible
 from mcore_ckpt.directory.common_file import common_file_of_save
 from mcore_ckpt.directory.in_force import is_in_force
+from mcore_ckpt.directory.lock import is_locked_by
 from mcore_ckpt.directory.publish import check_files, publish
 from mcore_ckpt.directory.target import Target, abandon, discard, give_back, open_target
-from mcore_ckpt.format.file_names import with_id
+from mcore_ckpt.format.file_names import id_in_names, with_id
 from mcore_ckpt.format.footer import ManifestFile, shown_id
 from mcore_ckpt.format.index import ObjectEntry
 from mcore_ckpt.layout.file_image import PlannedFile, WrittenFile, check_results
@@ -43,7 +45,7 @@ from mcore_ckpt.save._planning import Structure as Structure
 from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.save.rank_state import RankState, collect
-from mcore_ckpt.save.upkeep import checkpoint_published
+from mcore_ckpt.save.upkeep import check_second_tier, checkpoint_published, note_drain
 from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.snapshot import log_choice, start_writing
@@ -105,10 +107,13 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
                 partial(_is_left_out, request),
                 thread_count=request.thread_count,
                 separation_hint=request.separation_hint,
+                drain_to=request.options.drain_to,
             )
             if plan is None:
                 directory.abandon()
                 return SaveTransaction(request, group, directory)
+            if request.options.drain_to is not None:
+                directory.meet(group, plan.save_id)
     except BaseException:
         directory.abandon()
         raise
@@ -197,9 +202,49 @@ class SaveDirectory:
 
     def __init__(self, path: Path, options: SaveOptions) -> None:
         self.path = path.absolute()
+        check_second_tier(self.path, options)
         self.storage = storage_at(self.path).within(options.write_deadline_s)
         self.target: Target | None = None
+        self.places: list[str] = []
         self._options = options
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the ranks write to several places, each a directory of this path on a disk of its own node."""
+        return len(set(self.places)) > 1
+
+    def meet(self, group: RankGroup, save_id: bytes) -> None:
+        """All ranks, of a save that has a second tier: find out who writes to one place. The coordinator has locked its
+        own; in each other one the first rank does. Raises `SaveError` on all ranks.
+        """
+
+        def look() -> str:
+            self.storage.ensure()
+            own = is_locked_by(self.storage, id_in_names(save_id))
+            return "" if own else f"{platform.node()} {self.storage.location}"
+
+        self.places = group.run("look for the coordinator's lock", look, wrap=SaveError)
+        if self.is_divided:
+            group.run("lock the directories of all nodes", partial(self._lock_own, group.rank), wrap=SaveError)
+
+    def _lock_own(self, rank: int) -> None:
+        if self.places[rank] and self.places.index(self.places[rank]) == rank:
+            self.target = open_target(self.storage, self._options)
+
+    def is_seen_from(self, rank: int, other: int) -> bool:
+        """Whether two ranks write to one place."""
+        return not self.places or self.places[rank] == self.places[other]
+
+    def note(self, save_id: bytes, files: Sequence[WrittenFile], rank: int) -> None:
+        """Where this place publishes these files: leave word of what is to be copied to the second tier."""
+        note_drain(
+            self.path,
+            self._options,
+            save_id,
+            [file.name for file in files] if self.is_divided else None,
+            commits=rank == 0,
+            total_bytes=sum(file.size_bytes for file in files),
+        )
 
     def open(self) -> bytes:
         """Coordinator: lock the directory; returns the save's id. Raises where another save holds it."""
@@ -273,6 +318,7 @@ class SaveTransaction(SaveCall):
         self._spans = list(spans)
         self._commits = False
         self._publishes = False
+        self._described: tuple[bytes, bool] | None = None
         if plan is not None:
             # One bar on a terminal is enough: the coordinator's.
             self.bar_bytes = plan.layout.file_bytes if request.options.progress and group.is_coordinator else 0
@@ -307,6 +353,8 @@ class SaveTransaction(SaveCall):
             waited = time.monotonic()
             self._spans.append(Span("gather", started, waited))
             self._publishes = True
+            if self._directory.is_divided:
+                self._publish_on_other_nodes(plan, gathered)
             publish = partial(self._publish, plan, gathered)
             self._group.run_on_coordinator("publish the checkpoint", publish, wrap=SaveError)
         except BaseException as error:
@@ -343,12 +391,44 @@ class SaveTransaction(SaveCall):
 
     def _publish(self, plan: SavePlan, gathered: list[Written] | None) -> None:
         assert gathered is not None
+        content, common = self._metadata(plan, gathered)
+        seen = self._files_of_place(gathered)
+        check_files(self._directory.storage, sorted((file.name, file.size_bytes) for file in seen))
+        self._directory.note(plan.save_id, seen, self._group.rank)
+        self._directory.publish(content, has_common_state=common)
+
+    def _files_of_place(self, gathered: Sequence[Written]) -> list[WrittenFile]:
+        """Files of the ranks that write where this one does."""
+        ranks = [rank for rank in range(len(gathered)) if self._directory.is_seen_from(self._group.rank, rank)]
+        return [file for rank in ranks for file in gathered[rank].files]
+
+    def _publish_on_other_nodes(self, plan: SavePlan, gathered: list[Written] | None) -> None:
+        """All ranks: before the coordinator publishes, whose place counts."""
+
+        def described() -> tuple[bytes, bool, list[Written]]:
+            assert gathered is not None
+            return (*self._metadata(plan, gathered), gathered)
+
+        content, common, written = self._group.run_on_coordinator("describe the checkpoint", described, wrap=SaveError)
+
+        def publish_own() -> None:
+            if self._directory.target is not None and not self._group.is_coordinator:
+                self._directory.note(plan.save_id, self._files_of_place(written), self._group.rank)
+                self._directory.publish(content, has_common_state=common)
+
+        self._group.run("publish on all nodes", publish_own, wrap=SaveError)
+
+    def _metadata(self, plan: SavePlan, gathered: list[Written]) -> tuple[bytes, bool]:
+        """Coordinator: what `.metadata` is to hold, if what was written is what was planned; and whether the common
+        state is an object.
+        """
+        if self._described is not None:
+            return self._described
         assert plan.planned is not None
         done = sorted((file.name, file.size_bytes) for written in gathered for file in written.files)
         files = sorted((with_id(name, plan.save_id), size_bytes) for name, size_bytes in plan.planned.plan.files)
         if files != done:
             raise SaveError(f"{self._directory.path}: the files planned are {files}, the files written {done}")
-        check_files(self._directory.storage, files)
         objects = [written.objects for written in gathered]
         common = any(entry.fqn.startswith("common_state/") for of_rank in objects for entry in of_rank)
         plan.planned.encoder = plan.planned.encoder or plan.planned.plan.encoder()
@@ -362,7 +442,8 @@ class SaveTransaction(SaveCall):
             common=self._directory.common_file(has_common_state=common),
             keep_local_plans=self._options.keep_local_plans,
         )
-        self._directory.publish(content, has_common_state=common)
+        self._described = (content, common)
+        return self._described
 
     def abort(self) -> None:
         """See `SaveCall`. Once `commit` has begun, only that knows whether the files may go: a callback that fails
@@ -410,6 +491,7 @@ class SaveTransaction(SaveCall):
             _logger.exception("%s: the save was well done, but not all could be told of it", path)
         if self._group.is_coordinator:
             _logger.log(report.log_level, "%s", report)
+        if self._directory.target is not None:
             checkpoint_published(path, self._options)
 
 

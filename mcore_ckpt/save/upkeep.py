@@ -1,6 +1,7 @@
-"""What is done with a run between its saves, by a process of its own: old checkpoints are removed.
+"""What a process of its own does for a run between its saves: remove old checkpoints, copy new ones to a second tier.
 
-The coordinator of a save asks for it when the checkpoint is published, and training goes on. The process is a bare
+The coordinator of a save asks for it when the checkpoint is published, and training goes on; where each node has its
+own disk, one rank of each node does. The process is a bare
 interpreter without torch, and gives way to training. What it has done, and what has failed, are lines in the log of the
 trainer; no save fails by it. It ends with the trainer: one that ends in order lets it finish what has been asked for.
 """
@@ -16,20 +17,26 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.process import exit_text
 from mcore_ckpt.core.signals import signals_held_back
 from mcore_ckpt.core.threads import start_thread
+from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.directory.iterations import iteration_of
+from mcore_ckpt.format.file_names import id_in_names
 from mcore_ckpt.writing.supervised_child import TRAINING_FIRST_NICE
 
 _logger = logging.getLogger(__name__)
 
-# A trainer that ends waits so long for a removal in progress; the next run resumes it.
-_EXIT_WAIT_S: Final = 60.0
+# How often a trainer that ends says what it waits for.
+_SAY_EVERY_S: Final = 30.0
 _PROGRAM: Final = """\
 import os, sys
 os.setpgid(0, 0)
@@ -40,21 +47,77 @@ main({parent_pid}, {cpu_priority})
 
 
 def checkpoint_published(directory: Path, options: SaveOptions) -> None:
-    """Coordinator: a checkpoint is in force; ask for what the options say is to be done then. Raises nothing."""
-    if options.keep_last is None:
+    """A checkpoint is in force; ask for what the options say is to be done then. Raises nothing."""
+    if options.keep_last is None and options.drain_to is None:
         return
     directory = directory.absolute()
     if iteration_of(directory.name) is None:
         _say_once(
-            f"{directory}: keep_last={options.keep_last} removes nothing here: only directories that are named as "
-            "iter_0000100 are checkpoints of a run"
+            f"{directory}: is not named as iter_0000100, and so no checkpoint of a run: keep_last and drain_to do "
+            "nothing here"
         )
         return
     task = {"run": str(directory.parent), "name": directory.name}
+    if options.keep_last is not None:
+        _ask({**task, "keep_last": options.keep_last, "keep_every": options.keep_every})
+    if options.drain_to is not None:
+        _ask({**task, "drain_to": str(second_tier(options))})
+
+
+def run_loaded(directory: Path, options: SaveOptions, local_tier: str | None = None) -> None:
+    """A run is resumed: what an earlier job has not copied to the second tier is copied now; asked by one rank of each
+    node. Raises nothing.
+    """
+    second = second_tier(options)
+    run = directory.absolute().parent if local_tier is None else checkpoint_path(local_tier).absolute()
+    if second not in (None, run) and iteration_of(directory.name) is not None:
+        _ask({"run": str(run), "name": None, "drain_to": str(second)})
+
+
+def second_tier(options: SaveOptions) -> Path | None:
+    """The run's directory in the second tier; None if there is none."""
+    return None if options.drain_to is None else checkpoint_path(options.drain_to.rstrip("/")).absolute()
+
+
+def check_second_tier(directory: Path, options: SaveOptions) -> None:
+    """Raise `OptionError` if the second tier of a checkpoint would be the first one."""
+    if second_tier(options) == directory.absolute().parent:
+        raise OptionError(
+            f"drain_to={options.drain_to!r}: the checkpoint is saved there already ({directory}); name another "
+            "directory or URL"
+        )
+
+
+def note_drain(
+    directory: Path,
+    options: SaveOptions,
+    save_id: bytes,
+    files: Sequence[str] | None,
+    *,
+    commits: bool,
+    total_bytes: int,
+) -> None:
+    """Before a checkpoint is published: leave word that it is to be copied. Raises `SaveError`.
+
+    `files`: names of the data files that lie here; None for all. `commits`: the second tier is committed from here.
+    """
+    second = second_tier(options)
+    if second is not None and iteration_of(directory.name) is not None:
+        DrainNote(
+            save=id_in_names(save_id),
+            to=str(second / directory.name),
+            files=None if files is None else tuple(files),
+            commits=commits,
+            total_bytes=total_bytes,
+            updated_s=time.time(),
+        ).write(directory)
+
+
+def _ask(task: dict[str, Any]) -> None:
     try:
-        _process().send({**task, "keep_last": options.keep_last, "keep_every": options.keep_every})
+        _process().send(task)
     except Exception as error:  # noqa: BLE001  (the checkpoint is published: nothing here may make the save fail)
-        _logger.warning("%s: old checkpoints are not removed, their process cannot be started: %s", directory, error)
+        _logger.warning("%s: the process that looks after this run cannot be started: %s", task["run"], error)
 
 
 @functools.cache
@@ -110,23 +173,30 @@ class _UpkeepProcess:
                 level, text = json.loads(line)
                 _logger.log(level, "%s", text)
             except (ValueError, TypeError):
-                _logger.warning("removing old checkpoints: %s", line.decode(errors="replace").rstrip())
+                _logger.warning("the process that looks after the run: %s", line.decode(errors="replace").rstrip())
         code = self._process.wait()
         if code:
-            _logger.warning(
-                "the process that removes old checkpoints %s; the next save starts another", exit_text(code)
-            )
+            _logger.warning("the process that looks after the run %s; the next save starts another", exit_text(code))
 
     def finish(self) -> None:
-        """Let it end what it is doing, and wait for that, but not for ever."""
+        """Let it end what it is doing, and wait for that; what is interrupted here, the next run resumes."""
         with contextlib.suppress(OSError):
             self.send(None)
-        try:
-            self._process.wait(_EXIT_WAIT_S)
-            self._reader.join(_EXIT_WAIT_S)
-        except subprocess.TimeoutExpired:
-            _logger.warning("old checkpoints are still being removed; the next run resumes it")
-            self._process.kill()
+        began_s = time.monotonic()
+        while self._process.poll() is None:
+            try:
+                self._process.wait(_SAY_EVERY_S)
+            except subprocess.TimeoutExpired:
+                waited_s = time.monotonic() - began_s
+                _logger.warning("waiting for old checkpoints to be removed and new ones to be copied: %.0f s", waited_s)
+            except BaseException:
+                self._process.kill()
+                raise
+        self._reader.join(_SAY_EVERY_S)
+        if not self._reader.is_alive():
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
 
 
 _lock = threading.Lock()

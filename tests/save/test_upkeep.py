@@ -45,20 +45,21 @@ class Training:
 
         mcore_ckpt.install()
         self.rank, self.run = rank, run
+        self.shared = True
         self.queue = mcore_ckpt.AsyncCallsQueue(options=options)
         self.strategy = mcore_ckpt.TorchDistSaveStrategy(options=options)
 
-    def save(self, iteration: int, *, is_async: bool = True) -> None:
+    def save(self, iteration: int, *, is_async: bool = True, value: float = 0.0) -> None:
         import torch
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing import ShardedTensor
 
         directory = checkpoint_path(self.run) / f"iter_{iteration:07d}"
-        if self.rank == 0:
+        if self.rank == 0 or not self.shared:
             storage_at(directory).ensure()
         torch.distributed.barrier()
         state = {
-            "w": ShardedTensor.from_rank_offsets("w", torch.full((1000,), float(iteration)), (0, self.rank, 2)),
+            "w": ShardedTensor.from_rank_offsets("w", torch.full((1000,), value + iteration), (0, self.rank, 2)),
             "iteration": iteration,
         }
         if is_local(directory):

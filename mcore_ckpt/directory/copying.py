@@ -1,0 +1,150 @@
+"""What a checkpoint consists of that is to be copied, and one file of it after the other, compared by CRC-32.
+
+A file that is there already is compared, not sent again: so a copy that was interrupted is resumed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from mcore_ckpt.core.crc import crc32, crc32_combine
+from mcore_ckpt.core.errors import LoadError, SaveError
+from mcore_ckpt.core.threads import in_parallel
+from mcore_ckpt.directory.in_force import common_file_in_force, index_files, is_pending, with_common_files
+from mcore_ckpt.directory.lock import is_lock_file
+from mcore_ckpt.format.file_names import data_file_of
+from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.format.metadata_read import (
+    COMMON_FILE,
+    DRAIN_FILE,
+    MAX_METADATA_BYTES,
+    METADATA_FILE,
+    parse_index,
+    read_small_file,
+)
+from mcore_ckpt.storage.base import RangeReader, RangeWriter, Storage, align_up
+from mcore_ckpt.storage.direct_io import aligned_buffer
+from mcore_ckpt.storage.resolve import storage_at
+
+_PIECE_BYTES: Final = 8 * 1024 * 1024
+_THREADS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """A checkpoint, as it is copied.
+
+    Attributes:
+        metadata: content of `.metadata`.
+        index: what that says.
+        data: names of the data files.
+        others: names of all other files but `.metadata` and the common state.
+        common: name of the file that holds the common state; None if an object does, or nothing.
+    """
+
+    metadata: bytes
+    index: CheckpointIndex
+    data: tuple[str, ...]
+    others: tuple[str, ...]
+    common: str | None
+
+
+def files_of(directory: Path) -> CheckpointFiles:
+    """What there is to copy. Raises `LoadError`."""
+    storage = storage_at(directory)
+    metadata = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
+    index = parse_index(metadata, str(directory))
+    names = with_common_files(storage, storage.list(), index)
+    own = (METADATA_FILE, COMMON_FILE, DRAIN_FILE)
+    others = [
+        name
+        for name in names
+        if not (is_lock_file(name) or is_pending(name) or data_file_of(name) or name in own or _is_temporary(name))
+    ]
+    data = index_files(index)
+    return CheckpointFiles(
+        metadata,
+        index,
+        tuple(sorted(data)),
+        tuple(name for name in others if name not in data),
+        common_file_in_force(names, index),
+    )
+
+
+def _is_temporary(name: str) -> bool:
+    """Whether a file is one that is just being published, or was when its process ended."""
+    return name.startswith(".") and name.endswith(".tmp")
+
+
+def copy_file(
+    reads: Storage, name: str, writes: Storage, own_name: str, arrived: Callable[[int], None] = lambda nbytes: None
+) -> int | None:
+    """Copy a file, and compare; returns its length, or None if it was there. `arrived` is called with lengths written.
+
+    Raises `LoadError` if it cannot be read, `SaveError` if it cannot be written, or does not hold what was written.
+    """
+    with reads.open_reader(name) as reader:
+        there = writes.version(own_name)
+        if there is not None:
+            if there.size_bytes == reader.size_bytes and _crc(reader) == _crc_of(writes, own_name):
+                return None
+            writes.delete(own_name)
+        writer = writes.open_writer(own_name, size_bytes=reader.size_bytes)
+        try:
+            expected = _crc(reader, writer, arrived)
+            writer.finish(reader.size_bytes)
+        except BaseException:
+            writer.abort()
+            raise
+        size_bytes = reader.size_bytes
+    got = _crc_of(writes, own_name)
+    if got != expected:
+        writes.delete(own_name)
+        raise SaveError(
+            f"{writes.path(own_name)}: the copy has CRC-32 {got:#010x}, expected {expected:#010x}, as read from "
+            f"{reads.path(name)}; it was deleted. Check the device, and copy again"
+        )
+    return size_bytes
+
+
+def _crc_of(storage: Storage, name: str) -> int:
+    try:
+        with storage.open_reader(name) as reader:
+            return _crc(reader)
+    except LoadError as error:
+        raise SaveError(f"{storage.path(name)}: what was written cannot be read back: {error}") from error
+
+
+def _crc(
+    reader: RangeReader, writer: RangeWriter | None = None, arrived: Callable[[int], None] = lambda nbytes: None
+) -> int:
+    """The CRC-32 of a file that is read, in several pieces at once, and with a writer also written there."""
+    size_bytes = reader.size_bytes
+    sums = [0] * -(-size_bytes // _PIECE_BYTES)
+    buffers = threading.local()
+
+    def piece(number: int) -> None:
+        if not hasattr(buffers, "view"):
+            buffers.view = aligned_buffer(_PIECE_BYTES)
+        start = number * _PIECE_BYTES
+        view = buffers.view[: min(_PIECE_BYTES, size_bytes - start)]
+        try:
+            reader.read_into(start, view)
+        except BaseException:
+            if writer is not None:
+                writer.abort()  # other threads may wait for this piece to be written before theirs
+            raise
+        sums[number] = crc32(view)
+        if writer is not None:
+            writer.write(start, buffers.view[: align_up(len(view))])
+            arrived(len(view))
+
+    in_parallel(range(len(sums)), piece, _THREADS, "mcore-ckpt-copy")
+    total = 0
+    for number, value in enumerate(sums):
+        total = crc32_combine(total, value, min(_PIECE_BYTES, size_bytes - number * _PIECE_BYTES))
+    return total

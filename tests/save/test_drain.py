@@ -1,0 +1,303 @@
+"""Two tiers: saved on local storage, copied to a second place in the background, and committed there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
+
+from mcore_ckpt import FileSystemWriterAsync, LoadOptions, OptionError, SaveOptions, verify_checkpoint
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.directory.drain_note import DrainNote
+from mcore_ckpt.directory.iterations import tracked_name
+from mcore_ckpt.format.metadata_read import DRAIN_FILE, METADATA_FILE, TRACKER_FILE
+from mcore_ckpt.save import upkeep
+from tests.save.test_upkeep import Training, there, until
+from tests.support.gloo_ranks import rank_outcomes, run_ranks
+from tests.support.gloo_ranks import run_megatron_ranks as run_megatron
+from tests.support.object_server import Fault, Proxy, Request, S3Directory
+
+NAME = "iter_0000001"
+
+
+def options(drain_to: str, **more: Any) -> SaveOptions:
+    return SaveOptions(progress=False, drain_to=drain_to, **more)
+
+
+def _train(rank: int, run: str, saves: list[tuple[int, float]], save_options: SaveOptions) -> None:
+    """Saves of iterations, of these values, each of which is copied before the next; `run` may hold the rank."""
+    training = Training(rank, run.format(rank=rank), save_options)
+    training.shared = "{rank}" not in run
+    assert save_options.drain_to is not None
+    for iteration, value in saves:
+        training.save(iteration, value=value)
+        until(lambda name=f"iter_{iteration:07d}": tracked_name(save_options.drain_to) == name)  # type: ignore[misc]
+    training.queue.close()
+    upkeep._finish()  # as at the end of a trainer
+
+
+def _load(rank: int, directory: str, world: int, load_options: LoadOptions) -> list[float]:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from mcore_ckpt import TorchDistLoadStrategy
+
+    blank = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2000 // world), (0, rank, world))}
+    loaded = TorchDistLoadStrategy(options=load_options).load(blank, directory.format(rank=rank))["w"]
+    return loaded.unique().tolist()  # type: ignore[no-any-return]
+
+
+def data_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.distcp"))
+
+
+def note_of(directory: Path) -> DrainNote:
+    note = DrainNote.read(directory)
+    assert note is not None
+    return note
+
+
+def test_checkpoints_are_committed_in_a_second_directory_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    run_megatron(_train, 2, str(near), [(1, 0.0), (2, 0.0)], options(str(far)))
+    for name in there(str(near)):
+        contents = [{path.name: path.read_bytes() for path in (run / name).iterdir()} for run in (near, far)]
+        assert json.loads(contents[0].pop(DRAIN_FILE))["state"] == "copied"
+        assert contents[0] == contents[1]
+        assert verify_checkpoint(far / name).whole
+    assert (far / TRACKER_FILE).read_text() == "2"
+    assert main(["list", str(near)]) == 0
+    assert len(re.findall("complete, copied", capsys.readouterr().out)) == 2
+    assert main(["list", str(near), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [row["drain"]["state"] for row in listed] == ["copied"] * 2
+
+
+def test_a_checkpoint_that_is_saved_again_replaces_the_one_in_the_store(
+    s3_directory: S3Directory, tmp_path: Path
+) -> None:
+    """The tracker goes back with the run."""
+    far = f"{s3_directory.url}/run"
+    run_megatron(_train, 2, str(tmp_path), [(1, 0.0), (2, 0.0)], options(far))
+    assert tracked_name(far) == "iter_0000002"
+    run_megatron(_train, 2, str(tmp_path), [(1, 10.0)], options(far))
+    assert tracked_name(far) == NAME
+    assert verify_checkpoint(f"{far}/{NAME}").whole
+    expected = sorted({path.name for path in (tmp_path / NAME).iterdir()} - {DRAIN_FILE})
+    assert sorted(name.split("/")[2] for name in s3_directory.names() if NAME in name) == expected
+    assert run_ranks(_load, 1, f"{far}/{NAME}", 1, LoadOptions()) == [[11.0]]
+    assert s3_directory.uploads() == []
+
+
+def _train_without_second_tier(rank: int, run: str, drain_to: str) -> float:
+    training = Training(rank, run, options(drain_to))
+    training.save(1)
+    if rank == 0:
+        until(lambda: note_of(Path(run) / NAME).state == "failed")
+    began_s = time.monotonic()
+    training.save(2)
+    training.queue.close()
+    if rank == 0:
+        (process,) = upkeep._started
+        os.kill(process.pid, signal.SIGKILL)
+    return time.monotonic() - began_s
+
+
+def _resume(rank: int, run: str) -> None:
+    """What a job does that loads: by the strategy, with the option from its environment."""
+    assert _load(rank, f"{run}/{NAME}", 2, LoadOptions()) == [1.0]
+    upkeep._finish()
+
+
+def test_a_second_tier_that_cannot_be_reached_fails_no_save_and_the_next_job_resumes(
+    s3_directory: S3Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    far = f"{s3_directory.url}/run"
+    with monkeypatch.context() as patched:
+        patched.setenv("AWS_SECRET_ACCESS_KEY", "")  # the client refuses to begin
+        patched.setenv("AWS_ACCESS_KEY_ID", "")
+        run_megatron(_train_without_second_tier, 2, str(tmp_path), far)
+    assert s3_directory.names() == []
+    assert main(["list", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "copy failed" in shown
+    assert "waits for being copied" in shown or shown.count("copy failed") == 2
+    monkeypatch.setenv("MCORE_CKPT_DRAIN_TO", far)
+    run_megatron(_resume, 2, str(tmp_path))
+    assert there(far) == [NAME, "iter_0000002"]
+    assert all(verify_checkpoint(f"{far}/{name}").whole for name in there(far))
+    assert tracked_name(far) == "iter_0000002"
+
+
+def _train_and_die(rank: int, run: str, drain_to: str, started: str) -> None:
+    training = Training(rank, run, options(drain_to))
+    training.save(1)
+    if rank == 0:
+        until(Path(started).exists)  # a part of a file is on its way
+    training.queue.close()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_copy_that_dies_with_the_trainer_is_resumed(
+    s3_directory: S3Directory, s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far, started = f"{s3_directory.url}/run", tmp_path / "started"
+
+    def stall_data(request: Request) -> Fault | None:
+        if request.changes and ".distcp" in request.path:
+            started.touch()
+            return Fault("stall", seconds=60)
+        return None
+
+    with Proxy(s3_server, stall_data) as proxy, monkeypatch.context() as patched:
+        patched.setenv("AWS_ENDPOINT_URL", proxy.url)
+        outcomes = rank_outcomes(_train_and_die, 2, str(tmp_path / "run"), far, str(started))
+    assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * 2
+    assert not [name for name in s3_directory.names() if name.endswith(METADATA_FILE)]
+    assert note_of(tmp_path / "run" / NAME).state in ("waiting", "copying")
+    monkeypatch.setenv("MCORE_CKPT_DRAIN_TO", far)
+    run_megatron(_resume, 2, str(tmp_path / "run"))
+    assert verify_checkpoint(f"{far}/{NAME}").whole
+
+
+def test_a_load_takes_what_is_nearest(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    run_megatron(_train, 2, str(near), [(1, 0.0)], options(str(far)))
+    both = LoadOptions(drain_to=str(far)), LoadOptions(local_tier=str(near))
+    first, second = (file.name for file in data_files(near / NAME)[:2])
+    (near / NAME / first).unlink()  # is read in the second tier
+    (far / NAME / second).unlink()  # lies on local storage
+    for path, load_options in zip((near, far), both, strict=True):
+        assert run_ranks(_load, 1, str(path / NAME), 1, load_options) == [[1.0]]
+        with pytest.raises(LoadError):
+            _load(0, str(path / NAME), 1, LoadOptions())
+    # A file of that name and of another length is none of this save.
+    os.truncate(near / NAME / second, 100)
+    with pytest.raises(LoadError):
+        _load(0, str(far / NAME), 1, both[1])
+
+
+def test_each_node_saves_and_copies_its_own_part(tmp_path: Path) -> None:
+    """Every rank has a directory of its own, as on nodes without a shared file system."""
+    far = tmp_path / "far"
+    near = [tmp_path / f"node{rank}" for rank in range(2)]
+    saves = [(1, 0.0), (2, 0.0), (3, 0.0)]
+    run_megatron(_train, 2, f"{tmp_path}/node{{rank}}", saves, options(str(far), keep_last=1))
+    assert there(str(far)) == [f"iter_000000{iteration}" for iteration in (1, 2, 3)]
+    for name in there(str(far)):
+        assert verify_checkpoint(far / name).whole
+    assert (far / TRACKER_FILE).read_text() == "3"
+    assert not list(far.rglob(".mcore_ckpt_arrived*"))
+    own = [{file.name for file in data_files(run / "iter_0000003")} for run in near]
+    assert not own[0] & own[1]
+    assert own[0] | own[1] == {file.name for file in data_files(far / "iter_0000003")}
+    assert [there(str(run)) for run in near] == [["iter_0000003"]] * 2, "each node removes old parts of its own"
+    for file in data_files(far / "iter_0000003"):
+        if file.name in own[1]:
+            file.unlink()  # so that rank 1 can have it from its own disk only
+    with pytest.raises(LoadError):
+        _load(0, str(far / "iter_0000003"), 1, LoadOptions(local_tier=str(near[0])))
+    assert _load(1, str(far / "iter_0000003"), 2, LoadOptions(local_tier=str(near[1]))) == [3.0]
+
+
+def _save_only(rank: int, run: str, drain_to: str) -> None:
+    """Both nodes end before anything is copied."""
+    upkeep._ask = lambda task: None
+    training = Training(rank, run.format(rank=rank), options(drain_to))
+    training.shared = False
+    training.save(1)
+    training.queue.close()
+
+
+def _copy_of(rank: int, run: str, drain_to: str, nodes: tuple[int, ...]) -> None:
+    """The next job, of which these nodes come so far as to copy."""
+    directory = Path(run.format(rank=rank)) / NAME
+    if rank not in nodes:
+        return
+    upkeep.run_loaded(directory, options(drain_to))
+    if nodes == (0,):
+        until(lambda: note_of(directory).copied_bytes > 0 and note_of(directory).state == "waiting")
+        os.kill(upkeep._started[-1].pid, signal.SIGKILL)
+    else:
+        upkeep._finish()
+
+
+def test_nothing_is_committed_before_the_parts_of_all_nodes_are_there(tmp_path: Path) -> None:
+    far, run = tmp_path / "far", f"{tmp_path}/node{{rank}}"
+    run_megatron(_save_only, 2, run, str(far))
+    assert not far.exists()
+    for nodes in ((0,), (1,)):
+        run_ranks(_copy_of, 2, run, str(far), nodes)
+        assert not (far / NAME / METADATA_FILE).exists()
+    assert [note_of(tmp_path / f"node{rank}" / NAME).state for rank in range(2)] == ["waiting", "copied"]
+    run_ranks(_copy_of, 2, run, str(far), (0, 1))
+    assert verify_checkpoint(far / NAME).whole
+
+
+def _save_more(rank: int, run: str, drain_to: str, started: str, go_on: str) -> None:
+    training = Training(rank, run, options(drain_to, keep_last=1))
+    training.save(1)
+    if rank == 0:
+        until(Path(started).exists)
+    training.save(2)
+    training.save(3)
+    Path(go_on).touch()
+    training.queue.close()
+    upkeep._finish()
+
+
+def test_what_goes_before_it_is_copied_leaves_nothing_behind(
+    s3_directory: S3Directory, s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that fails for as long as three saves take: what is removed here leaves no part there."""
+    far, started, go_on = f"{s3_directory.url}/run", tmp_path / "started", tmp_path / "go_on"
+
+    def refuse_the_index(request: Request) -> Fault | None:
+        if request.changes and request.path.endswith(METADATA_FILE) and not go_on.exists():
+            started.touch()
+            return Fault("status", status=403)
+        return None
+
+    with Proxy(s3_server, refuse_the_index) as proxy, monkeypatch.context() as patched:
+        patched.setenv("AWS_ENDPOINT_URL", proxy.url)
+        run_megatron(_save_more, 2, str(tmp_path / "run"), far, str(started), str(go_on))
+    assert NAME not in there(str(tmp_path / "run"))
+    assert tracked_name(far) == "iter_0000003"
+    found = {name.split("/")[1] for name in s3_directory.names()}
+    assert found >= {TRACKER_FILE, "iter_0000003"}
+    for name in there(far):  # those that were copied in time
+        assert verify_checkpoint(f"{far}/{name}").whole
+
+
+def test_plain_dcp_is_drained_too(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    writer = FileSystemWriterAsync(near / NAME, options=options(str(far)))
+    dcp.save({"w": torch.ones(10)}, storage_writer=writer, no_dist=True)
+    until(lambda: (far / NAME / METADATA_FILE).exists())
+    assert verify_checkpoint(far / NAME).whole
+    with pytest.raises(OptionError, match="the checkpoint is saved there already"):
+        FileSystemWriterAsync(near / NAME, options=options(f"{near}/"))
+
+
+def _save_where_one_rank_drains(rank: int, run: str, drain_to: str) -> None:
+    training = Training(rank, run, options(drain_to) if rank else SaveOptions(progress=False))
+    with pytest.raises(OptionError, match="drain_to differs between the ranks"):
+        training.save(1)
+
+
+def test_ranks_with_other_second_tiers_are_told_so(tmp_path: Path) -> None:
+    run_megatron(_save_where_one_rank_drains, 2, str(tmp_path / "near"), str(tmp_path / "far"))
+    assert there(str(tmp_path / "near")) == [NAME]
+    assert not list((tmp_path / "near" / NAME).glob("*.distcp"))
