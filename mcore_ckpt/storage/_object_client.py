@@ -246,23 +246,29 @@ def retried(what: str, attempt: Callable[[int], T], pace: Pace, limits: Patience
     started_s = time.monotonic()
     until_s = started_s + pace.longest_s(limits)
     attempts = unclear = 0
+    told: RequestError | None = None
     while True:
         attempts += 1
+        left_s = until_s - time.monotonic()
         try:
-            with pace.request(until_s), _attempt_of(limits, max(until_s - time.monotonic(), _LEAST_S)):
+            with pace.request(until_s), _attempt_of(limits, max(left_s, _LEAST_S)):
                 value = attempt(unclear)
             pace.answered()
             return value
         except RequestError as error:
             unclear += error.unclear
+            # That the last attempt was cut short says less than why there had to be one.
+            if told is None or left_s >= limits.idle_s or error.errno != errno.ETIMEDOUT:
+                told = error
             longest_s = min(limits.longest_pause_s, limits.first_pause_s * 2 ** min(attempts - 1, 10))
             pause_s = random.uniform(longest_s / 4, longest_s)
             took_s = time.monotonic() - started_s
+            until_s = min(until_s, time.monotonic() + pace.longest_s(limits))  # another request may have given up
             if not error.again or time.monotonic() + pause_s >= until_s:
                 if error.again:
                     pace.give_up()
                 tried = f" ({attempts} attempts in {took_s:.1f} s)" if attempts > 1 else ""
-                raise OSError(error.errno, f"{what}: {error.strerror}{tried}") from error
+                raise OSError(told.errno, f"{what}: {told.strerror}{tried}") from told
             if attempts > 1 or took_s > limits.late_s:
                 _logger.warning("%s: %s; attempt %d follows", what, error.strerror, attempts + 1)
             time.sleep(pause_s)

@@ -184,8 +184,14 @@ def _folders(storage: Storage) -> Sequence[str]:
 
 
 def _refuse_others(target: Path, storage: Storage) -> None:
-    if _folders(storage) or not all(map(is_lock_file, storage.list())):
+    if not all(map(is_lock_file, storage.list())) or any(_has_files(target / name) for name in _folders(storage)):
         raise _exists(target)
+
+
+def _has_files(folder: Path) -> bool:
+    """Whether there is a file in a directory, or below it: some stores list folders that are empty."""
+    storage = storage_at(folder)
+    return bool(storage.list()) or any(_has_files(folder / name) for name in _folders(storage))
 
 
 def _remove_files(storage: Storage, names: Iterable[str]) -> None:

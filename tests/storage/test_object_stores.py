@@ -274,12 +274,12 @@ def test_a_range_that_is_late_is_asked_for_again(
 def test_a_store_that_stalls_for_ever_ends_the_save_with_the_part_named(
     proxied: Proxy, s3_directory: S3Directory, patient: Callable[..., None]
 ) -> None:
-    patient(idle_s=0.3, give_up_s=1.5, first_pause_s=0.01, late_s=10.0)
+    patient(idle_s=2.0, give_up_s=5.0, first_pause_s=0.01, late_s=10.0)
     save(s3_directory.url, 1.0)
 
     proxied.rule = lambda request: Fault("stall", seconds=30) if "partNumber=2" in request.query else None
     started = time.monotonic()
-    with pytest.raises(FAILED, match=r"\.distcp, part 2: no answer within 0\.\d+ s \(\d+ attempts"):
+    with pytest.raises(FAILED, match=r"\.distcp, part 2: no answer within \S+ s \(\d+ attempts"):
         save(s3_directory.url, 2.0, rows=2000)
     assert time.monotonic() - started < 25
     proxied.rule = lambda request: None
@@ -430,8 +430,10 @@ def strike(proxy: Proxy, url: str, how: str, number: int | None) -> list[Request
         child.append(pid)
         ready.set()
         with contextlib.suppress(ChildProcessError):  # (the proxy has waited for it)
-            status = os.waitpid(pid, 0)[1]
-            assert os.waitstatus_to_exitcode(status) == (0 if number is None else -signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            # A save that takes longer renews its lock more often: this one may have had fewer requests.
+            struck = number is not None and len(proxy.changes()) > number
+            assert code == (-signal.SIGKILL if struck else 0)
         return proxy.changes()
     finally:
         proxy.rule = lambda request: None
