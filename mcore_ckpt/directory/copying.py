@@ -15,7 +15,7 @@ from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.directory.in_force import common_file_in_force, index_files, is_pending, with_common_files
-from mcore_ckpt.directory.lock import is_lock_file
+from mcore_ckpt.directory.lock import DirectoryLock, is_lock_file
 from mcore_ckpt.format.file_names import data_file_of
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import (
@@ -26,7 +26,7 @@ from mcore_ckpt.format.metadata_read import (
     parse_index,
     read_small_file,
 )
-from mcore_ckpt.storage.base import RangeReader, RangeWriter, Storage, align_up
+from mcore_ckpt.storage.base import FileVersion, RangeReader, RangeWriter, Storage, align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.resolve import storage_at
 
@@ -40,6 +40,7 @@ class CheckpointFiles:
 
     Attributes:
         metadata: content of `.metadata`.
+        version: of that file, before it was read.
         index: what that says.
         data: names of the data files.
         others: names of all other files but `.metadata` and the common state.
@@ -47,6 +48,7 @@ class CheckpointFiles:
     """
 
     metadata: bytes
+    version: FileVersion | None
     index: CheckpointIndex
     data: tuple[str, ...]
     others: tuple[str, ...]
@@ -56,6 +58,7 @@ class CheckpointFiles:
 def files_of(directory: Path) -> CheckpointFiles:
     """What there is to copy. Raises `LoadError`."""
     storage = storage_at(directory)
+    version = storage.version(METADATA_FILE)
     metadata = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
     index = parse_index(metadata, str(directory))
     names = with_common_files(storage, storage.list(), index)
@@ -68,11 +71,21 @@ def files_of(directory: Path) -> CheckpointFiles:
     data = index_files(index)
     return CheckpointFiles(
         metadata,
+        version,
         index,
         tuple(sorted(data)),
         tuple(name for name in others if name not in data),
         common_file_in_force(names, index),
     )
+
+
+def refuse_replaced(storage: Storage, found: CheckpointFiles) -> None:
+    """Raise `LoadError` if files may have been read of another save than `.metadata`: that has been replaced since."""
+    if storage.version(METADATA_FILE) != found.version or storage.read(METADATA_FILE) != found.metadata:
+        raise LoadError(
+            f"{storage.location}: the checkpoint was replaced while it was copied; the copy is not published. "
+            "Copy again"
+        )
 
 
 def _is_temporary(name: str) -> bool:
@@ -81,19 +94,27 @@ def _is_temporary(name: str) -> bool:
 
 
 def copy_file(
-    reads: Storage, name: str, writes: Storage, own_name: str, arrived: Callable[[int], None] = lambda nbytes: None
+    reads: Storage,
+    name: str,
+    writes: Storage,
+    own_name: str,
+    arrived: Callable[[int], None] = lambda nbytes: None,
+    lock: DirectoryLock | None = None,
 ) -> int | None:
     """Copy a file, and compare; returns its length, or None if it was there. `arrived` is called with lengths written.
 
-    Raises `LoadError` if it cannot be read, `SaveError` if it cannot be written, or does not hold what was written.
+    With the lock of the whole directory no file is made or removed after another process has taken that over. Raises
+    `LoadError` if it cannot be read, `SaveError` if it cannot be written, or does not hold what was written.
     """
+    delete = writes.delete if lock is None else lock.delete
     with reads.open_reader(name) as reader:
         there = writes.version(own_name)
         if there is not None:
             if there.size_bytes == reader.size_bytes and _crc(reader) == _crc_of(writes, own_name):
                 return None
-            writes.delete(own_name)
-        writer = writes.open_writer(own_name, size_bytes=reader.size_bytes)
+            delete(own_name)
+        open_writer = writes.open_writer if lock is None else lock.open_writer
+        writer = open_writer(own_name, size_bytes=reader.size_bytes)
         try:
             expected = _crc(reader, writer, arrived)
             writer.finish(reader.size_bytes)
@@ -103,7 +124,7 @@ def copy_file(
         size_bytes = reader.size_bytes
     got = _crc_of(writes, own_name)
     if got != expected:
-        writes.delete(own_name)
+        delete(own_name)
         raise SaveError(
             f"{writes.path(own_name)}: the copy has CRC-32 {got:#010x}, expected {expected:#010x}, as read from "
             f"{reads.path(name)}; it was deleted. Check the device, and copy again"

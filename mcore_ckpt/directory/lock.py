@@ -45,18 +45,19 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.core.threads import interpreter_ends, start_thread
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
-from mcore_ckpt.storage.base import Storage
+from mcore_ckpt.storage.base import RangeWriter, Storage
 
 _logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 BEAT_S: Final = 3.0
 # A trainer that holds the interpreter's lock, or a server that hangs, stops the heartbeat for so long at most.
 LEASE_S: Final = 60.0
@@ -238,6 +239,7 @@ class DirectoryLock:
         self.after = tuple(after)
         self.part = part
         self._life = _Life(storage, _marker(part))
+        self._token_used = False  # for other things than publishing, which end with it
         _held[owner.save_id] = self
         # The thread releases a lock that is forgotten: a device that hangs must not hold up the thread that forgets it.
         forgotten = weakref.finalize(self, self._life.ended.set)
@@ -333,6 +335,25 @@ class DirectoryLock:
             self.check()  # says better what has happened, if the directory was lost between the two
             raise
 
+    def delete(self, name: str) -> None:
+        """Remove a file of a name that other saves may use, too, unless the directory has been taken over."""
+        self._through(lambda token: self.storage.delete_through(name, token))
+
+    def open_writer(self, name: str, *, size_bytes: int) -> RangeWriter:
+        """Create a file of a name that other saves may use, too: it gets it with `finish`, unless the directory has
+        been taken over.
+        """
+        return self._through(lambda token: self.storage.open_writer(name, size_bytes=size_bytes, through=token))
+
+    def _through(self, do: Callable[[str], T]) -> T:
+        self.check()
+        self._token_used = True
+        try:
+            return do(_lease(self.owner, _TOKEN))
+        except SaveError:
+            self.check()
+            raise
+
     def has_published_common(self) -> bool:
         """Whether a common state has been published; asked of the storage."""
         return self.storage.version(_lease(self.owner, _COMMON_TOKEN)) is None
@@ -376,6 +397,9 @@ class DirectoryLock:
         self._life.released = True
         self._life.ended.set()
         _held.pop(self.owner.save_id, None)
+        if self._token_used:
+            with contextlib.suppress(SaveError, LoadError, OSError):
+                self.storage.revoke(_lease(self.owner, _TOKEN))
         _release(self.storage, self.owner, self._life.marker, remove_marker=remove_marker, keep_note=keep_note)
 
 

@@ -245,9 +245,8 @@ def _remove(checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> PruneDeci
         lock.sweep(storage.list())
         for name in storage.unfinished():
             storage.discard_unfinished(name)
-        for name in _being_removed(storage):
-            lock.check()
-            storage.delete(name)
+        for name in _being_removed(storage, lock):
+            lock.delete(name)
     except (SaveError, LoadError) as error:
         raise SaveError(
             f"{checkpoint.path}: cannot be removed: {error}. What is left of it is no checkpoint any more, the same "
@@ -272,7 +271,7 @@ def _locked(storage: Storage, checkpoint: RunCheckpoint, run: str | os.PathLike[
         cause = error.__cause__
         if not isinstance(cause, OSError) or cause.errno not in _FULL or _reason_now(storage, checkpoint, run):
             raise
-    storage.delete(next(_being_removed(storage)))
+    storage.delete(next(_being_removed(storage, None)))
     return DirectoryLock.take(storage, {_REMOVAL: True})
 
 
@@ -287,14 +286,20 @@ def _reason_now(storage: Storage, checkpoint: RunCheckpoint, run: str | os.PathL
     return _reason_to_wait(checkpoint)
 
 
-def _being_removed(storage: Storage) -> Iterator[str]:
+def _being_removed(storage: Storage, lock: DirectoryLock | None) -> Iterator[str]:
     """What a checkpoint consists of, its index last of all; from the first on, it is no checkpoint any more."""
     name, index = _index_to_remove(storage)
     if index is None:
         raise SaveError(f"{storage.path(name)}: its index has changed")
     if name == METADATA_FILE:
-        storage.renew(METADATA_FILE)  # a file that is newer from now on is not of this checkpoint
-        storage.move(METADATA_FILE, _REMOVED_INDEX)
+        if lock is None:
+            storage.move(METADATA_FILE, _REMOVED_INDEX)
+        else:
+            # A second name first. Taking the first away fails if a save has taken the directory over meanwhile.
+            lock.delete(_REMOVED_INDEX)
+            storage.lock(_REMOVED_INDEX, METADATA_FILE)
+            lock.delete(METADATA_FILE)
+        storage.renew(_REMOVED_INDEX)  # a file that is newer from now on is not of this checkpoint
         storage.sync()
     yield from _own_files(index)
     yield from (name for name in storage.sizes() if name in _SIDECARS or is_pending(name))

@@ -6,9 +6,11 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import stat
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.paths import local_path
@@ -18,6 +20,11 @@ from mcore_ckpt.storage._local_reader import BouncePool, LocalReader
 from mcore_ckpt.storage._local_writer import LocalWriter
 from mcore_ckpt.storage._regular_files import open_error, open_regular
 from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWriter, Storage, check_name
+
+# Of a folder: it belongs to the file through which others are named or removed.
+_PRIVATE: Final = ".d"
+_ATTEMPTS: Final = 100
+_RETRY_S: Final = 0.01
 
 
 class LocalStorage(Storage):
@@ -158,12 +165,18 @@ class LocalStorage(Storage):
             folder = os.path.dirname(folder)
         return path
 
-    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+    def open_writer(
+        self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", through: str | None = None
+    ) -> RangeWriter:
         path = self._own(name)
         try:
             if "/" in name:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-            return LocalWriter(path, size_bytes, direct)
+            if through is None:
+                return LocalWriter(path, size_bytes, direct)
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            return LocalWriter(os.path.join(self._private(through), secrets.token_hex(8)), size_bytes, direct, path)
         except OSError as error:
             raise save_error("creating the file", path, error) from error
 
@@ -257,6 +270,54 @@ class LocalStorage(Storage):
                 raise save_error("deleting it", path, error) from error
         except OSError as error:
             raise save_error("deleting it", path, error) from error
+
+    def _private(self, through: str) -> str:
+        """A folder that `revoke` removes, so that a rename out of it, or into it, fails from then on."""
+        folder = self.path(through) + _PRIVATE
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder)
+        # After the folder was made: `revoke` takes the file first, and then any folder.
+        if self.version(through) is None:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+            raise FileNotFoundError(errno.ENOENT, f"{through} was taken away")
+        return folder
+
+    def delete_through(self, name: str, through: str) -> None:
+        path = self._own(name)
+        try:
+            folder = self._private(through)
+            taken = os.path.join(folder, secrets.token_hex(8))
+            try:
+                os.rename(path, taken)
+            except FileNotFoundError:
+                if not os.path.isdir(folder):
+                    raise
+                return
+            os.unlink(taken)
+        except OSError as error:
+            raise save_error("deleting it", path, error) from error
+
+    def revoke(self, name: str) -> None:
+        self.delete(name)
+        folder = self.path(name) + _PRIVATE
+        try:
+            for left in range(_ATTEMPTS, 0, -1):
+                with contextlib.suppress(FileNotFoundError):
+                    for each in os.listdir(folder):
+                        with contextlib.suppress(FileNotFoundError):
+                            os.unlink(os.path.join(folder, each))
+                try:
+                    os.rmdir(folder)
+                    return
+                except FileNotFoundError:
+                    return
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or left == 1:
+                        raise
+                time.sleep(_RETRY_S)  # something was moved there meanwhile
+        except OSError as error:
+            raise save_error("removing the folder", folder, error) from error
 
     def may_be_written(self) -> bool:
         path = self.root.absolute()

@@ -290,7 +290,7 @@ class Upload(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Forget all parts."""
+        """Forget all parts; delete the object, if this has made it."""
 
 
 class ObjectClient(ABC):
@@ -327,8 +327,8 @@ class ObjectClient(ABC):
         """Make an object, atomically; returns its `e_tag`."""
 
     @abstractmethod
-    def delete(self, key: str) -> None:
-        """Delete an object, if it is there."""
+    def delete(self, key: str, e_tag: str | None = None) -> None:
+        """Delete an object, if it is there; with `e_tag` that version only, where the store has such a condition."""
 
     @abstractmethod
     def list(self, prefix: str) -> Listing:

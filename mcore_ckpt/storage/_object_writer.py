@@ -136,10 +136,10 @@ class ObjectWriter(RangeWriter):
             self._waiting.clear()
             upload, self._upload, made, self._made = self._upload, None, self._made, False
         try:
-            if made:
-                self._client.delete(self._key)
-            elif upload is not None:
+            if upload is not None:
                 upload.abort()
+            elif made:
+                self._client.delete(self._key, self._e_tag)
         except OSError as error:
             raise save_error("removing it", self.name, error) from error
 

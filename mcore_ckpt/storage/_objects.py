@@ -144,7 +144,10 @@ class ObjectStorage(Storage):
 
     # Data files
 
-    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+    def open_writer(
+        self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", through: str | None = None
+    ) -> RangeWriter:
+        # (an object has its name when it is complete, and no writer replaces one: nothing more is done for `through`)
         with self._saving("creating the file", name) as key:
             if self._client.head(key) is not None:
                 raise FileExistsError(errno.EEXIST, "the object is there already")
@@ -328,6 +331,15 @@ class ObjectStorage(Storage):
             if not missing_ok and self._client.head(key) is None:
                 raise FileNotFoundError(errno.ENOENT, "there is no such object")
             self._client.delete(key)
+
+    def delete_through(self, name: str, through: str) -> None:
+        with self._saving("deleting it", name) as key:
+            state = self._client.head(key)
+            if state is None:
+                return
+            if self._client.head(self._key(through)) is None:
+                raise FileNotFoundError(errno.ENOENT, f"{through} was taken away")
+            self._client.delete(key, state.e_tag)
 
     # The directory, which is there as long as there are keys
 

@@ -121,7 +121,7 @@ class ObstoreClient(ObjectClient):
         with self.asked("PUT", key) as store:
             return _version(obstore.put(store, key, content, mode=mode, use_multipart=False))
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str, e_tag: str | None = None) -> None:
         try:
             with self.asked("DELETE", key) as store:
                 obstore.delete(store, key)
@@ -243,6 +243,8 @@ class _StreamedUpload(Upload):
         with self._changed:
             self._ended = self._aborted = True
             self._changed.notify_all()
+        if self._is_made:
+            self._client.delete(self._key)
 
 
 def _version(meta: Mapping[str, Any]) -> str:

@@ -238,6 +238,10 @@ class S3Client(ObjectClient):
         if (ABSENT if state is None else state.e_tag) != condition:
             raise FileExistsError(errno.EEXIST, f"PUT {self.place}/{key}: the object is there, or has changed")
 
+    def keeps(self, condition: str) -> bool:
+        """Whether the store keeps such a condition, as far as that has been tried."""
+        return self._learnt.keeps(condition)
+
     def honours_conditions(self, key: str) -> bool:
         learnt = self._learnt
         if not learnt.asked:
@@ -269,11 +273,13 @@ class S3Client(ObjectClient):
             return error.errno == errno.EEXIST
         return False
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str, e_tag: str | None = None) -> None:
         try:
-            self.ask("DELETE", key)
+            self.ask("DELETE", key, headers={} if e_tag is None else {"if-match": e_tag})
         except OSError as error:
-            if error.errno != errno.ENOENT:
+            if e_tag is not None and error.errno in (errno.EINVAL, errno.ENOTSUP):
+                self.delete(key)  # a store that does not know the condition
+            elif error.errno != errno.ENOENT:
                 raise
 
     def list(self, prefix: str) -> Listing:
@@ -342,7 +348,7 @@ class _S3Upload(Upload):
         self._parts: dict[int, tuple[str, int, int]] = {}  # number: ETag, CRC-32, length
         self._sums_whole = True
         self._may_have_others = False  # made by attempts whose answer was lost
-        self._may_be_made = False
+        self._e_tag = ""  # of what has been made
         headers = {"x-amz-checksum-algorithm": "CRC32", "x-amz-checksum-type": "FULL_OBJECT"}
         try:
             answer = self._begun(headers)
@@ -393,6 +399,8 @@ class _S3Upload(Upload):
         if self._sums_whole:
             headers |= {_CRC_HEADER: _encoded(total), "x-amz-checksum-type": "FULL_OBJECT"}
             headers |= {"x-amz-mp-object-size": str(size_bytes)}
+        if client.keeps(ABSENT):
+            headers |= {"if-none-match": "*"}
 
         def attempt(unclear: int) -> Answer:
             try:
@@ -402,12 +410,16 @@ class _S3Upload(Upload):
                     raise _refusal_of(500, root, answer)
                 return answer
             except RequestError as error:
-                if unclear and error.errno == errno.ENOENT:  # an attempt whose answer was lost has completed it
+                if unclear and error.errno in (
+                    errno.ENOENT,
+                    errno.EEXIST,
+                ):  # an attempt whose answer was lost has completed it
                     return client.ask_once("HEAD", key)
                 raise
 
-        self._may_be_made = True
-        client.repeat("POST", key, attempt)
+        answer = client.repeat("POST", key, attempt)
+        # The answer to a completion has it in its body, that to a question in a header.
+        self._e_tag = answer.header("etag") if not answer.body else _text(_parsed(answer.body), "ETag")
         self._compare(size_bytes, total)
         if self._may_have_others:
             with contextlib.suppress(OSError):  # the next save finds them
@@ -431,8 +443,9 @@ class _S3Upload(Upload):
         self._client.abort_upload(self._key, self._id)
         if self._may_have_others:
             self._client.abort_unfinished(self._key)
-        if self._may_be_made:
-            self._client.delete(self._key)
+        state = self._client.head(self._key) if self._e_tag else None
+        if state is not None and state.e_tag == self._e_tag:  # another process may have made one of that name
+            self._client.delete(self._key, self._e_tag)
 
 
 def _encoded(value: int) -> str:

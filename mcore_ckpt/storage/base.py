@@ -311,13 +311,17 @@ class Storage(ABC):
     # Data files
 
     @abstractmethod
-    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+    def open_writer(
+        self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", through: str | None = None
+    ) -> RangeWriter:
         """Create a file for writing; never touches one that exists.
 
         Args:
             name: of the new file; missing directories on the way to it are made.
             size_bytes: what it is going to hold, so that the space can be reserved at once.
             direct: O_DIRECT if possible (`"auto"`), or fail (`"on"`), or never (`"off"`).
+            through: a file that `create` has made, which this does not use up. Other processes may make a file of that
+                name, too: the file has it from `finish` on, which fails after a `revoke`, or if the name is taken.
 
         Raises:
             SaveError: if the file exists, cannot be made, or its space cannot be reserved.
@@ -440,6 +444,20 @@ class Storage(ABC):
     @abstractmethod
     def delete(self, name: str, missing_ok: bool = True) -> None:
         """Remove a file. Raises `SaveError`."""
+
+    @abstractmethod
+    def delete_through(self, name: str, through: str) -> None:
+        """Remove a file, unless a process has called `revoke` for `through`; that is not used up.
+
+        In an object store without conditional deletes `through` is looked for first, in a request of its own.
+
+        Args:
+            name: of the file; there may be none.
+            through: a file that `create` has made.
+
+        Raises:
+            SaveError: the file cannot be removed, or `through` is gone.
+        """
 
     # The directory
 

@@ -128,9 +128,12 @@ class FaultyStorage(Storage):
     def open_descriptor(self, name: str) -> int | None:
         return self.inner.open_descriptor(name)
 
-    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+    def open_writer(
+        self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", through: str | None = None
+    ) -> RangeWriter:
         self.faults.before("open_writer", _without_id(name), size_bytes or 0)
-        return _FaultyWriter(self.inner.open_writer(name, size_bytes=size_bytes, direct=direct), name, self.faults)
+        writer = self.inner.open_writer(name, size_bytes=size_bytes, direct=direct, through=through)
+        return _FaultyWriter(writer, name, self.faults)
 
     def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
         self.faults.before("overwrite", name, len(content))
@@ -166,6 +169,14 @@ class FaultyStorage(Storage):
     def delete(self, name: str, missing_ok: bool = True) -> None:
         self.faults.before("delete", _without_id(name))
         self.inner.delete(name, missing_ok)
+
+    def delete_through(self, name: str, through: str) -> None:
+        self.faults.before("delete", _without_id(name))
+        self.inner.delete_through(name, through)
+
+    def revoke(self, name: str) -> None:
+        self.faults.before("delete", _without_id(name))
+        self.inner.revoke(name)
 
     def ensure(self) -> None:
         self.faults.before("ensure", "")

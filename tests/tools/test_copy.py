@@ -19,8 +19,15 @@ from mcore_ckpt import (
     verify_checkpoint,
 )
 from mcore_ckpt.commands.cli import main
+from mcore_ckpt.directory import copying
+from mcore_ckpt.directory import lock as lock_module
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.storage._local_reader import LocalReader
 from mcore_ckpt.storage._local_writer import LocalWriter
+from mcore_ckpt.storage._object_writer import ObjectWriter
+from mcore_ckpt.storage._s3 import S3Client
+from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.tools import copy as copy_module
 from tests.support.local_files import data_file
 from tests.support.object_server import S3Directory
 
@@ -107,6 +114,81 @@ def test_what_was_left_damaged_is_copied_again(saved: Path, tmp_path: Path) -> N
     damaged.write_bytes(content)
     assert copy_checkpoint(saved, target).copied == (damaged.name, ".metadata")
     assert verify_checkpoint(target).whole
+
+
+@pytest.mark.parametrize("place", ["directory", "store", "store, in parts"])
+@pytest.mark.parametrize("stopped_at", ["_crc", "finish"])
+def test_a_copy_that_was_held_up_leaves_the_copy_that_took_over(
+    place: str, stopped_at: str, tmp_path: Path, s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two checkpoints whose files have the same names, as Megatron-Core and DCP give them."""
+    for name, value in (("first", 1.0), ("second", 2.0)):
+        state = {"weight": torch.full((2000, 1000), value), "step": 7}
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / name), no_dist=True)
+    target = str(tmp_path / "copy") if place == "directory" else s3_directory.url
+    if place == "store, in parts":
+        monkeypatch.setattr(S3Client, "part_bytes", 5 * 1024 * 1024)
+    writer = LocalWriter if place == "directory" else ObjectWriter
+    patched, function = (copying, copying._crc) if stopped_at == "_crc" else (writer, writer.finish)
+    stops = [True]
+
+    def stop(*arguments: Any, **options: Any) -> Any:
+        if stops:
+            stops.clear()
+            with pytest.MonkeyPatch.context() as gone:
+                gone.setattr(lock_module, "_wait_until_gone", lambda *_: None)
+                copy_checkpoint(tmp_path / "second", target)
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(patched, stopped_at, stop)
+    with pytest.raises(SaveError):
+        copy_checkpoint(tmp_path / "first", target)
+    assert not stops
+    assert loaded(target) == 2.0
+    assert verify_checkpoint(target).whole
+    if place == "directory":
+        assert not [path for path in Path(target).iterdir() if path.name.startswith(INCOMPLETE_MARKER)]
+    else:
+        assert not s3_directory.uploads()
+
+
+def test_a_copy_that_was_killed_leaves_nothing_to_the_next(
+    tmp_path: Path, s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "saved")
+    key = f"{s3_directory.prefix}/{data_file(tmp_path / 'saved').name}"
+    storage = storage_at(s3_directory.url)
+    storage._client.upload(key, 5 * 1024 * 1024).part(0, memoryview(bytes(5 * 1024 * 1024)))  # type: ignore[attr-defined]
+    assert s3_directory.uploads()
+    copy_checkpoint(tmp_path / "saved", s3_directory.url)
+    assert not s3_directory.uploads()
+    assert loaded(s3_directory.url) == 1.0
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_not_published(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files need not be replaced with it: those of a fixed name are read at any moment."""
+    replaced: list[bool] = []
+    copy_file = copy_module.copy_file
+
+    def replace_after_the_first(*arguments: Any, **options: Any) -> int | None:
+        size_bytes = copy_file(*arguments, **options)
+        if not replaced:
+            replaced.append(True)
+            metadata = saved / ".metadata"
+            content = metadata.read_bytes()
+            metadata.unlink()
+            metadata.write_bytes(content)
+        return size_bytes
+
+    with monkeypatch.context() as patched:
+        patched.setattr(copy_module, "copy_file", replace_after_the_first)
+        with pytest.raises(LoadError, match="was replaced while it was copied"):
+            copy_checkpoint(saved, tmp_path / "copy")
+    assert not (tmp_path / "copy" / ".metadata").exists()
+    copy_checkpoint(saved, tmp_path / "copy")
+    assert loaded(tmp_path / "copy") == 1.0
 
 
 def test_another_checkpoint_is_not_replaced(saved: Path, tmp_path: Path) -> None:

@@ -23,16 +23,19 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.directory.lock import DirectoryLock, is_lock_file
+from mcore_ckpt.directory import lock as lock_module
+from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.directory.retention import PruneReport, prune_run
 from mcore_ckpt.directory.target import open_target
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.storage._local import LocalStorage
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.run_listing import list_run
 from tests.support.model_like import write_model
+from tests.support.object_server import S3Directory
 
 ITERATIONS = (100, 200, 300, 400, 500)
 
@@ -263,19 +266,19 @@ def test_a_removal_that_is_interrupted_looks_like_no_checkpoint_and_is_finished(
     run: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     """Stopped after each of its steps: no listing, load or verify takes what is left for a checkpoint."""
-    original = LocalStorage.delete
+    original = LocalStorage.delete_through
     count = 0
 
-    def delete(self: LocalStorage, name: str, missing_ok: bool = True) -> None:
+    def delete(self: LocalStorage, name: str, through: str) -> None:
         nonlocal count
-        if not is_lock_file(name):
+        if not name.startswith(".metadata"):
             if count == after:
                 raise SaveError(f"{name}: Input/output error")
             count += 1
-        original(self, name, missing_ok)
+        original(self, name, through)
 
     with monkeypatch.context() as patched:
-        patched.setattr(LocalStorage, "delete", delete)
+        patched.setattr(LocalStorage, "delete_through", delete)
         with pytest.raises(SaveError, match="no checkpoint any more"):
             prune_run(run, keep_last=4, remove=True)
     half = run / name_of(100)
@@ -291,15 +294,15 @@ def test_a_removal_that_is_interrupted_looks_like_no_checkpoint_and_is_finished(
 
 
 def test_a_save_into_what_was_half_removed_is_left_alone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = LocalStorage.delete
+    original = LocalStorage.delete_through
 
-    def fail(self: LocalStorage, name: str, missing_ok: bool = True) -> None:
-        if not is_lock_file(name):
+    def fail(self: LocalStorage, name: str, through: str) -> None:
+        if not name.startswith(".metadata"):
             raise SaveError(f"{name}: Input/output error")
-        original(self, name, missing_ok)
+        original(self, name, through)
 
     with monkeypatch.context() as patched:
-        patched.setattr(LocalStorage, "delete", fail)
+        patched.setattr(LocalStorage, "delete_through", fail)
         with pytest.raises(SaveError):
             prune_run(run, keep_last=4, remove=True)
     time.sleep(0.05)
@@ -316,18 +319,18 @@ def test_a_save_into_what_was_half_removed_is_left_alone(run: Path, monkeypatch:
 
 def test_a_save_cannot_begin_where_a_checkpoint_is_being_removed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused in the middle of a removal; afterwards it finds an empty place, and nothing removes its files."""
-    original = LocalStorage.delete
+    original = LocalStorage.delete_through
     refused = []
 
-    def delete(self: LocalStorage, name: str, missing_ok: bool = True) -> None:
+    def delete(self: LocalStorage, name: str, through: str) -> None:
         if name.endswith(".distcp") and self.root.name == name_of(100):
             with pytest.raises(SaveError, match="save"):
                 open_target(LocalStorage(run / name_of(100)), SaveOptions())
             refused.append(name)
-        original(self, name, missing_ok)
+        original(self, name, through)
 
     with monkeypatch.context() as patched:
-        patched.setattr(LocalStorage, "delete", delete)
+        patched.setattr(LocalStorage, "delete_through", delete)
         prune_run(run, keep_last=4, remove=True)
     assert refused
     assert not (run / name_of(100)).exists()
@@ -359,21 +362,21 @@ def test_a_checkpoint_that_a_save_has_locked_or_published_since_it_was_chosen_st
     assert everything(run / name_of(200)).keys() == before
 
 
-@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
 def test_a_removal_that_was_killed_is_finished(run: Path, after: int) -> None:
     """Its claim stays behind: before it has removed anything, or in the middle."""
     killed = f"""
 import os
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.directory.retention import prune_run
-delete, count = LocalStorage.delete, 0
-def dying(self, name, missing_ok=True):
+delete, count = LocalStorage.delete_through, 0
+def dying(self, name, through):
     global count
     if count == {after}:
         os._exit(9)
     count += 1
-    delete(self, name, missing_ok)
-LocalStorage.delete = dying
+    delete(self, name, through)
+LocalStorage.delete_through = dying
 prune_run({str(run)!r}, keep_last=4, remove=True)
 """
     assert subprocess.run([sys.executable, "-c", killed], timeout=60, check=False).returncode == 9
@@ -381,6 +384,55 @@ prune_run({str(run)!r}, keep_last=4, remove=True)
     assert any(path.name.startswith(INCOMPLETE_MARKER) for path in half.iterdir())
     assert going(prune_run(run, keep_last=4, remove=True)) == [100]
     assert not half.exists()
+
+
+@pytest.mark.parametrize("stopped", ["before its first step", "in its first step", "later"])
+@pytest.mark.parametrize("place", ["directory", "store"])
+def test_a_removal_that_was_held_up_leaves_what_has_been_saved_meanwhile(
+    place: str, stopped: str, tmp_path: Path, s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease runs out; a job takes the directory over, and saves into it. Then the removal resumes."""
+    root = str(tmp_path) if place == "directory" else s3_directory.url
+    for iteration in (1, 2):
+        save(f"{root}/{name_of(iteration)}", float(iteration))
+    kind = type(storage_at(root))
+    delete, unfinished = kind.delete_through, kind.unfinished
+    steps: list[str] = []
+
+    def job_saves() -> None:
+        monkeypatch.undo()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(lock_module, "_wait_until_gone", lambda *_: None)
+            save(f"{root}/{name_of(1)}", 11.0)
+
+    def at_the_first_step(storage: Any) -> Any:
+        job_saves()
+        return unfinished(storage)
+
+    def within_a_step(storage: Any, name: str, through: str) -> None:
+        steps.append(name)
+        at = ".metadata" if stopped == "in its first step" else "metadata.json"
+        if name == at:
+            job_saves()
+        delete(storage, name, through)
+
+    storage_at(f"{root}/{name_of(1)}").create("metadata.json", encode_config())
+    with monkeypatch.context() as patched:
+        monkeypatch = patched
+        if stopped == "before its first step":
+            patched.setattr(kind, "unfinished", at_the_first_step)
+        else:
+            patched.setattr(kind, "delete_through", within_a_step)
+        with pytest.raises(SaveError, match="has lost the directory"):
+            prune_run(root, keep_last=1, remove=True, saved_last=name_of(2))
+    assert storage_at(f"{root}/{name_of(1)}").exists("metadata.json")
+    loaded = {"w": torch.zeros(10)}
+    dcp.load(loaded, storage_reader=FileSystemReader(f"{root}/{name_of(1)}"), no_dist=True)
+    assert loaded["w"].tolist() == [11.0] * 10
+
+
+def save(path: str, value: float) -> None:
+    dcp.save({"w": torch.full((10,), value)}, storage_writer=FileSystemWriterAsync(path), no_dist=True)
 
 
 def test_a_full_file_system_does_not_keep_prune_from_making_room(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,6 +455,7 @@ def test_a_list_tells_a_save_at_work_from_one_that_is_gone(run: Path, capsys: py
     DirectoryLock.take(LocalStorage(run / name_of(200))).release(remove_marker=False)
     died = f"""
 import os
+from mcore_ckpt.directory import lock as lock_module
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.storage._local import LocalStorage
 claim = DirectoryLock.take(LocalStorage({str(run / name_of(300))!r}))
