@@ -248,10 +248,10 @@ def _remove(checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> PruneDeci
         for name in _being_removed(storage, lock):
             lock.delete(name)
     except (SaveError, LoadError) as error:
-        raise SaveError(
-            f"{checkpoint.path}: cannot be removed: {error}. What is left of it is no checkpoint any more, the same "
-            "command resumes its removal"
-        ) from error
+        text = f"{checkpoint.path}: cannot be removed: {error}"
+        if not storage.exists(METADATA_FILE):
+            text += ". What is left of it is no checkpoint any more, the same command resumes its removal"
+        raise SaveError(text) from error
     finally:
         # What a save that is gone has left, the next save is still to find.
         with contextlib.suppress(SaveError, LoadError, OSError):

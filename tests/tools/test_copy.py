@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from mcore_ckpt.directory import lock as lock_module
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.storage._local_reader import LocalReader
 from mcore_ckpt.storage._local_writer import LocalWriter
+from mcore_ckpt.storage._object_client import RequestError
 from mcore_ckpt.storage._object_writer import ObjectWriter
 from mcore_ckpt.storage._s3 import S3Client
 from mcore_ckpt.storage.resolve import storage_at
@@ -131,6 +133,18 @@ def test_a_copy_that_was_held_up_leaves_the_copy_that_took_over(
     writer = LocalWriter if place == "directory" else ObjectWriter
     patched, function = (copying, copying._crc) if stopped_at == "_crc" else (writer, writer.finish)
     stops = [True]
+    unclear: list[bool] = []
+    ask_once = S3Client.ask_once
+
+    def lose_the_first_completion(
+        self: S3Client, method: str, key: str, query: Any = None, *more: Any, **options: Any
+    ) -> Any:
+        if method == "POST" and "uploadId" in (query or {}) and unclear:
+            unclear.clear()
+            raise RequestError(errno.EREMOTEIO, "no answer", again=True, unclear=True)
+        return ask_once(self, method, key, query, *more, **options)
+
+    monkeypatch.setattr(S3Client, "ask_once", lose_the_first_completion)
 
     def stop(*arguments: Any, **options: Any) -> Any:
         if stops:
@@ -138,6 +152,7 @@ def test_a_copy_that_was_held_up_leaves_the_copy_that_took_over(
             with pytest.MonkeyPatch.context() as gone:
                 gone.setattr(lock_module, "_wait_until_gone", lambda *_: None)
                 copy_checkpoint(tmp_path / "second", target)
+            unclear.append(True)
         return function(*arguments, **options)
 
     monkeypatch.setattr(patched, stopped_at, stop)
