@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Final
+from urllib.parse import unquote_plus
 
 from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.storage._http import Answer, Cut, HttpServer
@@ -288,17 +289,24 @@ class S3Client(ObjectClient):
         query = {"list-type": "2", "prefix": prefix, "delimiter": "/", "max-keys": _KEYS_AT_ONCE}
         for page in self._pages(query, "NextContinuationToken", "continuation-token"):
             for entry in _children(page, "Contents"):
-                name = _text(entry, "Key").removeprefix(prefix)
+                name = _key_text(page, entry, "Key").removeprefix(prefix)
                 if name:  # a marker of the folder itself has none
                     sizes[name] = int(_text(entry, "Size") or 0)
             folders.update(
-                _text(entry, "Prefix").removeprefix(prefix).rstrip("/") for entry in _children(page, "CommonPrefixes")
+                _key_text(page, entry, "Prefix").removeprefix(prefix).rstrip("/")
+                for entry in _children(page, "CommonPrefixes")
             )
         return Listing(sizes, folders - {""})
 
+    def _page(self, query: Mapping[str, str]) -> ElementTree.Element:
+        """A listing. A key may have characters that XML has not: they come as in a URL."""
+        query = {**query, "encoding-type": "url"}
+        what = f"GET {self.place}/"
+        return retried(what, lambda _: _parsed(self.ask_once("GET", "", query).body), self.pace, self.limits)
+
     def _pages(self, query: dict[str, str], next_name: str, argument: str) -> Iterator[ElementTree.Element]:
         while True:
-            page = _parsed(self.ask("GET", "", query).body)
+            page = self._page(query)
             yield page
             token = _text(page, next_name)
             if _text(page, "IsTruncated") != "true" or not token:
@@ -322,9 +330,9 @@ class S3Client(ObjectClient):
         found: builtins.list[tuple[str, str]] = []
         query = {"uploads": "", "prefix": prefix, "max-uploads": _KEYS_AT_ONCE}
         while True:
-            page = _parsed(self.ask("GET", "", query).body)
-            found += [(_text(entry, "Key"), _text(entry, "UploadId")) for entry in _children(page, "Upload")]
-            key, upload = _text(page, "NextKeyMarker"), _text(page, "NextUploadIdMarker")
+            page = self._page(query)
+            found += [(_key_text(page, entry, "Key"), _text(entry, "UploadId")) for entry in _children(page, "Upload")]
+            key, upload = _key_text(page, page, "NextKeyMarker"), _text(page, "NextUploadIdMarker")
             if _text(page, "IsTruncated") != "true" or not key:
                 return found
             query |= {"key-marker": key, "upload-id-marker": upload}
@@ -418,8 +426,8 @@ class _S3Upload(Upload):
                 raise
 
         answer = client.repeat("POST", key, attempt)
-        # The answer to a completion has it in its body, that to a question in a header.
-        self._e_tag = answer.header("etag") if not answer.body else _text(_parsed(answer.body), "ETag")
+        # The answer to a question names what is there, which another process may have made.
+        self._e_tag = _text(_parsed(answer.body), "ETag") if answer.body else ""
         self._compare(size_bytes, total)
         if self._may_have_others:
             with contextlib.suppress(OSError):  # the next save finds them
@@ -444,7 +452,7 @@ class _S3Upload(Upload):
         if self._may_have_others:
             self._client.abort_unfinished(self._key)
         state = self._client.head(self._key) if self._e_tag else None
-        if state is not None and state.e_tag == self._e_tag:  # another process may have made one of that name
+        if state is not None and state.e_tag == self._e_tag:
             self._client.delete(self._key, self._e_tag)
 
 
@@ -504,6 +512,12 @@ def _parsed(body: bytes) -> ElementTree.Element:
         return ElementTree.fromstring(body)
     except ElementTree.ParseError as error:
         raise unexpected(f"an answer that is no XML: {body[:80]!r}", again=True) from error
+
+
+def _key_text(page: ElementTree.Element, element: ElementTree.Element, name: str) -> str:
+    """A key, or the beginning of one, in a listing."""
+    text = _text(element, name)
+    return unquote_plus(text) if _text(page, "EncodingType") == "url" else text
 
 
 def _tag(element: ElementTree.Element) -> str:

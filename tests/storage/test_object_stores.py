@@ -392,6 +392,30 @@ def test_wrong_credentials_and_buckets_are_named(
 # Crashes, refusals and races: the old checkpoint or the new one, and nothing left over after the next save
 
 
+def test_a_key_that_xml_cannot_hold_and_an_answer_that_is_none_disturb_nothing(
+    proxied: Proxy, s3_directory: S3Directory, patient: Callable[..., None]
+) -> None:
+    """S3 allows control characters in keys; others' objects may lie in the directory."""
+    patient(first_pause_s=0.01)
+    save(s3_directory.url, rows=2)
+    struck: list[Request] = []
+
+    def no_xml_once(request: Request) -> Fault | None:
+        if "list-type" not in request.query or struck:
+            return None
+        struck.append(request)
+        return Fault("pretended")
+
+    for key in ("note%08s.txt", "line%0Dfeed", "a%20b%2Bc", "100%25"):
+        s3_directory.put(key, b"of somebody else")
+    proxied.rule = no_xml_once
+    save(s3_directory.url, 2.0, rows=2)
+    assert struck
+    assert loaded(s3_directory.url, rows=2) == 2.0
+    assert verify_checkpoint(s3_directory.url).whole
+    assert {"note\x08s.txt", "line\rfeed", "a b+c", "100%"} < set(storage_at(s3_directory.url).list())
+
+
 def strike(proxy: Proxy, url: str, how: str, number: int | None) -> list[Request]:
     """A save of 2.0 over 1.0, of which the changing request `number` fails, or is the last of the process.
 
