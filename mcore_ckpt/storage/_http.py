@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
+from mcore_ckpt.core.threads import start_thread
 from mcore_ckpt.storage._object_client import RequestError, patience
 
 _SLICE_BYTES: Final = 1024 * 1024
@@ -141,15 +142,24 @@ class HttpServer:
         limits = patience()
         payload_bytes = len(body) + (0 if into is None else len(into))
         most_s = min(limits.give_up_s, limits.attempt_s * max(1.0, payload_bytes / _PER_ATTEMPT_BYTES))
-        until_s = time.monotonic() + most_s
         sent = False
+        cut = cut or Cut()
+        late = threading.Event()
+
+        def cut_off() -> None:
+            late.set()
+            cut()
+
+        # A server that sends a byte now and then is never idle; so a thread ends what takes too long in all.
+        timer = threading.Timer(most_s, cut_off)
+        timer.daemon = True
+        timed = start_thread(timer)
         connection: http.client.HTTPConnection | None = None
         try:
             connection = self._connection()
             if connection.sock is None:
                 connection.connect()  # (which also sends small packets at once)
-            if cut is not None:
-                cut.watch(connection)
+            cut.watch(connection)
             connection.sock.settimeout(limits.idle_s)
             connection.putrequest(method, target, skip_accept_encoding=True)
             for name, value in headers.items():
@@ -162,15 +172,20 @@ class HttpServer:
             connection.endheaders()
             view = memoryview(body)
             for at in range(0, len(view), _SLICE_BYTES):
-                _check(until_s, at, len(view), "sent")
                 connection.send(view[at : at + _SLICE_BYTES])
             response = connection.getresponse()
-            answer = _receive(response, method, into, until_s)
-            if not response.will_close and not (cut is not None and cut.is_cut):
+            answer = _receive(response, method, into)
+            if late.is_set():  # an answer of unknown length ends where it is cut off
+                raise _too_slow(most_s)
+            if not response.will_close and not cut.is_cut:
                 self._kept.append((connection, time.monotonic() + _KEPT_S))
                 connection = None
             return answer
         except RequestError as error:
+            if late.is_set():
+                too_slow = _too_slow(most_s)
+                too_slow.unclear = sent
+                raise too_slow from error
             error.unclear = error.unclear or sent
             raise
         except TimeoutError as error:
@@ -180,11 +195,17 @@ class HttpServer:
         except ssl.SSLCertVerificationError as error:
             raise RequestError(errno.EREMOTEIO, f"the certificate is not trusted ({error.verify_message})") from error
         except (OSError, http.client.HTTPException) as error:
+            if late.is_set():
+                too_slow = _too_slow(most_s)
+                too_slow.unclear = sent
+                raise too_slow from error
             text = f"the connection failed ({type(error).__name__}: {error!s:.200})"
             raise RequestError(errno.EREMOTEIO, text, again=True, unclear=sent) from error
         finally:
-            if cut is not None:
-                cut.watch_nothing()
+            cut.watch_nothing()
+            if timed:
+                timer.cancel()
+                timer.join()
             if connection is not None:
                 connection.close()
 
@@ -194,13 +215,12 @@ def _close_all(kept: deque[tuple[http.client.HTTPConnection, float]]) -> None:
         kept.pop()[0].close()
 
 
-def _receive(response: http.client.HTTPResponse, method: str, into: memoryview | None, until_s: float) -> Answer:
+def _receive(response: http.client.HTTPResponse, method: str, into: memoryview | None) -> Answer:
     if into is None or response.status not in (200, 206):
         parts, received = [], 0
         while part := response.read(_SLICE_BYTES):
             parts.append(part)
             received += len(part)
-            _check(until_s, received, response.length or 0, "received")
             if received > _MAX_ANSWER_BYTES:
                 raise RequestError(errno.EREMOTEIO, f"the answer is longer than {_MAX_ANSWER_BYTES} bytes")
         if method != "HEAD" and response.length:
@@ -211,7 +231,6 @@ def _receive(response: http.client.HTTPResponse, method: str, into: memoryview |
         raise RequestError(errno.EREMOTEIO, text, again=True)
     at = 0
     while at < len(into):
-        _check(until_s, at, len(into), "received")
         count = response.readinto(into[at : at + _SLICE_BYTES])
         if not count:
             raise RequestError(errno.EREMOTEIO, f"the answer ended after {at} of {len(into)} bytes", again=True)
@@ -220,6 +239,5 @@ def _receive(response: http.client.HTTPResponse, method: str, into: memoryview |
     return Answer(response.status, response.headers, b"")
 
 
-def _check(until_s: float, done_bytes: int, total_bytes: int, what: str) -> None:
-    if time.monotonic() > until_s:
-        raise RequestError(errno.ETIMEDOUT, f"after {done_bytes} of {total_bytes} bytes {what}: too slow", again=True)
+def _too_slow(most_s: float) -> RequestError:
+    return RequestError(errno.ETIMEDOUT, f"too slow: not complete within {most_s:.2g} s", again=True)

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.storage import _object_client
+from mcore_ckpt.storage._http import HttpServer
 from mcore_ckpt.storage._object_client import Patience, RequestError
 from mcore_ckpt.storage.resolve import storage_at
 from tests.support.forked import in_child
@@ -390,6 +392,36 @@ def test_wrong_credentials_and_buckets_are_named(
 
 
 # Crashes, refusals and races: the old checkpoint or the new one, and nothing left over after the next save
+
+
+@pytest.mark.parametrize("trickles", ["the headers", "the body"])
+def test_an_answer_that_never_stops_coming_is_ended(trickles: str, patient: Callable[..., None]) -> None:
+    """A byte comes every 10 ms, so the server is never idle; all of it would take more than an hour."""
+    sent_bytes: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            with listening.accept()[0] as connection, contextlib.suppress(OSError):
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\n")
+                if trickles == "the body":
+                    connection.sendall(b"Content-Length: 400000\r\n\r\n")
+                for number in range(400_000):
+                    connection.sendall(b"x")
+                    sent_bytes.append(number)
+                    time.sleep(0.01)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        server = HttpServer(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        patient(attempt_s=0.3)
+        with pytest.raises(RequestError, match="too slow") as caught:
+            server.request("GET", "/", {})
+        thread.join()
+    assert caught.value.errno == errno.ETIMEDOUT
+    assert caught.value.again
+    assert caught.value.unclear
+    assert 0 < len(sent_bytes) < 400_000
 
 
 def test_a_key_that_xml_cannot_hold_and_an_answer_that_is_none_disturb_nothing(
