@@ -147,6 +147,7 @@ def _crc(
     size_bytes = reader.size_bytes
     sums = [0] * -(-size_bytes // _PIECE_BYTES)
     buffers = threading.local()
+    unreadable: list[BaseException] = []
 
     def piece(number: int) -> None:
         if not hasattr(buffers, "view"):
@@ -155,7 +156,8 @@ def _crc(
         view = buffers.view[: min(_PIECE_BYTES, size_bytes - start)]
         try:
             reader.read_into(start, view)
-        except BaseException:
+        except BaseException as error:
+            unreadable.append(error)
             if writer is not None:
                 writer.abort()  # other threads may wait for this piece to be written before theirs
             raise
@@ -164,7 +166,12 @@ def _crc(
             writer.write(start, buffers.view[: align_up(len(view))])
             arrived(len(view))
 
-    in_parallel(range(len(sums)), piece, _THREADS, "mcore-ckpt-copy")
+    try:
+        in_parallel(range(len(sums)), piece, _THREADS, "mcore-ckpt-copy")
+    except SaveError:
+        if unreadable:  # by which the writing was ended
+            raise unreadable[0] from None
+        raise
     total = 0
     for number, value in enumerate(sums):
         total = crc32_combine(total, value, min(_PIECE_BYTES, size_bytes - number * _PIECE_BYTES))
