@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import queue
 import sys
 import threading
@@ -145,7 +146,7 @@ class _Drains:
             ending = self._ends.is_set()
             pause_s = self._attempt(directory)
             now = time.monotonic()
-            if ending and now - self._arriving.get(directory, 0.0) > _ARRIVALS_WITHIN_S:
+            if ending and now - self._arriving.get(directory, -math.inf) > _ARRIVALS_WITHIN_S:
                 last.add(directory)
             if pause_s is not None:
                 with self._changed:
