@@ -63,6 +63,8 @@ def _drained(note: DrainNote, now_s: float) -> str:
     """How far the copy to the second tier is, in a few words."""
     if note.state == "copied":
         return "copied" if note.commits else "this node's part copied"
+    if note.state == "superseded":
+        return "not copied: the second tier holds what was saved later"
     if note.state == "failed":
         return f"copy failed {human_age(max(0.0, now_s - note.updated_s))} ago, attempt {note.attempts}"
     if note.state == "copying":

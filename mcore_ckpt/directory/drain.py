@@ -6,13 +6,17 @@ checkpoint have arrived, it publishes `.metadata` in the second tier, under the 
 data files carry the id of their save, so no file of another save is ever taken for one of these. Until that moment the
 second tier holds what it held before.
 
-What is on the way when a process ends is resumed from the note: what has arrived is compared, not sent again.
+What is on the way when a process ends is resumed from the note: what has arrived is compared, not sent again. That may
+be long after: so a checkpoint of the second tier is replaced only by one that was saved later. The note is copied last
+of all, and tells there when that was.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -22,9 +26,18 @@ from mcore_ckpt.core.errors import (
     SaveError,
 )
 from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.directory.copying import CheckpointFiles, copy_file, files_of
+from mcore_ckpt.directory.common_file import read_common_file
+from mcore_ckpt.directory.copying import CheckpointFiles, copy_file, files_of, refuse_replaced
 from mcore_ckpt.directory.drain_note import DrainNote
-from mcore_ckpt.directory.in_force import index_files, is_in_force, pending_name, saves_of
+from mcore_ckpt.directory.in_force import (
+    InForce,
+    index_files,
+    is_in_force,
+    is_pending,
+    look,
+    pending_name,
+    saves_of,
+)
 from mcore_ckpt.directory.iterations import iteration_directories, iteration_of, tracked_name
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.format.file_names import data_file_of
@@ -32,9 +45,9 @@ from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
+    DRAIN_FILE,
     METADATA_FILE,
     TRACKER_FILE,
-    parse_index,
 )
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
@@ -43,20 +56,35 @@ from mcore_ckpt.storage.resolve import storage_at
 _ARRIVED: Final = ".mcore_ckpt_arrived."
 
 
-def drain(directory: Path, note: DrainNote, arrived: Callable[[int], None], *, own_are_there: bool = False) -> bool:
+class SupersededError(SaveError):
+    """The second tier holds a checkpoint in that place that was saved later."""
+
+
+def drain(
+    directory: Path,
+    note: DrainNote,
+    arrived: Callable[[int], None],
+    check: Callable[[CheckpointIndex, Iterable[str]], None],
+    *,
+    own_are_there: bool = False,
+) -> bool:
     """Copy what lies in a local directory to the second tier, and commit there if that is for this node to do.
+
+    A checkpoint that is committed there already is complete: nothing of it is written again.
 
     Args:
         directory: of the checkpoint.
         note: what it says.
         arrived: called with the lengths of what has been copied, or was there.
+        check: called with the index, and the names of the files that are copied next: raises if they are damaged.
         own_are_there: an earlier call of this process has copied what lies here.
 
     Returns:
         False if parts of other nodes have not arrived yet: then nothing is committed, and the same call resumes.
 
     Raises:
-        LoadError: it cannot be read, or is of another save by now.
+        LoadError: it cannot be read, is damaged, or is of another save by now.
+        SupersededError: the second tier holds a checkpoint there that was saved later.
         SaveError: the second tier cannot be written, or another save holds the directory there.
     """
     reads, writes = storage_at(directory), storage_at(note.to)
@@ -64,17 +92,26 @@ def drain(directory: Path, note: DrainNote, arrived: Callable[[int], None], *, o
         found = files_of(directory)
         if note.save not in saves_of(found.index):
             raise LoadError(f"{directory}: another save has replaced the checkpoint before it was copied to {note.to}")
+        own = found.data if note.files is None else note.files
+        if _holds(look(writes), note):
+            arrived(note.total_bytes)
+            if note.commits:
+                _commit(reads, writes, found, note)
+            return True
+        _refuse_older(note)
         writes.ensure()
-        for name in () if own_are_there else found.data if note.files is None else note.files:
-            if copy_file(reads, name, writes, name, arrived) is None:
-                arrived(writes.size(name))
+        if not own_are_there:
+            check(found.index, own)
+            for name in own:
+                if copy_file(reads, name, writes, name, arrived) is None:
+                    arrived(writes.size(name))
         if not note.commits:
             content = json.dumps(list(note.files or ())).encode()
             writes.publish(f"{_ARRIVED}{note.save}.{_short(note.files or ())}", content)
             return True
         if note.files is not None and not _have_arrived(writes, note, found):
             return False
-        _commit(reads, writes, found, note.save)
+        _commit(reads, writes, found, note)
     return True
 
 
@@ -91,42 +128,104 @@ def _have_arrived(writes: Storage, note: DrainNote, found: CheckpointFiles) -> b
     return arrived >= set(found.data)
 
 
-def _commit(reads: Storage, writes: Storage, found: CheckpointFiles, save: str) -> None:
-    """Publish a checkpoint whose data files are there, in the place of one that may be there already."""
+def _holds(held: InForce, note: DrainNote) -> bool:
+    """Whether the checkpoint in force is that of the note."""
+    return held.index is not None and note.save in saves_of(held.index)
+
+
+def _refuse_older(note: DrainNote) -> None:
+    """Raise `SupersededError` if the second tier holds in that place what was saved later."""
+    there_s = _saved_s(checkpoint_path(note.to))
+    if there_s is not None and there_s > note.saved_s:
+        raise SupersededError(
+            f"{note.to} holds a checkpoint that was saved later ({_shown(there_s)}) than this one "
+            f"({_shown(note.saved_s)}), which does not replace it"
+        )
+
+
+def _shown(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def _saved_s(directory: Path) -> float | None:
+    """When the checkpoint that a directory of the second tier holds was saved; None if it holds none.
+
+    A note that is older than `.metadata` is of an earlier checkpoint. Without one, the time of `.metadata` counts.
+    """
+    storage = storage_at(directory)
+    published, noted = storage.version(METADATA_FILE), storage.version(DRAIN_FILE)
+    if published is None:
+        return None
+    note = _note_there(directory) if noted is not None and noted.modified_ns >= published.modified_ns else None
+    return note.saved_s if note is not None and note.saved_s else published.modified_ns / 1e9
+
+
+def _note_there(directory: Path) -> DrainNote | None:
+    try:
+        return DrainNote.read(directory)
+    except CorruptCheckpointError:
+        return None
+
+
+def _commit(reads: Storage, writes: Storage, found: CheckpointFiles, note: DrainNote) -> None:
+    """Publish a checkpoint whose data files are there, in the place of one that may be there already; or finish that,
+    if it is published.
+    """
     with DirectoryLock.take(writes) as lock:
-        there = writes.read(METADATA_FILE) if writes.exists(METADATA_FILE) else None
-        if there == found.metadata:
-            return
-        replaced = None if there is None else _index_of(there, writes)
-        for name in found.others:
-            content = reads.read(name)
-            if not (writes.exists(name) and writes.read(name) == content):
-                writes.publish(name, content)
-        pending = pending_name(save)
-        if found.common is not None:
-            if there is None and writes.exists(COMMON_FILE):
-                writes.delete(COMMON_FILE)  # of an attempt that was interrupted, or of a save that has failed
-            copy_file(reads, found.common, writes, COMMON_FILE if there is None else pending)
-        _check_lengths(writes, found)
-        writes.sync(parents=True)
-        lock.publish(METADATA_FILE, found.metadata)
+        held = look(writes)
+        if not _holds(held, note):
+            _refuse_older(note)
+            for name in found.others:
+                content = reads.read(name)
+                if not (writes.exists(name) and writes.read(name) == content):
+                    writes.publish(name, content)
+            if found.common is not None:
+                if held.version is None and writes.exists(COMMON_FILE):
+                    lock.delete(COMMON_FILE)  # of an attempt that was interrupted, or of a save that has failed
+                own_name = COMMON_FILE if held.version is None else pending_name(note.save)
+                read_common_file(reads, found.common, found.index.manifest)  # refuses a damaged one
+                copy_file(reads, found.common, writes, own_name, lock=lock)
+            _check_lengths(writes, found)
+            writes.sync(parents=True)
+            refuse_replaced(reads, found)
+            lock.publish(METADATA_FILE, found.metadata)
+        pending = pending_name(note.save)
         if found.common is None:
             writes.delete(COMMON_FILE)
-        elif there is not None:
+        elif writes.exists(pending):
             writes.move(pending, COMMON_FILE)
-        for name in sorted(set() if replaced is None else index_files(replaced) - set(found.data)):
-            writes.delete(name)
-        for name in writes.list():
-            if name.startswith(_ARRIVED):
-                writes.delete(name)
+        _remove_replaced(writes, found, note, held)
+        replace(
+            note, files=None, commits=True, state="copied", copied_bytes=note.total_bytes, error="", attempts=0
+        ).write(checkpoint_path(note.to))
         writes.sync()
 
 
-def _index_of(metadata: bytes, storage: Storage) -> CheckpointIndex | None:
-    try:
-        return parse_index(metadata, storage.location)
-    except LoadError:
-        return None  # what nobody can read names no file that could be removed
+def _remove_replaced(writes: Storage, found: CheckpointFiles, note: DrainNote, held: InForce) -> None:
+    """Remove what is of other saves, now that this one is in force, and what nodes have told each other of it.
+
+    Where nodes copy parts, a part of a later save may have arrived: what is not known to be older stays then.
+    """
+    before = _note_there(checkpoint_path(note.to))
+    old = {note.save} | (set() if before is None else {before.save})
+    needed = None if held.others is None else held.others | set(found.data)
+
+    def is_old(save: str | None) -> bool:
+        return save in old or (note.files is None and save is not None)
+
+    replaced = set() if held.index is None else index_files(held.index)
+    for name in writes.list():
+        data = data_file_of(name)
+        if data is not None:
+            goes = needed is not None and name not in needed and (name in replaced or is_old(data.save))
+        else:
+            goes = is_pending(name) or (name.startswith(_ARRIVED) and is_old(name.removeprefix(_ARRIVED).split(".")[0]))
+        if goes:
+            writes.delete(name)
+    for name in writes.unfinished():
+        data = data_file_of(name)
+        if data is not None and is_old(data.save):
+            writes.discard_unfinished(name)
 
 
 def _check_lengths(writes: Storage, found: CheckpointFiles) -> None:
@@ -144,7 +243,7 @@ def _check_lengths(writes: Storage, found: CheckpointFiles) -> None:
 
 
 def give_up(note: DrainNote) -> None:
-    """Remove from the second tier what was copied of a checkpoint that is gone here, and was not committed there.
+    """Remove from the second tier what was copied of a checkpoint that was not committed there, and is not going to be.
 
     Raises `LoadError` or `SaveError`.
     """
@@ -158,9 +257,11 @@ def give_up(note: DrainNote) -> None:
             storage.delete(name)
         elif name.startswith(f"{_ARRIVED}{note.save}.") or name == pending_name(note.save):
             storage.delete(name)
-    if not storage.exists(METADATA_FILE):  # of a checkpoint that is there, they are
-        for name in (CONFIG_FILE, COMMON_FILE):
-            storage.delete(name)
+    if storage.list() and not storage.exists(METADATA_FILE):
+        with DirectoryLock.take(storage) as lock:
+            if not storage.exists(METADATA_FILE):  # of a checkpoint that is there, they are
+                for name in (CONFIG_FILE, COMMON_FILE):
+                    lock.delete(name)
     storage.remove()
 
 
@@ -169,37 +270,33 @@ def undrained(run: Path) -> list[tuple[Path, DrainNote]]:
     found = []
     for directory in iteration_directories(run):
         note = DrainNote.read(directory)
-        if note is not None and note.state != "copied" and storage_at(directory).exists(METADATA_FILE):
+        if note is not None and note.is_open and storage_at(directory).exists(METADATA_FILE):
             found.append((directory, note))
     return found
 
 
-def track_drained(run: Path) -> str | None:
-    """Let the tracker file of the second tier name the checkpoint that was saved last of those that it holds.
-
-    Only if the run itself has a tracker file. Returns that checkpoint's name if the file did not name it before.
+def track_drained(run: Path, note: DrainNote) -> None:
+    """A checkpoint is committed in the second tier: let the tracker file there name it, unless that names one that was
+    saved later. Only if the run itself has a tracker file.
 
     Raises:
-        LoadError: the run cannot be listed.
+        LoadError: the run or the second tier cannot be listed.
         SaveError: the tracker file cannot be written.
     """
     if tracked_name(run) is None:
-        return None
-    saved: list[tuple[int, Path, DrainNote]] = []
-    for directory in iteration_directories(run):
-        note = DrainNote.read(directory)
-        version = storage_at(directory).version(METADATA_FILE)
-        if note is not None and note.commits and note.state == "copied" and version is not None:
-            saved.append((version.modified_ns, directory, note))
-    if not saved:
-        return None
-    _, directory, note = max(saved, key=lambda found: found[0])
-    iteration = iteration_of(directory.name)
-    target = checkpoint_path(note.to).parent
+        return
+    directory = checkpoint_path(note.to)
+    target = directory.parent
     try:
-        if iteration is None or tracked_name(target) == directory.name:
-            return None
+        tracked = tracked_name(target)
     except CorruptCheckpointError:
-        pass  # it is written again
-    storage_at(target).publish(TRACKER_FILE, str(iteration).encode())
-    return directory.name
+        tracked = None  # it is written again
+    if tracked == directory.name:
+        return
+    saved = {} if tracked is None else {tracked: _saved_s(target / tracked)}
+    if not any(saved.values()):  # it names nothing that is there
+        saved = {path.name: _saved_s(path) for path in iteration_directories(target)}
+    saved[directory.name] = note.saved_s
+    last = max(saved, key=lambda name: saved[name] or 0.0)
+    if last != tracked and (iteration := iteration_of(last)) is not None:
+        storage_at(target).publish(TRACKER_FILE, str(iteration).encode())

@@ -13,7 +13,7 @@ from mcore_ckpt.format.metadata_read import DRAIN_FILE, read_small_file
 from mcore_ckpt.storage.resolve import storage_at
 
 _MAX_NOTE_BYTES: Final = 64 * 1024 * 1024
-_STATES: Final = ("waiting", "copying", "copied", "failed")
+_STATES: Final = ("waiting", "copying", "copied", "failed", "superseded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,15 @@ class DrainNote:
         to: its directory in the second tier.
         files: names of the data files that lie here; None: all of the checkpoint's.
         commits: the second tier is committed from here.
-        state: `"waiting"`, `"copying"`, `"copied"` (and committed, if `commits`), or `"failed"` and tried again.
+        state: `"waiting"`, `"copying"`, `"copied"` (and committed, if `commits`), `"failed"` and tried again, or
+            `"superseded"`: not copied, since the second tier holds a checkpoint there that was saved later.
         copied_bytes: of the data files that lie here, how much is there.
         total_bytes: how much that is in all, as far as is known.
         error: why the last attempt has failed.
         attempts: how many there were.
         updated_s: when this was written, in seconds since 1970.
+        saved_s: when the checkpoint was saved, in seconds since 1970. The second tier has this note, too, so that
+            it can be told there which of two checkpoints was saved later.
     """
 
     save: str
@@ -43,6 +46,12 @@ class DrainNote:
     error: str = ""
     attempts: int = 0
     updated_s: float = 0.0
+    saved_s: float = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is still something to copy."""
+        return self.state not in ("copied", "superseded")
 
     def write(self, directory: Path) -> None:
         """Durably. Raises `SaveError`."""
@@ -59,7 +68,7 @@ class DrainNote:
             fields: dict[str, Any] = json.loads(content)
             note = cls(**{**fields, "files": None if fields["files"] is None else tuple(fields["files"])})
             texts = (note.save, note.to, note.state, note.error, *(note.files or ()))
-            numbers = (note.copied_bytes, note.total_bytes, note.attempts, note.updated_s)
+            numbers = (note.copied_bytes, note.total_bytes, note.attempts, note.updated_s, note.saved_s)
             if (
                 all(type(text) is str for text in texts)
                 and all(type(number) in (int, float) for number in numbers)

@@ -18,6 +18,7 @@ from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, parse_object_key
 from mcore_ckpt.format.metadata_read import TRACKER_FILE, read_index
+from mcore_ckpt.items.item_checks import check_file
 from mcore_ckpt.models._flat_buckets import parameter_orders
 from mcore_ckpt.models._huggingface import export_model, import_model
 from mcore_ckpt.models._imports import import_conversion, layout_of
@@ -41,7 +42,6 @@ from mcore_ckpt.target.torch_files import plan_torch_files
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
-from mcore_ckpt.tools.verify import check_file
 from mcore_ckpt.view.source_files import SourceFiles
 
 TargetKind = Literal["safetensors", "torch", "dcp", "hf", "megatron-legacy"]

@@ -12,9 +12,9 @@ from mcore_ckpt.directory.in_force import common_file_in_force, with_common_file
 from mcore_ckpt.directory.lock import is_lock_file
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, MAX_CONFIG_BYTES, METADATA_FILE, read_small_file
+from mcore_ckpt.items.item_checks import check_file
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.tools.verify import check_file
 
 # Directories in one another that files of others may lie in.
 _MAX_FOLDERS = 32

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,11 +23,12 @@ from mcore_ckpt.core.errors import CheckpointError, CheckpointNotFoundError, Sav
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.process import exit_with_parent, lower_priority
 from mcore_ckpt.core.signals import leave_signals_to_parent
-from mcore_ckpt.directory.drain import drain, give_up, track_drained, undrained
+from mcore_ckpt.directory.drain import SupersededError, drain, give_up, track_drained, undrained
 from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.directory.iterations import iteration_of, look_at, tracked_name
 from mcore_ckpt.directory.retention import prune_run
 from mcore_ckpt.format.metadata_read import METADATA_FILE
+from mcore_ckpt.items.item_checks import check_data_files
 from mcore_ckpt.storage.resolve import storage_at
 
 # Megatron writes the tracker file after the save has been published, a moment later. Before that, it names the
@@ -50,8 +52,9 @@ def main(parent_pid: int, cpu_priority: int | None) -> None:
     ends = threading.Event()
     removals: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     drains = _Drains(ends)
-    workers = [threading.Thread(target=_remove, args=(removals, ends)), threading.Thread(target=drains.work)]
-    for worker in workers:
+    remover = threading.Thread(target=_remove, args=(removals, ends, drains))
+    copier = threading.Thread(target=drains.work)
+    for worker in (remover, copier):
         worker.start()
     for line in sys.stdin:
         if (task := json.loads(line)) is None:
@@ -63,8 +66,9 @@ def main(parent_pid: int, cpu_priority: int | None) -> None:
     ends.set()
     removals.put(None)
     drains.wake()
-    for worker in workers:
-        worker.join()
+    remover.join()
+    drains.close()
+    copier.join()
 
 
 def _say(level: int, text: str) -> None:
@@ -93,22 +97,26 @@ def _await_tracker(run: str, name: str, wait: Callable[[float], bool]) -> None:
         period_s = min(2 * period_s, _LONGEST_PERIOD_S)
 
 
-def _remove(tasks: queue.SimpleQueue[dict[str, Any] | None], ends: threading.Event) -> None:
+def _remove(tasks: queue.SimpleQueue[dict[str, Any] | None], ends: threading.Event, drains: _Drains) -> None:
     while (task := tasks.get()) is not None:
         _await_tracker(task["run"], task["name"], lambda period_s: ends.wait(period_s) or not tasks.empty())
         if tasks.empty() or ends.is_set():  # otherwise a later save asks for the same
-            _remove_old(**task)
+            for directory, note in _remove_old(**task):
+                drains.removed(directory, note)
 
 
-def _remove_old(run: str, name: str, keep_last: int, keep_every: int | None) -> None:
+def _remove_old(run: str, name: str, keep_last: int, keep_every: int | None) -> list[tuple[Path, DrainNote]]:
+    """Returns which of the checkpoints that went had not been copied to the second tier, with their notes."""
     try:
         report = prune_run(run, keep_last=keep_last, keep_every=keep_every, remove=True, saved_last=name)
     except Exception as error:  # noqa: BLE001  (whatever it is, it is for the log: the next save tries again)
         _say(logging.WARNING, f"{run}: old checkpoints could not be removed after {name}: {_words(error)}")
-        return
-    gone = [decision.checkpoint.name for decision in report.decisions if not decision.keep]
+        return []
+    gone = [decision.checkpoint for decision in report.decisions if not decision.keep]
     if gone:
-        _say(logging.INFO, f"{run}: removed {', '.join(gone)} ({human_bytes(report.freed_bytes)}) after {name}")
+        names = ", ".join(checkpoint.name for checkpoint in gone)
+        _say(logging.INFO, f"{run}: removed {names} ({human_bytes(report.freed_bytes)}) after {name}")
+    return [(each.path, each.drain) for each in gone if each.drain is not None and each.drain.is_open]
 
 
 class _Drains:
@@ -121,6 +129,8 @@ class _Drains:
         self._to: dict[Path, str] = {}  # second tier of each run
         self._begun: dict[Path, DrainNote] = {}  # of which something may have been copied
         self._arriving: dict[Path, float] = {}  # what other nodes are still to copy of, and since when
+        self._last: set[Path] = set()  # tried for the last time
+        self._closed = False  # nothing more comes
 
     def add(self, run: str, name: str | None, drain_to: str) -> None:
         """A checkpoint was published, or (None) a run was loaded; at a run's first task, what is left is found."""
@@ -128,11 +138,28 @@ class _Drains:
         is_known, self._to[directory] = directory in self._to, drain_to
         found = [] if name is None else [directory / name]
         try:
-            found += [] if is_known else [path for path, _ in undrained(directory)]
+            left = {} if is_known else dict(undrained(directory))
+            for path, note in left.items():
+                self._begun.setdefault(path, note)
+            found += left
         except CheckpointError as error:
             _say(logging.WARNING, f"{run}: cannot be searched for checkpoints that are still to be copied: {error}")
         with self._changed:
             self._waiting.update(dict.fromkeys(found, time.monotonic()))
+            self._changed.notify()
+
+    def removed(self, directory: Path, note: DrainNote) -> None:
+        """A checkpoint was removed that had not been copied; an earlier job may have copied some of it."""
+        with self._changed:
+            self._begun.setdefault(directory, note)
+            self._last.discard(directory)
+            self._waiting[directory] = time.monotonic()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Nothing more is added or removed."""
+        with self._changed:
+            self._closed = True
             self._changed.notify()
 
     def wake(self) -> None:
@@ -141,21 +168,20 @@ class _Drains:
 
     def work(self) -> None:
         """Try each checkpoint until it is copied; a last time when the trainer ends."""
-        last: set[Path] = set()
-        while (directory := self._next(last)) is not None:
+        while (directory := self._next()) is not None:
             ending = self._ends.is_set()
             pause_s = self._attempt(directory)
             now = time.monotonic()
             if ending and now - self._arriving.get(directory, -math.inf) > _ARRIVALS_WITHIN_S:
-                last.add(directory)
+                self._last.add(directory)
             if pause_s is not None:
                 with self._changed:
                     self._waiting.setdefault(directory, now + pause_s)
 
-    def _next(self, tried: set[Path]) -> Path | None:
+    def _next(self) -> Path | None:
         with self._changed:
             while True:
-                now = time.monotonic()
+                tried, now = self._last, time.monotonic()
                 ending = self._ends.is_set()
                 ready = [
                     path
@@ -167,24 +193,29 @@ class _Drains:
                     del self._waiting[chosen]
                     return chosen
                 later = [when - now for path, when in self._waiting.items() if path not in tried]
-                if ending and not later:
+                if ending and self._closed and not later:
                     return None
                 self._changed.wait(min(later, default=None))
 
     def _attempt(self, directory: Path) -> float | None:
         """Copy a checkpoint; returns after how many seconds to try again, None if it is done or gone."""
-        to = f"{self._to[directory.parent]}/{directory.name}"
         note: DrainNote | None = None
+        to = "the second tier"
         try:
-            if not storage_at(directory).exists(METADATA_FILE):
-                _say(logging.WARNING, f"{directory}: was removed before it was copied to {to}")
-                if (begun := self._begun.pop(directory, None)) is not None:
-                    give_up(begun)
+            is_there = storage_at(directory).exists(METADATA_FILE)
+            note = DrainNote.read(directory) if is_there else None
+            self._give_up_other(directory, note)
+            if note is None or not note.is_open:
                 return None
-            note = DrainNote.read(directory)
-            if note is None:
+            to = f"{self._to[directory.parent]}/{directory.name}"
+            if note.to != to:
+                _say(
+                    logging.WARNING,
+                    f"{directory}: was saved to be copied to {note.to}, not to {to}: it is not copied. "
+                    "`mcore-ckpt copy` copies it",
+                )
                 return None
-            note = replace(note, to=to, copied_bytes=0, attempts=note.attempts + 1)
+            note = replace(note, copied_bytes=0, attempts=note.attempts + 1)
             if note.commits:
                 _await_tracker(str(directory.parent), directory.name, self._ends.wait)
                 checkpoint, _ = look_at(directory)
@@ -193,33 +224,59 @@ class _Drains:
             self._begun[directory] = note
             started_s = time.monotonic()
             progress = _Progress(directory, note)
-            is_done = drain(directory, note, progress.add, own_are_there=directory in self._arriving)
+            check = partial(check_data_files, storage_at(directory))
+            try:
+                is_done = drain(directory, note, progress.add, check, own_are_there=directory in self._arriving)
+            except SupersededError as error:
+                _say(logging.WARNING, f"{directory}: is not copied: {error}")
+                older = replace(note, state="superseded", error=_words(error), updated_s=time.time())
+                _write(older, directory)
+                self._give_up_other(directory, older)
+                return None
             if not is_done:
                 self._arriving.setdefault(directory, started_s)
                 progress.end("waiting")
                 return _ARRIVALS_PERIOD_S
+            if note.commits:
+                track_drained(directory.parent, note)
             progress.end("copied")
             self._begun.pop(directory)
+            self._arriving.pop(directory, None)
             seconds = time.monotonic() - started_s
             what = "copied" if note.commits else "this node's part copied"
             _say(
                 logging.INFO,
                 f"{directory}: {what} to {to}, {human_bytes(progress.note.copied_bytes)} in {seconds:.1f} s",
             )
-            if note.commits:
-                track_drained(directory.parent)
         except Exception as error:  # noqa: BLE001  (whatever it is, it is for the log, and tried again)
             self._arriving.pop(directory, None)
-            if isinstance(error, CheckpointNotFoundError) and not storage_at(directory).exists(METADATA_FILE):
+            gone = isinstance(error, CheckpointNotFoundError) and not storage_at(directory).exists(METADATA_FILE)
+            if gone and note is not None:
                 return 0.0  # removed meanwhile: that is said at the next attempt
             attempts = 1 if note is None else note.attempts
             pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(attempts - 1, 10), _LONGEST_PAUSE_S)
             again = "the next run resumes it" if self._ends.is_set() else f"it is tried again in {pause_s:.0f} s"
-            _say(logging.WARNING, f"{directory}: could not be copied to {to}: {_words(error)}; {again}")
+            what = f"could not be copied to {to}"
+            if note is None and (begun := self._begun.get(directory)) is not None:
+                what = f"what was copied of it to {begun.to} could not be removed"
+            _say(logging.WARNING, f"{directory}: {what}: {_words(error)}; {again}")
             if note is not None:
                 _write(replace(note, state="failed", error=_words(error), updated_s=time.time()), directory)
             return pause_s
         return None
+
+    def _give_up_other(self, directory: Path, note: DrainNote | None) -> None:
+        """Remove from the second tier what was copied of a checkpoint that is not going to be committed there: it was
+        removed here or replaced, or the second tier holds a later one.
+        """
+        begun = self._begun.get(directory)
+        if begun is None or (note is not None and note.save == begun.save and note.is_open):
+            return
+        if note is None:
+            _say(logging.WARNING, f"{directory}: was removed before it was copied to {begun.to}")
+        give_up(begun)
+        self._begun.pop(directory)
+        self._arriving.pop(directory, None)
 
 
 class _Progress:

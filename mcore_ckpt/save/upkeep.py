@@ -103,13 +103,15 @@ def note_drain(
     """
     second = second_tier(options)
     if second is not None and iteration_of(directory.name) is not None:
+        now_s = time.time()
         DrainNote(
             save=id_in_names(save_id),
             to=str(second / directory.name),
             files=None if files is None else tuple(files),
             commits=commits,
             total_bytes=total_bytes,
-            updated_s=time.time(),
+            updated_s=now_s,
+            saved_s=now_s,
         ).write(directory)
 
 

@@ -18,6 +18,7 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.threads import Crew
 from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.items.item_checks import ItemCheck, check_item
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.target._file_stream import FileStream, LocalFile, Streams, StreamSink, TargetFile
 from mcore_ckpt.target._journal import Journal, Sums
@@ -27,7 +28,6 @@ from mcore_ckpt.target.slots import TargetPlan, TensorMove
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 from mcore_ckpt.tools.regrid import Sink, Walk, reads_of
 from mcore_ckpt.tools.tilings import Block
-from mcore_ckpt.tools.verify import ItemCheck, check_item
 from mcore_ckpt.view.part_sums import check_sum
 
 _SYNC_BYTES: Final = 1024**3

@@ -33,11 +33,12 @@ from mcore_ckpt.format.metadata_read import (
 )
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.items.file_footers import checked_footer, read_table
+from mcore_ckpt.items.item_checks import ItemCheck, Problem, check_item
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
-from mcore_ckpt.tools.verify import ItemCheck, Problem, VerifyReport, check_item, verify_checkpoint, verify_index
+from mcore_ckpt.tools.verify import VerifyReport, verify_checkpoint, verify_index
 
 _WINDOW_BYTES = 8 * 1024 * 1024
 # Enough that tensors which happen to be equal in two iterations (masks, zeros) do not decide.

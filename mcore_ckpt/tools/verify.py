@@ -4,9 +4,6 @@ Structure: each chunk of each tensor is there once, chunks tile their tensor, it
 overlap, and say of themselves what the index says of them. Content: `torch.save` archives carry the CRC-32 of each
 record (those of stock Megatron-Core and PyTorch too, where nothing ever compares them); here all are compared.
 
-Small items are read many at a time, large ones in windows, by a few threads: at the speed of the disk, in bounded
-memory, without torch.
-
 On request the optimizer is compared with the model: its float32 weights, rounded, are the model's.
 """
 
@@ -16,35 +13,25 @@ import math
 import operator
 import os
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
 from mcore_ckpt.core.boxes import Box, strides_of
 from mcore_ckpt.core.console import Progress
-from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.directory.iterations import common_state_flaw, is_megatrons, structure_flaws
-from mcore_ckpt.format.footer import BLOCK_BYTES
-from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.index import CheckpointIndex, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.format.item_reading import locate_tensor, locate_tensor_in
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, pickle_differs, read_index
-from mcore_ckpt.format.state_file import read_tensor_outline
-from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.items.checks import check_located, check_proportion, item_name
-from mcore_ckpt.items.checksums import check_records, checksum_error, range_crc
 from mcore_ckpt.items.file_footers import checked_footer, items_by_file, read_table, table_problems
-from mcore_ckpt.items.open_files import OpenFiles, naming
-from mcore_ckpt.storage.base import RangeReader, Storage
-from mcore_ckpt.storage.direct_io import aligned_buffer
+from mcore_ckpt.items.item_checks import ItemCheck, ItemChecker, Problem, checks_of, item_problem, spans_of
+from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory, undisturbed
 from mcore_ckpt.tools.tilings import slabs
@@ -58,26 +45,6 @@ _MAX_GAP_BYTES = 256 * 1024
 _MAIN_WEIGHT = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?:param|fp32_param)\.(?P<key>.+)$")
 _ROUNDED = ("float32", "bfloat16", "float16")
 _COMMON_STATE = "common_state"  # where it is no file of its own, the key of the object that holds it
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something that is wrong.
-
-    Attributes:
-        kind: `"index"`, `"file"`, `"structure"` (chunks, overlaps), `"item"` (headers), `"checksum"`, `"copy"` (a
-            shadow copy with other bits than its tensor) or `"optimizer"`.
-        message: what, where, expected and got.
-        fqn: the key, where it is one item's problem.
-        file, offset, length: the bytes of that item.
-    """
-
-    kind: Literal["index", "file", "structure", "item", "checksum", "copy", "optimizer"]
-    message: str
-    fqn: str | None = None
-    file: str | None = None
-    offset: int | None = None
-    length: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,29 +70,6 @@ class VerifyReport:
     def whole(self) -> bool:
         """Nothing is wrong."""
         return not self.problems
-
-
-class ItemCheck(NamedTuple):
-    """One stored item to check: its tensor's entry and chunk, or None for an object; cumulative CRCs, if any."""
-
-    fqn: str
-    item: StoredItem
-    entry: TensorEntry | None = None
-    chunk: StoredChunk | None = None
-    blocks: Sequence[int] = ()
-
-    @property
-    def where(self) -> str:
-        """The item as messages name it."""
-        return item_name(self.fqn, self.item)
-
-
-class _Span(NamedTuple):
-    """Items of one file that are read at once; or one item that is too large for that."""
-
-    items: list[ItemCheck]
-    start: int
-    stop: int
 
 
 def verify_checkpoint(
@@ -190,10 +134,10 @@ def verify_index(index: CheckpointIndex, *, workers: int = 2, progress: bool | N
     readable, file_problems = _items_in_files(index, storage, common)
     problems += common_problems + file_problems
     problems += _footer_problems(index, storage)
-    checker = _Checker(storage)
-    spans = list(_spans(readable))
+    checker = ItemChecker(storage)
+    spans = list(spans_of(readable))
     with Progress("verify", sum(span.stop - span.start for span in spans), shown=progress) as bar:
-        checker.run(spans, workers, bar)
+        checker.run(spans, workers, bar.advance)
     order = {check.where: n for n, check in enumerate(readable)}
     checker.problems.sort(key=lambda found: order.get(found[0], len(order)))
     return VerifyReport(
@@ -303,16 +247,7 @@ def _items_in_files(
     index: CheckpointIndex, storage: Storage, more: list[ItemCheck]
 ) -> tuple[list[ItemCheck], list[Problem]]:
     """Items that lie inside their files, by file and offset; and what is wrong with the others."""
-    checks = more + [ItemCheck(fqn, entry.item) for fqn, entry in index.objects.items()]
-    empty: list[ItemCheck] = []
-    for fqn, entry in index.tensors.items():
-        for chunk in entry.chunks:
-            blocks = index.blocks.get((chunk.item.file, chunk.item.offset), ())
-            (empty if 0 in chunk.sizes else checks).append(ItemCheck(fqn, chunk.item, entry, chunk, blocks))
-    # DCP knows a chunk by its offsets: those without elements may have one item together, or another chunk's.
-    named = {check.item for check in checks}
-    checks += {check.item: check for check in empty if check.item not in named}.values()
-    checks.sort(key=lambda check: (check.item.file, check.item.offset))
+    checks = sorted([*more, *checks_of(index)], key=lambda check: (check.item.file, check.item.offset))
     sizes: dict[str, int | None] = {}
     problems: list[Problem] = []
     readable: list[ItemCheck] = []
@@ -328,15 +263,15 @@ def _items_in_files(
                 problems.append(Problem("file", str(error), file=item.file))
         size = sizes[item.file]
         if size is None:
-            problems.append(_problem("file", check, f"{check.where}: its file is missing"))
+            problems.append(item_problem("file", check, f"{check.where}: its file is missing"))
             continue
         if item.offset + item.length > size:
             message = f"{check.where}: the file ends at byte {size}; it was truncated, or belongs to another save"
-            problems.append(_problem("item", check, message))
+            problems.append(item_problem("item", check, message))
             continue
         if previous is not None and previous.item.offset + previous.item.length > item.offset:
             message = f"{check.where}: overlaps {previous.where}"
-            problems.append(_problem("structure", check, message))
+            problems.append(item_problem("structure", check, message))
         previous = check
         readable.append(check)
     return readable, problems
@@ -357,161 +292,3 @@ def _footer_problems(index: CheckpointIndex, storage: Storage) -> Iterator[Probl
             continue  # missing, which has been told
         for message in () if table is None else table_problems(items[name], table):
             yield Problem("structure", f"{storage}/{name}: {message}", file=name)
-
-
-def _problem(kind: Literal["file", "structure", "item", "checksum"], check: ItemCheck, message: str) -> Problem:
-    item = check.item
-    return Problem(kind, message, check.fqn, item.file, item.offset, item.length)
-
-
-def _spans(checks: list[ItemCheck]) -> Iterator[_Span]:
-    """Small neighbours together, as far as a window goes; each large item for itself. Zero-length items go along."""
-    items: list[ItemCheck] = []
-    start = stop = 0
-    for check in checks:
-        item = check.item
-        joins = (
-            items
-            and items[-1].item.file == item.file
-            and item.offset - stop <= _MAX_GAP_BYTES
-            and max(stop, item.offset + item.length) - start <= _WINDOW_BYTES
-        )
-        if not joins:
-            if items:
-                yield _Span(items, start, stop)
-            items, start, stop = [], item.offset, item.offset
-        items.append(check)
-        stop = max(stop, item.offset + item.length)
-    if items:
-        yield _Span(items, start, stop)
-
-
-class _Checker:
-    """Reads spans in threads and collects what is wrong."""
-
-    def __init__(self, storage: Storage) -> None:
-        self.problems: list[tuple[str, Problem]] = []
-        self.items = self.records = self.read_bytes = self.unchecked = 0
-        self._files = OpenFiles(storage, "auto", None)
-        self._lock = threading.Lock()
-        self._buffers = threading.local()
-
-    def run(self, spans: list[_Span], workers: int, bar: Progress) -> None:
-        """Check all spans."""
-
-        def work(span: _Span) -> None:
-            self._check(span)
-            bar.advance(span.stop - span.start)
-
-        try:
-            in_parallel(spans, work, workers)
-        finally:
-            self._files.close()
-
-    def _check(self, span: _Span) -> None:
-        with self._files.reader(span.items[0].item.file) as reader:
-            view: memoryview | None = None
-            if span.stop - span.start <= _WINDOW_BYTES:
-                view = self._buffer()[: span.stop - span.start]
-                try:
-                    reader.read_into(span.start, view)
-                except LoadError as error:
-                    for check in span.items:
-                        self._found(check, _problem("item", check, f"{check.where}: {error}"))
-                    return
-            records = unchecked = 0
-            for check in span.items:
-                item = check.item
-                inside = None if view is None else view[item.offset - span.start :][: item.length]
-                try:
-                    checked = check_item(check, reader, inside, self._buffer)
-                except ChecksumError as error:
-                    self._found(check, _problem("checksum", check, str(error)))
-                except LoadError as error:
-                    self._found(check, _problem("item", check, str(naming(error, check.where))))
-                else:
-                    records += checked
-                    unchecked += checked == 0
-        with self._lock:
-            self.items += len(span.items)
-            self.records += records
-            self.unchecked += unchecked
-            self.read_bytes += span.stop - span.start
-
-    def _found(self, check: ItemCheck, problem: Problem) -> None:
-        with self._lock:
-            self.problems.append((check.where, problem))
-
-    def _buffer(self) -> memoryview:
-        """This thread's window."""
-        buffer: memoryview | None = getattr(self._buffers, "window", None)
-        if buffer is None:
-            buffer = self._buffers.window = _window()
-        return buffer
-
-
-def check_file(storage: Storage, name: str) -> int:
-    """Compare all checksums of a file that is one item by itself, as the common state is; as `check_item`."""
-    with storage.open_reader(name) as reader:
-        return check_item(ItemCheck(name, StoredItem(name, 0, reader.size_bytes)), reader)
-
-
-def _window() -> memoryview:
-    return memoryview(aligned_buffer(_WINDOW_BYTES))
-
-
-def check_item(
-    check: ItemCheck, reader: RangeReader, inside: memoryview | None = None, buffer: Callable[[], memoryview] = _window
-) -> int:
-    """Compare all checksums of one item, and its own description with the index; how many records were compared, 0 if
-    the item hides them. `inside`: its bytes, if they have been read; otherwise `buffer` returns a window.
-    """
-    item, where = check.item, check.where
-
-    def read(offset: int, length: int) -> bytes:
-        if inside is not None:
-            return bytes(inside[offset : offset + length])
-        return reader.read(item.offset + offset, length)
-
-    def sum_up(offset: int, length: int) -> int:
-        running = iter(check.blocks) if length > BLOCK_BYTES else iter(())
-        value = done = 0
-        for expected in running:
-            value = part_crc(offset + done, BLOCK_BYTES, value)
-            done += BLOCK_BYTES
-            if value != expected:
-                what = f"the first {done} bytes of its payload have"
-                raise checksum_error(where, what, value, expected)
-        return part_crc(offset + done, length - done, value)
-
-    def part_crc(offset: int, length: int, value: int) -> int:
-        if inside is not None:
-            return crc32(inside[offset : offset + length], value)
-        return range_crc(reader.read_into, item.offset + offset, length, buffer(), value)
-
-    if item.crc32 is not None and (check.entry is None or item.transforms):
-        whole = part_crc(0, item.length, 0)
-        if whole != item.crc32:
-            raise checksum_error(where, "its bytes have", whole, item.crc32)
-    if item.transforms:
-        return int(item.crc32 is not None)
-    checked = check_records(read, sum_up, item.length, where)
-    if check.entry is None or check.chunk is None:
-        return checked
-    dtype, sizes = check.entry.dtype, check.chunk.sizes
-    nbytes = math.prod(sizes) * element_bytes(dtype)
-    try:
-        said = dtype, sizes
-        found = (
-            locate_tensor(read, item.length, where, said) if inside is None else locate_tensor_in(inside, where, said)
-        )
-        check_located(found, dtype, sizes, nbytes, item.crc32)
-    except NotRangeable:
-        check_proportion(nbytes, item, where)
-        outline = read_tensor_outline(read, item.length, where)
-        if outline is not None and (outline.dtype, outline.shape) != (dtype, sizes):
-            raise CorruptCheckpointError(
-                f"{where}: the index says {dtype} of shape {list(sizes)}, stored is {outline.dtype} of shape "
-                f"{list(outline.shape)}; index and data file do not belong together"
-            ) from None
-    return checked

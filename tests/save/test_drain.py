@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,22 @@ pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies a
 
 from mcore_ckpt import FileSystemWriterAsync, LoadOptions, OptionError, SaveOptions, verify_checkpoint
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.core.errors import LoadError, SaveError
+from mcore_ckpt.directory import drain as drain_module
+from mcore_ckpt.directory.drain import give_up
 from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.directory.iterations import tracked_name
-from mcore_ckpt.format.metadata_read import DRAIN_FILE, METADATA_FILE, TRACKER_FILE
-from mcore_ckpt.save import upkeep
+from mcore_ckpt.directory.lock import DirectoryLock
+from mcore_ckpt.format.metadata_read import (
+    COMMON_FILE,
+    CONFIG_FILE,
+    DRAIN_FILE,
+    METADATA_FILE,
+    TRACKER_FILE,
+    encode_config,
+)
+from mcore_ckpt.save import _upkeep_process, upkeep
+from mcore_ckpt.storage.resolve import storage_at
 from tests.save.test_upkeep import Training, there, until
 from tests.support.gloo_ranks import rank_outcomes, run_ranks
 from tests.support.gloo_ranks import run_megatron_ranks as run_megatron
@@ -74,7 +86,7 @@ def test_checkpoints_are_committed_in_a_second_directory_as_they_are(
     run_megatron(_train, 2, str(near), [(1, 0.0), (2, 0.0)], options(str(far)))
     for name in there(str(near)):
         contents = [{path.name: path.read_bytes() for path in (run / name).iterdir()} for run in (near, far)]
-        assert json.loads(contents[0].pop(DRAIN_FILE))["state"] == "copied"
+        assert [json.loads(content.pop(DRAIN_FILE))["state"] for content in contents] == ["copied"] * 2
         assert contents[0] == contents[1]
         assert verify_checkpoint(far / name).whole
     assert (far / TRACKER_FILE).read_text() == "2"
@@ -95,7 +107,7 @@ def test_a_checkpoint_that_is_saved_again_replaces_the_one_in_the_store(
     run_megatron(_train, 2, str(tmp_path), [(1, 10.0)], options(far))
     assert tracked_name(far) == NAME
     assert verify_checkpoint(f"{far}/{NAME}").whole
-    expected = sorted({path.name for path in (tmp_path / NAME).iterdir()} - {DRAIN_FILE})
+    expected = sorted(path.name for path in (tmp_path / NAME).iterdir())
     assert sorted(name.split("/")[2] for name in s3_directory.names() if NAME in name) == expected
     assert run_ranks(_load, 1, f"{far}/{NAME}", 1, LoadOptions()) == [[11.0]]
     assert s3_directory.uploads() == []
@@ -273,10 +285,10 @@ def test_what_goes_before_it_is_copied_leaves_nothing_behind(
     with Proxy(s3_server, refuse_the_index) as proxy, monkeypatch.context() as patched:
         patched.setenv("AWS_ENDPOINT_URL", proxy.url)
         run_megatron(_save_more, 2, str(tmp_path / "run"), far, str(started), str(go_on))
-    assert NAME not in there(str(tmp_path / "run"))
+    assert len(there(str(tmp_path / "run"))) < 3, "what is being copied at that moment stays"
     assert tracked_name(far) == "iter_0000003"
     found = {name.split("/")[1] for name in s3_directory.names()}
-    assert found >= {TRACKER_FILE, "iter_0000003"}
+    assert found == {TRACKER_FILE, "iter_0000003", *there(far)}
     for name in there(far):  # those that were copied in time
         assert verify_checkpoint(f"{far}/{name}").whole
 
@@ -301,3 +313,170 @@ def test_ranks_with_other_second_tiers_are_told_so(tmp_path: Path) -> None:
     run_megatron(_save_where_one_rank_drains, 2, str(tmp_path / "near"), str(tmp_path / "far"))
     assert there(str(tmp_path / "near")) == [NAME]
     assert not list((tmp_path / "near" / NAME).glob("*.distcp"))
+
+
+def _save_alone(monkeypatch: pytest.MonkeyPatch, run: Path, far: Path, iteration: int, value: float) -> Path:
+    """A job of one process that is killed before anything is copied."""
+    with monkeypatch.context() as patched:
+        patched.setattr(upkeep, "_ask", lambda task: None)
+        directory = run / f"iter_{iteration:07d}"
+        writer = FileSystemWriterAsync(directory, options=options(str(far)))
+        dcp.save({"w": torch.full((1000,), value)}, storage_writer=writer, no_dist=True)
+    (run / TRACKER_FILE).write_text(str(iteration))
+    return directory
+
+
+def _resume_alone(run: Path, far: Path) -> list[str]:
+    """The next job copies what is left, and ends; returns what it has said."""
+    said: list[str] = []
+    ends = threading.Event()
+    drains = _upkeep_process._Drains(ends)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_upkeep_process, "_say", lambda level, text: said.append(text))
+        drains.add(str(run), None, str(far))
+        ends.set()
+        drains.close()
+        drains.work()
+    return said
+
+
+def _value(directory: Path) -> float:
+    state = {"w": torch.zeros(1000)}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
+    (value,) = state["w"].unique().tolist()
+    return float(value)
+
+
+def test_leftovers_replace_nothing_that_was_saved_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job goes on with another node, and comes back to the first one, where its earlier saves still lie."""
+    far, first, second = (tmp_path / name for name in ("far", "first", "second"))
+    old = [_save_alone(monkeypatch, first, far, iteration, 0.0) for iteration in (1, 2)]
+    for iteration in (1, 5):
+        _save_alone(monkeypatch, second, far, iteration, 100.0)
+    _resume_alone(second, far)
+    said = _resume_alone(first, far)
+    assert "saved later" in " ".join(said)
+    assert (_value(far / NAME), (far / TRACKER_FILE).read_text()) == (100.0, "5")
+    assert len(data_files(far / NAME)) == 1, "nothing is left of what was not committed"
+    assert [note_of(directory).state for directory in old] == ["superseded", "copied"]
+    assert _value(far / "iter_0000002") == 0.0
+    assert _resume_alone(first, far) == []
+    # An older iteration that is saved later takes its place, whichever node saves it.
+    _save_alone(monkeypatch, first, far, 1, 200.0)
+    _resume_alone(first, far)
+    assert (_value(far / NAME), (far / TRACKER_FILE).read_text()) == (200.0, "1")
+
+
+def test_leftovers_of_another_run_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far, other = (tmp_path / name for name in ("near", "far", "other"))
+    directory = _save_alone(monkeypatch, near, other, 1, 0.0)
+    (said,) = _resume_alone(near, far)
+    assert f"{other / NAME}, not to {far / NAME}" in said
+    assert not far.exists()
+    assert note_of(directory).state == "waiting"
+
+
+def _damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_damaged_local_files_reach_no_second_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    directory = _save_alone(monkeypatch, near, far, 1, 1.0)
+    with monkeypatch.context() as patched:  # committed, and killed before that is noted
+        patched.setattr(_upkeep_process._Progress, "end", _kill)
+        with pytest.raises(_Killed):
+            _resume_alone(near, far)
+    assert note_of(directory).state != "copied"
+    other = _save_alone(monkeypatch, near, far, 2, 2.0)
+    for damaged in (directory, other):
+        _damage(data_files(damaged)[0])
+    said = _resume_alone(near, far)
+    assert verify_checkpoint(far / NAME).whole
+    assert [note_of(each).state for each in (directory, other)] == ["copied", "failed"]
+    assert "CRC-32" in said[0]
+    assert not data_files(far / other.name)
+
+
+class _Killed(BaseException):
+    pass
+
+
+def _kill(*_: object) -> None:
+    raise _Killed
+
+
+def test_parts_of_what_a_later_job_removes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    _save_alone(monkeypatch, near, far, 1, 1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(drain_module, "_commit", _fail)
+        _resume_alone(near, far)
+    assert len(data_files(far / NAME)) == 1
+    directory = _save_alone(monkeypatch, near, far, 2, 2.0)
+    upkeep.checkpoint_published(directory, options(str(far), keep_last=1))
+    upkeep._finish()
+    assert there(str(near)) == there(str(far)) == [directory.name]
+    assert not (far / NAME).exists()
+
+
+def _fail(*_: object) -> None:
+    raise SaveError("refused")
+
+
+def test_a_commit_that_was_cut_off_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between `.metadata` and the common state of a checkpoint that replaces another."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    for value in (1.0, 2.0):
+        directory = _save_alone(monkeypatch, near, far, 1, value)
+        (directory / COMMON_FILE).write_bytes(str(value).encode())
+        (directory / CONFIG_FILE).write_bytes(encode_config())
+        with monkeypatch.context() as patched:
+            if value == 2.0:
+                patched.setattr(type(storage_at(far)), "move", _fail)
+            _resume_alone(near, far)
+    assert (far / NAME / COMMON_FILE).read_bytes() == b"1.0"
+    assert len(data_files(far / NAME)) == 2
+    _resume_alone(near, far)
+    assert (far / NAME / COMMON_FILE).read_bytes() == b"2.0"
+    assert sorted(path.name for path in (far / NAME).iterdir()) == sorted(path.name for path in directory.iterdir())
+
+
+def test_parts_of_what_is_saved_again_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    _save_alone(monkeypatch, near, far, 1, 1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(drain_module, "_commit", _fail)
+        _resume_alone(near, far)
+    _save_alone(monkeypatch, near, far, 1, 2.0)
+    _resume_alone(near, far)
+    assert _value(far / NAME) == 2.0
+    assert len(data_files(far / NAME)) == 1
+
+
+def test_what_is_given_up_takes_nothing_from_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    far = tmp_path / "far"
+    note = note_of(_save_alone(monkeypatch, tmp_path / "near", far, 1, 1.0))
+    storage = storage_at(far / NAME)
+    storage.ensure()
+    with DirectoryLock.take(storage):
+        storage.publish(CONFIG_FILE, b"{}")  # of a checkpoint that is being committed
+        with pytest.raises(SaveError):
+            give_up(note)
+        assert storage.exists(CONFIG_FILE)
+    give_up(note)
+    assert not (far / NAME).exists()
+
+
+def test_a_trainer_that_ends_tries_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a host that was booted a moment ago."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    _save_alone(monkeypatch, near, far, 1, 1.0)
+    far.write_text("no directory")
+    booted_s = time.monotonic() - 1.0
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() - booted_s)
+    (said,) = _resume_alone(near, far)
+    assert "the next run resumes it" in said
