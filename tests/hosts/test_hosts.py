@@ -83,10 +83,10 @@ def test_two_hosts_save_and_load_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lost", "way"),
     [
-        pytest.param(0, "killed", id="with the coordinator, killed"),
+        pytest.param(0, "killed", id="with the coordinator, killed", marks=pytest.mark.slow),
         pytest.param(1, "killed", id="killed", marks=pytest.mark.slow),
         pytest.param(0, "cut off", id="with the coordinator, cut off", marks=pytest.mark.slow),
-        pytest.param(1, "cut off", id="cut off"),
+        pytest.param(1, "cut off", id="cut off", marks=pytest.mark.slow),
     ],
 )
 def test_a_host_lost_in_mid_save_is_named_and_the_job_resumes_on_the_other(lost: int, way: str, tmp_path: Path) -> None:
@@ -122,7 +122,8 @@ def test_a_host_lost_in_mid_save_is_named_and_the_job_resumes_on_the_other(lost:
         assert verify_checkpoint(shared / "second").whole
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
 def test_pretrain_gpt_saves_and_resumes_on_hosts(count: int, tmp_path: Path) -> None:
     if reason := pretrain.missing_reason():
         pytest.skip(reason)

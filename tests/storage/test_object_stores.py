@@ -545,7 +545,7 @@ def test_a_crash_at_the_commit_leaves_the_old_or_the_new(how: str, proxied: Prox
     assert found == {"refused": [1.0, 1.0], "killed before": [1.0, 1.0], "killed after": [1.0, 2.0]}[how]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.crash
 @pytest.mark.parametrize("how", HOWS)
@@ -618,7 +618,7 @@ def race(url: str, values: list[float]) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
-@pytest.mark.parametrize("races", [4, pytest.param(60, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("races", [4, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_of_jobs_that_save_at_once_into_one_directory_one_wins_and_no_mix_is_left(
     races: int, s3_directory: S3Directory
 ) -> None:
