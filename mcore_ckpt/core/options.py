@@ -67,6 +67,8 @@ class SaveOptions:
         drain_to: directory or URL of the run in a second tier, such as `s3://bucket/run`: each checkpoint is copied
             there in the background when it has been published, and committed there. Ranks may then save to disks of
             their own nodes.
+        drain_tracker: the tracker file of the second tier, which names what was saved last of the checkpoints that are
+            there: written if the run has a tracker file (`"auto"`), always (`"on"`), or never (`"off"`).
         keep_local_plans: put `all_local_plans` into `.metadata`, so that stock Megatron can reuse the plan of a loaded
             checkpoint; costs about as much as the rest of `.metadata` again.
         trace_path: directory for Chrome trace files, one for each rank and save; None writes none.
@@ -91,6 +93,7 @@ class SaveOptions:
     keep_last: int | None = None
     keep_every: int | None = None
     drain_to: str | None = None
+    drain_tracker: Literal["auto", "on", "off"] = "auto"
     keep_local_plans: bool = False
     trace_path: str | None = None
     on_timings: Callable[[dict[str, Any]], None] | None = None
@@ -101,6 +104,7 @@ class SaveOptions:
         _choice("on_existing", self.on_existing, ("replace", "error"))
         _choice("writer", self.writer, ("persistent", "fork"))
         _choice("direct_io", self.direct_io, ("auto", "on", "off"))
+        _choice("drain_tracker", self.drain_tracker, ("auto", "on", "off"))
         _choice("when_busy", self.when_busy, ("wait", "skip"))
         _choice("on_failure", self.on_failure, ("raise", "warn"))
         _at_least("thread_count", self.thread_count, 1)

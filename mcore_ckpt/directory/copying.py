@@ -14,7 +14,9 @@ from typing import Final
 from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.core.threads import in_parallel
+from mcore_ckpt.directory.folders import files_below
 from mcore_ckpt.directory.in_force import common_file_in_force, index_files, is_pending, with_common_files
+from mcore_ckpt.directory.iterations import is_checkpoint_name
 from mcore_ckpt.directory.lock import DirectoryLock, is_lock_file
 from mcore_ckpt.format.file_names import data_file_of
 from mcore_ckpt.format.index import CheckpointIndex
@@ -43,7 +45,7 @@ class CheckpointFiles:
         version: of that file, before it was read.
         index: what that says.
         data: names of the data files.
-        others: names of all other files but `.metadata` and the common state.
+        others: names of all other files but `.metadata` and the common state, also of those in folders.
         common: name of the file that holds the common state; None if an object does, or nothing.
     """
 
@@ -62,21 +64,33 @@ def files_of(directory: Path) -> CheckpointFiles:
     metadata = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
     index = parse_index(metadata, str(directory))
     names = with_common_files(storage, storage.list(), index)
-    own = (METADATA_FILE, COMMON_FILE, DRAIN_FILE)
-    others = [
-        name
-        for name in names
-        if not (is_lock_file(name) or is_pending(name) or data_file_of(name) or name in own or _is_temporary(name))
-    ]
     data = index_files(index)
+    others = files_below(directory, lambda name: name in data or _is_left_out(name))
     return CheckpointFiles(
         metadata,
         version,
         index,
         tuple(sorted(data)),
-        tuple(name for name in others if name not in data),
+        tuple(sorted((name for name in others if not _is_passing(Path(name).name)), key=_index_last)),
         common_file_in_force(names, index),
     )
+
+
+def _is_left_out(name: str) -> bool:
+    """Whether an entry of the directory is copied otherwise, or not at all."""
+    if name in (METADATA_FILE, COMMON_FILE, DRAIN_FILE) or is_checkpoint_name(name):
+        return True
+    return _is_passing(name) or is_pending(name) or data_file_of(name) is not None
+
+
+def _is_passing(name: str) -> bool:
+    """Whether a file is of a lock, or is just being published, or was when its process ended."""
+    return is_lock_file(name) or (name.startswith(".") and name.endswith(".tmp"))
+
+
+def _index_last(name: str) -> tuple[bool, str]:
+    """A folder may hold a checkpoint of its own (ModelOpt's): no index is there before what it names."""
+    return Path(name).name == METADATA_FILE, name
 
 
 def refuse_replaced(storage: Storage, found: CheckpointFiles) -> None:
@@ -86,11 +100,6 @@ def refuse_replaced(storage: Storage, found: CheckpointFiles) -> None:
             f"{storage.location}: the checkpoint was replaced while it was copied; the copy is not published. "
             "Copy again"
         )
-
-
-def _is_temporary(name: str) -> bool:
-    """Whether a file is one that is just being published, or was when its process ended."""
-    return name.startswith(".") and name.endswith(".tmp")
 
 
 def copy_file(

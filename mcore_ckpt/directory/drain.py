@@ -29,6 +29,7 @@ from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.copying import CheckpointFiles, copy_file, files_of, refuse_replaced
 from mcore_ckpt.directory.drain_note import DrainNote
+from mcore_ckpt.directory.folders import sync_folders
 from mcore_ckpt.directory.in_force import (
     InForce,
     index_files,
@@ -52,6 +53,8 @@ from mcore_ckpt.format.metadata_read import (
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
+# Of a file of others that is read completely, and replaced at once.
+_MAX_REPLACED_BYTES: Final = 64 * 1024**2
 # What a node has copied of a checkpoint, as it tells the node that commits.
 _ARRIVED: Final = ".mcore_ckpt_arrived."
 
@@ -173,12 +176,11 @@ def _commit(reads: Storage, writes: Storage, found: CheckpointFiles, note: Drain
     """
     with DirectoryLock.take(writes) as lock:
         held = look(writes)
-        if not _holds(held, note):
+        is_held = _holds(held, note)
+        if not is_held:
             _refuse_older(note)
-            for name in found.others:
-                content = reads.read(name)
-                if not (writes.exists(name) and writes.read(name) == content):
-                    writes.publish(name, content)
+        _copy_others(reads, writes, found, note, lock)
+        if not is_held:
             if found.common is not None:
                 if held.version is None and writes.exists(COMMON_FILE):
                     lock.delete(COMMON_FILE)  # of an attempt that was interrupted, or of a save that has failed
@@ -199,6 +201,34 @@ def _commit(reads: Storage, writes: Storage, found: CheckpointFiles, note: Drain
             note, files=None, commits=True, state="copied", copied_bytes=note.total_bytes, error="", attempts=0
         ).write(checkpoint_path(note.to))
         writes.sync()
+
+
+def _copy_others(reads: Storage, writes: Storage, found: CheckpointFiles, note: DrainNote, lock: DirectoryLock) -> None:
+    """Copy what other programs keep with a checkpoint; a file that is replaced is so atomically, but for large ones."""
+    for name in found.others:
+        if reads.size(name) > _MAX_REPLACED_BYTES:
+            copy_file(reads, name, writes, name, lock=lock)
+            continue
+        content = reads.read(name)
+        if not (writes.exists(name) and writes.read(name) == content):
+            writes.publish(name, content)
+    sync_folders(checkpoint_path(note.to), found.others)
+
+
+def copy_late_files(directory: Path, note: DrainNote) -> bool:
+    """Copy what other programs have put into a checkpoint's directory since it was committed in the second tier, as
+    Megatron-Core does with the files of the tokenizer; returns whether there was something. Raises as `drain`.
+    """
+    reads, writes = storage_at(directory), storage_at(note.to)
+    with reads.in_use(METADATA_FILE):
+        found = files_of(directory)
+        if note.save not in saves_of(found.index) or not _holds(look(writes), note):
+            return False
+        versions = {name: writes.version(name) for name in found.others}
+        if all(version is not None and version.size_bytes == reads.size(name) for name, version in versions.items()):
+            return False
+        _commit(reads, writes, found, note)
+    return True
 
 
 def _remove_replaced(writes: Storage, found: CheckpointFiles, note: DrainNote, held: InForce) -> None:
@@ -275,15 +305,15 @@ def undrained(run: Path) -> list[tuple[Path, DrainNote]]:
     return found
 
 
-def track_drained(run: Path, note: DrainNote) -> None:
+def track_drained(run: Path, note: DrainNote, tracker: str) -> None:
     """A checkpoint is committed in the second tier: let the tracker file there name it, unless that names one that was
-    saved later. Only if the run itself has a tracker file.
+    saved later. With `tracker="auto"` only if the run itself has a tracker file, with `"off"` never.
 
     Raises:
         LoadError: the run or the second tier cannot be listed.
         SaveError: the tracker file cannot be written.
     """
-    if tracked_name(run) is None:
+    if tracker == "off" or (tracker == "auto" and tracked_name(run) is None):
         return
     directory = checkpoint_path(note.to)
     target = directory.parent

@@ -107,6 +107,11 @@ def iteration_of(name: str) -> int | None:
     return iteration if iteration is not None and name == f"iter_{iteration:07d}" else None
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a directory of that name is one of a run's checkpoints."""
+    return name == _RELEASE or iteration_of(name) is not None
+
+
 def iteration_directories(run: str | os.PathLike[str]) -> list[Path]:
     """The directories of a run's checkpoints, in any state: `release` first, then by iteration. Raises `LoadError`."""
     names = storage_at(run).folders()

@@ -1,9 +1,10 @@
 """Removing a run's old checkpoints: by a person (`mcore-ckpt prune`), or by the run itself (`SaveOptions.keep_last`).
 
-What is removed is only ever what the index of a checkpoint names, with the files that every checkpoint has; whatever
-else lies in its directory stays. `.metadata` goes first, under another name: so nothing half removed passes for a
-checkpoint, and a removal that was interrupted can be finished. The directory is locked for the whole removal, so that
-no save begins in it meanwhile; the note of the lock tells a removal that has died from a save that has.
+What is removed is only ever what the index of a checkpoint names, with the files that every checkpoint has and the
+folders that a save of Megatron-Core makes in it; whatever else lies in its directory stays. `.metadata` goes first,
+under another name: so nothing half removed passes for a checkpoint, and a removal that was interrupted can be finished.
+The directory is locked for the whole removal, so that no save begins in it meanwhile; the note of the lock tells a
+removal that has died from a save that has.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from mcore_ckpt.core.errors import LoadError, OptionError, SaveError
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError, SaveError
+from mcore_ckpt.directory.folders import FOLDERS_OF_MEGATRON, files_below, folders_of
 from mcore_ckpt.directory.in_force import index_files, is_pending
 from mcore_ckpt.directory.iterations import RunCheckpoint, directories_of_run, iteration_of, look_at, tracked_name
 from mcore_ckpt.directory.lock import DirectoryLock, contenders, is_lock_file
@@ -245,8 +248,11 @@ def _remove(checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> PruneDeci
         lock.sweep(storage.list())
         for name in storage.unfinished():
             storage.discard_unfinished(name)
-        for name in _being_removed(storage, lock):
+        removed = list(_being_removed(checkpoint.path, lock))
+        for name in removed:
             lock.delete(name)
+        for folder in (*folders_of(removed), *_folders_of_megatron(storage)):
+            storage_at(checkpoint.path / folder).remove()
     except (SaveError, LoadError) as error:
         text = f"{checkpoint.path}: cannot be removed: {error}"
         if not storage.exists(METADATA_FILE):
@@ -271,7 +277,7 @@ def _locked(storage: Storage, checkpoint: RunCheckpoint, run: str | os.PathLike[
         cause = error.__cause__
         if not isinstance(cause, OSError) or cause.errno not in _FULL or _reason_now(storage, checkpoint, run):
             raise
-    storage.delete(next(_being_removed(storage, None)))
+    storage.delete(next(_being_removed(checkpoint.path, None)))
     return DirectoryLock.take(storage, {_REMOVAL: True})
 
 
@@ -286,8 +292,9 @@ def _reason_now(storage: Storage, checkpoint: RunCheckpoint, run: str | os.PathL
     return _reason_to_wait(checkpoint)
 
 
-def _being_removed(storage: Storage, lock: DirectoryLock | None) -> Iterator[str]:
+def _being_removed(directory: Path, lock: DirectoryLock | None) -> Iterator[str]:
     """What a checkpoint consists of, its index last of all; from the first on, it is no checkpoint any more."""
+    storage = storage_at(directory)
     name, index = _index_to_remove(storage)
     if index is None:
         raise SaveError(f"{storage.path(name)}: its index has changed")
@@ -302,8 +309,16 @@ def _being_removed(storage: Storage, lock: DirectoryLock | None) -> Iterator[str
         storage.renew(_REMOVED_INDEX)  # a file that is newer from now on is not of this checkpoint
         storage.sync()
     yield from _own_files(index)
+    for folder in _folders_of_megatron(storage):
+        with contextlib.suppress(CorruptCheckpointError):  # with links in it, all of it stays
+            yield from [f"{folder}/{name}" for name in files_below(directory / folder)]
     yield from (name for name in storage.sizes() if name in _SIDECARS or is_pending(name))
     yield _REMOVED_INDEX
+
+
+def _folders_of_megatron(storage: Storage) -> list[str]:
+    there = {*storage.folders()} - {*storage.links()}
+    return [folder for folder in FOLDERS_OF_MEGATRON if folder in there]
 
 
 def _index_to_remove(storage: Storage) -> tuple[str, CheckpointIndex | None]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
-from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.directory.common_file import read_common_file
+from mcore_ckpt.directory.folders import files_below
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.directory.lock import is_lock_file
 from mcore_ckpt.format.index import CheckpointIndex
@@ -16,8 +16,6 @@ from mcore_ckpt.items.item_checks import check_file
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
-# Directories in one another that files of others may lie in.
-_MAX_FOLDERS = 32
 _COPY_BYTES = 4 * 1024**2
 
 
@@ -34,40 +32,7 @@ def sidecar_files(index: CheckpointIndex) -> list[str]:
     def is_left_out(name: str) -> bool:
         return name in left_out or is_lock_file(name) or name.endswith((".pending", ".tmp", ".distcp"))
 
-    return sorted(_files_below(source, is_left_out))
-
-
-def _files_below(
-    source: Path, is_left_out: Callable[[str], bool] = lambda _: False, *, follow_links: bool = False
-) -> Iterator[str]:
-    """Names of all files in a directory and those in it; `is_left_out` is asked about its own entries."""
-    folders = [""]
-    while folders:
-        folder = folders.pop()
-        storage = storage_at(source / folder)
-        links = {} if follow_links else storage.links()
-        files, inner = storage.sizes(), storage.folders()
-        for own_name in sorted({*storage.list(), *links, *inner}):
-            name = f"{folder}/{own_name}" if folder else own_name
-            if not folder and is_left_out(name):
-                continue
-            if own_name in files and own_name not in links:
-                yield name
-            elif own_name in inner and own_name not in links and name.count("/") < _MAX_FOLDERS:
-                folders.append(name)
-            else:
-                raise _not_carried(source / name, own_name in links, own_name in inner)
-
-
-def _not_carried(path: Path, is_link: bool, is_folder: bool) -> CorruptCheckpointError:
-    kind = "a symbolic link" if is_link else "a pipe, a socket or a device"
-    if is_folder:
-        kind = f"a directory in {_MAX_FOLDERS} others"
-    return CorruptCheckpointError(
-        f"{path}: expected a regular file or a directory to take along, but it is {kind}; nothing has been written. "
-        "Remove it, or, if you trust what links lead to, copy the checkpoint with its links resolved (cp -rL) and "
-        "reshard the copy"
-    )
+    return sorted(files_below(source, is_left_out))
 
 
 def carry_sidecars(
@@ -92,7 +57,7 @@ def carry_sidecars(
 def carry_folder(source: Path, target: Path) -> None:
     """Copy a directory that is no checkpoint, and what links in it lead to; raises `LoadError` and `SaveError`."""
     reads, writes = storage_at(source, follow_links=True), storage_at(target)
-    names = sorted(_files_below(source, follow_links=True))
+    names = sorted(files_below(source, follow_links=True))
     writes.ensure()
     for name in names:
         _carry_file(reads, name, writes)

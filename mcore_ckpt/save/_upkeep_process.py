@@ -23,9 +23,9 @@ from mcore_ckpt.core.errors import CheckpointError, CheckpointNotFoundError, Sav
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.process import exit_with_parent, lower_priority
 from mcore_ckpt.core.signals import leave_signals_to_parent
-from mcore_ckpt.directory.drain import SupersededError, drain, give_up, track_drained, undrained
+from mcore_ckpt.directory.drain import SupersededError, copy_late_files, drain, give_up, track_drained, undrained
 from mcore_ckpt.directory.drain_note import DrainNote
-from mcore_ckpt.directory.iterations import iteration_of, look_at, tracked_name
+from mcore_ckpt.directory.iterations import iteration_directories, iteration_of, look_at, tracked_name
 from mcore_ckpt.directory.retention import prune_run
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.items.item_checks import check_data_files
@@ -42,6 +42,8 @@ _ARRIVALS_PERIOD_S: Final = 1.0
 # At the end, other nodes get so long from when this one has copied its own part.
 _ARRIVALS_WITHIN_S: Final = 300.0
 _NOTE_PERIOD_S: Final = 2.0
+# When a checkpoint that was copied is looked at again for files that other programs have put there.
+_LATE_FILES_AFTER_S: Final = 10.0
 
 
 def main(parent_pid: int, cpu_priority: int | None) -> None:
@@ -127,21 +129,23 @@ class _Drains:
         self._changed = threading.Condition()
         self._waiting: dict[Path, float] = {}  # when to try, on the clock of `time.monotonic()`
         self._to: dict[Path, str] = {}  # second tier of each run
+        self._tracker: dict[Path, str] = {}  # what each says of the tracker file there
         self._begun: dict[Path, DrainNote] = {}  # of which something may have been copied
         self._arriving: dict[Path, float] = {}  # what other nodes are still to copy of, and since when
         self._last: set[Path] = set()  # tried for the last time
         self._closed = False  # nothing more comes
 
-    def add(self, run: str, name: str | None, drain_to: str) -> None:
+    def add(self, run: str, name: str | None, drain_to: str, tracker: str) -> None:
         """A checkpoint was published, or (None) a run was loaded; at a run's first task, what is left is found."""
         directory = checkpoint_path(run)
         is_known, self._to[directory] = directory in self._to, drain_to
+        self._tracker[directory] = tracker
         found = [] if name is None else [directory / name]
         try:
-            left = {} if is_known else dict(undrained(directory))
-            for path, note in left.items():
-                self._begun.setdefault(path, note)
-            found += left
+            if not is_known:
+                left = dict(undrained(directory))
+                self._begun = {**left, **self._begun}
+                found += [*left, *iteration_directories(directory)[-1:]]
         except CheckpointError as error:
             _say(logging.WARNING, f"{run}: cannot be searched for checkpoints that are still to be copied: {error}")
         with self._changed:
@@ -205,6 +209,8 @@ class _Drains:
             is_there = storage_at(directory).exists(METADATA_FILE)
             note = DrainNote.read(directory) if is_there else None
             self._give_up_other(directory, note)
+            if note is not None and not note.is_open:
+                self._copy_late(directory, note)
             if note is None or not note.is_open:
                 return None
             to = f"{self._to[directory.parent]}/{directory.name}"
@@ -238,7 +244,7 @@ class _Drains:
                 progress.end("waiting")
                 return _ARRIVALS_PERIOD_S
             if note.commits:
-                track_drained(directory.parent, note)
+                track_drained(directory.parent, note, self._tracker[directory.parent])
             progress.end("copied")
             self._begun.pop(directory)
             self._arriving.pop(directory, None)
@@ -248,6 +254,11 @@ class _Drains:
                 logging.INFO,
                 f"{directory}: {what} to {to}, {human_bytes(progress.note.copied_bytes)} in {seconds:.1f} s",
             )
+            if not note.commits:
+                return None
+            if not self._ends.is_set():
+                return _LATE_FILES_AFTER_S
+            self._copy_late(directory, progress.note)
         except Exception as error:  # noqa: BLE001  (whatever it is, it is for the log, and tried again)
             self._arriving.pop(directory, None)
             gone = isinstance(error, CheckpointNotFoundError) and not storage_at(directory).exists(METADATA_FILE)
@@ -264,6 +275,12 @@ class _Drains:
                 _write(replace(note, state="failed", error=_words(error), updated_s=time.time()), directory)
             return pause_s
         return None
+
+    def _copy_late(self, directory: Path, note: DrainNote) -> None:
+        """Megatron-Core writes the files of the tokenizer after the tracker file: look again for what is there now."""
+        is_own = note.to == f"{self._to[directory.parent]}/{directory.name}"
+        if note.state == "copied" and note.commits and is_own and copy_late_files(directory, note):
+            _say(logging.INFO, f"{directory}: files that came after the save are copied to {note.to}, too")
 
     def _give_up_other(self, directory: Path, note: DrainNote | None) -> None:
         """Remove from the second tier what was copied of a checkpoint that is not going to be committed there: it was

@@ -61,7 +61,7 @@ def checkpoint_published(directory: Path, options: SaveOptions) -> None:
     if options.keep_last is not None:
         _ask({**task, "keep_last": options.keep_last, "keep_every": options.keep_every})
     if options.drain_to is not None:
-        _ask({**task, "drain_to": str(second_tier(options))})
+        _ask({**task, "drain_to": str(second_tier(options)), "tracker": options.drain_tracker})
 
 
 def run_loaded(directory: Path, options: SaveOptions, local_tier: str | None = None) -> None:
@@ -71,7 +71,7 @@ def run_loaded(directory: Path, options: SaveOptions, local_tier: str | None = N
     second = second_tier(options)
     run = directory.absolute().parent if local_tier is None else checkpoint_path(local_tier).absolute()
     if second not in (None, run) and iteration_of(directory.name) is not None:
-        _ask({"run": str(run), "name": None, "drain_to": str(second)})
+        _ask({"run": str(run), "name": None, "drain_to": str(second), "tracker": options.drain_tracker})
 
 
 def second_tier(options: SaveOptions) -> Path | None:

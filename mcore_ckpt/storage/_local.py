@@ -170,8 +170,7 @@ class LocalStorage(Storage):
     ) -> RangeWriter:
         path = self._own(name)
         try:
-            if "/" in name:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
+            self._make_folders(name, path)
             if through is None:
                 return LocalWriter(path, size_bytes, direct)
             if os.path.lexists(path):
@@ -180,9 +179,14 @@ class LocalStorage(Storage):
         except OSError as error:
             raise save_error("creating the file", path, error) from error
 
+    def _make_folders(self, name: str, path: str) -> None:
+        if "/" in name:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+
     def publish(self, name: str, content: bytes, *, through: str | None = None) -> None:
         path = self._own(name)
         try:
+            self._make_folders(name, path)
             _durable.replace_durably(path, content, None if through is None else self.path(through))
         except OSError as error:
             raise save_error("publishing it", path, error) from error

@@ -364,7 +364,7 @@ class Storage(ABC):
         Whenever the machine stops, the name holds all of the old or all of the new content.
 
         Args:
-            name: of the file.
+            name: of the file; missing directories on the way to it are made.
             content: what it is to hold.
             through: a file that `create` has made, which this uses up. A process that calls `revoke` for it prevents
                 this call for ever, however far it has come, or finds it done.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from mcore_ckpt.core.errors import CheckpointExistsError
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.directory.copying import copy_file, files_of, refuse_replaced
+from mcore_ckpt.directory.folders import folders_of, sync_folders
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.storage.base import Storage
@@ -63,8 +64,9 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
     writes.ensure()
     with DirectoryLock.take(writes) as lock:
         _refuse_another(writes, found.metadata)
-        for name in writes.unfinished():
-            writes.discard_unfinished(name)
+        for place in (writes, *(storage_at(taken / folder) for folder in folders_of(files))):
+            for name in place.unfinished():
+                place.discard_unfinished(name)
         copied: list[str] = []
         kept: list[str] = []
         copied_bytes = 0
@@ -73,6 +75,7 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
             sent_bytes = copy_file(reads, name, writes, own_name, lock=lock)
             (kept if sent_bytes is None else copied).append(own_name)
             copied_bytes += sent_bytes or 0
+        sync_folders(taken, files.values())
         writes.sync(parents=True)
         refuse_replaced(reads, found)
         lock.publish(METADATA_FILE, found.metadata)

@@ -27,6 +27,7 @@ SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
     "write_deadline_s": ("12.5", 12.5),
     "keep_last": ("4", 4),
     "drain_to": ("s3://bucket/run", "s3://bucket/run"),
+    "drain_tracker": ("off", "off"),
     "keep_local_plans": ("1", True),
     "trace_path": ("/tmp/traces", "/tmp/traces"),
     "progress": ("off", False),

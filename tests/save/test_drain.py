@@ -20,6 +20,7 @@ pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies a
 from mcore_ckpt import FileSystemWriterAsync, LoadOptions, OptionError, SaveOptions, verify_checkpoint
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import LoadError, SaveError
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.directory import drain as drain_module
 from mcore_ckpt.directory.drain import give_up
 from mcore_ckpt.directory.drain_note import DrainNote
@@ -55,6 +56,10 @@ def _train(rank: int, run: str, saves: list[tuple[int, float]], save_options: Sa
     for iteration, value in saves:
         training.save(iteration, value=value)
         until(lambda name=f"iter_{iteration:07d}": tracked_name(save_options.drain_to) == name)  # type: ignore[misc]
+        if rank == 0:  # as Megatron-Core does after it has written the tracker file
+            late = Path(training.run) / f"iter_{iteration:07d}" / "tokenizer" / "tokenizer.json"
+            late.parent.mkdir(exist_ok=True)
+            late.write_text(f"of {iteration}")
     training.queue.close()
     upkeep._finish()  # as at the end of a trainer
 
@@ -67,6 +72,10 @@ def _load(rank: int, directory: str, world: int, load_options: LoadOptions) -> l
     blank = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2000 // world), (0, rank, world))}
     loaded = TorchDistLoadStrategy(options=load_options).load(blank, directory.format(rank=rank))["w"]
     return loaded.unique().tolist()  # type: ignore[no-any-return]
+
+
+def _contents(place: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
 
 
 def data_files(directory: Path) -> list[Path]:
@@ -85,7 +94,8 @@ def test_checkpoints_are_committed_in_a_second_directory_as_they_are(
     near, far = tmp_path / "near", tmp_path / "far"
     run_megatron(_train, 2, str(near), [(1, 0.0), (2, 0.0)], options(str(far)))
     for name in there(str(near)):
-        contents = [{path.name: path.read_bytes() for path in (run / name).iterdir()} for run in (near, far)]
+        contents = [_contents(run / name) for run in (near, far)]
+        assert contents[1]["tokenizer/tokenizer.json"] == f"of {int(name[5:])}".encode()
         assert [json.loads(content.pop(DRAIN_FILE))["state"] for content in contents] == ["copied"] * 2
         assert contents[0] == contents[1]
         assert verify_checkpoint(far / name).whole
@@ -107,8 +117,9 @@ def test_a_checkpoint_that_is_saved_again_replaces_the_one_in_the_store(
     run_megatron(_train, 2, str(tmp_path), [(1, 10.0)], options(far))
     assert tracked_name(far) == NAME
     assert verify_checkpoint(f"{far}/{NAME}").whole
-    expected = sorted(path.name for path in (tmp_path / NAME).iterdir())
-    assert sorted(name.split("/")[2] for name in s3_directory.names() if NAME in name) == expected
+    own = f"run/{NAME}/"
+    expected = sorted(_contents(tmp_path / NAME))
+    assert sorted(name.removeprefix(own) for name in s3_directory.names() if name.startswith(own)) == expected
     assert run_ranks(_load, 1, f"{far}/{NAME}", 1, LoadOptions()) == [[11.0]]
     assert s3_directory.uploads() == []
 
@@ -297,7 +308,7 @@ def test_plain_dcp_is_drained_too(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     writer = FileSystemWriterAsync(near / NAME, options=options(str(far)))
     dcp.save({"w": torch.ones(10)}, storage_writer=writer, no_dist=True)
-    until(lambda: (far / NAME / METADATA_FILE).exists())
+    upkeep._finish()  # does not wait for a tracker file any more, which there is none of
     assert verify_checkpoint(far / NAME).whole
     with pytest.raises(OptionError, match="the checkpoint is saved there already"):
         FileSystemWriterAsync(near / NAME, options=options(f"{near}/"))
@@ -326,18 +337,50 @@ def _save_alone(monkeypatch: pytest.MonkeyPatch, run: Path, far: Path, iteration
     return directory
 
 
-def _resume_alone(run: Path, far: Path) -> list[str]:
+def _resume_alone(run: Path, far: str | Path, tracker: str = "auto") -> list[str]:
     """The next job copies what is left, and ends; returns what it has said."""
     said: list[str] = []
     ends = threading.Event()
     drains = _upkeep_process._Drains(ends)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_upkeep_process, "_say", lambda level, text: said.append(text))
-        drains.add(str(run), None, str(far))
+        drains.add(str(run), None, str(far), tracker)
         ends.set()
         drains.close()
         drains.work()
     return said
+
+
+@pytest.mark.parametrize("place", ["directory", "store"])
+def test_what_other_programs_keep_with_a_checkpoint_is_copied_with_it_and_when_it_comes_later(
+    place: str, tmp_path: Path, s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = tmp_path / "near"
+    far = str(tmp_path / "far") if place == "directory" else s3_directory.url
+    directory = _save_alone(monkeypatch, near, Path(far) if place == "directory" else checkpoint_path(far), 1, 1.0)
+    for name, content in (("modelopt_state/.metadata", b"index"), ("tokenizer/vocab/merges.txt", b"a b")):
+        storage_at(directory).publish(name, content)
+    _resume_alone(near, far)
+    copied = storage_at(f"{far}/{NAME}")
+    assert copied.read("modelopt_state/.metadata") == b"index"
+    assert copied.read("tokenizer/vocab/merges.txt") == b"a b"
+    storage_at(directory).publish("tokenizer/vocab/merges.txt", b"a b c")
+    assert "files that came after the save" in " ".join(_resume_alone(near, far))
+    assert copied.read("tokenizer/vocab/merges.txt") == b"a b c"
+    assert _resume_alone(near, far) == []
+
+
+@pytest.mark.parametrize(("tracker", "written"), [("auto", False), ("on", True), ("off", False)])
+def test_the_tracker_file_of_the_second_tier_is_written_as_the_option_says(
+    tracker: str, written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    _save_alone(monkeypatch, near, far, 1, 1.0)
+    if tracker != "off":
+        (near / TRACKER_FILE).unlink()  # as plain DCP, which knows of none
+    _resume_alone(near, far, tracker)
+    assert verify_checkpoint(far / NAME).whole
+    assert (far / TRACKER_FILE).exists() == written
 
 
 def _value(directory: Path) -> float:

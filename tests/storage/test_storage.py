@@ -262,7 +262,8 @@ class StorageConformance(ABC):
 
     def test_missing_directories_are_made(self, storage: Storage, directory: Path) -> None:
         storage.open_writer("a/b/file", direct=self.writes).finish(0)
-        assert self.names(directory) == ["a/b/file"]
+        storage.publish("a/c/file", b"")
+        assert self.names(directory) == ["a/b/file", "a/c/file"]
 
     # Publishing
 

@@ -52,7 +52,15 @@ def loaded(path: str | Path) -> float:
 def saved(tmp_path: Path) -> Path:
     save(tmp_path / "saved")
     (tmp_path / "saved" / "tokenizer.json").write_text("{}")
+    (tmp_path / "saved" / "tokenizer" / "added").mkdir(parents=True)
+    (tmp_path / "saved" / "tokenizer" / "merges.txt").write_text("a b")
+    (tmp_path / "saved" / "tokenizer" / "added" / "empty").touch()
+    save(tmp_path / "saved" / "modelopt_state", 2.0)
     return tmp_path / "saved"
+
+
+def contents(place: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
 
 
 def test_a_copy_to_a_store_and_back_is_the_same(saved: Path, s3_directory: S3Directory, tmp_path: Path) -> None:
@@ -60,8 +68,18 @@ def test_a_copy_to_a_store_and_back_is_the_same(saved: Path, s3_directory: S3Dir
     assert loaded(s3_directory.url) == 1.0
     assert main(["copy", s3_directory.url, str(tmp_path / "back")]) == 0
     assert verify_checkpoint(tmp_path / "back").whole
-    contents = [{path.name: path.read_bytes() for path in place.iterdir()} for place in (saved, tmp_path / "back")]
-    assert contents[0] == contents[1]
+    assert contents(saved) == contents(tmp_path / "back")
+    assert loaded(f"{s3_directory.url}/modelopt_state") == 2.0
+
+
+def test_other_checkpoints_below_one_are_not_taken_along_and_links_are_refused(saved: Path, tmp_path: Path) -> None:
+    save(saved / "iter_0000001")
+    copy_checkpoint(saved, tmp_path / "copy")
+    assert not (tmp_path / "copy" / "iter_0000001").exists()
+    (saved / "linked").symlink_to(tmp_path)
+    with pytest.raises(LoadError, match=r"linked: expected a regular file or a directory .* is a symbolic link"):
+        copy_checkpoint(saved, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.timeout(60)

@@ -205,17 +205,45 @@ def test_a_directory_that_stock_is_writing_to_stays(run: Path) -> None:
 def test_other_files_and_directories_stay(run: Path) -> None:
     own = run / name_of(100)
     (own / "notes.txt").write_text("by hand")
-    (own / "modelopt_state").mkdir()
-    (own / "modelopt_state" / "__0_0.distcp").write_bytes(b"of somebody else")
+    (own / "evaluation").mkdir()
+    (own / "evaluation" / "__0_0.distcp").write_bytes(b"of somebody else")
     (own / "__9_9.distcp").write_bytes(b"of no index")
     report = prune_run(run, keep_last=4, remove=True)
-    assert report.decisions[0].left == ("__9_9.distcp", "modelopt_state", "notes.txt")
+    assert report.decisions[0].left == ("__9_9.distcp", "evaluation", "notes.txt")
     assert sorted(path.name for path in own.rglob("*")) == [
         "__0_0.distcp",
         "__9_9.distcp",
-        "modelopt_state",
+        "evaluation",
         "notes.txt",
     ]
+
+
+@pytest.mark.parametrize("place", ["directory", "store"])
+def test_folders_that_megatron_has_made_in_a_checkpoint_go_with_it(
+    place: str, tmp_path: Path, s3_directory: S3Directory
+) -> None:
+    root = str(tmp_path) if place == "directory" else s3_directory.url
+    for iteration in (1, 2):
+        save(f"{root}/{name_of(iteration)}", float(iteration))
+        for name in ("tokenizer/tokenizer.json", "modelopt_state/.metadata", "modelopt_state/__0_0.distcp"):
+            storage_at(f"{root}/{name_of(iteration)}").publish(name, b"of this iteration")
+    assert going(prune_run(root, keep_last=1, remove=True)) == [1]
+    assert storage_at(root).folders() == [name_of(2)]
+    assert storage_at(f"{root}/{name_of(2)}").exists("tokenizer/tokenizer.json")
+
+
+def test_a_folder_of_megatrons_name_with_links_stays(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_text("precious")
+    for name in (100, 200):
+        target = run / name_of(name) / "tokenizer"
+        if name == 200:
+            target.mkdir()
+            target /= "inner"
+        target.symlink_to(tmp_path / "elsewhere")
+    report = prune_run(run, keep_last=3, remove=True)
+    assert [decision.left for decision in report.decisions[:2]] == [("tokenizer",)] * 2
+    assert (tmp_path / "elsewhere" / "file").read_text() == "precious"
 
 
 def test_release_and_links_and_what_has_no_index_stay(run: Path, tmp_path: Path) -> None:
