@@ -54,7 +54,11 @@ def _data(index: CheckpointIndex, summary: CheckpointSummary) -> dict[str, Any]:
         "tensors": tensors,
         "first": first,
         "files": [
-            {"file": row.file, "parts": [row.tensor_bytes, row.object_bytes, max(0, row.unused_bytes or 0)]}
+            {
+                "file": row.file,
+                "rank": row.rank,
+                "parts": [row.tensor_bytes, row.object_bytes, max(0, row.unused_bytes or 0)],
+            }
             for row in files
         ],
         "ranks": [{"name": f"rank {rank}", "parts": [nbytes]} for rank, nbytes in rank_balance(files).items()],

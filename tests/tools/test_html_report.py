@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
+from mcore_ckpt import FileSystemWriterAsync
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.html_report import render_report
@@ -38,6 +40,12 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     tensors = {row["key"]: row for row in data_of(page)["tensors"]}  # type: ignore[attr-defined]
     assert tensors.keys() == model_tensors().keys()
     assert len(tensors[KEY]["chunks"]) == 4
+
+
+def test_files_whose_names_carry_the_id_of_a_save_have_their_rank(tmp_path: Path) -> None:
+    dcp.save(model_tensors(), storage_writer=FileSystemWriterAsync(tmp_path / "c"), no_dist=True)
+    files = data_of(render_report(read_index(tmp_path / "c")))["files"]
+    assert [row["rank"] for row in files] == [0, 0]  # type: ignore[attr-defined]
 
 
 def test_keys_cannot_become_markup(tmp_path: Path) -> None:
@@ -87,6 +95,7 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
     picture = re.search(r'<svg[^>]*id="grid-picture".*?</svg>', page, re.DOTALL)
     assert picture
     assert picture.group(0).count('class="chunk"') == 4
+    assert re.findall(r"<span[^>]*>(rank \d+)</span>", page) == ["rank 0", "rank 1"]
     titles = [html.unescape(title) for title in re.findall(r"<title>(.*?)</title>", picture.group(0), re.DOTALL)]
     index = read_index(tmp_path / "c")
     for chunk, title in zip(index.tensors[KEY].chunks, titles, strict=True):
