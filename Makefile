@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE =
 # What mkdocs-material says at each start of another generator of sites.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help venv demo test test-quick test-long test-slow test-flips test-crash test-stores test-matrix layers docs site dist lint format bench bench-tools clean
+.PHONY: help venv demo test test-quick test-long test-slow test-flips test-crash test-stores test-matrix layers pictures docs site dist lint format bench bench-tools clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -77,6 +77,9 @@ $(VENV)/docs.stamp: $(INSTALLED)
 
 dist: $(INSTALLED)  ## wheel and sdist; the wheel in empty environments, with torch alone and with [megatron]: minutes
 	$(BIN)/python scripts/dist.py $(ARGS)
+
+pictures: $(INSTALLED)  ## the pictures of the docs; trains two ranks, and needs Chromium for one of them
+	$(BIN)/python scripts/pictures.py $(ARGS)
 
 layers: $(INSTALLED)  ## draw the picture of the layers in docs/design.md again, and the list of modules in each layer's __init__
 	$(BIN)/python scripts/layers.py

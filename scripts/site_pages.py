@@ -7,11 +7,12 @@ exactly one page, as `import mcore_ckpt` gives it, with its docstring.
 from __future__ import annotations
 
 import ast
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
-__all__ = ["on_files"]
+__all__ = ["on_files", "on_page_markdown"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,6 +24,10 @@ COMPANIONS = {
     "SECURITY.md": "security.md",
 }
 PLAIN = {"LICENSE": "license.txt"}
+# What pages in docs/ link to outside of it, so that their links lead somewhere in a clone, too.
+OUTSIDE = {**COMPANIONS, **PLAIN, "mcore_ckpt/__init__.py": "reference/checkpoints.md"}
+
+_LINK = re.compile(r"(\[[^\]]*\])\(([^)\s]+)\)")
 
 SAVES_AND_LOADS = """
 install uninstall TorchDistSaveStrategy TorchDistLoadStrategy AsyncCallsQueue get_strategy register_strategy
@@ -103,7 +108,21 @@ def page_of(name: str) -> str:
             raise ValueError(f"{name}: the site has no page for {target}")
         return f"{match[1]}({new}{hash_sign}{anchor})"
 
-    return re.sub(r"(\[[^\]]*\])\(([^)\s]+)\)", link, text)
+    return _LINK.sub(link, text)
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Lead links out of docs/ to the pages of the site that show what they name (called by mkdocs for each page)."""
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def link(match: re.Match[str]) -> str:
+        target, hash_sign, anchor = match[2].partition("#")
+        outside = posixpath.relpath(posixpath.join("docs", folder, target))
+        if not target.startswith("../") or outside not in OUTSIDE:
+            return match[0]
+        return f"{match[1]}({posixpath.relpath(OUTSIDE[outside], folder or '.')}{hash_sign}{anchor})"
+
+    return _LINK.sub(link, markdown)
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -252,3 +252,24 @@ def test_flags_that_are_explained_exist() -> None:
             for flag in re.findall(r"`--([\w-]+)", row.split("|")[1]):
                 name = flag.removeprefix("no-").replace("-", "_")
                 assert f"--{flag}" in code or name in code or name.removeprefix("ckpt_") in code, flag
+
+
+def headings(path: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them of its headings."""
+    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.endswith(".md")])
+def test_links_lead_somewhere_in_a_clone(page: str) -> None:
+    """That they do on the site, too, its build says."""
+    path = ROOT / page
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        target, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        aim = path.parent / target if target else path
+        assert aim.exists(), link
+        if anchor:
+            assert anchor in headings(aim), link
