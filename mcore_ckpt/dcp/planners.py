@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from mcore_ckpt.core.boxes import Box, covers, intersect
 from mcore_ckpt.core.errors import KindMismatchError, MissingKeyError, OptionError, PlanError, ShapeMismatchError
 from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.items.checks import missing_key
 from mcore_ckpt.layout.shards import box_sizes, is_main_replica, is_sharded_object, leaves, without_leaves
@@ -235,6 +236,7 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         self._targets: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self._objects: dict[str, list[Any]] = {}
 
+    @collector_paused()
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
@@ -242,6 +244,7 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         rest = without_leaves(state_dict) if self._shards else state_dict
         super().set_up_planner(rest, metadata, is_coordinator)
 
+    @collector_paused()
     def create_local_plan(self) -> LoadPlan:
         """Read items for this rank.
 

@@ -28,6 +28,7 @@ from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, OptionError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import checkpoint_path, is_supported
+from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
 from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
 from mcore_ckpt.format.safe_pickle import load_object
@@ -36,6 +37,7 @@ from mcore_ckpt.items.file_footers import FileFooters
 from mcore_ckpt.items.nearest import NearestFiles
 from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
 from mcore_ckpt.items.ranges import batches
+from mcore_ckpt.load._columns import UsualRequest
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._tensor_reads import TensorReads
 from mcore_ckpt.load.dtype_conversions import DtypeConversions
@@ -308,20 +310,39 @@ class FileSystemReader(StorageReader):
         self._hand_over_objects(objects, planner)
         # A planner may make a buffer for each destination and keep it until the commit (to dequantize from, say): those
         # of a few items at a time must do.
-        batch_bytes = None if _destinations_are_in_place(planner) else 2 * self.options.buffer_bytes
+        in_place = _destinations_are_in_place(planner)
         with self.conversions.of_one_load():
-            for batch in self._batches(tensors, batch_bytes):
-                reads = self.plan()
-                pending: list[tuple[ReadItem, torch.Tensor]] = []
-                for read_item in batch:
-                    tensor = planner.resolve_tensor(read_item)
-                    entry = tensor_entry(read_item.storage_index.fqn, self.index)
-                    box = Box(tuple(read_item.storage_offsets), tuple(read_item.lengths))
-                    reads.add_chunk(entry, self._chunk_of(read_item), box, tensor)
-                    pending.append((read_item, tensor))
-                self.read(reads)
-                for read_item, tensor in pending:
+            for batch in self._batches(tensors, None if in_place else 2 * self.options.buffer_bytes):
+                destinations: list[torch.Tensor] = []
+                self.read(self._planned(batch, planner, destinations, usual=in_place))
+                for read_item, tensor in zip(batch, destinations, strict=True):
                     planner.commit_tensor(read_item, tensor)
+
+    @collector_paused()
+    def _planned(
+        self, items: Iterable[ReadItem], planner: LoadPlanner, destinations: list[torch.Tensor], usual: bool
+    ) -> LoadPlan:
+        """What DCP has planned, with the planner's destinations, which are appended to `destinations`; `usual`: there
+        may be very many complete chunks.
+        """
+        reads = self.plan()
+        complete: list[UsualRequest] = []
+        for read_item in items:
+            tensor = planner.resolve_tensor(read_item)
+            destinations.append(tensor)
+            fqn = read_item.storage_index.fqn
+            entry, sizes = tensor_entry(fqn, self.index), tuple(read_item.lengths)
+            if usual and sizes == entry.shape:
+                complete.append((fqn, tensor, (0,) * len(sizes), sizes, sizes))
+                continue
+            chunk = self._chunk_of(read_item)
+            if usual and sizes == chunk.sizes:
+                complete.append((fqn, tensor, chunk.offsets, sizes, entry.shape))
+            else:
+                reads.add_chunk(entry, chunk, Box(tuple(read_item.storage_offsets), sizes), tensor)
+        if complete:
+            reads.add_usual(complete)
+        return reads
 
     def _hand_over_objects(self, objects: dict[str, list[ReadItem]], planner: LoadPlanner) -> None:
         for entry, content in self._object_contents(self._object_entry(fqn) for fqn in objects):
