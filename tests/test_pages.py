@@ -85,6 +85,7 @@ def normal(text: str) -> str:
     """An output without what differs from run to run: times, and how long ago something was."""
     text = re.sub(r"in \d+\.\d s( \([^)]*/s\))?", "in T", text)
     text = re.sub(r" +\d+ (s|min|h|d)  ", "  AGE  ", text)
+    text = re.sub(r"   +", "  ", re.sub(r"^[- ]+$", "---", text, flags=re.MULTILINE))  # as wide as an age
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 
@@ -95,7 +96,13 @@ def sessions(page: str) -> list[tuple[str, str]]:
     return [(line.partition("\n")[0], line.partition("\n")[2]) for line in shown]
 
 
-WITH_SESSIONS = [page for page in PAGES if page.endswith(".md") and sessions(page)]
+# Commands that load torch in processes of their own.
+LONG = {"docs/guides/store.md"}
+WITH_SESSIONS = [
+    pytest.param(page, marks=[pytest.mark.long] * (page in LONG))
+    for page in PAGES
+    if page.endswith(".md") and sessions(page)
+]
 
 
 def write_llama(directory: Path) -> None:
@@ -153,11 +160,13 @@ def example_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("200")
     shutil.copytree(tmp_path / "run" / "iter_0000200", tmp_path / "copy" / "iter_0000200")
     write_llama(tmp_path / "Llama-small")
-    command = tmp_path / "bin" / "mcore-ckpt"
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m mcore_ckpt "$@"\n')
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", str(command.parent), prepend=os.pathsep)
+    shutil.copy(ROOT / "examples" / "two_tiers.py", tmp_path)
+    (tmp_path / "bin").mkdir()
+    for name, start in (("python", ""), ("mcore-ckpt", "-m mcore_ckpt ")):
+        command = tmp_path / "bin" / name
+        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" {start}"$@"\n')
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -200,18 +209,28 @@ EXAMPLES = {
     "damage.sh": ["run/iter_0000200", "copy/iter_0000200"],
     "layout.sh": ["run/iter_0000200", "tp4/iter_0000200", "4", "1"],
     "hf.sh": ["Llama-small", "start/release", "model", "2"],
-    "store.sh": ["run/iter_0000200", "backup/iter_0000200", "back/iter_0000200"],
+    "store.sh": ["run/iter_0000200", "{far}/iter_0000200", "back/iter_0000200"],
+    "tiers.sh": ["near", "{far}", "python", "two_tiers.py", "save", "near/iter_0000300"],
 }
+ON_A_STORE = ("store.sh", "tiers.sh")
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_run(name: str, example_run: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [*EXAMPLES, *(pytest.param(f"{name} on S3", marks=pytest.mark.long) for name in ON_A_STORE)]
+)
+def test_examples_run(name: str, example_run: Path, request: pytest.FixtureRequest) -> None:
+    name, _, store = name.partition(" on ")
+    far = f"{request.getfixturevalue('s3_directory').url}/run" if store else "far"
     damaged = example_run / "run" / "iter_0000200" / "__1_0.distcp"
     before = damaged.read_bytes()
     if name == "damage.sh":
         damaged.write_bytes(before[:20000] + b"X" + before[20001:])
     ended = subprocess.run(
-        [ROOT / "examples" / name, *EXAMPLES[name]], cwd=example_run, capture_output=True, text=True, timeout=120
+        [ROOT / "examples" / name, *(word.format(far=far) for word in EXAMPLES[name])],
+        cwd=example_run,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     expected = {
@@ -220,6 +239,7 @@ def test_examples_run(name: str, example_run: Path) -> None:
         "layout.sh": "identical: ",
         "hf.sh": "valid: ",
         "store.sh": "identical: ",
+        "tiers.sh": "iter_0000300  complete, copied",
     }
     assert expected[name] in ended.stdout
     if name == "damage.sh":
@@ -228,11 +248,14 @@ def test_examples_run(name: str, example_run: Path) -> None:
 
 def test_every_example_is_run_or_says_that_it_never_was() -> None:
     for path in sorted((ROOT / "examples").iterdir()):
-        if path.name not in EXAMPLES:
-            assert path.read_text().splitlines()[1].startswith("# Never run: "), path.name
-        subprocess.run(["bash", "-n", path], check=True)
-    shown = re.findall(r"^```sh\n(.*?)^```", (ROOT / "docs/guides/slurm.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert shown == [(ROOT / "examples/slurm.sbatch").read_text()]
+        if path.name not in {*EXAMPLES, "two_tiers.py"}:
+            assert "\n# Never run: " in path.read_text()[:200], path.name
+        if path.suffix in (".sh", ".sbatch"):
+            subprocess.run(["bash", "-n", path], check=True)
+    for page, name in (("slurm", "slurm.sbatch"), ("kubernetes", "kubernetes.yaml")):
+        text = (ROOT / f"docs/guides/{page}.md").read_text()
+        shown = re.findall(r"^```(?:sh|yaml)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        assert shown == [(ROOT / "examples" / name).read_text()]
 
 
 def test_variables_that_pages_and_examples_set_are_options() -> None:
@@ -273,3 +296,14 @@ def test_links_lead_somewhere_in_a_clone(page: str) -> None:
         assert aim.exists(), link
         if anchor:
             assert anchor in headings(aim), link
+
+
+def test_a_preempted_pod_has_time_to_save() -> None:
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((ROOT / "examples" / "kubernetes.yaml").read_text())["spec"]["template"]["spec"]
+    (container,) = job["containers"]
+    assert container["command"][0] == "torchrun"  # process 1, which gets the signal
+    assert "--exit-signal-handler" in container["args"]
+    seconds = {row["name"]: row["value"] for row in container["env"]}
+    for_ranks = int(seconds["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    assert int(seconds["MCORE_CKPT_WRITE_DEADLINE_S"]) < for_ranks < job["terminationGracePeriodSeconds"]

@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,7 @@ def launch(
     folder: Path,
     environment: Mapping[str, str] | None = None,
     expected_exit: int | None = 0,
+    terminated_at: int | None = None,
 ) -> Launched:
     """Run `torchrun ... [-m mcore_ckpt.launch] pretrain_gpt.py ...` to its end.
 
@@ -108,6 +110,7 @@ def launch(
         folder: for the log and the records; made here.
         environment: added to this process's.
         expected_exit: its exit code; None for any but 0.
+        terminated_at: iteration after which `torchrun` gets SIGTERM, as from a scheduler that takes the host away.
     """
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -119,6 +122,9 @@ def launch(
             command, env=variables, stdout=output, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True
         )
         try:
+            if terminated_at is not None:
+                _wait_for(log, f"iteration {terminated_at:8d}/", process)
+                process.terminate()
             exit_code = process.wait(_DEADLINE_S)
         finally:
             _end(process)
@@ -150,6 +156,14 @@ def variables_of_ranks(folder: Path) -> dict[str, str]:
 def recorded(folder: Path, ranks: int) -> list[list[dict[str, Any]]]:
     """What each rank of a launch has recorded, by rank."""
     return [_events(folder / f"rank{rank}.jsonl") for rank in range(ranks)]
+
+
+def _wait_for(log: Path, text: str, process: subprocess.Popen[bytes]) -> None:
+    deadline_s = time.monotonic() + _DEADLINE_S
+    while text not in log.read_text(errors="replace"):
+        assert process.poll() is None, _tail(log.read_text(errors="replace"))
+        assert time.monotonic() < deadline_s, f"no {text!r} in {log}"
+        time.sleep(0.1)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

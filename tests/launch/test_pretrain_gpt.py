@@ -103,3 +103,21 @@ def test_the_launch_that_a_page_shows_saves_while_training_goes_on(page: str, la
     assert_ours_ran(run, variant, checkpoints.parent, loaded=False)
     assert tracked_iteration(checkpoints) == 6
     assert_whole(checkpoints / "iter_0000006")
+
+
+def test_a_job_that_is_preempted_saves_and_is_resumed(launches: Path) -> None:
+    """As guides/slurm.md and guides/kubernetes.md have it: SIGTERM to `torchrun`, which passes it on."""
+    place = launches / "preempted"
+    checkpoints = place / "checkpoints"
+    saving = (*ASYNC, "--save", str(checkpoints), "--save-interval", "100000", "--exit-signal-handler")
+    arguments = [*saving, "--train-iters", "100000"]
+    run = launch("ours", 2, arguments, place / "run", expected_exit=None, terminated_at=3)
+    assert "exiting program after receiving SIGTERM" in run.log
+    saved = tracked_iteration(checkpoints)
+    assert saved is not None
+    assert saved >= 3
+    assert run.strategies() == {"mcore_ckpt.async_save"}
+    assert_whole(checkpoints / f"iter_{saved:07d}")
+    more = [*ASYNC, "--load", str(checkpoints), "--train-iters", "100000", "--exit-interval", str(saved + 1)]
+    resumed_run = launch("ours", 2, more, place / "resumed")
+    assert sorted(resumed_run.losses) == [saved + 1]
