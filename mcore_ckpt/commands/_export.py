@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to",
         choices=list(ExportOptions.TAKES),
         default="safetensors",
-        help="format; hf: a model that transformers loads, by its architecture; megatron-legacy: files that "
-        "--ckpt-format torch loads (default: safetensors)",
+        help="format; hf: a model that transformers loads, by its architecture; fsdp_dtensor, megatron-legacy: "
+        "what Megatron-FSDP and --ckpt-format torch load (default: safetensors)",
     )
     add_options(parser, ExportOptions, "--to")
     parser.add_argument(
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         return plan_outcome(report)
     size = f"{report.tensors} tensors, {human_bytes(report.payload_bytes)} in {len(report.files)} files"
     text = f"{report.target}: {report.family}, {size}" if report.family else f"{report.target}: {size}"
-    if report.format in ("hf", "megatron-legacy"):
+    if report.format in ("hf", "fsdp_dtensor", "megatron-legacy"):
         text = "\n".join([text, *notes_of(report)])
     elif report.left_out:
         text += (

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,6 +159,19 @@ def stored_settings(payloads: StoredPayloads, directory: Path) -> OptimizerSetti
         noted = [group.get("step") for group in groups.values()]
         steps = [float(step) for step in noted if isinstance(step, (int, float)) and not isinstance(step, bool)]
     return OptimizerSettings(tuple(steps), tuple(groups.values()))
+
+
+def others_than_settings(keys: Iterable[str]) -> Iterator[str]:
+    """Keys of objects without the settings that are taken; of the others one for each name, with how many there are."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for key in keys:
+        group, _, name = key.rpartition(".")
+        found = _GROUP.search(group)
+        if found is None or not is_foreign_optimizer_key(key):
+            yield key
+        elif name not in _SETTINGS:
+            counts[group[: found.end()], name] += 1
+    yield from (f"{groups}*.{name} of {count} parameters or groups" for (groups, name), count in counts.items())
 
 
 def plan_optimizer(

@@ -148,7 +148,7 @@ class _Ranks:
         self.notes: list[str] = []
         self.views: dict[str, TensorView] = {}
         self.rows: dict[tuple[str, str], KeyPlan] = {}
-        self._common = _common(index)
+        self._common = complete_common_state(index)
         given = self._common.get("args")
         if not isinstance(given, Namespace):
             raise OptionError(f"{index.path}: stores no arguments of Megatron, which the files have to hold")
@@ -418,11 +418,11 @@ def _rows_at(arguments: Arguments, rows: int, tp: int) -> int | None:
     return most if fewest == most else None
 
 
-def _common(index: CheckpointIndex) -> dict[str, Any]:
+def complete_common_state(index: CheckpointIndex) -> dict[str, Any]:
     """The common state, with stand-ins for classes of packages that are not there."""
     stored = stored_common_state(index)
     if stored is None or stored.transforms:
-        raise OptionError(f"{index.path}: stores no common state, which the files have to hold (arguments, iteration)")
+        raise OptionError(f"{index.path}: stores no common state (arguments, iteration), which this format has, too")
     value = unwrapped(decode_state(stored.content, stored.where))
     if not isinstance(value, dict):
         raise CorruptCheckpointError(f"{stored.where}: expected a dict, got {type(value).__name__}")

@@ -29,7 +29,7 @@ from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index, read_small_file
 from mcore_ckpt.format.state_file import StateFile
 from mcore_ckpt.format.tensor_pickle import FileTensor
-from mcore_ckpt.models._foreign import OptimizerSettings, stored_settings
+from mcore_ckpt.models._foreign import OptimizerSettings, others_than_settings, stored_settings
 from mcore_ckpt.models._legacy_files import carried_arguments, reading
 from mcore_ckpt.models._safetensors_files import parse_json, read_safetensors
 from mcore_ckpt.models._torch_files import file_range, read_state, read_torch_file
@@ -64,7 +64,7 @@ def open_model(directory: Path, rename: Sequence[RenameRule]) -> Opened:
         return Opened(directory, "ucp", payloads, left_out, settings)
     kind, stored, others = open_source(directory, rename)
     settings = stored_settings(stored, directory) if kind == "dcp" else OptimizerSettings()
-    return Opened(directory, kind, stored, list(map(no_tensor, others)), settings)
+    return Opened(directory, kind, stored, list(map(no_tensor, others_than_settings(others))), settings)
 
 
 def no_tensor(key: str) -> str:

@@ -24,6 +24,7 @@ from mcore_ckpt.models._huggingface import export_model, import_model
 from mcore_ckpt.models._imports import import_conversion, layout_of
 from mcore_ckpt.models._legacy_export import legacy_export
 from mcore_ckpt.models._legacy_import import legacy_import
+from mcore_ckpt.models._megatron_fsdp import FSDP_DTENSOR, fsdp_export
 from mcore_ckpt.models._megatron_named import import_named
 from mcore_ckpt.models._sources import open_model, open_source, refuse_models_in_stores, universal_directory
 from mcore_ckpt.models.options import ExportOptions, ImportOptions
@@ -44,7 +45,7 @@ from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 from mcore_ckpt.view.source_files import SourceFiles
 
-TargetKind = Literal["safetensors", "torch", "dcp", "hf", "megatron-legacy"]
+TargetKind = Literal["safetensors", "torch", "dcp", "hf", "fsdp_dtensor", "megatron-legacy"]
 SourceKind = Literal["files", "hf", "dcp", "ucp", "megatron-legacy"]
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -105,7 +106,9 @@ def export_checkpoint(
             be a URL.
         to: `"safetensors"`, `"torch"` (files of `torch.save`) and `"dcp"` (one rank's plain DCP checkpoint): all
             tensors under their keys. `"hf"`: the model, as `AutoModelForCausalLM.from_pretrained` loads it.
-            `"megatron-legacy"`: the model, as a job with `--ckpt-format torch` loads it.
+            `"fsdp_dtensor"`: model and optimizer, as a job with Megatron-FSDP and that `--ckpt-format` loads them; a
+            directory called `iter_0001000` gets a tracker file next to it, if there is none. `"megatron-legacy"`: the
+            model, as a job with `--ckpt-format torch` loads it.
         dry_run: write nothing; the report has a row for each tensor.
         progress: show a bar; None: if standard error is a terminal.
         options: by name:
@@ -127,12 +130,17 @@ def export_checkpoint(
         conversion = export_model(index, chosen)
     elif to == "megatron-legacy":
         conversion = legacy_export(index, chosen)
+    elif to == FSDP_DTENSOR:
+        conversion = fsdp_export(index, chosen)
     else:
         conversion = _export_tensors(to, index, chosen)
     if notes := shadow_note(stored):
         report = conversion.report
         conversion = replace(conversion, report=replace(report, notes=(*report.notes, *notes)))
-    return run_conversion(conversion, index.path, made, chosen, dry_run=dry_run, progress=progress)
+    report = run_conversion(conversion, index.path, made, chosen, dry_run=dry_run, progress=progress)
+    if to == FSDP_DTENSOR and not dry_run:
+        _write_tracker(made)
+    return report
 
 
 def import_checkpoint(

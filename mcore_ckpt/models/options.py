@@ -75,6 +75,7 @@ class ExportOptions(ConversionOptions):
         "torch": "dtype rename only max_shard_bytes",
         "dcp": "dtype rename only",
         "hf": "dtype max_shard_bytes arch hf_config",
+        "fsdp_dtensor": "",
         "megatron-legacy": "tp pp ep etp vpp",
     }
 

@@ -73,7 +73,7 @@ class ViewPayloads(DerivedPayloads):
         nbytes = math.prod(chunk.sizes) * element_bytes(entry.dtype)
         where = chunk_name(entry.fqn, chunk)
         if origin.entry is None or origin.chunk is None:
-            return StoredPayload(where, chunk.item.file, 0, nbytes, None, bytes(nbytes))
+            return StoredPayload(where, chunk.item.file, 0, nbytes, None, origin.made or bytes(nbytes))
         stored = self.base.locate(origin.entry, origin.chunk)
         first = _first_byte(origin)
         if first is None:

@@ -35,15 +35,19 @@ class Part(NamedTuple):
 
 
 class TensorView(NamedTuple):
-    """A requested tensor: its shape in elements, its parts, and its dtype in case every part is zeros."""
+    """A requested tensor: its shape in elements, its parts, and its dtype in case nothing of it is stored.
+
+    `made`: the bytes of its elements, where they are made here; its one part is all of it, without a key.
+    """
 
     shape: tuple[int, ...]
     parts: Sequence[Part]
     dtype: str | None = None
+    made: bytes | None = None
 
 
 class ChunkSlice(NamedTuple):
-    """A slice of a stored chunk, in the chunk's own coordinates; without an entry: zeros.
+    """A slice of a stored chunk, in the chunk's own coordinates; without an entry: `made`, or zeros.
 
     `order` is that of the chunk's axes in the view, where it is another than in the file.
     """
@@ -52,6 +56,7 @@ class ChunkSlice(NamedTuple):
     chunk: StoredChunk | None
     slice: Box
     order: tuple[int, ...] | None
+    made: bytes | None = None
 
     @property
     def elem_bytes(self) -> int:
@@ -87,7 +92,7 @@ def view_index(
             for box, origin in _chunk_slices(base, chunks_of, part):
                 nbytes = math.prod(box.sizes) * element_bytes(dtype)
                 found.append(StoredChunk(box.offsets, box.sizes, _item(origin, nbytes)))
-                slices[key, box.offsets] = origin
+                slices[key, box.offsets] = origin._replace(made=view.made)
         found = _with_named_zeros(found)
         problem = covers(view.shape, [Box(chunk.offsets, chunk.sizes) for chunk in found])
         if problem and math.prod(view.shape):
