@@ -27,6 +27,8 @@ _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "
 
 DirectIo = Literal["auto", "on", "off"]
 PageCache = Literal["auto", "on", "off"]
+Validation = Literal["mcore_ckpt", "megatron"]
+_VALIDATIONS = ("mcore_ckpt", "megatron")
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -71,6 +73,9 @@ class SaveOptions:
             there: written if the run has a tracker file (`"auto"`), always (`"on"`), or never (`"off"`).
         keep_local_plans: put `all_local_plans` into `.metadata`, so that stock Megatron can reuse the plan of a loaded
             checkpoint; costs about as much as the rest of `.metadata` again.
+        validation: who validates access integrity in Megatron's `save`, after `install()`: `"mcore_ckpt"`, in the
+            exchange that a save makes anyway, once for each structure; or `"megatron"`, which gathers all shards on all
+            ranks. The same on all ranks.
         trace_path: directory for Chrome trace files, one for each rank and save; None writes none.
         on_timings: called on every rank with a `dict` of phase timings when a save has been finalized.
         progress: show a progress bar while a person waits for a save on a terminal.
@@ -95,6 +100,7 @@ class SaveOptions:
     drain_to: str | None = None
     drain_tracker: Literal["auto", "on", "off"] = "auto"
     keep_local_plans: bool = False
+    validation: Validation = "mcore_ckpt"
     trace_path: str | None = None
     on_timings: Callable[[dict[str, Any]], None] | None = None
     progress: bool = True
@@ -107,6 +113,7 @@ class SaveOptions:
         _choice("drain_tracker", self.drain_tracker, ("auto", "on", "off"))
         _choice("when_busy", self.when_busy, ("wait", "skip"))
         _choice("on_failure", self.on_failure, ("raise", "warn"))
+        _choice("validation", self.validation, _VALIDATIONS)
         _at_least("thread_count", self.thread_count, 1)
         _at_least("io_threads", self.io_threads, 1)
         _at_least("max_in_flight", self.max_in_flight, 1)
@@ -165,6 +172,7 @@ class LoadOptions:
         prove: after a load by Megatron-Core, after `install()`, compare the fingerprint of what is in memory with the
             checkpoint's: `"always"`, of all tensors; `"sample"`, of one in 16, which depend on the save; `"off"`. All
             ranks must load together then. Tensors that differ are named in a `LoadError` on all ranks.
+        validation: as of `SaveOptions`, for loads by Megatron-Core.
         run_code_from_checkpoint: unpickle stored objects and the common state without any restriction, which lets
             the maker of the checkpoint run code as you. For old checkpoints of your own only, if nothing else helps.
     """
@@ -182,11 +190,13 @@ class LoadOptions:
     allowed_classes: tuple[str, ...] = field(default=())
     on_damaged: Literal["raise", "go_back"] = "raise"
     prove: Literal["always", "sample", "off"] = "off"
+    validation: Validation = "mcore_ckpt"
     run_code_from_checkpoint: bool = False
 
     def __post_init__(self) -> None:
         _choice("on_damaged", self.on_damaged, ("raise", "go_back"))
         _choice("prove", self.prove, ("always", "sample", "off"))
+        _choice("validation", self.validation, _VALIDATIONS)
         _choice("on_dtype_mismatch", self.on_dtype_mismatch, ("convert", "raise"))
         _choice("page_cache", self.page_cache, ("auto", "on", "off"))
         _choice("verify_slices", self.verify_slices, ("auto", "on", "off"))

@@ -12,15 +12,16 @@ all-gather and all-reduce are rings: a step for each rank, in all of which every
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import pickle
 import struct
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -112,16 +113,33 @@ class RankGroup:
         self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError] = CheckpointError
     ) -> list[T] | None:
         """As `run`, but only the coordinator gets the values (others None), and only it needs memory for them."""
-        part, error = _attempt(lambda: pickle.dumps(fn()))
+        gathered = self.run_gather_parts(what, lambda: [pickle.dumps(fn())], wrap=wrap)
+        return None if gathered is None else [pickle.loads(part) for (part,) in gathered]
+
+    def run_gather_parts(
+        self, what: str, fn: Callable[[], Sequence[bytes]], *, wrap: type[CheckpointError] = CheckpointError
+    ) -> list[list[bytes]] | None:
+        """As `run_gather`, of byte strings, as many as a rank likes. A long one that several ranks have is sent by the
+        first of them alone, and is one object on the coordinator.
+        """
+        parts, error = _attempt(lambda: list(fn()))
+        is_long = [len(part) > _MERGED_BYTES and not self.is_coordinator for part in parts or ()]
+        told = [_Long.of(part) if long else part for part, long in zip(parts or (), is_long, strict=True)]
+        # Of each long one, the first rank that has it, and which of that rank's it is.
+        first = {part: (self.rank, n) for n, part in reversed(list(enumerate(told))) if isinstance(part, _Long)}
         with self._contact(what, wrap):
-            large = None if part is None or len(part) <= _MERGED_BYTES or self.is_coordinator else part
-            mine = None if part is None else {self.rank: part if large is None else len(part)}
-            parts, failed = self._up(mine, error, operator.or_)
-            if large is not None:
-                self._send_bytes(0, large)
-            gathered = self._receive_large(parts) if self.is_coordinator else {}
-            self._down(what, wrap, None, error, failed)
-        return [pickle.loads(gathered[rank]) for rank in range(self.size)] if self.is_coordinator else None
+            merged, failed = self._up(None if error else ({self.rank: told}, first), error, _both_told)
+            by_rank, first = merged if merged is not None else ({}, first)
+            senders = self._down(what, wrap, frozenset(first.values()), error, failed)
+            mine = [part for n, part in enumerate(parts or ()) if (self.rank, n) in senders]
+            if mine:
+                self._send_bytes(0, b"".join(mine))
+            if not self.is_coordinator:
+                return None
+            received = self._receive_long(first)
+        return [
+            [received[part] if isinstance(part, _Long) else part for part in by_rank[rank]] for rank in range(self.size)
+        ]
 
     def run_on_coordinator(self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError] = CheckpointError) -> T:
         """Call `fn` on the coordinator alone and give every rank its value, or its exception as `run` does."""
@@ -265,18 +283,27 @@ class RankGroup:
             raise RuntimeError(f"nothing has come from rank {rank}: {error}") from error
         return buffer.numpy().tobytes()
 
-    def _receive_large(self, parts: dict[int, bytes | int] | None) -> dict[int, bytes]:
-        """Put what ranks send straight to the coordinator in the place of its length, in bytes."""
-        large = {rank: length for rank, length in (parts or {}).items() if isinstance(length, int)}
-        buffers = {rank: torch.empty(length, dtype=torch.uint8, device="cpu") for rank, length in large.items()}
+    def _receive_long(self, first: Mapping[_Long, tuple[int, int]]) -> dict[_Long, bytes]:
+        """What ranks send straight to the coordinator: all of one rank's in one message."""
+        of_rank: dict[int, list[_Long]] = {}
+        for part in sorted(first, key=first.__getitem__):
+            of_rank.setdefault(first[part][0], []).append(part)
+        buffers = {
+            rank: torch.empty(sum(part.length for part in parts), dtype=torch.uint8, device="cpu")
+            for rank, parts in of_rank.items()
+        }
         pending = [
             dist.irecv(buffer, src=self._global_rank(rank), group=self._group) for rank, buffer in buffers.items()
         ]
         for work in pending:
             assert work is not None
             work.wait()
-        received = {rank: buffer.numpy().tobytes() for rank, buffer in buffers.items()}
-        return {rank: received[rank] if isinstance(part, int) else part for rank, part in (parts or {}).items()}
+        received: dict[_Long, bytes] = {}
+        for rank, parts in of_rank.items():
+            content = buffers.pop(rank).numpy()
+            for part in parts:
+                received[part], content = content[: part.length].tobytes(), content[part.length :]
+        return received
 
     def _broadcast(self, outcome: int, payload: bytes) -> tuple[int, bytes]:
         """The coordinator's outcome and payload, on all ranks."""
@@ -383,6 +410,27 @@ class _Failure:
 
 
 _Failed = dict[int, _Failure]
+
+
+class _Long(NamedTuple):
+    """A part that is not sent up the tree, by what it holds: ranks that have the same one say the same."""
+
+    digest: bytes
+    length: int
+
+    @classmethod
+    def of(cls, part: bytes) -> _Long:
+        return cls(hashlib.blake2b(part, digest_size=16).digest(), len(part))
+
+
+_Told = tuple[dict[int, list["bytes | _Long"]], dict[_Long, tuple[int, int]]]
+
+
+def _both_told(one: _Told, other: _Told) -> _Told:
+    first = {**one[1], **other[1]}
+    for part in one[1].keys() & other[1].keys():
+        first[part] = min(one[1][part], other[1][part])
+    return {**one[0], **other[0]}, first
 
 
 def _failure(error: BaseException) -> _Failure:

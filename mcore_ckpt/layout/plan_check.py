@@ -7,7 +7,8 @@ operations for all tensors together; only what is left goes through `boxes.cover
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,10 @@ from mcore_ckpt.layout.plans import GlobalPlan, LocalPlan
 from mcore_ckpt.layout.shards import noted_shapes
 
 _Ints = npt.NDArray[np.int64]
+
+_SAVES, _LOADS = "saves", "loads"  # what is done with tensors, in messages
+_DONE = {_SAVES: "saved", _LOADS: "loaded for all"}
+_NAMED = 8
 
 
 class _Items(NamedTuple):
@@ -41,23 +46,114 @@ class _Items(NamedTuple):
         return tuple(values[:ndim]), tuple(values[ndim : 2 * ndim]), tuple(values[2 * ndim :])
 
 
-def global_plan(told: Sequence[tuple[bytes, Mapping[str, tuple[int, ...]]]]) -> GlobalPlan:
-    """Put the plans of all ranks, and their notes on shapes of parameters, together. Raises `PlanError`."""
+class PlannedTensors:
+    """The tensors of plans that have been checked."""
+
+    def __init__(self, items: _Items, first: _Ints) -> None:
+        self._items = items
+        self._first = first
+        self._numbers = {key: number for number, key in enumerate(items.keys)}
+
+    def of(self, key: str) -> tuple[str, tuple[int, ...], int] | None:
+        """dtype and global shape of a tensor, and the first rank that has a chunk of it; None if none has."""
+        number = self._numbers.get(key)
+        if number is None:
+            return None
+        item, items = int(self._first[number]), self._items
+        return items.dtypes[items.dtype_ids[item]], items.numbers(item)[0], int(items.ranks[item])
+
+
+def global_plan(
+    told: Sequence[tuple[bytes, Mapping[str, tuple[int, ...]]]], accesses: Sequence[Sequence[bytes]] = ()
+) -> GlobalPlan:
+    """Put the plans of all ranks, and their notes on shapes of parameters, together. Raises `PlanError`.
+
+    With `accesses`, what ranks tell of all that they hold (`Accesses.told`) is checked, too.
+    """
     plans = [LocalPlan.decode(encoded) for encoded, _ in told]
-    check_plans(plans)
+    planned = check_plans(plans)
+    if accesses:
+        if any(of_rank[0] for of_rank in accesses):
+            # On some rank a wrapper has chosen others to write than are main replicas.
+            pairs = zip(accesses, plans, strict=True)
+            planned = check_plans([LocalPlan.decode(mains[0]) if mains[0] else plan for mains, plan in pairs])
+        _check_replicas(planned, accesses, _SAVES)
+        _check_objects(accesses)
     files = sorted(pair for plan in plans for pair in zip(plan.files, plan.file_bytes, strict=True))
     return GlobalPlan(tuple(encoded for encoded, _ in told), tuple(files), noted_shapes(shapes for _, shapes in told))
 
 
-def check_plans(plans: Sequence[LocalPlan]) -> None:
+def check_requests(accesses: Sequence[Sequence[bytes]]) -> None:
+    """Check what all ranks are going to load, as Megatron does: `Accesses.told` of each. Raises `PlanError`.
+
+    Of tensors whose shards lie on no regular grid any part may be asked for.
+    """
+    uneven = frozenset(key for encoded in {of_rank[1] for of_rank in accesses} for key in json.loads(encoded)[1])
+    requested = check_plans([LocalPlan.decode(of_rank[0]) for of_rank in accesses], _LOADS, partly=uneven)
+    _check_replicas(requested, accesses, _LOADS)
+    _check_objects(accesses)
+
+
+def _check_replicas(mains: PlannedTensors, accesses: Sequence[Sequence[bytes]], does: str) -> None:
+    """Check that what ranks hold besides main replicas are copies of those."""
+    first_with: dict[bytes, int] = {}
+    for rank, of_rank in enumerate(accesses):
+        first_with.setdefault(of_rank[1], rank)
+    for encoded, rank in first_with.items():
+        for key, dtype, shape in json.loads(encoded)[0]:
+            main = mains.of(key)
+            if main is None:
+                raise PlanError(
+                    f"{key}: rank {rank} holds a replica of it, and no rank the main one (replica_id 0), which alone "
+                    f"is {_DONE[does]}"
+                )
+            if (dtype, tuple(shape)) != main[:2]:
+                raise PlanError(
+                    f"{key}: rank {main[2]} {does} {main[0]} of global shape {main[1]}, rank {rank} holds a replica of "
+                    f"{dtype} of global shape {tuple(shape)}"
+                )
+
+
+def _check_objects(accesses: Sequence[Sequence[bytes]]) -> None:
+    """Check that each object has one main replica, and that there are as many of a key as its shape says."""
+    numbers: dict[str, int] = {}
+    held_by: dict[str, dict[str, int]] = {}
+    decoded: dict[bytes, Any] = {}
+    for rank, of_rank in enumerate(accesses):
+        if of_rank[2] not in decoded:
+            decoded[of_rank[2]] = json.loads(of_rank[2])
+        mains, of_keys = decoded[of_rank[2]]
+        for key, number in of_keys.items():
+            numbers.setdefault(key, number)
+        for key, unique_key in mains:
+            of_key = held_by.setdefault(key, {})
+            if unique_key in of_key:
+                raise PlanError(
+                    f"{unique_key}: an object of which rank {of_key[unique_key]} and rank {rank} hold a main replica "
+                    "(replica_id 0)"
+                )
+            of_key[unique_key] = rank
+    for key, number in numbers.items():
+        found = held_by.get(key, {})
+        if len(found) != number:
+            raise PlanError(
+                f"{key}: an object in {number} parts, and ranks hold main replicas (replica_id 0) of {len(found)}: "
+                f"{', '.join(sorted(found)[:_NAMED])}{', ...' if len(found) > _NAMED else ''}"
+            )
+
+
+def check_plans(
+    plans: Sequence[LocalPlan], does: str = _SAVES, partly: Collection[str] = frozenset()
+) -> PlannedTensors:
     """Check every rank's tensors against those of all others.
 
     Raises `PlanError`, which names key and ranks, if they disagree on dtype or shape, or if chunks overlap, leave a gap
-    or stick out. A shadow copy need not be complete; what it copies has to be saved, in the same dtype and shape.
+    or stick out (not of keys in `partly`). A shadow copy need not be complete; what it copies has to be saved, in the
+    same dtype and shape. `does` is what the ranks do with the tensors, in words.
     """
     items = _joined(plans)
     if not items.keys:
-        return
+        return PlannedTensors(items, _column([]))
     # Numbered as they came. (`np.unique` imports all of `numpy.ma` when it is first called: as long as all else here.)
     first = np.flatnonzero(np.diff(np.maximum.accumulate(items.key_ids), prepend=-1))
     heads = first[items.key_ids]  # for each item the first one of its key
@@ -73,13 +169,16 @@ def check_plans(plans: Sequence[LocalPlan]) -> None:
         told[key_ids] = _in_a_row(key_ids, numbers)[key_ids]
     if not alike.all():
         wrong = int(np.flatnonzero(~alike)[0])
-        raise PlanError(_disagreement(items, int(heads[wrong]), wrong))
+        raise PlanError(_disagreement(items, int(heads[wrong]), wrong, does))
+    if partly:
+        told |= np.asarray([key in partly for key in items.keys])
     shadows = [key_id for key_id, key in enumerate(items.keys) if parse_shadow_key(key) is not None]
     if shadows:
         told[shadows] = True
         _check_shadow_copies(items, first, shadows)
     if not told.all():
         _check_one_by_one(items, first, ~told)
+    return PlannedTensors(items, first)
 
 
 def _joined(plans: Sequence[LocalPlan]) -> _Items:
@@ -137,12 +236,12 @@ def _in_a_row(key_ids: _Ints, numbers: _Ints) -> npt.NDArray[np.bool_]:
     return good
 
 
-def _disagreement(items: _Items, head: int, other: int) -> str:
+def _disagreement(items: _Items, head: int, other: int, does: str = _SAVES) -> str:
     first, second = (
         f"{items.dtypes[items.dtype_ids[item]]} of global shape {items.numbers(item)[0]}" for item in (head, other)
     )
     key = items.keys[items.key_ids[other]]
-    return f"{key}: rank {items.ranks[head]} saves {first}, rank {items.ranks[other]} {second}"
+    return f"{key}: rank {items.ranks[head]} {does} {first}, rank {items.ranks[other]} {second}"
 
 
 def _check_shadow_copies(items: _Items, first: _Ints, shadows: Sequence[int]) -> None:

@@ -40,6 +40,7 @@ from mcore_ckpt.format.metadata_read import CONFIG_FILE, METADATA_FILE, read_con
 from mcore_ckpt.megatron._errors import MegatronErrors, is_first_rank
 from mcore_ckpt.megatron._one_save import metadata_version, one_load
 from mcore_ckpt.megatron._proof import prove_load
+from mcore_ckpt.megatron._validation import validation_of_load
 from mcore_ckpt.megatron._versions import differences, patches
 from mcore_ckpt.megatron.common_state import load_common
 from mcore_ckpt.storage.resolve import storage_at
@@ -66,7 +67,7 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             goes_back = options.on_damaged == "go_back" and not _is_settled.get()
             if differences().all_ranks_load:
                 _check_all_agree(goes_back, options, coordination_group(kwargs.get("process_group")))
-            call = stock if options.prove == "off" else partial(prove_load, stock, options)
+            call = _validated(stock if options.prove == "off" else partial(prove_load, stock, options), options)
             if not goes_back:
                 with one_load(), storage_at(directory).in_use(METADATA_FILE):
                     return call(sharded_state_dict, checkpoint_dir, *args, **kwargs)
@@ -76,15 +77,26 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
+def _validated(call: Callable[..., Any], options: LoadOptions) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        with validation_of_load(options):
+            return call(*args, **kwargs)
+
+    return load
+
+
 def _check_all_agree(goes_back: bool, options: LoadOptions, group: RankGroup) -> None:
-    """Raise `OptionError` on all ranks unless all go back, or none, and all prove alike: those that do exchange more,
-    and one alone would wait for ever.
+    """Raise `OptionError` on all ranks unless all go back, or none, and all prove and validate alike: those that do
+    exchange more, and one alone would wait for ever.
     """
     proves = ("off", "sample", "always").index(options.prove)
-    found = group.maximum([int(goes_back), int(not goes_back), proves, -proves])
+    validates = int(options.validation == "megatron")
+    found = group.maximum([int(goes_back), int(not goes_back), proves, -proves, validates, -validates])
     for name, value, differs in (
         ("on_damaged", "go_back" if goes_back else "raise", found[0] and found[1]),
         ("prove", options.prove, found[2] != -found[3]),
+        ("validation", options.validation, found[4] != -found[5]),
     ):
         if differs:
             raise OptionError(

@@ -35,6 +35,7 @@ from mcore_ckpt.megatron._patches import (
     serve_with_numpy_2,
     serve_without_cuda,
 )
+from mcore_ckpt.megatron._validation import replace_validation, validation_of_save
 from mcore_ckpt.megatron._versions import (
     CHECKPOINTING,
     NEWEST_TESTED,
@@ -140,7 +141,12 @@ def _replace_all(megatron: Differences) -> None:
     patches.replace(
         core, "maybe_load_config", _config_of_what_is_read(core.maybe_load_config, core.CheckpointingConfig)
     )
-    patches.replace(serialization, "save", _save_or_leave_nothing(serialization.save))
+    _required("validation", "determine_global_metadata", "validate_sharding_integrity")
+    for name in ("state_dict_utils", "strategies.fully_parallel"):
+        _required(name, "determine_global_metadata", "validate_sharding_integrity")
+    _required("serialization", "determine_global_metadata")
+    replace_validation()
+    patches.replace(serialization, "save", _save_or_leave_nothing(serialization.save, TorchDistSaveStrategy))
     patches.replace(serialization, "load", around_load(serialization.load))
     megatron_queue.replace_methods(patches, async_utils.AsyncCallsQueue, MegatronErrors)
     if megatron.calls_numpy_product:
@@ -223,7 +229,7 @@ def _config_of_what_is_read(stock: Any, config_class: Any) -> Any:
     return maybe_load_config
 
 
-def _save_or_leave_nothing(stock: Any) -> Any:
+def _save_or_leave_nothing(stock: Any, strategy_class: type) -> Any:
     """Megatron's `save`, which leaves nothing behind if it ends early, and tells all ranks what fails on the first: the
     common state before the sharded part, `metadata.json` behind it.
     """
@@ -237,7 +243,8 @@ def _save_or_leave_nothing(stock: Any) -> Any:
             before = saves_in_progress(directory)
             try:
                 call = partial(stock, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-                request, failure = common_state.with_late_config_errors(call)
+                with validation_of_save(args[0] if args else kwargs.get("sharded_strategy"), strategy_class):
+                    request, failure = common_state.with_late_config_errors(call)
                 if request is None:
                     common_state.raise_config_error(failure)
                 else:

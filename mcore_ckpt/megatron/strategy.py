@@ -44,6 +44,7 @@ from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._errors import MegatronErrors
 from mcore_ckpt.megatron._one_save import SaveIdentity, check_common, check_ranks, metadata_version, replaced_error
 from mcore_ckpt.megatron._quantized import read_quantized, split_quantized
+from mcore_ckpt.megatron._validation import noted_validation
 from mcore_ckpt.megatron._versions import (
     TESTED_VERSIONS,
     async_request_class,
@@ -208,6 +209,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
             separation_hint=self.separation_hint,
             is_async=is_async,
             bucket_writer=_replaced_bucket_writer(),
+            validation=noted_validation(),
         )
         group = coordination_group()
         begun.append(begin_save(sharded_state_dict, request, group, self._structure))

@@ -8,6 +8,7 @@ so no rank waits in another exchange than the others. What has moved from one ra
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from mcore_ckpt.core.errors import OptionError, SaveError
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_write import MetadataEncoder
+from mcore_ckpt.layout.accesses import Accesses
 from mcore_ckpt.layout.buckets import RankLayout, lay_out_rank
 from mcore_ckpt.layout.plan_check import global_plan
 from mcore_ckpt.layout.plans import GlobalPlan
@@ -48,6 +50,15 @@ class Structure:
     # the process may give it another place, and a setting may be changed between two saves.
     laid_out_for: tuple[int, int, int] | None = None
     laid_out_in: bytes = b""
+    accesses: Accesses | None = None  # what was checked with it, if that was asked for
+
+
+class Validation(NamedTuple):
+    """What a save has to check besides the plan; the same on all ranks. (Megatron's validation of access integrity.)"""
+
+    accesses: Accesses  # all that this rank holds, main replicas or not
+    common_digest: bytes | None = None  # of the state that all ranks should have alike
+    compare_common: Callable[[RankGroup], None] | None = None  # called on all ranks where the digests are not the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,7 @@ def agree(
     thread_count: int,
     separation_hint: str | None,
     drain_to: str | None,
+    validation: Validation | None = None,
 ) -> SavePlan | None:
     """Open the directory and settle what all ranks write: as in the save before, if every rank can, or laid out again.
     None, and nothing is touched, if a rank wants the save left out. What `state` carries as an error is raised on all
@@ -90,40 +102,47 @@ def agree(
         and structure.laid_out_for == place
         and (layout.separation_hint, layout.specs) == (separation_hint, state.specs)
         and layout.has_room(state.object_keys, state.object_bytes)
+        and (validation is None or validation.accesses == structure.accesses)
     )
 
     def prepare() -> _Prepared:
         plan = structure.laid_out_in if unchanged else b""
-        return _Prepared(plan, is_left_out(value_of(state)), frozenset([drain_to]))
+        common = None if validation is None else validation.common_digest
+        return _Prepared(plan, is_left_out(value_of(state)), frozenset([drain_to]), frozenset([common]))
 
-    def open_unless_left_out(prepared: _Prepared) -> tuple[bytes, bytes] | None:
+    def open_unless_left_out(prepared: _Prepared) -> tuple[bytes, bytes, bool] | None:
         if len(prepared.second_tiers) > 1:
             raise OptionError(
                 f"drain_to differs between the ranks: {sorted(map(str, prepared.second_tiers))}; set "
                 "MCORE_CKPT_DRAIN_TO alike on all hosts, or nowhere"
             )
-        return None if prepared.left_out else (prepared.plan, open_directory())
+        return None if prepared.left_out else (prepared.plan, open_directory(), len(prepared.common) > 1)
 
     agreed = group.run_merged("prepare the save", prepare, _both, open_unless_left_out, wrap=SaveError)
     if agreed is None:
         return None
-    plan, save_id = agreed
+    plan, save_id, common_differs = agreed
+    if common_differs and validation is not None and validation.compare_common is not None:
+        validation.compare_common(group)
     if plan and layout is not None:
         return SavePlan(layout, structure.planned, save_id, reused=True)
-    structure.layout = structure.planned = None
-    structure.layout, structure.planned = _laid_out(value_of(state), group, thread_count, separation_hint)
+    structure.layout = structure.planned = structure.accesses = None
+    accesses = None if validation is None else validation.accesses
+    structure.layout, structure.planned = _laid_out(value_of(state), accesses, group, thread_count, separation_hint)
+    structure.accesses = accesses
     structure.laid_out_for, structure.laid_out_in = place, save_id
     return SavePlan(structure.layout, structure.planned, save_id, reused=False)
 
 
 class _Prepared(NamedTuple):
     """What ranks say ahead of a save: the plan that they can use again, empty if there is none or there are several;
-    whether the save is to be left out; where it is to be copied to.
+    whether the save is to be left out; where it is to be copied to; digests of the common state.
     """
 
     plan: bytes
     left_out: bool
     second_tiers: frozenset[str | None]
+    common: frozenset[bytes | None]
 
 
 def _both(first: _Prepared, second: _Prepared) -> _Prepared:
@@ -131,11 +150,12 @@ def _both(first: _Prepared, second: _Prepared) -> _Prepared:
         first.plan if first.plan == second.plan else b"",
         first.left_out or second.left_out,
         first.second_tiers | second.second_tiers,
+        first.common | second.common,
     )
 
 
 def _laid_out(
-    state: RankState, group: RankGroup, thread_count: int, separation_hint: str | None
+    state: RankState, accesses: Accesses | None, group: RankGroup, thread_count: int, separation_hint: str | None
 ) -> tuple[RankLayout, Planned | None]:
     """Lay out what this rank writes, and let the coordinator check the plans of all ranks."""
     laid_out = attempt(
@@ -150,16 +170,19 @@ def _laid_out(
         )
     )
 
-    def encode() -> tuple[bytes, dict[str, tuple[int, ...]]]:
-        """This rank's plan, and the shapes of parameters that are stored in another form."""
+    def encode() -> list[bytes]:
+        """This rank's plan, and the shapes of parameters that are stored in another form; then what else it holds."""
         own_shapes = {spec.key: spec.original_shape for spec in state.specs if spec.original_shape is not None}
-        return value_of(laid_out).plan.encode(), own_shapes
+        plan = pickle.dumps((value_of(laid_out).plan.encode(), own_shapes))
+        return [plan] if accesses is None else [plan, *accesses.told(state.specs)]
 
-    encoded = group.run_gather("plan the save", encode, wrap=SaveError)
+    gathered = group.run_gather_parts("plan the save", encode, wrap=SaveError) or []
     planned: list[Planned] = []
 
     def check() -> None:
-        planned.append(Planned(global_plan(encoded or ())))
+        told = [pickle.loads(of_rank[0]) for of_rank in gathered]
+        others = [of_rank[1:] for of_rank in gathered]
+        planned.append(Planned(global_plan(told, others if all(others) else ())))
 
     group.run_on_coordinator("check the plan", check, wrap=SaveError)
     return value_of(laid_out), planned[0] if planned else None

@@ -42,6 +42,7 @@ from mcore_ckpt.layout.file_image import PlannedFile, WrittenFile, check_results
 from mcore_ckpt.layout.save_index import metadata_of_save
 from mcore_ckpt.save._planning import SavePlan, agree
 from mcore_ckpt.save._planning import Structure as Structure
+from mcore_ckpt.save._planning import Validation as Validation
 from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.save.rank_state import RankState, collect
@@ -71,6 +72,7 @@ class SaveRequest:
     separation_hint: str | None = None  # prefix of keys that get files of their own
     is_async: bool = False  # take a snapshot, which another process writes during training
     bucket_writer: BucketWriter | None = None  # writes the buckets instead of this package, before the call returns
+    validation: Validation | None = None  # what is to be checked besides the plan
 
 
 def begin_save(
@@ -108,6 +110,7 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
                 thread_count=request.thread_count,
                 separation_hint=request.separation_hint,
                 drain_to=request.options.drain_to,
+                validation=request.validation,
             )
             if plan is None:
                 directory.abandon()

@@ -29,6 +29,7 @@ SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
     "drain_to": ("s3://bucket/run", "s3://bucket/run"),
     "drain_tracker": ("off", "off"),
     "keep_local_plans": ("1", True),
+    "validation": ("megatron", "megatron"),
     "trace_path": ("/tmp/traces", "/tmp/traces"),
     "progress": ("off", False),
     "take_ahead": ("no", False),
@@ -46,6 +47,7 @@ LOAD_VARIABLES: dict[str, tuple[str, Any]] = {
     "allowed_classes": ("numpy.dtype, collections.deque", ("numpy.dtype", "collections.deque")),
     "on_damaged": ("go_back", "go_back"),
     "prove": ("sample", "sample"),
+    "validation": ("megatron", "megatron"),
     "page_cache": ("on", "on"),
     "run_code_from_checkpoint": ("1", True),
 }

@@ -17,6 +17,8 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load._columns import Columns, UsualRequest, spans_of
 from mcore_ckpt.load.read_requests import ReadRequest
@@ -109,6 +111,23 @@ def test_others_are_left_to_others(saved: Path) -> None:
     again = usual(key, there.clone())
     assert columns.take([usual(key, there), refused[0], again]) == [refused[0], again]
     assert len(columns) == 1
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_one_chunk_of_those_of_many_ranks_is_found_unless_another_overlaps_it(overlaps: bool) -> None:
+    rows = range(0, 64, 4)
+    template = tensor_template("float32", (4, 4))
+    boxes = [(row, 4) for row in rows] + ([(18, 2)] if overlaps else [])
+    chunks = [
+        StoredChunk((row, 0), (count, 4), StoredItem("f", 8192 * n, template.item_bytes, (), n))
+        for n, (row, count) in enumerate(boxes)
+    ]
+    entry = TensorEntry("w", "float32", (64, 4), tuple(chunks), False)
+    columns = Columns(CheckpointIndex("", PackedTensors.of({"w": entry}) or {}, {}), MIB)
+    requests = [("w", torch.zeros(4, 4), (row, 0), (4, 4), (64, 4)) for row in (20, 2, 0)]
+    left = columns.take(requests)
+    assert columns.numbers == ([] if overlaps else [5, 0])
+    assert left == (requests if overlaps else requests[1:2])
 
 
 def test_two_destinations_of_one_item_are_both_filled(saved: Path) -> None:

@@ -1,0 +1,261 @@
+"""Validation of access integrity by this package says what Megatron's own says, on every rank."""
+
+from __future__ import annotations
+
+import logging
+import random
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_ckpt.core.errors import PlanError
+from tests.support.gloo_ranks import run_pretending_ranks
+from tests.support.models import Parallel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytest.importorskip("megatron.core.dist_checkpointing", reason="it is Megatron's validation")
+
+RANKS = 2
+
+
+# --- without ranks: any states, the two checks next to each other ---------------------------------------------------
+
+
+def _state(chance: random.Random) -> list[list[Any]]:
+    """What three ranks hold of a few tensors and objects, as a model's layers and a distributed optimizer would."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+    ranks: list[list[Any]] = [[], [], []]
+    for number in range(4):
+        kind = chance.choice(["rows", "columns", "replicas", "layers", "object"])
+        for rank, held in enumerate(ranks):
+            data, key = torch.zeros(2, 4), f"{kind}{number}"
+            if kind == "object":
+                held.append(ShardedObject(key, rank, (3,), (rank,)))
+            elif kind == "replicas":
+                held.append(ShardedTensor.from_rank_offsets(key, data, replica_id=(0, rank)))
+            elif kind == "layers":
+                held.append(ShardedTensor.from_rank_offsets(key, data, (0, rank, 3), prepend_axis_num=1))
+            else:
+                held.append(ShardedTensor.from_rank_offsets(key, data, (int(kind == "columns"), rank, 3)))
+    return ranks
+
+
+def _spoil(ranks: list[list[Any]], chance: random.Random) -> str:
+    """Change what one rank holds of one tensor or object."""
+    rank = chance.randrange(3)
+    place = chance.randrange(len(ranks[rank]))
+    leaf = ranks[rank][place]
+    what = chance.choice(["nothing", "lost", "twice", "replica", "main", "moved", "dtype", "shape", "nobody's"])
+    if what == "lost":
+        del ranks[rank][place]
+    elif what == "twice":
+        ranks[rank].append(leaf)
+    elif what == "replica":
+        leaf.replica_id = 1
+    elif what == "main":
+        leaf.replica_id = (0, 0)
+    elif what == "nobody's":
+        for held in ranks:
+            held[place].replica_id = (1, 0)
+    elif what == "moved":
+        leaf.global_offset = ranks[chance.randrange(3)][place].global_offset
+    elif what == "dtype" and hasattr(leaf, "dtype"):
+        leaf.dtype = torch.int32
+    elif what == "shape" and hasattr(leaf, "dtype"):
+        leaf.global_shape = (*leaf.global_shape[:-1], leaf.global_shape[-1] * 2)
+    return what
+
+
+def _refuses(check: Callable[[], None], *errors: type[BaseException]) -> bool:
+    try:
+        check()
+    except errors:
+        return True
+    return False
+
+
+def test_any_state_is_refused_by_both_or_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
+
+    from mcore_ckpt.layout.accesses import Accesses
+    from mcore_ckpt.layout.plan_check import check_requests
+
+    monkeypatch.setattr(dist, "get_rank", lambda *_: 0)
+    logging.getLogger("megatron.core.dist_checkpointing.validation").disabled = True
+    verdicts = set()
+    for seed in range(300):
+        chance = random.Random(seed)
+        ranks = _state(chance)
+        what = _spoil(ranks, chance)
+        stock = _refuses(lambda ranks=ranks: validate_sharding_integrity(ranks), CheckpointingException, AssertionError)
+        told = [Accesses.of(held).told() for held in ranks]
+        ours = _refuses(lambda told=told: check_requests(told), PlanError)
+        assert ours == stock, f"seed {seed}: {what}"
+        verdicts.add((what, ours))
+    logging.getLogger("megatron.core.dist_checkpointing.validation").disabled = False
+    assert len(verdicts) > 12  # most changes are refused for some tensors, and change nothing of others
+
+
+# --- on ranks: real models, the whole of `save` and `load` ----------------------------------------------------------
+
+
+def _spoiled(state: dict[str, Any], fault: str, rank: int) -> dict[str, Any]:
+    """The state of a model with a fault in a tensor, or an object, that all ranks hold."""
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject
+
+    def change(leaf: Any) -> Any:
+        if fault == "object" and isinstance(leaf, ShardedObject) and leaf.key == objects[0]:
+            return replace(leaf, replica_id=0)
+        if getattr(leaf, "key", None) != "decoder.final_layernorm.weight":
+            return leaf
+        if fault == "missing" and rank == 0:
+            return LocalNonpersistentObject(None)
+        if fault == "no main replica":
+            return replace(leaf, replica_id=(0, 0, 1))
+        if fault == "two main replicas" and rank in (0, RANKS - 1):
+            return replace(leaf, replica_id=(0, 0, 0))
+        if fault == "dtype" and rank == RANKS - 1:
+            return replace(leaf, data=leaf.data.double(), dtype=torch.float64)
+        return leaf
+
+    objects: list[str] = []
+
+    def find(leaf: Any) -> Any:
+        if isinstance(leaf, ShardedObject):
+            objects.append(leaf.key)
+        return leaf
+
+    dict_list_map_inplace(find, state)
+    dict_list_map_inplace(change, state)
+    return state
+
+
+FAULTS = ("none", "missing", "no main replica", "two main replicas", "dtype", "object")
+
+
+def _verdicts(rank: int, root: Path) -> dict[str, tuple[bool, str, str]]:
+    """For each model and fault: whether Megatron's validation refuses it; what our save and load say."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    import mcore_ckpt
+    from tests.support.models import MOE_SEQUENTIAL, build_training
+
+    found = {}
+    for layout in (Parallel(tensor=2), Parallel(expert=2)):
+        name, training = str(layout), build_training(MOE_SEQUENTIAL, layout)
+        from megatron.core import dist_checkpointing as dc
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+        from megatron.core.dist_checkpointing.mapping import apply_factories
+        from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
+        from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+
+        refused = {}
+        for fault in FAULTS:
+            state = _spoiled(training.model[0].module.sharded_state_dict(), fault, rank)
+            apply_factories(state)
+            gathered = determine_global_metadata(extract_sharded_base(extract_nonpersistent(state)[1])[0])[1]
+            errors = (CheckpointingException, AssertionError)
+            # It raises on the first rank only.
+            told = [_refuses(lambda gathered=gathered: validate_sharding_integrity(gathered), *errors)]
+            dist.broadcast_object_list(told, src=0)
+            refused[fault] = told[0]
+        mcore_ckpt.install()
+        good = ""
+        for fault in FAULTS:
+            path = root / name / fault.replace(" ", "_")
+            if rank == 0:
+                path.mkdir(parents=True)
+            dist.barrier()
+            said = []
+            for call in (dc.save, dc.load):
+                state = _spoiled(training.model[0].module.sharded_state_dict(), fault, rank)
+                good = str(path) if fault == "none" else good
+                try:
+                    call(state, str(path) if call is dc.save else good)
+                    said.append("")
+                except CheckpointingException as error:
+                    said.append(str(error))
+            found[f"{name}, {fault}"] = (refused[fault], *said)
+            dist.barrier()
+            assert (path / ".metadata").exists() == (fault == "none")
+        mcore_ckpt.uninstall()
+    return found
+
+
+@pytest.mark.long
+def test_faults_in_models_are_refused_as_megatron_does_and_on_every_rank(tmp_path: Path) -> None:
+    outcomes = run_pretending_ranks(_verdicts, RANKS, tmp_path)
+    for name, (refused, save, load) in outcomes[0].items():
+        assert (bool(save), bool(load)) == (refused, refused), (name, save, load)
+        assert refused == ("none" not in name)
+        for of_rank in outcomes[1:]:
+            # The first line, without what only rank 0 says for scripts.
+            assert of_rank[name][1].splitlines()[:1] == save.removeprefix("Worker failure: ").splitlines()[:1]
+            assert of_rank[name][2].splitlines()[:1] == load.splitlines()[:1]
+    key = "decoder.final_layernorm.weight"
+    said = {fault: outcomes[0][f"{Parallel(expert=2)}, {fault}"][1] for fault in FAULTS}
+    assert f"{key}: rank 0 holds a replica of it, and no rank the main one" in said["no main replica"]
+    assert key in said["two main replicas"]
+    assert f"{key}: rank 0 saves bfloat16 of global shape (64,), rank 1 holds a replica of float64" in said["dtype"]
+    assert "_extra_state" in said["object"]
+
+
+def _saves(rank: int, root: Path, by: str) -> list[Any]:
+    """Save twice, with a common state that differs, and load; what was exchanged by torch's own collectives."""
+    warnings.simplefilter("ignore")
+    import mcore_ckpt
+
+    mcore_ckpt.install()
+    from megatron.core import dist_checkpointing as dc
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    gathers: list[str] = []
+    for name in ("all_gather_object", "broadcast_object_list"):
+        original = getattr(dist, name)
+
+        def counted(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+            gathers.append(_name)
+            return _original(*args, **kwargs)
+
+        setattr(dist, name, counted)
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron.core.dist_checkpointing.validation").addHandler(handler)
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+    said: list[Any] = []
+    for number in range(2):
+        path = root / str(number)
+        if rank == 0:
+            path.mkdir()
+        dist.barrier()
+        state = {"a": ShardedTensor.from_rank_offsets("a", torch.ones(2), (0, rank, 2)), "rank": number * rank}
+        dc.save(state, str(path), strategy)
+        said.append((strategy.validated_cache_reuse, list(warned)))
+        warned.clear()
+    dc.load({"a": ShardedTensor.from_rank_offsets("a", torch.zeros(2), (0, rank, 2))}, str(path))
+    return [*said, gathers]
+
+
+@pytest.mark.parametrize("by", ["mcore_ckpt", "megatron"])
+def test_validation_is_ours_or_megatrons_and_a_differing_common_state_is_named(by: str, tmp_path: Path) -> None:
+    first, second = run_pretending_ranks(_saves, 2, tmp_path, by, environment={"MCORE_CKPT_VALIDATION": by})
+    differs = (
+        "Rank 1 common state dict differs from rank 0 common state dict. Keys only on rank 0: [], Keys only on 1: [], "
+        "Mismatched keys: [(('rank',), <class 'int'>, <class 'int'>)]"
+    )
+    assert [warned for _, warned in first[:2]] == [[], []]
+    assert [warned for _, warned in second[:2]] == [[], [differs]]
+    assert [again for again, _ in second[:2]] == [False, True]
+    assert (first[2] == second[2] == []) == (by == "mcore_ckpt")
