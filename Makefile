@@ -47,7 +47,7 @@ test-quick: $(INSTALLED)  ## the core: under 90 seconds on two quiet cores; what
 	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "quick and not slow and not matrix and not long" $(ARGS)
 
 test-long: $(INSTALLED)  ## real launches' traps, stock queues, interop on 1 and 4 ranks, a crash at every step of a save: minutes
-	$(BIN)/python -m pytest -m "long and not slow" $(ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "long and not slow" $(ARGS)
 
 test-slow: $(INSTALLED)  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)

@@ -43,7 +43,7 @@ def test_the_results_are_complete() -> None:
         assert adapter in adapters or name in results["not run"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_short_run_measures_and_compares(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
