@@ -141,7 +141,8 @@ class ObjectWriter(RangeWriter):
             elif made:
                 self._client.delete(self._key, self._e_tag)
         except OSError as error:
-            raise save_error("removing it", self.name, error) from error
+            if error.errno != errno.EEXIST:  # another version by now, which this has not made
+                raise save_error("removing it", self.name, error) from error
 
 
 class _Part:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import http.client
 import logging
 import os
 import signal
@@ -353,19 +354,36 @@ def test_a_200_is_no_proof(proxied: Proxy, s3_directory: S3Directory, patient: C
     patient(first_pause_s=0.01, give_up_s=3.0)
 
     def lose_a_part(request: Request) -> Fault | None:
-        if request.method == "HEAD" and request.path.endswith(".distcp") and completed:
+        if request.method == "HEAD" and request.path in completed:
             name = request.path.rpartition("/")[2]
             content = s3_directory.get(name)
             s3_directory.put(name, content[: -8 * MIB])
         if request.method == "POST" and "uploadId" in request.query:
-            completed.append(request)
+            completed.append(request.path)
         return None
 
-    completed: list[Request] = []
+    completed: list[str] = []
     proxied.rule = lose_a_part
     with pytest.raises(FAILED, match=r"the store says that it has \d+ bytes, and \d+ were written"):
         save(s3_directory.url, rows=2000)
     assert ".metadata" not in s3_directory.names()
+
+
+def test_what_has_replaced_an_object_at_that_moment_is_left_alone(proxied: Proxy, s3_directory: S3Directory) -> None:
+    """Between the question whose it is, and its removal."""
+    writer = storage_at(s3_directory.url).open_writer("file", size_bytes=20 * MIB)
+    writer.write(0, memoryview(random_bytes(20 * MIB)))
+    writer.finish(20 * MIB)
+
+    def replace(request: Request) -> Fault | None:
+        if request.method == "DELETE" and not request.query:
+            s3_directory.put("file", b"of others")
+        return None
+
+    proxied.rule = replace
+    writer.abort()
+    assert [request.method for request in proxied.changes()][-1] == "DELETE"
+    assert s3_directory.get("file") == b"of others"
 
 
 def test_no_credential_is_in_what_is_shown_or_sent(s3_directory: S3Directory) -> None:
@@ -422,6 +440,41 @@ def test_an_answer_that_never_stops_coming_is_ended(trickles: str, patient: Call
     assert caught.value.again
     assert caught.value.unclear
     assert 0 < len(sent_bytes) < 400_000
+
+
+def test_a_store_that_takes_the_bytes_slowly_and_steadily_is_waited_for(
+    patient: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 KiB every 30 ms: so 1 MiB takes longer than nothing may be taken for."""
+    size = 3 * MIB
+    connect = http.client.HTTPConnection.connect
+
+    def connect_with_a_small_buffer(self: http.client.HTTPConnection) -> None:
+        connect(self)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 * 1024)
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", connect_with_a_small_buffer)
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+
+        def take() -> None:
+            with listening.accept()[0] as connection, contextlib.suppress(OSError):
+                taken_bytes = 0
+                while taken_bytes < size:
+                    taken_bytes += len(connection.recv(64 * 1024))
+                    time.sleep(0.03)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+        thread = threading.Thread(target=take, daemon=True)
+        thread.start()
+        server = HttpServer(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        patient(idle_s=0.4)
+        began_s = time.monotonic()
+        assert server.request("PUT", "/", {}, random_bytes(size)).status == 200
+        assert time.monotonic() - began_s > 3 * 0.4, "it was not slow"
+        thread.join()
 
 
 def test_a_key_that_xml_cannot_hold_and_an_answer_that_is_none_disturb_nothing(

@@ -1,6 +1,6 @@
 """An S3 server for tests, in a process of its own, and a proxy in front of it that does what networks and stores do.
 
-moto_server()   moto's server; yields its URL
+moto_server()   moto's server, which makes one change at a time; yields its URL
 Proxy(url)      passes requests on to a server, counts them, and lets some go wrong
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
+import os
 import secrets
 import socket
 import subprocess
@@ -18,6 +20,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -50,7 +53,8 @@ def moto_server(bucket: str) -> Iterator[str]:
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        [sys.executable, "-m", "tests.support.object_server", str(port)],
+        cwd=Path(__file__).parents[2],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -69,6 +73,29 @@ def moto_server(bucket: str) -> Iterator[str]:
     finally:
         server.terminate()
         server.wait()
+
+
+def _serve(port: int) -> None:
+    """moto's server, with what it lacks: S3 looks at the condition of a put and makes the object in one step. moto
+    answers each request on a thread, and looks first: of two conditional puts at once both succeeded now and then.
+    """
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from werkzeug.serving import run_simple
+
+    os.environ["MOTO_PORT"] = str(port)
+    moto = DomainDispatcherApplication(create_backend_app)
+    changing = threading.Lock()
+
+    def answer(environment: dict[str, Any], start_response: Any) -> Any:
+        if environment["REQUEST_METHOD"] in ("GET", "HEAD"):
+            return moto(environment, start_response)
+        # Before the lock is taken: a body that comes slowly holds up no other request.
+        body = environment["wsgi.input"].read(int(environment.get("CONTENT_LENGTH") or 0))
+        environment["wsgi.input"] = io.BytesIO(body)
+        with changing, contextlib.closing(moto(environment, start_response)) as parts:
+            return list(parts)
+
+    run_simple("127.0.0.1", port, answer, threaded=True, request_handler=MotoRequestHandler)
 
 
 class S3Directory:
@@ -282,3 +309,7 @@ class Proxy:
         if handler.command != "HEAD":
             handler.wfile.write(content[: len(content) // 2] if half else content)
         handler.wfile.flush()
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))
